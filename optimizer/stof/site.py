@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the matcher finds and the lifter recovers: plain values, shared by every step.
+
+Shapes use one alphabet: B batch, H query heads, G key/value heads, S query length, T key length,
+D head size, Dv value head size.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Layout(str, enum.Enum):
+    """Memory order of a 4-D (or packed 3-D) query, key, value or output tensor."""
+
+    BHSD = "BHSD"
+    BSHD = "BSHD"
+    BSN = "BSN"
+
+
+class EmptyRows(str, enum.Enum):
+    """What a query without an allowed key gives (docs/operators.md)."""
+
+    ZERO = "zero"
+    NAN = "nan"
+    MEAN = "mean"
+    ALL = "all"
+
+
+class TermKind(str, enum.Enum):
+    """How a tensor of the graph changes the scores [B, H, S, T] before the softmax."""
+
+    ADD = "add"  # scores + tensor
+    KEEP = "keep"  # Where(tensor, scores, fill)
+    DROP = "drop"  # Where(tensor, fill, scores)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One of query, key, value: a tensor of the graph and how it lies in memory."""
+
+    tensor: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One mask or bias tensor of a site, in the order of application (first applied first)."""
+
+    kind: TermKind
+    tensor: str
+    fill: float | None = None  # KEEP and DROP
+    scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention core in the graph.
+
+    ``output`` is the tensor that the new op replaces; it is written in ``output_layout``.
+    ``nodes`` are the names (unique in the graph wrapper) of the nodes that disappear with it when no
+    other consumer needs them. ``query_dims`` … are symbolic sizes as printed dimension expressions.
+    """
+
+    name: str  # stable label for the user: the softmax node's name, or ``attention_<i>``
+    index: int
+    softmax: str  # name of the softmax (or fused) node
+    query: Operand
+    key: Operand
+    value: Operand
+    output: str
+    output_layout: Layout
+    num_heads: int
+    kv_num_heads: int
+    head_size: int
+    value_head_size: int
+    scale: float
+    dtype: int  # onnx.TensorProto data type of query
+    terms: tuple[MaskTerm, ...] = ()
+    softcap: float = 0.0
+    nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
+    row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
+    query_offset: int = 0  # 1: the queries are the last S of T positions
+    scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")
+    nodes: tuple[str, ...] = ()
+    form: str = ""  # words for the report: "sdpa, split scale, Where mask"
+
+
+@dataclass(frozen=True)
+class RuntimeOperand:
+    """A run-time vector that the expression reads, taken from a tensor of the graph."""
+
+    role: str  # "pad", "segment_q", ...
+    tensor: str
+
+
+@dataclass(frozen=True)
+class LiftedMask:
+    """The mask of one site as an expression, with what it reads at run time.
+
+    ``expression`` is the printed form ("" = every pair). ``tables`` maps table names to constants
+    (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias`` lists the terms that stay an
+    additive bias.
+    """
+
+    expression: str
+    operands: tuple[RuntimeOperand, ...] = ()
+    tables: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = ()
+    bias: tuple[MaskTerm, ...] = ()
+    empty_rows: EmptyRows = EmptyRows.ZERO
+    family: str = ""  # "window(64, 64)", "causal", ...
+    density: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a site (or of a softmax that is none): a row of the report."""
+
+    site: str
+    replaced: bool
+    reason: str
+    details: dict[str, object] = field(default_factory=dict, compare=False)

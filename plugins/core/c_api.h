@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * C ABI of libstof_ort.so for tests, benchmarks, the tuner and Python (ctypes). Every function that can fail returns 0 on
+ * success and otherwise writes a NUL-terminated message into error[error_size]. */
+#ifndef STOF_PLUGINS_CORE_C_API_H_
+#define STOF_PLUGINS_CORE_C_API_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define STOF_EXPORT __attribute__((visibility("default")))
+
+/* JSON: {"version", "build_id", "backends": ["cpu"], "cuda_architectures": [], "cpu_isa", "compiler"}. Static storage. */
+STOF_EXPORT const char* stof_build_info(void);
+
+typedef struct {
+  void* data;
+  int32_t dtype; /* onnx.TensorProto.DataType */
+  int32_t rank;
+  int64_t dims[8];
+} stof_tensor;
+
+/* ---- mask expressions ---- */
+typedef struct stof_mask stof_mask;
+typedef struct {
+  const char* name; /* "table0", "pad", "segment_q", ... */
+  stof_tensor tensor;
+} stof_operand;
+typedef struct {
+  int64_t B, H, S, T, P;
+} stof_sizes;
+
+/* The constants (tables) are copied. Run-time operands are passed to stof_mask_eval. */
+STOF_EXPORT int stof_mask_create(const char* expression, const stof_operand* tables, int table_count, stof_mask** mask,
+                                 char* error, size_t error_size);
+STOF_EXPORT void stof_mask_destroy(stof_mask* mask);
+/* Canonical text; returns the length needed without NUL. */
+STOF_EXPORT size_t stof_mask_print(const stof_mask* mask, char* text, size_t text_size);
+STOF_EXPORT uint64_t stof_mask_hash(const stof_mask* mask);
+/* allowed: [B, H, S, T] bytes 0/1. */
+STOF_EXPORT int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime, int runtime_count,
+                               uint8_t* allowed, char* error, size_t error_size);
+
+/* ---- block masks of the static part ---- */
+typedef struct stof_block_mask stof_block_mask;
+typedef struct {
+  int64_t S, T, P;
+  int32_t m, n, rows, layout_b, layout_h;
+  int64_t tables, nnz, distinct;
+  const int32_t *layout, *row_ptr, *full_begin, *key_tile, *bits_id;
+  const uint32_t* bits;
+} stof_block_mask_view;
+STOF_EXPORT int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n, stof_block_mask** block_mask,
+                                       char* error, size_t error_size);
+STOF_EXPORT void stof_block_mask_destroy(stof_block_mask* block_mask);
+STOF_EXPORT void stof_block_mask_get(const stof_block_mask* block_mask, stof_block_mask_view* view);
+/* entries, bytes, hits, misses, builds of the process-wide cache; clear != 0 empties it afterwards. */
+STOF_EXPORT void stof_block_mask_cache_stats(int64_t stats[5], int clear);
+
+/* ---- operators: the same descriptions that the runtime adapters use ---- */
+typedef struct {
+  const char* name;
+  int32_t type; /* 0 int, 1 float, 2 string */
+  int64_t i;
+  double f;
+  const char* s;
+} stof_attribute;
+typedef struct stof_op stof_op;
+STOF_EXPORT int stof_op_create(const char* op_type, const stof_attribute* attributes, int attribute_count, stof_op** op,
+                               char* error, size_t error_size);
+STOF_EXPORT void stof_op_destroy(stof_op* op);
+/* outputs: data preset by the caller, dtype and dims are checked against the op's own shape rule. threads: 1 … 64. */
+STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
+                            int threads, char* error, size_t error_size);
+
+/* ---- the machine ---- */
+/* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */
+STOF_EXPORT double stof_fma_rate(int threads, double seconds);
+/* Read bandwidth over a buffer of `bytes`, in GB/s. */
+STOF_EXPORT double stof_read_bandwidth(int threads, size_t bytes, double seconds);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* STOF_PLUGINS_CORE_C_API_H_ */
