@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * C ABI of libstof_ort.so for tests, benchmarks, the tuner and Python (ctypes). Every function that can fail returns 0 on
- * success and otherwise writes a NUL-terminated message into error[error_size]. */
+ * C ABI of libstof_ort.so for tests, benchmarks, the tuner and Python (ctypes). Every function that can fail returns 0
+ * on success and otherwise writes a NUL-terminated message into error[error_size]. */
 #ifndef STOF_PLUGINS_CORE_C_API_H_
 #define STOF_PLUGINS_CORE_C_API_H_
 
@@ -13,7 +13,8 @@ extern "C" {
 
 #define STOF_EXPORT __attribute__((visibility("default")))
 
-/* JSON: {"version", "build_id", "backends": ["cpu"], "cuda_architectures": [], "cpu_isa", "compiler"}. Static storage. */
+/* JSON: {"version", "build_id", "backends": ["cpu"], "cuda_architectures": [], "cpu_isa", "compiler"}. Static storage.
+ */
 STOF_EXPORT const char* stof_build_info(void);
 
 typedef struct {
@@ -41,8 +42,8 @@ STOF_EXPORT void stof_mask_destroy(stof_mask* mask);
 STOF_EXPORT size_t stof_mask_print(const stof_mask* mask, char* text, size_t text_size);
 STOF_EXPORT uint64_t stof_mask_hash(const stof_mask* mask);
 /* allowed: [B, H, S, T] bytes 0/1. */
-STOF_EXPORT int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime, int runtime_count,
-                               uint8_t* allowed, char* error, size_t error_size);
+STOF_EXPORT int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime,
+                               int runtime_count, uint8_t* allowed, char* error, size_t error_size);
 
 /* ---- block masks of the static part ---- */
 typedef struct stof_block_mask stof_block_mask;
@@ -53,8 +54,8 @@ typedef struct {
   const int32_t *layout, *row_ptr, *full_begin, *key_tile, *bits_id;
   const uint32_t* bits;
 } stof_block_mask_view;
-STOF_EXPORT int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n, stof_block_mask** block_mask,
-                                       char* error, size_t error_size);
+STOF_EXPORT int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n,
+                                       stof_block_mask** block_mask, char* error, size_t error_size);
 STOF_EXPORT void stof_block_mask_destroy(stof_block_mask* block_mask);
 STOF_EXPORT void stof_block_mask_get(const stof_block_mask* block_mask, stof_block_mask_view* view);
 /* entries, bytes, hits, misses, builds of the process-wide cache; clear != 0 empties it afterwards. */
@@ -73,8 +74,8 @@ STOF_EXPORT int stof_op_create(const char* op_type, const stof_attribute* attrib
                                char* error, size_t error_size);
 STOF_EXPORT void stof_op_destroy(stof_op* op);
 /* outputs: data preset by the caller, dtype and dims are checked against the op's own shape rule. threads: 1 … 64. */
-STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
-                            int threads, char* error, size_t error_size);
+STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
+                            int output_count, int threads, char* error, size_t error_size);
 
 /* ---- the machine ---- */
 /* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */

@@ -45,43 +45,45 @@ struct Parallel {
 // every tile that the static block mask keeps.
 struct DynamicMask {
   // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold the dynamic part, 2: full.
-  int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) = nullptr;
+  int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+              uint32_t* bits) = nullptr;
   const void* self = nullptr;
 };
 
 struct AttentionArgs {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
-  DType dtype = DType::kF32;            // of query, key, value, output
-  const void* query = nullptr;          // [B, H, S, D]
-  const void* key = nullptr;            // [B, G, T, D]
-  const void* value = nullptr;          // [B, G, T, Dv]
-  void* output = nullptr;               // [B, H, S, Dv]
+  DType dtype = DType::kF32;    // of query, key, value, output
+  const void* query = nullptr;  // [B, H, S, D]
+  const void* key = nullptr;    // [B, G, T, D]
+  const void* value = nullptr;  // [B, G, T, Dv]
+  void* output = nullptr;       // [B, H, S, Dv]
   Strides query_stride, key_stride, value_stride, output_stride;
   float scale = 1.0f;
-  float softcap = 0.0f;                 // 0: none
+  float softcap = 0.0f;  // 0: none
   EmptyRows empty_rows = EmptyRows::kZero;
-  const uint8_t* pad = nullptr;         // [B, T], 1: the key may be attended; nullptr: all
-  const void* bias = nullptr;           // element strides below, 0 on a broadcast axis; nullptr: none
+  const uint8_t* pad = nullptr;  // [B, T], 1: the key may be attended; nullptr: all
+  const void* bias = nullptr;    // element strides below, 0 on a broadcast axis; nullptr: none
   DType bias_dtype = DType::kUndefined;
   int64_t bias_stride_b = 0, bias_stride_h = 0, bias_stride_q = 0, bias_stride_k = 0;
-  const BlockMask* mask = nullptr;      // static part; nullptr: every pair is allowed
-  const DynamicMask* dynamic = nullptr; // nullptr: none
+  const BlockMask* mask = nullptr;       // static part; nullptr: every pair is allowed
+  const DynamicMask* dynamic = nullptr;  // nullptr: none
 };
 
 // ---- CPU (cpu/attention.h has the implementation's own parts) ----
 enum class CpuIsa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-CpuIsa BestCpuIsa();                    // of this machine, may be lowered by the environment variable STOF_CPU_ISA
+CpuIsa BestCpuIsa();  // of this machine, may be lowered by the environment variable STOF_CPU_ISA
 
 struct CpuAttentionConfig {
   CpuIsa isa = CpuIsa::kPortable;
-  int m = 0;                            // query rows of a tile
-  int n = 0;                            // keys of a tile, a multiple of 32
+  int m = 0;  // query rows of a tile
+  int n = 0;  // keys of a tile, a multiple of 32
 };
 // The tile that suits the problem; the block mask handed to CpuAttention has exactly this tile.
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads);
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
 // workspace: CpuAttentionWorkspace bytes, 64-byte aligned, contents arbitrary.
-Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace, const Parallel& parallel);
+Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
+                    const Parallel& parallel);
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_KERNELS_H_

@@ -22,10 +22,10 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-#define STOF_RETURN_IF_ERROR(expr)                \
-  do {                                            \
-    ::stof::Status stof_status_ = (expr);         \
-    if (!stof_status_.ok()) return stof_status_;  \
+#define STOF_RETURN_IF_ERROR(expr)               \
+  do {                                           \
+    ::stof::Status stof_status_ = (expr);        \
+    if (!stof_status_.ok()) return stof_status_; \
   } while (0)
 
 }  // namespace stof

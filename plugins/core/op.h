@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// How an operator is described once, for every runtime adapter. Plain C++, no framework type.
+#ifndef STOF_PLUGINS_CORE_OP_H_
+#define STOF_PLUGINS_CORE_OP_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plugins/core/kernels.h"
+#include "plugins/core/status.h"
+
+namespace stof {
+
+constexpr int kMaxRank = 8;
+
+// A dense row-major tensor; data is nullptr where only type and shape are known, and where the tensor has no element.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::kUndefined;
+  int32_t rank = 0;
+  int64_t dims[kMaxRank] = {};
+
+  int64_t Elements() const {
+    int64_t count = 1;
+    for (int i = 0; i < rank; ++i) count *= dims[i];
+    return count;
+  }
+};
+
+// Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent.
+class AttributeReader {
+ public:
+  virtual ~AttributeReader() = default;
+  virtual bool Int(const char* name, int64_t* value) const = 0;
+  virtual bool Float(const char* name, float* value) const = 0;
+  virtual bool String(const char* name, std::string* value) const = 0;
+};
+
+// What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.
+struct RunContext {
+  Parallel parallel;
+  void* (*allocate)(void* self, size_t bytes) = nullptr;
+  void* self = nullptr;
+};
+
+// One dimension of an output: dimension `axis` of input `input`, or, where input is negative, `value` (-1: unknown).
+struct DimRule {
+  int input = -1;
+  int axis = 0;
+  int64_t value = -1;
+};
+
+// An operator with its attributes parsed. Run is called from several threads at once.
+class Op {
+ public:
+  virtual ~Op() = default;
+  // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call).
+  virtual Status Prepare(const Tensor* inputs, int input_count) = 0;
+  // Checks inputs' types and shapes and fills dtype and dims of the outputs.
+  virtual Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const = 0;
+  virtual Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+                     const RunContext& context) const = 0;
+};
+
+struct OpDescription {
+  const char* name;
+  int typed_inputs;     // the first inputs, and all outputs, share the type T that a registration fixes
+  int optional_inputs;  // further inputs of any type
+  int outputs;
+  const DType* types;  // possible T
+  int type_count;
+  Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op);
+  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
+  std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);
+};
+
+// Every operator of the library; the adapters loop over it.
+const OpDescription* const* AllOps(int* count);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OP_H_

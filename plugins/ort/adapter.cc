@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/ort/adapter.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace stof::ort {
+namespace {
+
+constexpr size_t kAlignment = 64;
+constexpr int kMaxInputs = 32;
+constexpr int kMaxOutputs = 8;
+constexpr int kMaxThreads = 64;
+
+const Registration& Self(const OrtCustomOp* op) { return *static_cast<const Registration*>(op); }
+
+// Frees an error that we answer by a default, and says whether there was one.
+bool Failed(const OrtApi* api, OrtStatus* status) {
+  if (status == nullptr) return false;
+  api->ReleaseStatus(status);
+  return true;
+}
+
+OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& status) {
+  if (status.ok()) return nullptr;
+  return api->CreateStatus(ORT_INVALID_ARGUMENT, (node + ": " + status.message()).c_str());
+}
+
+#define STOF_ORT_RETURN(expr)                                \
+  do {                                                       \
+    if (OrtStatus* ort_status_ = (expr)) return ort_status_; \
+  } while (0)
+
+class KernelAttributes final : public AttributeReader {
+ public:
+  KernelAttributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  bool Int(const char* name, int64_t* value) const override {
+    return !Failed(api_, api_->KernelInfoGetAttribute_int64(info_, name, value));
+  }
+  bool Float(const char* name, float* value) const override {
+    return !Failed(api_, api_->KernelInfoGetAttribute_float(info_, name, value));
+  }
+  bool String(const char* name, std::string* value) const override {
+    size_t size = 0;  // counts the NUL
+    if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, nullptr, &size)) || size == 0) return false;
+    std::string text(size, '\0');
+    if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
+    text.resize(size - 1);
+    *value = std::move(text);
+    return true;
+  }
+
+ private:
+  const OrtApi* api_;
+  const OrtKernelInfo* info_;
+};
+
+class InferAttributes final : public AttributeReader {
+ public:
+  InferAttributes(const OrtApi* api, const OrtShapeInferContext* context) : api_(api), context_(context) {}
+  bool Int(const char* name, int64_t* value) const override {
+    return Read(name, ORT_OP_ATTR_INT, value, sizeof *value);
+  }
+  bool Float(const char* name, float* value) const override {
+    return Read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value);
+  }
+  bool String(const char* name, std::string* value) const override {
+    const OrtOpAttr* attribute = nullptr;
+    size_t size = 0;
+    if (Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
+    // The first call only asks for the size and reports the missing buffer as an error.
+    Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &size));
+    std::string text(size, '\0');
+    if (size == 0 || Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), size, &size)))
+      return false;
+    while (!text.empty() && text.back() == '\0') text.pop_back();
+    *value = std::move(text);
+    return true;
+  }
+
+ private:
+  bool Read(const char* name, OrtOpAttrType type, void* value, size_t size) const {
+    const OrtOpAttr* attribute = nullptr;
+    size_t written = 0;
+    return !Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute)) &&
+           !Failed(api_, api_->ReadOpAttr(attribute, type, value, size, &written));
+  }
+  const OrtApi* api_;
+  const OrtShapeInferContext* context_;
+};
+
+struct Kernel {
+  const OrtApi* api = nullptr;
+  std::string node;
+  std::unique_ptr<Op> op;
+  int outputs = 1;
+};
+
+// Memory of one Run, returned to ONNX Runtime's arena at its end.
+class Scratch {
+ public:
+  Scratch(const OrtApi* api, OrtAllocator* allocator) : api_(api), allocator_(allocator) {}
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
+  }
+  static void* Allocate(void* self, size_t bytes) {
+    auto* scratch = static_cast<Scratch*>(self);
+    void* block = nullptr;
+    if (Failed(scratch->api_, scratch->api_->AllocatorAlloc(scratch->allocator_, bytes + kAlignment, &block)) ||
+        block == nullptr) {
+      return nullptr;
+    }
+    scratch->blocks_.push_back(block);
+    const auto address = reinterpret_cast<uintptr_t>(block);
+    return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  const OrtApi* api_;
+  OrtAllocator* allocator_;
+  std::vector<void*> blocks_;
+};
+
+struct Pool {
+  const OrtApi* api;
+  const OrtKernelContext* context;
+  OrtStatus* status = nullptr;
+};
+
+void RunOnPool(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {
+  auto* pool = static_cast<Pool*>(self);
+  if (count == 0) return;
+  if (count == 1) return fn(user, 0);
+  OrtStatus* status = pool->api->KernelContext_ParallelFor(pool->context, fn, count, 0, user);
+  if (status == nullptr) return;
+  if (pool->status == nullptr) {
+    pool->status = status;
+  } else {
+    pool->api->ReleaseStatus(status);
+  }
+}
+
+OrtStatus* Describe(const OrtApi* api, const OrtTensorTypeAndShapeInfo* info, Tensor* tensor) {
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  size_t rank = 0;
+  STOF_ORT_RETURN(api->GetTensorElementType(info, &type));
+  STOF_ORT_RETURN(api->GetDimensionsCount(info, &rank));
+  if (rank > kMaxRank) return api->CreateStatus(ORT_INVALID_ARGUMENT, "a tensor has more than 8 dimensions");
+  tensor->dtype = static_cast<DType>(type);  // both follow onnx.TensorProto.DataType
+  tensor->rank = static_cast<int32_t>(rank);
+  return api->GetDimensions(info, tensor->dims, rank);
+}
+
+OrtStatus* FromValue(const OrtApi* api, const OrtValue* value, Tensor* tensor) {
+  *tensor = Tensor();
+  if (value == nullptr) return nullptr;  // an input left out: dtype stays undefined
+  int is_tensor = 0;
+  STOF_ORT_RETURN(api->IsTensor(value, &is_tensor));
+  if (is_tensor == 0) return api->CreateStatus(ORT_INVALID_ARGUMENT, "an input is not a tensor");
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  STOF_ORT_RETURN(api->GetTensorTypeAndShape(value, &info));
+  OrtStatus* status = Describe(api, info, tensor);
+  api->ReleaseTensorTypeAndShapeInfo(info);
+  STOF_ORT_RETURN(status);
+  return api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor->data);
+}
+
+std::string NodeName(const OrtApi* api, const OrtKernelInfo* info, const char* fallback) {
+  size_t size = 0;
+  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return fallback;
+  std::string name(size, '\0');
+  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return fallback;
+  name.resize(size - 1);
+  return name;
+}
+
+// Types and ranks are known at creation only for constants; everything else is checked in each Run.
+OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+  size_t count = 0;
+  STOF_ORT_RETURN(api->KernelInfo_GetInputCount(info, &count));
+  if (count > kMaxInputs) return api->CreateStatus(ORT_INVALID_ARGUMENT, "too many inputs");
+  std::vector<Tensor> inputs(count);
+  for (size_t i = 0; i < count; ++i) {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
+    STOF_ORT_RETURN(FromValue(api, value, &inputs[i]));
+  }
+  return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
+}
+
+OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
+  try {
+    const Registration& self = Self(op);
+    auto kernel = std::make_unique<Kernel>();
+    kernel->api = api;
+    kernel->node = NodeName(api, info, self.description->name);
+    kernel->outputs = self.description->outputs;
+    STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
+    STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
+    *out = kernel.release();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return api->CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+void ORT_API_CALL DestroyKernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
+  const OrtApi* api = kernel.api;
+  size_t input_count = 0;
+  size_t output_count = 0;
+  STOF_ORT_RETURN(api->KernelContext_GetInputCount(context, &input_count));
+  STOF_ORT_RETURN(api->KernelContext_GetOutputCount(context, &output_count));
+  if (input_count > kMaxInputs || output_count > kMaxOutputs) {
+    return api->CreateStatus(ORT_INVALID_ARGUMENT, (kernel.node + ": too many inputs or outputs").c_str());
+  }
+  Tensor inputs[kMaxInputs];
+  Tensor outputs[kMaxOutputs];
+  for (size_t i = 0; i < input_count; ++i) {
+    const OrtValue* value = nullptr;
+    STOF_ORT_RETURN(api->KernelContext_GetInput(context, i, &value));
+    STOF_ORT_RETURN(FromValue(api, value, &inputs[i]));
+  }
+  const int ni = static_cast<int>(input_count);
+  const int no = static_cast<int>(output_count);
+  STOF_ORT_RETURN(ToOrt(api, kernel.node, kernel.op->InferOutputs(inputs, ni, outputs, no)));
+  for (size_t i = 0; i < output_count; ++i) {
+    OrtValue* value = nullptr;
+    STOF_ORT_RETURN(api->KernelContext_GetOutput(context, i, outputs[i].dims, outputs[i].rank, &value));
+    if (value == nullptr) continue;
+    STOF_ORT_RETURN(api->GetTensorMutableData(value, &outputs[i].data));
+  }
+  OrtMemoryInfo* memory = nullptr;
+  OrtAllocator* allocator = nullptr;
+  STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+  OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
+  api->ReleaseMemoryInfo(memory);
+  STOF_ORT_RETURN(status);
+
+  Pool pool{api, context};
+  {
+    Scratch scratch(api, allocator);
+    RunContext run;
+    // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
+    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+    run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};
+    run.allocate = Scratch::Allocate;
+    run.self = &scratch;
+    status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
+  }
+  api->ReleaseAllocator(allocator);
+  if (status != nullptr) {
+    if (pool.status != nullptr) api->ReleaseStatus(pool.status);
+    return status;
+  }
+  return pool.status;
+}
+
+OrtStatus* ORT_API_CALL Compute(void* kernel, OrtKernelContext* context) {
+  const auto& self = *static_cast<const Kernel*>(kernel);
+  try {
+    return ComputeChecked(self, context);
+  } catch (const std::bad_alloc&) {
+    return self.api->CreateStatus(ORT_FAIL, (self.node + ": out of memory").c_str());
+  } catch (const std::exception& error) {
+    return self.api->CreateStatus(ORT_FAIL, (self.node + ": " + error.what()).c_str());
+  }
+}
+
+using ShapeInfo = std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)>;
+
+// Copies symbols as well as sizes, so that users keep seeing "batch" and "sequence" on the outputs.
+OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, const InferAttributes& attributes,
+                    const std::vector<OrtTensorTypeAndShapeInfo*>& inputs, const std::vector<int>& ranks, int index) {
+  const OrtApi* api = self.api;
+  const auto rules = self.description->shape_rule(attributes, ranks.data(), static_cast<int>(ranks.size()), index);
+  if (rules.empty()) return nullptr;
+  std::vector<int64_t> sizes(rules.size(), -1);
+  std::vector<const char*> symbols(rules.size(), "");
+  for (size_t i = 0; i < rules.size(); ++i) {
+    sizes[i] = rules[i].value;
+    if (rules[i].input < 0) continue;
+    const auto rank = static_cast<size_t>(ranks[rules[i].input]);
+    std::vector<int64_t> dims(rank);
+    std::vector<const char*> names(rank, "");
+    STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].input], dims.data(), rank));
+    STOF_ORT_RETURN(api->GetSymbolicDimensions(inputs[rules[i].input], names.data(), rank));
+    sizes[i] = dims[rules[i].axis];
+    if (sizes[i] < 0 && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
+  }
+  OrtTensorTypeAndShapeInfo* raw = nullptr;
+  STOF_ORT_RETURN(api->CreateTensorTypeAndShapeInfo(&raw));
+  const ShapeInfo shape(raw, api->ReleaseTensorTypeAndShapeInfo);
+  STOF_ORT_RETURN(api->SetDimensions(raw, sizes.data(), sizes.size()));
+  STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
+  STOF_ORT_RETURN(api->SetTensorElementType(raw, static_cast<ONNXTensorElementDataType>(self.type)));
+  return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
+}
+
+OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
+  const Registration& self = Self(op);
+  try {
+    const InferAttributes attributes(self.api, context);
+    std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
+    std::vector<int> ranks(inputs.size(), 0);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      size_t rank = 0;
+      // An input of unknown shape leaves the output's shape unknown; Run checks it anyway.
+      if (Failed(self.api, self.api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) ||
+          inputs[i] == nullptr || Failed(self.api, self.api->GetDimensionsCount(inputs[i], &rank)) || rank == 0) {
+        return nullptr;
+      }
+      ranks[i] = static_cast<int>(rank);
+    }
+    for (int i = 0; i < self.description->outputs; ++i) {
+      STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
+    }
+    return nullptr;
+  } catch (const std::exception& error) {
+    return self.api->CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+}  // namespace
+
+void Fill(const OrtApi* api, const OpDescription& description, DType type, Registration* registration) {
+  Registration& r = *registration;
+  static_cast<OrtCustomOp&>(r) = OrtCustomOp{};
+  r.description = &description;
+  r.type = type;
+  r.api = api;
+  r.version = kApiVersion;
+  r.GetName = [](const OrtCustomOp* op) { return Self(op).description->name; };
+  r.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU provider
+  r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
+  };
+  r.GetInputType = [](const OrtCustomOp* op, size_t i) {
+    return i < static_cast<size_t>(Self(op).description->typed_inputs)
+               ? static_cast<ONNXTensorElementDataType>(Self(op).type)
+               : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  };
+  r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
+    return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  };
+  r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return Self(op).description->outputs; };
+  r.GetOutputType = [](const OrtCustomOp* op, size_t) { return static_cast<ONNXTensorElementDataType>(Self(op).type); };
+  r.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  r.GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  r.CreateKernelV2 = CreateKernel;
+  r.KernelComputeV2 = Compute;
+  r.KernelDestroy = DestroyKernel;
+  r.InferOutputShapeFn = InferShapes;
+}
+
+}  // namespace stof::ort

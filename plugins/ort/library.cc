@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one symbol that ONNX Runtime looks for. Nothing is linked from it: everything comes through the OrtApiBase.
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "plugins/ort/adapter.h"
+
+namespace {
+
+// What one runtime gets. ONNX Runtime keeps pointers to the registrations and the domain for as long as any session
+// lives, and several sessions may register the library: made once per API table and never freed.
+struct Domain {
+  const OrtApi* api = nullptr;
+  OrtCustomOpDomain* domain = nullptr;
+  std::vector<std::unique_ptr<stof::ort::Registration>> registrations;
+};
+
+OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
+  made->api = api;
+  if (OrtStatus* status = api->CreateCustomOpDomain("stof", &made->domain)) return status;
+  int count = 0;
+  const stof::OpDescription* const* ops = stof::AllOps(&count);
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < ops[i]->type_count; ++t) {
+      made->registrations.push_back(std::make_unique<stof::ort::Registration>());
+      stof::ort::Fill(api, *ops[i], ops[i]->types[t], made->registrations.back().get());
+      OrtStatus* status = api->CustomOpDomain_Add(made->domain, made->registrations.back().get());
+      if (status != nullptr) {
+        api->ReleaseCustomOpDomain(made->domain);
+        return status;
+      }
+    }
+  }
+  return nullptr;
+}
+
+OrtStatus* DomainOf(const OrtApi* api, OrtCustomOpDomain** domain) {
+  static std::mutex mutex;
+  static auto* all = new std::vector<std::unique_ptr<Domain>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& entry : *all) {
+    if (entry->api == api) {
+      *domain = entry->domain;
+      return nullptr;
+    }
+  }
+  auto made = std::make_unique<Domain>();
+  if (OrtStatus* status = MakeDomain(api, made.get())) return status;
+  *domain = made->domain;
+  all->push_back(std::move(made));
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                                            const OrtApiBase* base) {
+  const OrtApi* api = base->GetApi(stof::ort::kApiVersion);
+  if (api == nullptr) {
+    // Older runtimes know older tables: CreateStatus is in every one, and silence would surface much later as
+    // "StofAttention is not a registered function/op".
+    const OrtApi* old = base->GetApi(1);
+    if (old == nullptr) return nullptr;
+    const std::string message = std::string("stof needs ONNX Runtime 1.18 or later, found ") +
+                                base->GetVersionString() +
+                                ": upgrade onnxruntime, or run the model without the library";
+    return old->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
+  }
+  try {
+    OrtCustomOpDomain* domain = nullptr;
+    if (OrtStatus* status = DomainOf(api, &domain)) return status;
+    return api->AddCustomOpDomain(options, domain);
+  } catch (const std::exception& error) {
+    return api->CreateStatus(ORT_FAIL, error.what());
+  }
+}
