@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mask expressions: docs/mask-format.md. One parser, one evaluator and one interval evaluator for every backend.
+#ifndef STOF_PLUGINS_CORE_EXPR_H_
+#define STOF_PLUGINS_CORE_EXPR_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plugins/core/op.h"
+#include "plugins/core/status.h"
+
+namespace stof {
+
+enum class ExprOp : uint8_t {
+  kConst,
+  kB,
+  kH,
+  kQ,
+  kK,
+  kS,
+  kT,
+  kP,  // integers
+  kAdd,
+  kSub,
+  kMul,
+  kDiv,
+  kMod,
+  kNeg,
+  kAbs,
+  kMin,
+  kMax,  // integers of integers
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kEq,
+  kNe,  // booleans of integers
+  kAnd,
+  kOr,
+  kNot,
+  kTrue,
+  kFalse,   // booleans of booleans
+  kLookup,  // operand[index, ...]
+};
+
+// One node; children precede their parents, so a program is a plain array walked upwards.
+struct ExprNode {
+  ExprOp op = ExprOp::kConst;
+  bool boolean = false;
+  uint8_t arity = 0;
+  int32_t child[4] = {-1, -1, -1, -1};
+  int32_t operand = -1;  // kLookup: index into MaskExpr::operands
+  int64_t value = 0;     // kConst
+};
+
+// A vector or table that the expression reads. Tables are constants and own their data; run-time operands are bound
+// for each evaluation.
+struct ExprOperand {
+  std::string name;
+  bool table = false;
+  bool boolean = false;
+  int rank = 0;
+  int64_t dims[4] = {};            // of tables
+  std::vector<int64_t> wide;       // of integer tables, row-major
+  std::vector<uint8_t> bytes;      // of boolean and uint8 tables: an S×T one fits where eight times its size would not
+  std::vector<int64_t> block_min;  // of tables: minimum and maximum of every kBlock elements, for interval look-ups
+  std::vector<int64_t> block_max;
+  static constexpr int64_t kBlock = 64;
+
+  int64_t Elements() const;  // of tables
+  int64_t At(int64_t i) const { return wide.empty() ? bytes[i] : wide[i]; }
+};
+
+struct ExprSizes {
+  int64_t B = 1, H = 1, S = 0, T = 0, P = 0;
+};
+
+// Run-time data of one operand, in the order of MaskExpr::operands; table entries are ignored.
+struct ExprBinding {
+  const void* data = nullptr;
+  DType dtype = DType::kUndefined;
+  int rank = 0;
+  int64_t dims[4] = {};
+};
+
+struct Interval {
+  int64_t lo = 0;
+  int64_t hi = 0;
+};
+
+// A box of pairs: batches b .. b, heads h .. h, absolute queries q_lo .. q_hi and keys k_lo .. k_hi, all inclusive.
+struct ExprBox {
+  int64_t b_lo = 0, b_hi = 0, h_lo = 0, h_hi = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
+};
+
+enum class Verdict : uint8_t { kNone, kAll, kMixed };
+
+class MaskExpr {
+ public:
+  static constexpr int kMaxDepth = 64;
+  static constexpr int kMaxNodes = 4096;
+  static constexpr int kMaxText = 65536;
+  static constexpr int64_t kMaxConstant = int64_t{1} << 53;
+  static constexpr int64_t kMaxSize = int64_t{1} << 22;
+
+  // `tables` are the constants by name ("table0"); every other operand is a run-time one.
+  static Status Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr);
+
+  const std::vector<ExprNode>& nodes() const { return nodes_; }
+  const std::vector<ExprOperand>& operands() const { return operands_; }
+  int root() const { return root_; }
+  bool empty() const { return nodes_.empty(); }
+
+  std::string Print() const;
+  uint64_t Hash() const;       // of the printed form and the tables
+  bool Uses(ExprOp op) const;  // somewhere below the root
+  bool UsesRuntime() const;    // a run-time operand is read
+  bool IsPad() const;          // exactly pad[b, k]
+
+  // The conjunction of the chosen parts of the top-level `and`: see Split.
+  MaskExpr Restrict(const std::vector<int>& conjuncts) const;
+  std::vector<int> Conjuncts() const;
+
+  // Proves for these sizes that nothing overflows and every table index is in range.
+  Status Check(const ExprSizes& sizes, const std::vector<ExprBinding>& bindings) const;
+
+ private:
+  friend class ExprParser;
+  std::vector<ExprNode> nodes_;
+  std::vector<ExprOperand> operands_;
+  int root_ = -1;
+};
+
+// The three parts of an expression. An absent part is an empty expression.
+struct MaskParts {
+  MaskExpr fixed;    // no run-time operand: what the block mask holds
+  bool pad = false;  // the conjunct pad[b, k]
+  MaskExpr dynamic;  // the rest
+};
+MaskParts SplitMask(const MaskExpr& expr);
+
+// Evaluates an expression over boxes and rows. Cheap to make; holds scratch memory, so one for each thread.
+// Check must have passed for the same sizes and bindings.
+class ExprEvaluator {
+ public:
+  ExprEvaluator(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings);
+
+  Verdict Classify(const ExprBox& box);
+  // allowed[i] = expression at (b, h, q, k0 + i), i < count ≤ kRun.
+  static constexpr int kRun = 128;
+  void Row(int64_t b, int64_t h, int64_t q, int64_t k0, int count, uint8_t* allowed);
+
+ private:
+  struct Affine {
+    int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
+  };
+  static bool Subtract(const Affine& x, const Affine& y, Affine* difference);  // false on overflow
+  Interval IntervalOf(const ExprNode& node, const ExprBox& box) const;
+  Interval LookupInterval(const ExprNode& node) const;
+  void RowNode(size_t i, int64_t b, int64_t h, int64_t q, int64_t k0, int count);
+
+  const MaskExpr& expr_;
+  ExprSizes sizes_;
+  std::vector<ExprBinding> bindings_;
+  std::vector<Interval> intervals_;  // of every node, for the box at hand; booleans as 0/1
+  std::vector<int32_t> affine_;      // index into affine coefficients, or -1
+  std::vector<Affine> affines_;      // a node that is affine in the indices gets its exact interval from here
+  std::vector<int32_t> lane_;        // node -> row of lanes_, or -1 when uniform in k
+  std::vector<int64_t> lanes_;       // [varying nodes, kRun]
+  std::vector<int64_t> uniform_;     // [nodes]
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_EXPR_H_

@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "plugins/core/block_mask_cache.h"
+
+namespace stof {
+namespace {
+
+constexpr int kTypedInputs = 3;
+constexpr int kMostOperands = 13;
+constexpr int64_t kMaxHeadSize = 256;
+// So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
+constexpr int64_t kUncachedRows = 8;
+constexpr const char* kTensorNames[] = {"query", "key", "value", "output"};
+constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
+
+std::vector<std::string> Words(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> words;
+  for (std::string word; stream >> word;) words.push_back(word);
+  return words;
+}
+
+std::string ShapeText(const Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
+  return text + "]";
+}
+
+std::string Quoted(const std::string& text) { return "'" + text.substr(0, 64) + "'"; }
+
+Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
+  const std::vector<std::string> words = Words(text);
+  if (words.size() != 1 && words.size() != 4) {
+    return Status::Error("attribute layout is " + Quoted(text) + ", expected one token or four");
+  }
+  for (size_t i = 0; i < 4; ++i) {
+    const std::string& word = words[words.size() == 1 ? 0 : i];
+    const auto* found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), word);
+    if (found == std::end(kLayoutNames)) {
+      return Status::Error("attribute layout has " + Quoted(word) + ", expected BHSD, BSHD or BSN");
+    }
+    (*layouts)[i] = static_cast<TensorLayout>(found - std::begin(kLayoutNames));
+  }
+  return Status();
+}
+
+bool KnownRole(const std::string& role) {
+  static constexpr const char* kRoles[] = {"pad", "bias", "segment_q", "segment_k", "lengths", "unused"};
+  return std::find(std::begin(kRoles), std::end(kRoles), role) != std::end(kRoles) ||
+         (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
+          role.find_first_not_of("0123456789", 5) == std::string::npos);
+}
+
+Status CheckRoles(const std::vector<std::string>& roles) {
+  if (roles.size() > static_cast<size_t>(kMostOperands)) {
+    return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most 13");
+  }
+  for (size_t i = 0; i < roles.size(); ++i) {
+    if (!KnownRole(roles[i])) {
+      return Status::Error("attribute operands has role " + Quoted(roles[i]) +
+                           ", which this build does not know; a newer stof library may");
+    }
+    if (roles[i] != "unused" && std::find(roles.begin(), roles.begin() + i, roles[i]) != roles.begin() + i) {
+      return Status::Error("attribute operands names " + Quoted(roles[i]) + " twice");
+    }
+  }
+  return Status();
+}
+
+// Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them.
+struct Sized {
+  int64_t b = 0, heads = 0, s = 0, d = 0;
+  Strides stride;
+};
+
+Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int64_t heads, Sized* sized) {
+  const int rank = layout == TensorLayout::kBSN ? 3 : 4;
+  if (tensor.rank != rank) {
+    return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected rank " +
+                         std::to_string(rank) + " for layout " + kLayoutNames[static_cast<int>(layout)]);
+  }
+  const int64_t* dims = tensor.dims;
+  Sized& r = *sized;
+  r.b = dims[0];
+  if (layout == TensorLayout::kBSN) {
+    if (heads < 1 || dims[2] % heads != 0) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) +
+                           ", expected a last dimension that its number of heads (" + std::to_string(heads) +
+                           ") divides");
+    }
+    r.s = dims[1];
+    r.heads = heads;
+    r.d = dims[2] / heads;
+  } else {
+    r.heads = dims[layout == TensorLayout::kBHSD ? 1 : 2];
+    r.s = dims[layout == TensorLayout::kBHSD ? 2 : 1];
+    r.d = dims[3];
+    if (heads > 0 && r.heads != heads) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected " +
+                           std::to_string(heads) + " heads");
+    }
+  }
+  r.stride.b = r.heads * r.s * r.d;
+  r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
+  r.stride.s = layout == TensorLayout::kBHSD ? r.d : r.heads * r.d;
+  return Status();
+}
+
+void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output) {
+  output->dtype = args.dtype;
+  output->rank = layout == TensorLayout::kBSN ? 3 : 4;
+  const int64_t bhsd[] = {args.B, args.H, args.S, args.Dv};
+  const int64_t bshd[] = {args.B, args.S, args.H, args.Dv};
+  const int64_t bsn[] = {args.B, args.S, args.H * args.Dv, 0};
+  const int64_t* dims = layout == TensorLayout::kBHSD ? bhsd : layout == TensorLayout::kBSHD ? bshd : bsn;
+  std::copy(dims, dims + output->rank, output->dims);
+}
+
+Status BindBias(const Tensor& bias, AttentionArgs* args) {
+  if (bias.dtype != args->dtype && bias.dtype != DType::kF32) {
+    return Status::Error("bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
+                         ", expected that of query or fp32");
+  }
+  const int64_t want[] = {args->B, args->H, args->S, args->T};
+  int64_t* strides[] = {&args->bias_stride_b, &args->bias_stride_h, &args->bias_stride_q, &args->bias_stride_k};
+  if (bias.rank > 4) return Status::Error("bias has shape " + ShapeText(bias) + ", expected rank 4 or less");
+  int64_t stride = 1;
+  for (int i = 0; i < bias.rank; ++i) {
+    const int axis = 3 - i;
+    const int64_t dim = bias.dims[bias.rank - 1 - i];
+    if (dim != 1 && dim != want[axis]) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", expected one that broadcasts to [" +
+                           std::to_string(want[0]) + ", " + std::to_string(want[1]) + ", " + std::to_string(want[2]) +
+                           ", " + std::to_string(want[3]) + "]");
+    }
+    *strides[axis] = dim == 1 ? 0 : stride;
+    stride *= dim;
+  }
+  args->bias = bias.data;
+  args->bias_dtype = bias.dtype;
+  return Status();
+}
+
+template <typename T, typename NonZero>
+void ToBytes(const void* data, int64_t count, uint8_t* bytes, NonZero non_zero) {
+  const T* values = static_cast<const T*>(data);
+  for (int64_t i = 0; i < count; ++i) bytes[i] = non_zero(values[i]) ? 1 : 0;
+}
+
+// pad [B or 1, T] of any legal type as bytes [B, T].
+Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& context, uint8_t** bytes) {
+  if (pad.rank != 2 || (pad.dims[0] != B && pad.dims[0] != 1) || pad.dims[1] != T) {
+    return Status::Error("pad has shape " + ShapeText(pad) + ", expected [" + std::to_string(B) + ", " +
+                         std::to_string(T) + "]");
+  }
+  *bytes = static_cast<uint8_t*>(context.allocate(context.self, static_cast<size_t>(std::max<int64_t>(1, B * T))));
+  if (*bytes == nullptr) return Status::Error("out of memory for pad");
+  const int64_t count = pad.dims[0] * T;
+  const auto plain = [](auto value) { return value != 0; };
+  switch (pad.dtype) {
+    case DType::kBool:
+    case DType::kU8:
+      ToBytes<uint8_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kI32:
+      ToBytes<int32_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kI64:
+      ToBytes<int64_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kF32:
+      ToBytes<float>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kF16:
+      ToBytes<uint16_t>(pad.data, count, *bytes, [](uint16_t x) { return (x & 0x7fff) != 0; });
+      break;
+    default:
+      return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
+                           ", expected bool, uint8, int32, int64, fp32 or fp16");
+  }
+  for (int64_t b = 1; b < B && pad.dims[0] == 1; ++b) std::memcpy(*bytes + b * T, *bytes, static_cast<size_t>(T));
+  return Status();
+}
+
+// No key at all: every row is empty, and there is nothing to average.
+void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
+  const int64_t count = output.Elements();
+  if (args.empty_rows != EmptyRows::kNan) {
+    std::memset(output.data, 0, static_cast<size_t>(count) * (args.dtype == DType::kF32 ? 4 : 2));
+  } else if (args.dtype == DType::kF32) {
+    std::fill_n(static_cast<float*>(output.data), count, std::numeric_limits<float>::quiet_NaN());
+  } else {
+    std::fill_n(static_cast<uint16_t*>(output.data), count, static_cast<uint16_t>(0x7fff));  // a NaN in fp16 and bf16
+  }
+}
+
+class AttentionOp final : public Op {
+ public:
+  explicit AttentionOp(AttentionAttributes attributes) : attributes_(std::move(attributes)) {}
+
+  Status Prepare(const Tensor* inputs, int input_count) override {
+    if (input_count != kTypedInputs + static_cast<int>(attributes_.operands.size())) {
+      return Status::Error("has " + std::to_string(input_count) + " inputs, expected query, key, value and the " +
+                           std::to_string(attributes_.operands.size()) + " of attribute operands");
+    }
+    Tables tables;
+    for (size_t i = 0; i < attributes_.operands.size(); ++i) {
+      const Tensor& tensor = inputs[kTypedInputs + i];
+      if (attributes_.operands[i].compare(0, 5, "table") != 0) continue;
+      if (tensor.dtype == DType::kUndefined) return Status();  // not constant: parsed in each run
+      tables.emplace_back(attributes_.operands[i], tensor);
+    }
+    return MakeAttentionMask(attributes_.mask, tables, &mask_);
+  }
+
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
+    if (output_count != 1) return Status::Error("has " + std::to_string(output_count) + " outputs, expected 1");
+    AttentionArgs args;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &args));
+    SetOutput(args, attributes_.layout[3], &outputs[0]);
+    return Status();
+  }
+
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override {
+    AttentionArgs args;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &args));
+    Tensor expected;
+    SetOutput(args, attributes_.layout[3], &expected);
+    if (output_count != 1 || outputs[0].dtype != expected.dtype || outputs[0].rank != expected.rank ||
+        !std::equal(expected.dims, expected.dims + expected.rank, outputs[0].dims)) {
+      return Status::Error("output has shape " + ShapeText(outputs[0]) + ", expected " + ShapeText(expected));
+    }
+    std::shared_ptr<const AttentionMask> mask = mask_;
+    std::vector<std::pair<std::string, Tensor>> given;
+    for (size_t i = 0; i < attributes_.operands.size(); ++i) {
+      given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
+    }
+    if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeAttentionMask(attributes_.mask, given, &mask));
+    const ExprSizes sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
+    if (sizes.P < 0) {
+      return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
+    }
+    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args));
+    if (expected.Elements() == 0) return Status();
+    args.output = outputs[0].data;
+    if (args.T == 0) {
+      FillWithoutKeys(args, outputs[0]);
+      return Status();
+    }
+    std::unique_ptr<BoundDynamicMask> dynamic;
+    if (!mask->parts.dynamic.empty()) {
+      STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
+      args.dynamic = dynamic->view();
+    }
+    return Launch(*mask, sizes, context, &args);
+  }
+
+ private:
+  // Shapes, types and strides of query, key and value.
+  Status Bind(const Tensor* inputs, int input_count, AttentionArgs* args) const {
+    if (input_count != kTypedInputs + static_cast<int>(attributes_.operands.size())) {
+      return Status::Error("has " + std::to_string(input_count) + " inputs, expected " +
+                           std::to_string(kTypedInputs + attributes_.operands.size()));
+    }
+    const DType dtype = inputs[0].dtype;
+    if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+      return Status::Error("query has data type " + std::to_string(static_cast<int>(dtype)) +
+                           ", expected fp32, fp16 or bf16");
+    }
+    Sized sized[3];
+    for (int i = 0; i < 3; ++i) {
+      if (inputs[i].dtype != dtype) {
+        return Status::Error(std::string(kTensorNames[i]) + " has data type " +
+                             std::to_string(static_cast<int>(inputs[i].dtype)) + ", expected that of query, " +
+                             std::to_string(static_cast<int>(dtype)));
+      }
+      const int64_t heads = i == 0 ? attributes_.num_heads : attributes_.kv_num_heads;
+      STOF_RETURN_IF_ERROR(Measure(inputs[i], attributes_.layout[i], kTensorNames[i], heads, &sized[i]));
+    }
+    const Sized& q = sized[0];
+    const Sized& k = sized[1];
+    const Sized& v = sized[2];
+    const auto shapes = [&] {
+      return "query " + ShapeText(inputs[0]) + ", key " + ShapeText(inputs[1]) + ", value " + ShapeText(inputs[2]);
+    };
+    if (k.b != q.b || v.b != q.b) return Status::Error("batch sizes differ: " + shapes());
+    if (k.heads != v.heads) return Status::Error("key and value differ in heads: " + shapes());
+    if (k.s != v.s) return Status::Error("key and value differ in length: " + shapes());
+    if (k.d != q.d) return Status::Error("query and key differ in head size: " + shapes());
+    if (q.heads > 0 && (k.heads < 1 || q.heads % k.heads != 0)) {
+      return Status::Error("the number of query heads is no multiple of that of key heads: " + shapes());
+    }
+    if (q.d < 1 || q.d > kMaxHeadSize || v.d < 1 || v.d > kMaxHeadSize) {
+      return Status::Error("head sizes must be 1 to 256: " + shapes());
+    }
+    if (q.s > MaskExpr::kMaxSize || k.s > MaskExpr::kMaxSize) {
+      return Status::Error("lengths must be at most 2^22: " + shapes());
+    }
+    args->B = q.b;
+    args->H = q.heads;
+    args->G = k.heads;
+    args->S = q.s;
+    args->T = k.s;
+    args->D = q.d;
+    args->Dv = v.d;
+    args->dtype = dtype;
+    args->query = inputs[0].data;
+    args->key = inputs[1].data;
+    args->value = inputs[2].data;
+    args->query_stride = q.stride;
+    args->key_stride = k.stride;
+    args->value_stride = v.stride;
+    const bool bhsd = attributes_.layout[3] == TensorLayout::kBHSD;
+    args->output_stride.b = args->H * args->S * args->Dv;
+    args->output_stride.h = bhsd ? args->S * args->Dv : args->Dv;
+    args->output_stride.s = bhsd ? args->Dv : args->H * args->Dv;
+    args->scale = attributes_.has_scale ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
+    args->softcap = attributes_.softcap;
+    args->empty_rows = attributes_.empty_rows;
+    return Status();
+  }
+
+  // Bias and pad; pad is replaced in `given` by its bytes, which a dynamic part may read too.
+  Status BindOperands(const MaskParts& parts, std::vector<std::pair<std::string, Tensor>>* given,
+                      const RunContext& context, AttentionArgs* args) const {
+    bool pad_seen = false;
+    for (auto& [role, tensor] : *given) {
+      if (role == "unused") continue;
+      if (tensor.dtype == DType::kUndefined) return Status::Error("operand " + role + " is missing");
+      if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args));
+      if (role != "pad") continue;
+      pad_seen = true;
+      uint8_t* bytes = nullptr;
+      STOF_RETURN_IF_ERROR(PadBytes(tensor, args->B, args->T, context, &bytes));
+      tensor.data = bytes;
+      tensor.dtype = DType::kBool;
+      tensor.dims[0] = args->B;
+      if (parts.pad) args->pad = bytes;
+    }
+    if (parts.pad && !pad_seen) return Status::Error("the mask reads pad, but no operand has that role");
+    return Status();
+  }
+
+  static Status Launch(const AttentionMask& mask, const ExprSizes& sizes, const RunContext& context,
+                       AttentionArgs* args) {
+    const int threads = std::max(1, context.parallel.threads);
+    CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
+    std::shared_ptr<const BlockMask> shared;
+    BlockMask direct;
+    if (!mask.parts.fixed.empty()) {
+      if (args->S <= kUncachedRows) {
+        STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &direct));
+        args->mask = &direct;
+      } else {
+        STOF_RETURN_IF_ERROR(
+            BlockMaskCache::Global().Get(mask.parts.fixed, mask.fixed_hash, sizes, config.m, config.n, &shared));
+        args->mask = shared.get();
+      }
+    }
+    const size_t bytes = CpuAttentionWorkspace(*args, config, threads);
+    void* workspace = bytes == 0 ? nullptr : context.allocate(context.self, bytes);
+    if (bytes != 0 && workspace == nullptr) {
+      return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
+    }
+    return CpuAttention(*args, config, workspace, context.parallel);
+  }
+
+  AttentionAttributes attributes_;
+  std::shared_ptr<const AttentionMask> mask_;  // null while tables are not known to be constant
+};
+
+std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int) {
+  AttentionAttributes parsed;
+  if (rank_count < 3 || !ParseAttention(attributes, &parsed).ok()) return {};
+  for (int i = 0; i < 3; ++i) {
+    if (ranks[i] != (parsed.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
+  }
+  const TensorLayout query = parsed.layout[0];
+  const DimRule batch = {0, 0, -1};
+  const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
+  DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
+  if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  DimRule head_size = {-1, 0, -1};
+  if (parsed.layout[2] != TensorLayout::kBSN) head_size = {2, 3, -1};
+  switch (parsed.layout[3]) {
+    case TensorLayout::kBHSD:
+      return {batch, heads, length, head_size};
+    case TensorLayout::kBSHD:
+      return {batch, length, heads, head_size};
+    default:
+      break;
+  }
+  // N = H · Dv is value's own last dimension where key and query have equally many heads.
+  const bool same =
+      parsed.layout[2] == TensorLayout::kBSN && parsed.num_heads > 0 && parsed.num_heads == parsed.kv_num_heads;
+  return {batch, length, same ? DimRule{2, 2, -1} : DimRule{-1, 0, -1}};
+}
+
+Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  AttentionAttributes parsed;
+  STOF_RETURN_IF_ERROR(ParseAttention(attributes, &parsed));
+  *op = std::make_unique<AttentionOp>(std::move(parsed));
+  return Status();
+}
+
+}  // namespace
+
+Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
+  AttentionAttributes& a = *parsed;
+  std::string text;
+  attributes.String("mask", &a.mask);
+  a.has_scale = attributes.Float("scale", &a.scale);
+  if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
+  attributes.Float("softcap", &a.softcap);
+  if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
+    return Status::Error("attribute softcap is " + std::to_string(a.softcap) + ", expected 0 or more");
+  }
+  text = "BHSD";
+  attributes.String("layout", &text);
+  STOF_RETURN_IF_ERROR(ParseLayouts(text, &a.layout));
+  attributes.Int("num_heads", &a.num_heads);
+  attributes.Int("kv_num_heads", &a.kv_num_heads);
+  for (int64_t heads : {a.num_heads, a.kv_num_heads}) {
+    if (heads < 0 || heads > 65536) {
+      return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
+    }
+  }
+  int64_t offset = 0;
+  attributes.Int("query_offset", &offset);
+  if (offset != 0 && offset != 1) {
+    return Status::Error("attribute query_offset is " + std::to_string(offset) + ", expected 0 or 1");
+  }
+  a.query_offset = offset == 1;
+  text = "zero";
+  attributes.String("empty_rows", &text);
+  static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
+  const auto* policy = std::find(std::begin(kPolicies), std::end(kPolicies), text);
+  if (policy == std::end(kPolicies)) {
+    return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
+  }
+  a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
+  text.clear();
+  attributes.String("results", &text);
+  if (!Words(text).empty()) {
+    return Status::Error("attribute results is " + Quoted(text) +
+                         ", but this build has no kernel that gives more outputs");
+  }
+  text.clear();
+  attributes.String("operands", &text);
+  a.operands = Words(text);
+  return CheckRoles(a.operands);
+}
+
+const OpDescription* AttentionDescription() {
+  static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3,
+                                            CreateAttention, OutputShape};
+  return &description;
+}
+
+}  // namespace stof

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofAttention: docs/operators.md is its contract.
+#ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_H_
+#define STOF_PLUGINS_CORE_OPS_ATTENTION_H_
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/expr.h"
+#include "plugins/core/op.h"
+
+namespace stof {
+
+enum class TensorLayout : uint8_t { kBHSD, kBSHD, kBSN };
+
+struct AttentionAttributes {
+  std::string mask;
+  bool has_scale = false;
+  float scale = 0.0f;
+  float softcap = 0.0f;
+  std::array<TensorLayout, 4> layout = {};  // query, key, value, output
+  int64_t num_heads = 0;                    // 0: from the shape
+  int64_t kv_num_heads = 0;
+  bool query_offset = false;
+  EmptyRows empty_rows = EmptyRows::kZero;
+  std::vector<std::string> operands;  // roles of inputs 3, 4, ...
+};
+Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
+
+// An expression ready to run: its parts and the key of the block mask cache.
+struct AttentionMask {
+  MaskParts parts;
+  uint64_t fixed_hash = 0;
+};
+using Tables = std::vector<std::pair<std::string, Tensor>>;
+Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
+
+// The dynamic part bound to one run's operands. Evaluators hold scratch, so tiles of different threads take turns at a
+// small stock of them.
+class BoundDynamicMask {
+ public:
+  static Status Make(const MaskExpr& expr, const ExprSizes& sizes,
+                     const std::vector<std::pair<std::string, Tensor>>& given,
+                     std::unique_ptr<BoundDynamicMask>* bound);
+  const DynamicMask* view() const { return &view_; }
+
+ private:
+  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings)
+      : expr_(expr), sizes_(sizes), bindings_(std::move(bindings)), view_{&BoundDynamicMask::Tile, this} {}
+  static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
+  std::unique_ptr<ExprEvaluator> Take() const;
+  void Return(std::unique_ptr<ExprEvaluator> evaluator) const;
+
+  const MaskExpr& expr_;
+  ExprSizes sizes_;
+  std::vector<ExprBinding> bindings_;
+  DynamicMask view_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<ExprEvaluator>> stock_;
+};
+
+const OpDescription* AttentionDescription();
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_ATTENTION_H_

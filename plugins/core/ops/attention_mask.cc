@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "plugins/core/ops/attention.h"
+
+namespace stof {
+
+Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
+  auto made = std::make_shared<AttentionMask>();
+  if (!text.empty()) {
+    MaskExpr expr;
+    STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
+    made->parts = SplitMask(expr);
+    made->fixed_hash = made->parts.fixed.Hash();
+  }
+  *mask = std::move(made);
+  return Status();
+}
+
+Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
+                              const std::vector<std::pair<std::string, Tensor>>& given,
+                              std::unique_ptr<BoundDynamicMask>* bound) {
+  std::vector<ExprBinding> bindings(expr.operands().size());
+  for (size_t i = 0; i < bindings.size(); ++i) {
+    const ExprOperand& operand = expr.operands()[i];
+    if (operand.table) continue;
+    const auto found =
+        std::find_if(given.begin(), given.end(), [&](const auto& entry) { return entry.first == operand.name; });
+    if (found == given.end()) {
+      return Status::Error("the mask reads " + operand.name + ", but no operand has that role");
+    }
+    const Tensor& tensor = found->second;
+    if (tensor.rank != operand.rank) {
+      return Status::Error(operand.name + " has rank " + std::to_string(tensor.rank) + ", expected " +
+                           std::to_string(operand.rank));
+    }
+    if (!operand.boolean && tensor.dtype != DType::kI32 && tensor.dtype != DType::kI64) {
+      return Status::Error(operand.name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+                           ", expected int32 or int64");
+    }
+    bindings[i].data = tensor.data;
+    bindings[i].dtype = tensor.dtype;
+    bindings[i].rank = tensor.rank;
+    std::copy(tensor.dims, tensor.dims + tensor.rank, bindings[i].dims);
+  }
+  STOF_RETURN_IF_ERROR(expr.Check(sizes, bindings));
+  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings)));
+  return Status();
+}
+
+std::unique_ptr<ExprEvaluator> BoundDynamicMask::Take() const {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!stock_.empty()) {
+      auto evaluator = std::move(stock_.back());
+      stock_.pop_back();
+      return evaluator;
+    }
+  }
+  return std::make_unique<ExprEvaluator>(expr_, sizes_, bindings_);
+}
+
+void BoundDynamicMask::Return(std::unique_ptr<ExprEvaluator> evaluator) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stock_.push_back(std::move(evaluator));
+}
+
+int BoundDynamicMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+                           uint32_t* bits) {
+  const auto& bound = *static_cast<const BoundDynamicMask*>(self);
+  const ExprSizes& sizes = bound.sizes_;
+  const int64_t rows = std::min<int64_t>(m, sizes.S - row0);
+  const int64_t keys = std::min<int64_t>(n, sizes.T - key0);
+  auto evaluator = bound.Take();
+  const ExprBox box = {b, b, h, h, sizes.P + row0, sizes.P + row0 + rows - 1, key0, key0 + keys - 1};
+  const Verdict verdict = evaluator->Classify(box);
+  if (verdict == Verdict::kMixed || (verdict == Verdict::kAll && keys < n)) {
+    std::fill(bits, bits + static_cast<size_t>(m) * n / 32, 0u);
+    uint8_t allowed[ExprEvaluator::kRun];
+    for (int64_t i = 0; i < rows; ++i) {
+      uint32_t* words = bits + i * (n / 32);
+      for (int64_t k = 0; k < keys; k += ExprEvaluator::kRun) {
+        const int count = static_cast<int>(std::min<int64_t>(ExprEvaluator::kRun, keys - k));
+        evaluator->Row(b, h, sizes.P + row0 + i, key0 + k, count, allowed);
+        for (int j = 0; j < count; ++j) words[(k + j) / 32] |= static_cast<uint32_t>(allowed[j]) << ((k + j) % 32);
+      }
+    }
+    bound.Return(std::move(evaluator));
+    return 1;
+  }
+  bound.Return(std::move(evaluator));
+  return verdict == Verdict::kAll ? 2 : 0;
+}
+
+}  // namespace stof

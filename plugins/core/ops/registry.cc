@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/attention.h"
+
+namespace stof {
+
+const OpDescription* const* AllOps(int* count) {
+  static const OpDescription* const ops[] = {AttentionDescription()};
+  *count = static_cast<int>(sizeof ops / sizeof ops[0]);
+  return ops;
+}
+
+}  // namespace stof
