@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The abstract interpreter: one pass over a graph in topological order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from stof.symbolic.tensor import Shape, SymTensor, constant_tensor, input_tensor, kind_of
+from stof.symbolic.terms import Int, integer, size
+
+LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
+
+
+def dtype_kind(dtype: int) -> str | None:
+    """The scalar kind of an ONNX element type; None for strings, complex and sub-byte floats."""
+    if dtype == TensorProto.BOOL:
+        return "b"
+    if dtype in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
+        return "f"
+    try:
+        return "i" if helper.tensor_dtype_to_np_dtype(dtype).kind in "iu" else None
+    except (KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of one tensor."""
+
+    dtype: int = 0
+    shape: Shape | None = None
+    value: SymTensor | None = None
+    reason: str = ""  # why there is no value
+
+
+class Context:
+    """What a rule may ask: facts of a node's inputs, attributes, fresh symbols."""
+
+    def __init__(self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int) -> None:
+        self.facts = facts
+        self.node = node
+        self.opset = opset
+        self.attributes = {a.name: a for a in node.attribute}
+
+    def has(self, i: int) -> bool:
+        """Whether input ``i`` is given."""
+        return i < len(self.node.input) and bool(self.node.input[i])
+
+    def fact(self, i: int) -> Fact:
+        """The fact of input ``i``; an empty one when it is not given."""
+        return self.facts.get(self.node.input[i], Fact()) if self.has(i) else Fact()
+
+    def shape(self, i: int) -> Shape | None:
+        """The symbolic shape of input ``i``."""
+        return self.fact(i).shape
+
+    def value(self, i: int) -> SymTensor | None:
+        """Input ``i`` as a function of its indices."""
+        return self.fact(i).value
+
+    def attribute(self, name: str, default: object = None) -> object:
+        """An attribute's value."""
+        found = self.attributes.get(name)
+        if found is None:
+            return default
+        value = helper.get_attribute_value(found)
+        return value.decode() if isinstance(value, bytes) else value
+
+    def number(self, name: str, default: int) -> int:
+        """An integer attribute."""
+        value = self.attribute(name, default)
+        assert isinstance(value, int)
+        return value
+
+    def ints(self, i: int) -> list[Int] | None:
+        """The elements of a small integer input, symbolic ones included."""
+        value = self.value(i)
+        elements = value.elements() if value is not None and value.kind == "i" else None
+        return None if elements is None else [e for e in elements if isinstance(e, Int)]
+
+    def fixed_ints(self, i: int) -> list[int] | None:
+        """The elements of a small integer input that are all known numbers."""
+        found = self.ints(i)
+        constants = None if found is None else [e.constant for e in found]
+        if constants is None or any(c is None for c in constants):
+            return None
+        return [c for c in constants if c is not None]
+
+
+Rule = Callable[[Context], list[Fact] | None]
+
+
+class Symbolic:
+    """Symbolic shapes and values of every tensor of a model.
+
+    Sizes are at least 1. ``shape(name)`` gives a polynomial per axis over the model's dimension names (fresh names
+    ``name#axis`` where the model gives none). ``value(name)`` is a function of the indices, for whatever depends on
+    shapes, constants and reads of model inputs; compute nodes (MatMul, Softmax, ...) have shapes but no value.
+    Initializers that are also graph inputs can be overridden by the caller and count as inputs.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        from stof.symbolic.rules import RULES
+
+        self._facts: dict[str, Fact] = {}
+        self._rules = RULES
+        self._counter = itertools.count()
+        self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
+        self._read_graph(model.graph)
+        for node in model.graph.node:
+            self._visit(node)
+
+    def _read_graph(self, graph: onnx.GraphProto) -> None:
+        overridable = {i.name for i in graph.input}
+        for value in graph.input:
+            tensor = value.type.tensor_type
+            shape = None
+            if tensor.HasField("shape"):
+                shape = tuple(
+                    integer(d.dim_value)
+                    if d.HasField("dim_value")
+                    else size(d.dim_param or f"{value.name}#{i}")
+                    for i, d in enumerate(tensor.shape.dim)
+                )
+            kind = dtype_kind(tensor.elem_type)
+            given = input_tensor(value.name, shape, kind) if shape is not None and kind else None
+            self._facts[value.name] = Fact(tensor.elem_type, shape, given)
+        for initializer in graph.initializer:
+            if initializer.name not in overridable:
+                self._facts[initializer.name] = _initializer(initializer)
+
+    def _visit(self, node: onnx.NodeProto) -> None:
+        context = Context(self._facts, node, self._opset)
+        rule = self._rules.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        found = None
+        reason = ""
+        if rule is None:
+            reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
+        else:
+            try:
+                found = rule(context)
+            except (ValueError, IndexError, TypeError, KeyError) as error:
+                reason = f"{node.op_type} {node.name!r}: {error}"
+        for i, name in enumerate(node.output):
+            if not name:
+                continue
+            fact = found[i] if found is not None and i < len(found) else Fact()
+            if fact.value is not None and fact.value.constant is None:
+                fact = _fold(fact)
+            if fact.value is None:
+                causes = [self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None]
+                fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
+            self._facts[name] = fact
+
+    def dtype(self, name: str) -> int:
+        """The ONNX element type, 0 when unknown."""
+        return self._facts.get(name, Fact()).dtype
+
+    def shape(self, name: str) -> Shape | None:
+        """The symbolic shape."""
+        return self._facts.get(name, Fact()).shape
+
+    def value(self, name: str) -> SymTensor | None:
+        """The tensor as a function of its indices."""
+        return self._facts.get(name, Fact()).value
+
+    def reason(self, name: str) -> str:
+        """Why ``value`` is None: the operator that has none."""
+        return self._facts.get(name, Fact()).reason
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value where it is the same for every size and input."""
+        fact = self._facts.get(name)
+        return None if fact is None or fact.value is None else fact.value.constant
+
+
+def _initializer(tensor: onnx.TensorProto) -> Fact:
+    shape = tuple(integer(d) for d in tensor.dims)
+    count = int(np.prod(list(tensor.dims), dtype=np.int64))
+    kind = dtype_kind(tensor.data_type)
+    external = tensor.data_location == TensorProto.EXTERNAL
+    if kind is None or external or count > LARGEST_FOLDED:
+        return Fact(tensor.data_type, shape, None, "a weight")
+    return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
+
+
+def _fold(fact: Fact) -> Fact:
+    """Small values that turn out to be numbers become constants, so that scales and axes are found."""
+    value = fact.value
+    assert value is not None
+    sizes = value.sizes()
+    if sizes is None or int(np.prod(sizes, dtype=np.int64)) > 16:
+        return fact
+    elements = value.elements()
+    if elements is None:
+        return fact
+    numbers: list[object] = []
+    for element in elements:
+        if isinstance(element, Int):
+            if element.constant is None:
+                return fact
+            numbers.append(element.constant)
+        elif element.kind in ("true", "false", "const"):
+            numbers.append(element.args[0] if element.kind == "const" else element.kind == "true")
+        else:
+            return fact
+    dtype = helper.tensor_dtype_to_np_dtype(fact.dtype)
+    array = np.array(numbers, dtype=np.float64 if kind_of(np.dtype(dtype)) == "f" else dtype).reshape(sizes)
+    return Fact(fact.dtype, fact.shape, constant_tensor("", array.astype(dtype)))

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the operators that only move elements, make index tensors, or talk about shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
+from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
+from stof.symbolic.terms import (
+    Int,
+    Scalar,
+    all_of,
+    bound,
+    equal,
+    integer,
+    less_equal,
+    negate,
+    of_atom,
+    select,
+    to_int,
+)
+
+INT64 = TensorProto.INT64
+ZERO, ONE = integer(0), integer(1)
+
+
+def product(shape: Shape) -> Int:
+    """The number of elements."""
+    result = ONE
+    for d in shape:
+        result = result * d
+    return result
+
+
+def _make(context: Context, shape: Shape, function: object, source: int = 0) -> Fact:
+    """A moved copy of input ``source``."""
+    fact = context.fact(source)
+    kind = dtype_kind(fact.dtype)
+    if fact.value is None or kind is None:
+        return Fact(fact.dtype, shape)
+    return Fact(fact.dtype, shape, SymTensor(shape, kind, function))  # type: ignore[arg-type]
+
+
+def _vector(elements: list[Int]) -> Fact:
+    shape = (integer(len(elements)),)
+
+    def at(index: Index) -> Scalar:
+        place = index[0].constant
+        return elements[place] if place is not None else of_atom("opaque", "element", tuple(elements), index[0])
+
+    return Fact(INT64, shape, SymTensor(shape, "i", at))
+
+
+def _shape_of(context: Context) -> list[Fact] | None:
+    shape = context.shape(0)
+    if shape is None:
+        return None
+    start, end = context.number("start", 0), context.number("end", len(shape))
+    return [_vector(list(shape)[slice(start, end)])]
+
+
+def _size(context: Context) -> list[Fact] | None:
+    shape = context.shape(0)
+    if shape is None:
+        return None
+    total = product(shape)
+    return [Fact(INT64, (), SymTensor((), "i", lambda _: total))]
+
+
+def _identity(context: Context) -> list[Fact]:
+    return [context.fact(0), Fact(TensorProto.BOOL, context.shape(0))]
+
+
+def _gather(context: Context) -> list[Fact] | None:
+    data, indices = context.shape(0), context.shape(1)
+    if data is None or indices is None:
+        return None
+    axis = context.number("axis", 0) % len(data)
+    shape = (*data[:axis], *indices, *data[axis + 1 :])
+    source, where = context.value(0), context.value(1)
+    if source is None or where is None:
+        return [Fact(context.fact(0).dtype, shape)]
+    rank = len(indices)
+
+    def at(index: Index) -> Scalar:
+        picked = _wrap(to_int(where.at(index[axis : axis + rank])), data[axis])
+        return source.at((*index[:axis], picked, *index[axis + rank :]))
+
+    return [_make(context, shape, at)]
+
+
+def _wrap(index: Int, limit: Int) -> Int:
+    return index + limit if index.constant is not None and index.constant < 0 else index
+
+
+def _gather_nd(context: Context) -> list[Fact] | None:
+    data, indices = context.shape(0), context.shape(1)
+    if data is None or indices is None or context.number("batch_dims", 0):
+        return None
+    depth = indices[-1].constant
+    if depth is None:
+        return None
+    shape = (*indices[:-1], *data[depth:])
+    source, where = context.value(0), context.value(1)
+    if source is None or where is None:
+        return [Fact(context.fact(0).dtype, shape)]
+    rank = len(indices) - 1
+
+    def at(index: Index) -> Scalar:
+        picked = tuple(_wrap(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
+        return source.at((*picked, *index[rank:]))
+
+    return [_make(context, shape, at)]
+
+
+def _gather_elements(context: Context) -> list[Fact] | None:
+    data, indices = context.shape(0), context.shape(1)
+    if data is None or indices is None:
+        return None
+    axis = context.number("axis", 0) % len(data)
+    source, where = context.value(0), context.value(1)
+    if source is None or where is None:
+        return [Fact(context.fact(0).dtype, indices)]
+
+    def at(index: Index) -> Scalar:
+        picked = _wrap(to_int(where.at(index)), data[axis])
+        return source.at((*index[:axis], picked, *index[axis + 1 :]))
+
+    return [_make(context, indices, at)]
+
+
+def _slice(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    starts, ends = context.ints(1), context.ints(2)
+    if data is None or starts is None or ends is None:
+        return None
+    axes = context.fixed_ints(3) if context.has(3) else list(range(len(starts)))
+    steps = context.fixed_ints(4) if context.has(4) else [1] * len(starts)
+    if axes is None or steps is None:
+        return None
+    shape = list(data)
+    plan: dict[int, tuple[Int, int]] = {}
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis %= len(data)
+        n = data[axis]
+        if step < 0:
+            if n.constant is None:
+                return None
+            span = range(*slice(start.constant, end.constant, step).indices(n.constant))
+            plan[axis] = (integer(span.start), step)
+            shape[axis] = integer(len(span))
+            continue
+        first, last = _clamp(start, n), _clamp(end, n)
+        length = last - first
+        if step != 1:
+            if length.constant is None:
+                return None
+            length = integer(-(-length.constant // step))
+        plan[axis] = (first, step)
+        shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
+
+    def at(index: Index) -> Scalar:
+        moved = [
+            plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)
+        ]
+        value = context.value(0)
+        assert value is not None
+        return value.at(tuple(moved))
+
+    return [_make(context, tuple(shape), at)]
+
+
+def _clamp(position: Int, n: Int) -> Int:
+    c = position.constant
+    if c is not None and c < 0:
+        position = n + position
+        if n.constant is not None:
+            return integer(max(0, position.constant or 0))
+        return position
+    if c is not None and n.constant is not None:
+        return integer(min(c, n.constant))
+    if c is not None and c >= 1 << 31:
+        return n
+    if bound(position - n, upper=False) >= 0:
+        return n
+    return position  # a size that a valid graph keeps within the axis
+
+
+def _concat(context: Context) -> list[Fact] | None:
+    count = len(context.node.input)
+    shapes = [context.shape(i) for i in range(count)]
+    if any(s is None for s in shapes):
+        return None
+    known = [s for s in shapes if s is not None]
+    axis = context.number("axis", 0) % len(known[0])
+    starts = [ZERO]
+    for s in known:
+        starts.append(starts[-1] + s[axis])
+    shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
+    values = [context.value(i) for i in range(count)]
+    if any(v is None for v in values):
+        return [Fact(context.fact(0).dtype, shape)]
+    parts = [v for v in values if v is not None]
+
+    def at(index: Index) -> Scalar:
+        place = index[axis]
+
+        def element(i: int) -> Scalar:
+            return parts[i].at((*index[:axis], place - starts[i], *index[axis + 1 :]))
+
+        for i in range(count):
+            inside = bound(place - starts[i + 1], upper=True) < 0
+            if inside and bound(place - starts[i], upper=False) >= 0:
+                return element(i)
+        result = element(count - 1)
+        for i in reversed(range(count - 1)):
+            result = select(less_equal(place + ONE, starts[i + 1]), element(i), result)
+        return result
+
+    return [_make(context, shape, at)]
+
+
+def _axes(context: Context, rank: int) -> list[int] | None:
+    found: object = context.attribute("axes")
+    if found is None:
+        found = context.fixed_ints(1) if context.has(1) else None
+    return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
+
+
+def _unsqueeze(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    extra = context.attribute("axes") or (context.fixed_ints(1) if context.has(1) else None)
+    if extra is None:
+        return None
+    rank = len(data) + len(list(extra))  # type: ignore[call-overload]
+    axes = _axes(context, rank)
+    assert axes is not None
+    rest = iter(data)
+    shape = tuple(ONE if a in axes else next(rest) for a in range(rank))
+
+    def at(index: Index) -> Scalar:
+        value = context.value(0)
+        assert value is not None
+        return value.at(tuple(i for a, i in enumerate(index) if a not in axes))
+
+    return [_make(context, shape, at)]
+
+
+def _squeeze(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axes = _axes(context, len(data)) if len(data) else []
+    if axes is None:
+        axes = [a for a, d in enumerate(data) if d == ONE]
+    shape = tuple(d for a, d in enumerate(data) if a not in axes)
+
+    def at(index: Index) -> Scalar:
+        rest = iter(index)
+        value = context.value(0)
+        assert value is not None
+        return value.at(tuple(ZERO if a in axes else next(rest) for a in range(len(data))))
+
+    return [_make(context, shape, at)]
+
+
+def _target_shape(context: Context, data: Shape) -> Shape | None:
+    wanted = context.ints(1)
+    if wanted is None:
+        return None
+    keep_zero = context.number("allowzero", 0)
+    shape = [data[a] if d.constant == 0 and not keep_zero else d for a, d in enumerate(wanted)]
+    unknown = [a for a, d in enumerate(shape) if d.constant == -1]
+    if unknown:
+        rest = product(tuple(d for d in shape if d.constant != -1))
+        quotient = product(data).divide(rest)
+        if quotient is None or len(unknown) > 1:
+            return None
+        shape[unknown[0]] = quotient
+    return tuple(shape)
+
+
+def _reshape(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    shape = None if data is None else _target_shape(context, data)
+    if data is None or shape is None:
+        return None
+    return _reshaped(context, data, shape)
+
+
+def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
+    value = context.value(0)
+    mapping = None if value is None else _index_map(data, shape)
+    if value is None or mapping is None:
+        return [Fact(context.fact(0).dtype, shape)]
+    return [_make(context, shape, lambda index: value.at(mapping(index)))]
+
+
+def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
+    """From an index of ``shape`` to one of ``data``: equal up to ones, merging axes, or constant sizes."""
+    source = [a for a, d in enumerate(data) if d != ONE]
+    target = [a for a, d in enumerate(shape) if d != ONE]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        p, q = ONE, ONE
+        if i < len(source):
+            left.append(source[i])
+            p, i = data[source[i]], i + 1
+        if j < len(target):
+            right.append(target[j])
+            q, j = shape[target[j]], j + 1
+        while p != q:
+            if i < len(source) and (q.divide(p) is not None or j >= len(target)):
+                left.append(source[i])
+                p, i = p * data[source[i]], i + 1
+            elif j < len(target):
+                right.append(target[j])
+                q, j = q * shape[target[j]], j + 1
+            else:
+                return None
+        groups.append((left, right))
+    for left, _ in groups:
+        if len(left) > 1 and any(data[a].constant is None for a in left[1:]):
+            return None  # would need division by a symbolic size
+
+    def mapping(index: Index) -> Index:
+        result = [ZERO] * len(data)
+        for left, right in groups:
+            flat = ZERO
+            for a in right:
+                flat = flat * shape[a] + index[a]
+            for a in reversed(left[1:]):
+                n = data[a].constant
+                assert n is not None
+                result[a] = _mod(flat, n)
+                flat = _div(flat, n)
+            if left:
+                result[left[0]] = flat
+        return tuple(result)
+
+    return mapping
+
+
+def _mod(x: Int, n: int) -> Int:
+    return integer(x.constant % n) if x.constant is not None else of_atom("mod", x, n)
+
+
+def _div(x: Int, n: int) -> Int:
+    return integer(x.constant // n) if x.constant is not None else of_atom("div", x, n)
+
+
+def _flatten(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axis = context.number("axis", 1)
+    axis = axis + len(data) if axis < 0 else axis
+    return _reshaped(context, data, (product(data[:axis]), product(data[axis:])))
+
+
+def _expand(context: Context) -> list[Fact] | None:
+    from stof.symbolic.rules import broadcast, project
+
+    data, wanted = context.shape(0), context.ints(1)
+    if data is None or wanted is None:
+        return None
+    shape = broadcast([data, tuple(wanted)])
+    value = context.value(0)
+    return [_make(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
+
+
+def _tile(context: Context) -> list[Fact] | None:
+    data, repeats = context.shape(0), context.ints(1)
+    if data is None or repeats is None:
+        return None
+    shape = tuple(d * r for d, r in zip(data, repeats, strict=True))
+    value = context.value(0)
+
+    def at(index: Index) -> Scalar:
+        assert value is not None
+        moved = []
+        for i, d, r in zip(index, data, repeats, strict=True):
+            if r == ONE:
+                moved.append(i)
+            elif d == ONE:
+                moved.append(ZERO)
+            elif d.constant is not None:
+                moved.append(_mod(i, d.constant))
+            else:
+                moved.append(of_atom("opaque", "mod", i, d))
+        return value.at(tuple(moved))
+
+    return [_make(context, shape, at)]
+
+
+def _transpose(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    perm_attribute = context.attribute("perm")
+    perm = list(perm_attribute) if perm_attribute is not None else list(reversed(range(len(data))))  # type: ignore[call-overload]
+    shape = tuple(data[p] for p in perm)
+    value = context.value(0)
+
+    def at(index: Index) -> Scalar:
+        assert value is not None
+        moved = [ZERO] * len(perm)
+        for i, p in zip(index, perm, strict=True):
+            moved[p] = i
+        return value.at(tuple(moved))
+
+    return [_make(context, shape, at)]
+
+
+def _range(context: Context) -> list[Fact] | None:
+    values = [context.value(i) for i in range(3)]
+    dtype = context.fact(0).dtype
+    if any(v is None for v in values) or dtype_kind(dtype) != "i":
+        return None
+    start, limit, delta = (to_int(v.at(() if v.rank == 0 else (ZERO,))) for v in values if v is not None)
+    if delta.constant is None or delta.constant == 0:
+        return None
+    span = limit - start if delta.constant > 0 else start - limit
+    step = abs(delta.constant)
+    if step != 1:
+        if span.constant is None:
+            return None
+        span = integer(-(-span.constant // step))
+    shape = (span if span.constant is None else integer(max(0, span.constant)),)
+    return [Fact(dtype, shape, SymTensor(shape, "i", lambda index: start + index[0] * delta))]
+
+
+def _constant_of_shape(context: Context) -> list[Fact] | None:
+    wanted = context.ints(0)
+    if wanted is None:
+        return None
+    proto = context.attributes.get("value")
+    array = numpy_helper.to_array(proto.t) if proto is not None else np.zeros(1, np.float32)
+    dtype = proto.t.data_type if proto is not None else TensorProto.FLOAT
+    fill = constant_tensor("", array.reshape(1))
+    shape = tuple(wanted)
+    return [Fact(dtype, shape, SymTensor(shape, fill.kind, lambda _: fill.at((ZERO,))))]
+
+
+def _zero(kind: str) -> Scalar:
+    from stof.symbolic.terms import FALSE, real
+
+    return FALSE if kind == "b" else ZERO if kind == "i" else real(0.0)
+
+
+def _trilu(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    value = context.value(0)
+    if data is None:
+        return None
+    k = ZERO
+    if context.has(1):
+        offset = context.value(1)
+        if offset is None:
+            return [Fact(context.fact(0).dtype, data)]
+        k = to_int(offset.at(() if offset.rank == 0 else (ZERO,)))
+    upper = context.number("upper", 1)
+
+    def at(index: Index) -> Scalar:
+        assert value is not None
+        row, column = index[-2], index[-1]
+        kept = less_equal(row + k, column) if upper else less_equal(column, row + k)
+        return select(kept, value.at(index), _zero(value.kind))
+
+    return [_make(context, data, at)]
+
+
+def _eye_like(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    dtype = context.number("dtype", context.fact(0).dtype)
+    kind = dtype_kind(dtype)
+    k = integer(context.number("k", 0))
+    if kind is None:
+        return [Fact(dtype, data)]
+    return [Fact(dtype, data, SymTensor(data, kind, lambda index: to_int(equal(index[0] + k, index[1]))))]
+
+
+def _split(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axis = context.number("axis", 0) % len(data)
+    count = len(context.node.output)
+    lengths: list[Int] | None = None
+    if context.has(1):
+        lengths = context.ints(1)
+    elif "split" in context.attributes:
+        lengths = [integer(n) for n in context.attribute("split")]  # type: ignore[attr-defined]
+    elif data[axis].constant is not None:
+        n = data[axis].constant or 0
+        each = -(-n // count)
+        lengths = [integer(min(each, n - i * each)) for i in range(count)]
+    else:
+        each_symbolic = data[axis].divide(integer(count))
+        lengths = None if each_symbolic is None else [each_symbolic] * count
+    if lengths is None:
+        return None
+    facts = []
+    start = ZERO
+    for length in lengths:
+        shape = (*data[:axis], length, *data[axis + 1 :])
+
+        def at(index: Index, first: Int = start) -> Scalar:
+            value = context.value(0)
+            assert value is not None
+            return value.at((*index[:axis], index[axis] + first, *index[axis + 1 :]))
+
+        facts.append(_make(context, shape, at))
+        start = start + length
+    return facts
+
+
+def _pad(context: Context) -> list[Fact] | None:
+    data, pads = context.shape(0), context.fixed_ints(1)
+    if data is None or pads is None or context.attribute("mode", "constant") != "constant" or context.has(3):
+        return None
+    rank = len(data)
+    shape = tuple(d + integer(pads[a] + pads[a + rank]) for a, d in enumerate(data))
+    value, fill = context.value(0), context.value(2)
+
+    def at(index: Index) -> Scalar:
+        assert value is not None
+        moved = tuple(i - integer(pads[a]) for a, i in enumerate(index))
+        inside = all_of(
+            c for i, d in zip(moved, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
+        )
+        outside = _zero(value.kind) if fill is None else fill.at(() if fill.rank == 0 else (ZERO,))
+        return select(inside, value.at(moved), outside)
+
+    return [_make(context, shape, at)]
+
+
+def _scatter_nd(context: Context) -> list[Fact] | None:
+    """Slice assignment as exporters write it: every index tuple is the position itself plus a constant."""
+    data, indices, updates = context.shape(0), context.value(1), context.value(2)
+    if data is None:
+        return None
+    value = context.value(0)
+    if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
+        return [Fact(context.fact(0).dtype, data)]
+    depth = indices.shape[-1].constant
+    rank = indices.rank - 1
+    if depth is None or depth != rank:
+        return [Fact(context.fact(0).dtype, data)]
+    from stof.symbolic.terms import var
+
+    probe = tuple(var(f"scatter{a}") for a in range(rank))
+    shifts = []
+    for a in range(depth):
+        place = to_int(indices.at((*probe, integer(a))))
+        shift = place - probe[a] if indices.shape[a] != ONE else place
+        if shift.constant is None:
+            return [Fact(context.fact(0).dtype, data)]
+        shifts.append(shift)
+    counts = indices.shape[:-1]
+
+    def at(index: Index) -> Scalar:
+        moved = tuple(i - s for i, s in zip(index[:depth], shifts, strict=True))
+        inside = all_of(
+            c for i, n in zip(moved, counts, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, n))
+        )
+        placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
+        return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
+
+    return [_make(context, data, at)]
+
+
+RULES: dict[str, Rule] = {
+    "Shape": _shape_of,
+    "Size": _size,
+    "Identity": _identity,
+    "Dropout": _identity,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Slice": _slice,
+    "Concat": _concat,
+    "Unsqueeze": _unsqueeze,
+    "Squeeze": _squeeze,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Transpose": _transpose,
+    "Range": _range,
+    "ConstantOfShape": _constant_of_shape,
+    "Trilu": _trilu,
+    "EyeLike": _eye_like,
+    "Split": _split,
+    "Pad": _pad,
+    "ScatterND": _scatter_nd,
+}

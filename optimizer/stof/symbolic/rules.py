@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each operator does to shapes and values. A rule returns one Fact per output, or None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from stof.symbolic import movement
+from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
+from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
+from stof.symbolic.terms import (
+    Cond,
+    Int,
+    Real,
+    Scalar,
+    all_of,
+    any_of,
+    bound,
+    equal,
+    integer,
+    less_equal,
+    negate,
+    of_atom,
+    real,
+    select,
+    to_cond,
+    to_int,
+    to_real,
+)
+
+BOOL, INT64, FLOAT = TensorProto.BOOL, TensorProto.INT64, TensorProto.FLOAT
+
+
+def broadcast(shapes: list[Shape]) -> Shape:
+    """The broadcast shape; symbolic sizes that differ are taken for equal, as the graph must be valid."""
+    rank = max(len(s) for s in shapes)
+    one = integer(1)
+    result = []
+    for axis in range(rank):
+        found = one
+        for s in shapes:
+            place = axis - rank + len(s)
+            d = s[place] if place >= 0 else one
+            if d != one and (found == one or (found.constant is None and d.constant is not None)):
+                found = d
+        result.append(found)
+    return tuple(result)
+
+
+def project(index: Index, shape: Shape) -> Index:
+    """The index of a broadcast operand of ``shape``."""
+    own = index[len(index) - len(shape) :]
+    return tuple(integer(0) if d == integer(1) else i for i, d in zip(own, shape, strict=True))
+
+
+def _elementwise(
+    context: Context, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
+) -> list[Fact] | None:
+    inputs = [context.fact(i) for i in range(count or len(context.node.input))]
+    shapes = [f.shape for f in inputs]
+    if any(s is None for s in shapes):
+        return None
+    known = [s for s in shapes if s is not None]
+    shape = broadcast(known)
+    out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
+    kind = dtype_kind(out)
+    values = [f.value for f in inputs]
+    if kind is None or any(v is None for v in values):
+        return [Fact(out, shape)]
+    tensors = [v for v in values if v is not None]
+
+    def at(index: Index) -> Scalar:
+        return function(*(t.at(project(index, s)) for t, s in zip(tensors, known, strict=True)))
+
+    return [Fact(out, shape, SymTensor(shape, kind, at))]
+
+
+def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+    left, right = to_real(x), to_real(y)
+    if left.kind == "const" and right.kind == "const":
+        a, b = left.args[0], right.args[0]
+        assert isinstance(a, float) and isinstance(b, float)
+        with np.errstate(all="ignore"):
+            match kind:
+                case "add":
+                    return real(a + b)
+                case "mul":
+                    return real(a * b)
+                case "div":
+                    return real(float(np.float64(a) / np.float64(b)))
+                case "min":
+                    return real(min(a, b))
+                case "max":
+                    return real(max(a, b))
+    return Real(kind, (left, right))
+
+
+def _negative(x: Scalar) -> Scalar:
+    if isinstance(x, Int):
+        return -x
+    value = to_real(x)
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return real(-number)
+    return Real("neg", (value,))
+
+
+def add(x: Scalar, y: Scalar) -> Scalar:
+    """x + y."""
+    return x + y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, y)
+
+
+def sub(x: Scalar, y: Scalar) -> Scalar:
+    """x - y."""
+    return x - y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, _negative(y))
+
+
+def mul(x: Scalar, y: Scalar) -> Scalar:
+    """x * y."""
+    return x * y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("mul", x, y)
+
+
+def div(x: Scalar, y: Scalar) -> Scalar:
+    """x / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
+    if isinstance(x, Int) and isinstance(y, Int):
+        if x.constant is not None and y.constant:
+            return integer(int(x.constant / y.constant))
+        exact = x.divide(y)
+        if exact is not None:
+            return exact
+        if y.constant and y.constant > 0 and bound(x, upper=False) >= 0:
+            return of_atom("div", x, y.constant)
+        return of_atom("opaque", "division", x, y)
+    return _fold_real("div", x, y)
+
+
+def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
+    def modulo(x: Scalar, y: Scalar) -> Scalar:
+        if isinstance(x, Int) and isinstance(y, Int) and y.constant:
+            if x.constant is not None:
+                return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
+            if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
+                return of_atom("mod", x, y.constant)
+        return Real("opaque", ("Mod", to_real(x), to_real(y)))
+
+    return modulo
+
+
+def _extreme(kind: str) -> Callable[..., Scalar]:
+    def fold(*values: Scalar) -> Scalar:
+        result = values[0]
+        for value in values[1:]:
+            if isinstance(result, Int) and isinstance(value, Int):
+                low, high = (value, result) if kind == "max" else (result, value)
+                if bound(low - high, upper=True) <= 0:
+                    result = result if kind == "min" or low == value else value
+                    result = high if kind == "max" else low
+                elif bound(high - low, upper=True) <= 0:
+                    result = low if kind == "max" else high
+                else:
+                    result = of_atom(kind, result, value)
+            else:
+                result = _fold_real(kind, result, value)
+        return result
+
+    return fold
+
+
+def _absolute(x: Scalar) -> Scalar:
+    if isinstance(x, Int):
+        if bound(x, upper=False) >= 0:
+            return x
+        if bound(x, upper=True) <= 0:
+            return -x
+        first = next((c for m, c in x.terms if m != ()), 1)
+        return of_atom("abs", x if first > 0 else -x)
+    value = to_real(x)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_real(_absolute(inner))
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return real(abs(number))
+    return Real("opaque", ("Abs", value))
+
+
+def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+    """A comparison of two integers, of two conditions, or of floats that stand for integers."""
+
+    def apply(x: Scalar, y: Scalar) -> Scalar:
+        left, right = _as_int(x), _as_int(y)
+        if left is None or right is None:
+            return _compare_real(kind, to_real(x), to_real(y))
+        match kind:
+            case "lt":
+                return less_equal(left + integer(1), right)
+            case "le":
+                return less_equal(left, right)
+            case "gt":
+                return less_equal(right + integer(1), left)
+            case "ge":
+                return less_equal(right, left)
+        if isinstance(x, Cond) and isinstance(y, Cond):
+            return any_of([all_of([x, y]), all_of([negate(x), negate(y)])])
+        return equal(left, right)
+
+    return apply
+
+
+def _as_int(x: Scalar) -> Int | None:
+    if isinstance(x, Real):
+        if x.kind == "int":
+            return to_int(x)
+        if x.kind == "const":
+            number = x.args[0]
+            assert isinstance(number, float)
+            return integer(int(number)) if number.is_integer() else None
+        return None
+    return to_int(x)
+
+
+_TESTS: dict[str, Callable[[float, float], bool]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+}
+
+
+def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
+    from stof.symbolic.terms import FALSE, TRUE, cases
+
+    if x.kind == "int" and y.kind == "const":  # an integer against a fraction
+        inner, limit = to_int(x), y.args[0]
+        assert isinstance(limit, float)
+        if math.isfinite(limit):
+            down = math.floor(limit)
+            match kind:
+                case "lt" | "le":
+                    return less_equal(inner, integer(down))
+                case "gt" | "ge":
+                    return less_equal(integer(down + 1), inner)
+            return FALSE
+    found = []
+    for c1, a in cases(x):
+        for c2, b in cases(y):
+            if isinstance(a, float) and isinstance(b, float):
+                holds = TRUE if _TESTS[kind](a, b) else FALSE
+            else:
+                holds = Cond("opaque", (kind, x, y))
+            found.append(all_of([c1, c2, holds]))
+    return any_of(found)
+
+
+def _real_function(name: str, function: Callable[[float], float]) -> Callable[[Scalar], Scalar]:
+    def apply(x: Scalar) -> Scalar:
+        value = to_real(x)
+        if value.kind == "const":
+            number = value.args[0]
+            assert isinstance(number, float)
+            try:
+                return real(function(number))
+            except (ValueError, ZeroDivisionError, OverflowError):
+                return real(math.nan)
+        return Real("opaque", (name, value))
+
+    return apply
+
+
+def _power(x: Scalar, y: Scalar) -> Scalar:
+    a, b = to_real(x), to_real(y)
+    if a.kind == "const" and b.kind == "const":
+        with np.errstate(all="ignore"):
+            return real(float(np.float64(a.args[0]) ** np.float64(b.args[0])))
+    return Real("opaque", ("Pow", a, b))
+
+
+def _cast(context: Context) -> list[Fact] | None:
+    to = context.number("to", FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
+    kind = dtype_kind(to)
+    convert = {"i": to_int, "b": to_cond, "f": to_real}.get(kind or "")
+    if convert is None:
+        return [Fact(to, context.shape(0))]
+    return _elementwise(context, convert, to, 1)
+
+
+def _where(context: Context) -> list[Fact] | None:
+    def choose(cond: Scalar, yes: Scalar, no: Scalar) -> Scalar:
+        return select(to_cond(cond), yes, no)
+
+    return _elementwise(context, choose, context.fact(1).dtype or context.fact(2).dtype)
+
+
+def _is_nan(x: Scalar) -> Scalar:
+    from stof.symbolic.terms import split_cond
+
+    return split_cond(to_real(x), math.isnan)
+
+
+def _clip(context: Context) -> list[Fact] | None:
+    low, high = _extreme("max"), _extreme("min")
+    has_low, has_high = context.has(1), context.has(2)
+    if has_low and has_high:
+        return _elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
+    if has_low:
+        return _elementwise(context, low, context.fact(0).dtype, 2)
+    return [Fact(context.fact(0).dtype, context.shape(0))]
+
+
+def _constant(context: Context) -> list[Fact]:
+    for name, convert in (
+        ("value_int", np.int64),
+        ("value_float", np.float32),
+        ("value_ints", np.int64),
+        ("value_floats", np.float32),
+    ):
+        if name in context.attributes:
+            array = np.array(context.attribute(name), dtype=convert)
+            dtype = INT64 if convert is np.int64 else FLOAT
+            break
+    else:
+        proto = context.attributes["value"].t
+        array, dtype = numpy_helper.to_array(proto), proto.data_type
+        if dtype_kind(dtype) is None:
+            return [Fact(dtype, tuple(integer(n) for n in array.shape))]
+    tensor = constant_tensor(context.node.output[0], array)
+    return [Fact(dtype, tensor.shape, tensor)]
+
+
+def _same_shape(context: Context) -> list[Fact]:
+    return [Fact(context.fact(0).dtype, context.shape(0))]
+
+
+def _norm(context: Context) -> list[Fact]:
+    return [Fact(context.fact(0).dtype, context.shape(0)), Fact(), Fact()]
+
+
+def _matmul(context: Context) -> list[Fact] | None:
+    a, b = context.shape(0), context.shape(1)
+    dtype = context.fact(0).dtype
+    if a is None or b is None or len(a) < 1 or len(b) < 1:
+        return None
+    if len(a) == 1 or len(b) == 1:
+        return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]))]
+
+
+def _gemm(context: Context) -> list[Fact] | None:
+    a, b = context.shape(0), context.shape(1)
+    if a is None or b is None:
+        return None
+    rows = a[1] if context.number("transA", 0) else a[0]
+    columns = b[0] if context.number("transB", 0) else b[1]
+    return [Fact(context.fact(0).dtype, (rows, columns))]
+
+
+def _reduce(context: Context) -> list[Fact] | None:
+    shape = context.shape(0)
+    if shape is None:
+        return None
+    axes: object = context.attribute("axes")
+    if axes is None and context.has(1):
+        axes = context.fixed_ints(1)
+        if axes is None:
+            return None
+    keep = context.number("keepdims", 1)
+    chosen = range(len(shape)) if axes is None or not list(axes) else [a % len(shape) for a in axes]  # type: ignore[call-overload]
+    result = [integer(1) if a in chosen else d for a, d in enumerate(shape) if keep or a not in chosen]
+    return [Fact(context.fact(0).dtype, tuple(result))]
+
+
+def _not(x: Scalar) -> Scalar:
+    return negate(to_cond(x))
+
+
+def _logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+    def apply(x: Scalar, y: Scalar) -> Scalar:
+        a, b = to_cond(x), to_cond(y)
+        if kind == "and":
+            return all_of([a, b])
+        if kind == "or":
+            return any_of([a, b])
+        return any_of([all_of([a, negate(b)]), all_of([negate(a), b])])
+
+    return apply
+
+
+def _pointwise(function: Callable[..., Scalar], dtype: int | None = None) -> Rule:
+    return lambda context: _elementwise(context, function, dtype)
+
+
+RULES: dict[str, Rule] = {
+    "Add": _pointwise(add),
+    "Sub": _pointwise(sub),
+    "Mul": _pointwise(mul),
+    "Div": _pointwise(div),
+    "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
+    "Neg": _pointwise(_negative),
+    "Abs": _pointwise(_absolute),
+    "Min": _pointwise(_extreme("min")),
+    "Max": _pointwise(_extreme("max")),
+    "Clip": _clip,
+    "Pow": _pointwise(_power),
+    "Less": _pointwise(compare("lt"), BOOL),
+    "LessOrEqual": _pointwise(compare("le"), BOOL),
+    "Greater": _pointwise(compare("gt"), BOOL),
+    "GreaterOrEqual": _pointwise(compare("ge"), BOOL),
+    "Equal": _pointwise(compare("eq"), BOOL),
+    "And": _pointwise(_logic("and"), BOOL),
+    "Or": _pointwise(_logic("or"), BOOL),
+    "Xor": _pointwise(_logic("xor"), BOOL),
+    "Not": _pointwise(_not, BOOL),
+    "IsNaN": _pointwise(_is_nan, BOOL),
+    "Where": _where,
+    "Cast": _cast,
+    "CastLike": _cast,
+    "Constant": _constant,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Softmax": _same_shape,
+    "LogSoftmax": _same_shape,
+    "LayerNormalization": _norm,
+    "RMSNormalization": _norm,
+    "BatchNormalization": _norm,
+    "CumSum": _same_shape,
+}
+for _name, _function in {
+    "Sqrt": math.sqrt,
+    "Reciprocal": lambda x: 1.0 / x,
+    "Exp": math.exp,
+    "Log": math.log,
+    "Sin": math.sin,
+    "Cos": math.cos,
+    "Tanh": math.tanh,
+    "Floor": math.floor,
+    "Ceil": math.ceil,
+    "Round": round,
+    "Sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
+    "Erf": math.erf,
+}.items():
+    RULES[_name] = _pointwise(_real_function(_name, _function))
+for _name in (
+    "Relu LeakyRelu Gelu Softplus HardSwish HardSigmoid Mish Elu Selu PRelu Swish QuickGelu Softsign Sign"
+).split():
+    RULES[_name] = _same_shape
+for _name in "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL2 ReduceSumSquare".split():
+    RULES[_name] = _reduce
+RULES.update(movement.RULES)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor as a function from its index space to a scalar."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stof.symbolic.terms import (
+    FALSE,
+    TRUE,
+    Cond,
+    Int,
+    Real,
+    Scalar,
+    integer,
+    of_atom,
+    real,
+    to_cond,
+    to_int,
+    to_real,
+)
+
+Shape = tuple[Int, ...]
+Index = tuple[Int, ...]
+SMALL = 64  # elements of a tensor that may be spelled out
+
+
+@dataclass(frozen=True, eq=False)
+class SymTensor:
+    """``at(index)`` is the element; ``constant`` holds the array where nothing symbolic is left.
+
+    ``kind`` is "i", "b" or "f". Elements are memoized: shared subgraphs would otherwise be walked once per path.
+    """
+
+    shape: Shape
+    kind: str
+    function: Callable[[Index], Scalar]
+    constant: np.ndarray | None = None
+    memo: dict[Index, Scalar] = field(default_factory=dict, repr=False)
+
+    def at(self, index: Index) -> Scalar:
+        """The element at an index, of the tensor's kind."""
+        found = self.memo.get(index)
+        if found is None:
+            found = coerce(self.function(index), self.kind)
+            self.memo[index] = found
+        return found
+
+    @property
+    def rank(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def sizes(self) -> tuple[int, ...] | None:
+        """The shape when all of it is constant."""
+        found = [d.constant for d in self.shape]
+        return None if any(d is None for d in found) else tuple(d for d in found if d is not None)
+
+    def elements(self) -> list[Scalar] | None:
+        """All elements in row-major order, of a small tensor of constant shape."""
+        sizes = self.sizes()
+        if sizes is None or int(np.prod(sizes, dtype=np.int64)) > SMALL:
+            return None
+        return [
+            self.at(tuple(integer(i) for i in index))
+            for index in itertools.product(*(range(n) for n in sizes))
+        ]
+
+
+def coerce(value: Scalar, kind: str) -> Scalar:
+    """A scalar as kind "i", "b" or "f"."""
+    return to_int(value) if kind == "i" else to_cond(value) if kind == "b" else to_real(value)
+
+
+def kind_of(dtype: np.dtype) -> str:
+    """The scalar kind of a NumPy type."""
+    return "b" if dtype.kind == "b" else "i" if dtype.kind in "iu" else "f"
+
+
+def scalar(value: object, kind: str) -> Scalar:
+    """A Python or NumPy number as a constant scalar."""
+    if kind == "b":
+        return TRUE if bool(value) else FALSE
+    if kind == "i":
+        return integer(int(value))  # type: ignore[call-overload]
+    return real(float(value))  # type: ignore[arg-type]
+
+
+def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
+    """A constant: look-ups at constant indices are numbers, others are reads of the table ``name``."""
+    kind = kind_of(array.dtype)
+    shape = tuple(integer(n) for n in array.shape)
+    uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
+
+    def function(index: Index) -> Scalar:
+        if uniform:
+            return scalar(array.reshape(-1)[0], kind)
+        fixed = tuple(0 if n == 1 else i.constant for i, n in zip(index, array.shape, strict=True))
+        if all(i is not None for i in fixed):
+            place = tuple(i for i in fixed if i is not None)
+            if all(-n <= i < n for i, n in zip(place, array.shape, strict=True)):
+                return scalar(array[place], kind)
+        where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
+        if kind == "b":
+            return Cond("table", (name, where))
+        return of_atom("table", name, where) if kind == "i" else Real("table", (name, where))
+
+    return SymTensor(shape, kind, function, array)
+
+
+def input_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
+    """A model input: every element is a read."""
+
+    def function(index: Index) -> Scalar:
+        if kind == "b":
+            return Cond("read", (name, index))
+        return of_atom("read", name, index) if kind == "i" else Real("read", (name, index))
+
+    return SymTensor(shape, kind, function)

@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalars of the abstract interpreter: integers, conditions and floats in canonical form.
+
+An integer is a polynomial (:class:`Int`) over atoms, so that equal sums are equal objects and a
+comparison is a sign test of one polynomial. Conditions are kept in negation normal form with sorted
+sets below ``and`` and ``or``. Floats keep the shape of the computation; the mask lifter splits them into cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+Monomial = tuple["Atom", ...]
+
+
+@dataclass(frozen=True)
+class Atom:
+    """An indivisible integer: ``kind`` and its arguments.
+
+    Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
+    ``div`` and ``mod`` (Int, int; floor semantics), ``min``/``max`` (Int, Int), ``select`` (Cond, Int, Int),
+    ``bool`` (Cond), ``read`` (tensor, indices), ``table`` (tensor, indices).
+    """
+
+    kind: str
+    args: tuple[object, ...]
+
+    @property
+    def key(self) -> str:
+        """A total order over atoms that does not depend on hashing."""
+        return _atom_key(self)
+
+
+@lru_cache(maxsize=200_000)
+def _atom_key(atom: Atom) -> str:
+    return f"{atom.kind}({','.join(_key(a) for a in atom.args)})"
+
+
+def _key(value: object) -> str:
+    if isinstance(value, tuple):
+        return "(" + ",".join(_key(v) for v in value) + ")"
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Int:
+    """A polynomial with integer coefficients: sorted ((monomial, coefficient), ...)."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __str__(self) -> str:
+        parts = ["*".join([str(c)] + [a.key for a in m]) for m, c in self.terms]
+        return "+".join(parts) or "0"
+
+    def __add__(self, other: Int) -> Int:
+        return _collect([*self.terms, *other.terms])
+
+    def __sub__(self, other: Int) -> Int:
+        return self + other * integer(-1)
+
+    def __neg__(self) -> Int:
+        return self * integer(-1)
+
+    def __mul__(self, other: Int) -> Int:
+        return _collect(
+            (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2)
+            for m1, c1 in self.terms
+            for m2, c2 in other.terms
+        )
+
+    @property
+    def constant(self) -> int | None:
+        """The value when it is one number."""
+        if not self.terms:
+            return 0
+        if len(self.terms) == 1 and self.terms[0][0] == ():
+            return self.terms[0][1]
+        return None
+
+    @property
+    def offset(self) -> int:
+        """The constant term."""
+        return next((c for m, c in self.terms if m == ()), 0)
+
+    @property
+    def atom(self) -> Atom | None:
+        """The atom when the polynomial is just that."""
+        if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
+            return self.terms[0][0][0]
+        return None
+
+    def atoms(self) -> set[Atom]:
+        """Every atom at the top of the polynomial."""
+        return {a for m, _ in self.terms for a in m}
+
+    def divide(self, other: Int) -> Int | None:
+        """The exact quotient by a monomial, or None."""
+        if len(other.terms) != 1:
+            return integer(1) if self == other else None
+        (monomial, coefficient) = other.terms[0]
+        quotient = []
+        for m, c in self.terms:
+            rest = list(m)
+            for a in monomial:
+                if a not in rest:
+                    return None
+                rest.remove(a)
+            if c % coefficient:
+                return None
+            quotient.append((tuple(rest), c // coefficient))
+        return _collect(quotient)
+
+
+def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
+    total: dict[Monomial, int] = {}
+    for m, c in terms:
+        total[m] = total.get(m, 0) + c
+    kept = [(m, c) for m, c in total.items() if c]
+    kept.sort(key=lambda t: [_atom_key(a) for a in t[0]])
+    return Int(tuple(kept))
+
+
+@lru_cache(maxsize=10_000)
+def integer(value: int) -> Int:
+    """A constant."""
+    return Int((((), value),) if value else ())
+
+
+def of_atom(kind: str, *args: object) -> Int:
+    """The polynomial of a single new atom."""
+    return Int((((Atom(kind, args),), 1),))
+
+
+def size(name: str) -> Int:
+    """A symbolic dimension."""
+    return of_atom("size", name)
+
+
+def var(name: str) -> Int:
+    """An index variable."""
+    return of_atom("var", name)
+
+
+# ---- conditions ----
+
+
+@dataclass(frozen=True)
+class Cond:
+    """A condition in negation normal form.
+
+    Kinds: ``true``; ``false``; ``le`` (Int): Int <= 0; ``eq``/``ne`` (Int): Int == 0, != 0; ``and``/``or`` (sorted
+    conditions); ``read``/``unread`` (tensor, indices): a boolean tensor's element and its negation;
+    ``table``/``untable``; ``opaque``/``unopaque`` (text, indices).
+    """
+
+    kind: str
+    args: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        return _cond_key(self)
+
+
+@lru_cache(maxsize=200_000)
+def _cond_key(cond: Cond) -> str:
+    return f"{cond.kind}[{','.join(_key(a) for a in cond.args)}]"
+
+
+TRUE = Cond("true")
+FALSE = Cond("false")
+_OPPOSITE = {
+    "read": "unread",
+    "unread": "read",
+    "table": "untable",
+    "untable": "table",
+    "opaque": "unopaque",
+    "unopaque": "opaque",
+    "eq": "ne",
+    "ne": "eq",
+}
+
+
+def bound(value: Int, upper: bool) -> float:
+    """An upper or lower bound, from indices and sizes being at least 0 (sizes at least 1)."""
+    total = 0.0
+    for m, c in value.terms:
+        low, high = 1.0, 1.0
+        for a in m:
+            lo, hi = _atom_range(a)
+            products = [_times(x, y) for x in (low, high) for y in (lo, hi)]
+            low, high = min(products), max(products)
+        total += c * (high if (c > 0) == upper else low)
+    return total
+
+
+def _times(x: float, y: float) -> float:
+    return 0.0 if x == 0 or y == 0 else x * y
+
+
+def _atom_range(atom: Atom) -> tuple[float, float]:
+    match atom.kind:
+        case "size":
+            return (1.0, math.inf)
+        case "var":
+            return (0.0, math.inf)
+        case "abs":
+            return (0.0, math.inf)
+        case "bool":
+            return (0.0, 1.0)
+        case "mod":
+            divisor = atom.args[1]
+            assert isinstance(divisor, int)
+            return (0.0, divisor - 1.0) if divisor > 0 else (divisor + 1.0, 0.0)
+        case "div":
+            inner, divisor = atom.args
+            assert isinstance(inner, Int) and isinstance(divisor, int)
+            if divisor > 0 and bound(inner, upper=False) >= 0:
+                return (0.0, math.inf)
+    return (-math.inf, math.inf)
+
+
+def less_equal(left: Int, right: Int) -> Cond:
+    """left <= right."""
+    difference = left - right
+    high = bound(difference, upper=True)
+    if high <= 0:
+        return TRUE
+    if bound(difference, upper=False) > 0:
+        return FALSE
+    return Cond("le", (difference,))
+
+
+def equal(left: Int, right: Int) -> Cond:
+    """left == right, canonical up to sign."""
+    difference = left - right
+    if difference.constant is not None:
+        return TRUE if difference.constant == 0 else FALSE
+    if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
+        return FALSE
+    first = next(c for m, c in difference.terms if m != ())
+    return Cond("eq", (difference if first > 0 else -difference,))
+
+
+def negate(cond: Cond) -> Cond:
+    """The opposite condition."""
+    match cond.kind:
+        case "true":
+            return FALSE
+        case "false":
+            return TRUE
+        case "le":
+            (value,) = cond.args
+            assert isinstance(value, Int)
+            return less_equal(integer(1), value)
+        case "and":
+            return any_of(negate(c) for c in _conds(cond))
+        case "or":
+            return all_of(negate(c) for c in _conds(cond))
+    return Cond(_OPPOSITE[cond.kind], cond.args)
+
+
+def _conds(cond: Cond) -> tuple[Cond, ...]:
+    return cond.args  # type: ignore[return-value]
+
+
+def children(cond: Cond) -> tuple[Cond, ...]:
+    """The members of an ``and`` or ``or``."""
+    return _conds(cond) if cond.kind in ("and", "or") else ()
+
+
+def all_of(conds: Iterable[Cond]) -> Cond:
+    """The conjunction, flattened, with absorption."""
+    return _junction("and", TRUE, FALSE, conds)
+
+
+def any_of(conds: Iterable[Cond]) -> Cond:
+    """The disjunction, flattened, with absorption."""
+    return _junction("or", FALSE, TRUE, conds)
+
+
+def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) -> Cond:
+    members: set[Cond] = set()
+    for cond in conds:
+        for member in _conds(cond) if cond.kind == kind else (cond,):
+            if member == absorbing:
+                return absorbing
+            if member != neutral:
+                members.add(member)
+    dual = "or" if kind == "and" else "and"
+    if any(c.kind != dual and negate(c) in members for c in members):
+        return absorbing
+    # a and (a or x) = a;  a and (not a or x) = a and x
+    changed = True
+    while changed:
+        changed = False
+        for member in [c for c in members if c.kind == dual]:
+            inner = _conds(member)
+            if any(c in members for c in inner):
+                members.remove(member)
+                changed = True
+                break
+            rest = [c for c in inner if c.kind in ("and", "or") or negate(c) not in members]
+            if len(rest) < len(inner):
+                members.remove(member)
+                reduced = _junction(dual, absorbing, neutral, rest)
+                return _junction(kind, neutral, absorbing, [*members, reduced])
+    if not members:
+        return neutral
+    if len(members) == 1:
+        return members.pop()
+    return Cond(kind, tuple(sorted(members, key=_cond_key)))
+
+
+# ---- floats ----
+
+
+@dataclass(frozen=True)
+class Real:
+    """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
+    ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor, indices);
+    ``opaque`` (text, arguments).
+    """
+
+    kind: str
+    args: tuple[object, ...]
+
+
+Scalar = Int | Cond | Real
+
+
+def real(value: float) -> Real:
+    """A constant. The sign of zero is dropped: scores do not see it."""
+    return Real("const", (float(value) + 0.0 if value == 0 else float(value),))
+
+
+def select(cond: Cond, yes: Scalar, no: Scalar) -> Scalar:
+    """``yes`` where the condition holds, else ``no``."""
+    if cond == TRUE or yes == no:
+        return yes
+    if cond == FALSE:
+        return no
+    if isinstance(yes, Cond) and isinstance(no, Cond):
+        return any_of([all_of([cond, yes]), all_of([negate(cond), no])])
+    if isinstance(yes, Int) and isinstance(no, Int):
+        return of_atom("select", cond, yes, no)
+    return Real("select", (cond, to_real(yes), to_real(no)))
+
+
+def to_real(value: Scalar) -> Real:
+    """A cast to float."""
+    if isinstance(value, Real):
+        return value
+    if isinstance(value, Cond):
+        return real(1.0) if value == TRUE else real(0.0) if value == FALSE else Real("bool", (value,))
+    if value.constant is not None:
+        return real(value.constant)
+    return Real("int", (value,))
+
+
+def to_int(value: Scalar) -> Int:
+    """A cast to integer; floats truncate where their value is known, else become opaque."""
+    if isinstance(value, Int):
+        return value
+    if isinstance(value, Cond):
+        return integer(1) if value == TRUE else integer(0) if value == FALSE else of_atom("bool", value)
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return integer(int(number)) if math.isfinite(number) else of_atom("opaque", "cast", number)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return inner
+    if value.kind == "bool":
+        cond = value.args[0]
+        assert isinstance(cond, Cond)
+        return to_int(cond)
+    return of_atom("trunc", value)
+
+
+def to_cond(value: Scalar) -> Cond:
+    """A cast to boolean: non-zero."""
+    if isinstance(value, Cond):
+        return value
+    if isinstance(value, Int):
+        atom = value.atom
+        if atom is not None and atom.kind == "bool":
+            cond = atom.args[0]
+            assert isinstance(cond, Cond)
+            return cond
+        return negate(equal(value, integer(0)))
+    return split_cond(value, lambda x: x != 0)
+
+
+def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
+    """The condition under which a float passes ``test``, by cases; opaque where a case has no constant value."""
+    return any_of(
+        cond if isinstance(x, float) and test(x) else all_of([cond, Cond("opaque", ("test", value))])
+        for cond, x in cases(value)
+        if not isinstance(x, float) or test(x)
+    )
+
+
+_MOST_CASES = 64
+
+
+def cases(value: Real) -> list[tuple[Cond, float | Real]]:
+    """Disjoint conditions with the value under each; a Real where it is no constant.
+
+    An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
+    """
+    merged: dict[float | Real, Cond] = {}
+    for cond, x in _cases(value):
+        if cond != FALSE:
+            merged[x] = any_of([merged[x], cond]) if x in merged else cond
+    found = [(c, x) for x, c in merged.items() if c != FALSE]
+    if len(found) > _MOST_CASES:
+        return [(TRUE, value)]
+    return found
+
+
+def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
+    match value.kind:
+        case "const":
+            number = value.args[0]
+            assert isinstance(number, float)
+            return [(TRUE, number)]
+        case "bool":
+            cond = value.args[0]
+            assert isinstance(cond, Cond)
+            return [(cond, 1.0), (negate(cond), 0.0)]
+        case "int":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            return _int_cases(inner, value)
+        case "select":
+            cond, yes, no = value.args
+            assert isinstance(cond, Cond) and isinstance(yes, Real) and isinstance(no, Real)
+            found = [(all_of([cond, c]), x) for c, x in cases(yes)]
+            return found + [(all_of([negate(cond), c]), x) for c, x in cases(no)]
+        case "neg":
+            inner_real = value.args[0]
+            assert isinstance(inner_real, Real)
+            return [(c, -x if isinstance(x, float) else Real("neg", (x,))) for c, x in cases(inner_real)]
+        case "add" | "mul" | "div" | "min" | "max":
+            left, right = value.args
+            assert isinstance(left, Real) and isinstance(right, Real)
+            return _pair_cases(value.kind, left, right)
+    return [(TRUE, value)]
+
+
+def _int_cases(inner: Int, value: Real) -> list[tuple[Cond, float | Real]]:
+    atoms = inner.atoms()
+    flat = all(len(m) <= 1 for m, _ in inner.terms)
+    if not flat or not 1 <= len(atoms) <= 3 or any(a.kind not in ("bool", "read") for a in atoms):
+        return [(TRUE, value)]
+    found: list[tuple[Cond, int]] = [(TRUE, inner.offset)]
+    for m, c in inner.terms:
+        if m == ():
+            continue
+        arg = m[0].args[0]
+        on = arg if m[0].kind == "bool" else Cond("ne", (Int(((m, 1),)),))
+        assert isinstance(on, Cond)
+        found = [(all_of([k, s]), x + d) for k, x in found for s, d in ((on, c), (negate(on), 0))]
+    return [(k, float(x)) for k, x in found]
+
+
+def _pair_cases(kind: str, left: Real, right: Real) -> list[tuple[Cond, float | Real]]:
+    found: list[tuple[Cond, float | Real]] = []
+    for c1, x in cases(left):
+        for c2, y in cases(right):
+            both = all_of([c1, c2])
+            if both == FALSE:
+                continue
+            found.append((both, _apply(kind, x, y)))
+            if len(found) > _MOST_CASES * 4:
+                return [(TRUE, Real(kind, (left, right)))]
+    return found
+
+
+def _apply(kind: str, x: float | Real, y: float | Real) -> float | Real:
+    if isinstance(x, float) and isinstance(y, float):
+        match kind:
+            case "add":
+                return x + y
+            case "mul":
+                return x * y
+            case "min":
+                return min(x, y)
+            case "max":
+                return max(x, y)
+            case "div" if y != 0:
+                return x / y
+    if kind == "add" and isinstance(x, float) and x == 0:
+        return y
+    if kind == "add" and isinstance(y, float) and y == 0:
+        return x
+    if kind in ("mul", "div") and isinstance(y, float) and y == 1:
+        return x
+    if kind == "mul" and isinstance(x, float) and x == 1:
+        return y
+    as_real = [real(v) if isinstance(v, float) else v for v in (x, y)]
+    return Real(kind, (as_real[0], as_real[1]))
