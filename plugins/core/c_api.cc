@@ -16,6 +16,7 @@
 #include "plugins/core/expr.h"
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
+#include "stof_build_id.h"
 
 struct stof_mask {
   stof::MaskExpr expr;
