@@ -325,9 +325,6 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
             else:
                 return None
         groups.append((left, right))
-    for left, _ in groups:
-        if len(left) > 1 and any(data[a].constant is None for a in left[1:]):
-            return None  # would need division by a symbolic size
 
     def mapping(index: Index) -> Index:
         result = [ZERO] * len(data)
@@ -336,15 +333,28 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
             for a in right:
                 flat = flat * shape[a] + index[a]
             for a in reversed(left[1:]):
-                n = data[a].constant
-                assert n is not None
-                result[a] = _mod(flat, n)
-                flat = _div(flat, n)
+                flat, result[a] = _div_mod(flat, data[a])
             if left:
                 result[left[0]] = flat
         return tuple(result)
 
     return mapping
+
+
+def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
+    """Quotient and remainder. By a symbolic size: the terms that it divides, and the rest, which a valid graph keeps
+    below it (``b * S + k``); the check by execution would catch it if not.
+    """
+    if n.constant is not None:
+        return _div(flat, n.constant), _mod(flat, n.constant)
+    quotient, rest = ZERO, ZERO
+    for term in flat.terms:
+        exact = Int((term,)).divide(n)
+        if exact is None:
+            rest = rest + Int((term,))
+        else:
+            quotient = quotient + exact
+    return quotient, rest
 
 
 def _mod(x: Int, n: int) -> Int:

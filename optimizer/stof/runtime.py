@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin library: where it is, how a session registers it, and its C ABI as Python functions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stof.errors import StofError
+
+LIBRARY = "libstof_ort.so"
+_ERROR_SIZE = 1024
+# onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 comes from ml_dtypes.
+_DTYPES = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "float64": 11,
+    "bfloat16": 16,
+}
+
+
+class LibraryError(StofError):
+    """The library is missing, does not load, or refused a call."""
+
+    exit_code = 1
+
+
+def library_path() -> Path:
+    """The path of the plugin library.
+
+    The environment variable ``STOF_LIBRARY`` wins, for development; otherwise it is the one installed with the package.
+
+    Raises:
+        LibraryError: when there is none.
+    """
+    given = os.environ.get("STOF_LIBRARY")
+    if given:
+        path = Path(given)
+        if not path.is_file():
+            raise LibraryError(f"STOF_LIBRARY is {given}, which is no file")
+        return path.resolve()
+    with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / LIBRARY) as path:
+        if path.is_file():
+            return path
+    raise LibraryError(
+        f"{LIBRARY} is not installed beside the stof package: install stof with a C++ compiler at hand "
+        "(pip install .), or set STOF_LIBRARY to a built library"
+    )
+
+
+def register(options: Any) -> None:
+    """Registers the operators with an ``onnxruntime.SessionOptions``."""
+    options.register_custom_ops_library(str(library_path()))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("dims", ctypes.c_int64 * 8),
+    ]
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("tensor", _Tensor)]
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int64) for n in "BHSTP"]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("type", ctypes.c_int32),
+        ("i", ctypes.c_int64),
+        ("f", ctypes.c_double),
+        ("s", ctypes.c_char_p),
+    ]
+
+
+class _BlockMaskView(ctypes.Structure):
+    _fields_ = [
+        *[(n, ctypes.c_int64) for n in ("S", "T", "P")],
+        *[(n, ctypes.c_int32) for n in ("m", "n", "rows", "layout_b", "layout_h")],
+        *[(n, ctypes.c_int64) for n in ("tables", "nnz", "distinct")],
+        *[
+            (n, ctypes.POINTER(ctypes.c_int32))
+            for n in ("layout", "row_ptr", "full_begin", "key_tile", "bits_id")
+        ],
+        ("bits", ctypes.POINTER(ctypes.c_uint32)),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(f"{path} does not load: {error}") from error
+    library.stof_build_info.restype = ctypes.c_char_p
+    library.stof_mask_hash.restype = ctypes.c_uint64
+    library.stof_mask_print.restype = ctypes.c_size_t
+    library.stof_fma_rate.restype = ctypes.c_double
+    library.stof_fma_rate.argtypes = [ctypes.c_int, ctypes.c_double]
+    library.stof_read_bandwidth.restype = ctypes.c_double
+    library.stof_read_bandwidth.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
+    for name in ("stof_mask_destroy", "stof_block_mask_destroy", "stof_op_destroy", "stof_mask_hash"):
+        getattr(library, name).argtypes = [ctypes.c_void_p]
+    library.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    return library
+
+
+def build_info() -> dict[str, Any]:
+    """Version, build id, backends and instruction set of the library."""
+    found = json.loads(_library().stof_build_info().decode())
+    assert isinstance(found, dict)
+    return found
+
+
+def fma_rate(threads: int = 1, seconds: float = 0.2) -> float:
+    """The fp32 FMA rate of this machine in GFLOP/s."""
+    return float(_library().stof_fma_rate(threads, seconds))
+
+
+def read_bandwidth(threads: int = 1, size: int = 1 << 28, seconds: float = 0.3) -> float:
+    """The read bandwidth over ``size`` bytes in GB/s."""
+    return float(_library().stof_read_bandwidth(threads, size, seconds))
+
+
+def _tensor(array: np.ndarray) -> _Tensor:
+    if not array.flags.c_contiguous:
+        raise ValueError("the library reads C-contiguous arrays")
+    if array.dtype.name not in _DTYPES or array.ndim > 8:
+        raise ValueError(f"the library does not read {array.dtype} of rank {array.ndim}")
+    return _Tensor(
+        array.ctypes.data if array.size else None,
+        _DTYPES[array.dtype.name],
+        array.ndim,
+        (ctypes.c_int64 * 8)(*array.shape),
+    )
+
+
+def _operands(arrays: Mapping[str, np.ndarray]) -> tuple[Any, int]:
+    items = [_Operand(name.encode(), _tensor(array)) for name, array in arrays.items()]
+    return (_Operand * max(1, len(items)))(*items), len(items)
+
+
+def _call(name: str, *args: Any) -> None:
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    if getattr(_library(), name)(*args, error, ctypes.c_size_t(_ERROR_SIZE)) != 0:
+        raise LibraryError(error.value.decode(errors="replace"))
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """A mask at tile granularity (plugins/core/block_mask.h has the meaning of the arrays)."""
+
+    m: int
+    n: int
+    rows: int
+    layout: np.ndarray  # [1 or B, 1 or H]
+    row_ptr: np.ndarray  # [tables * rows + 1]
+    full_begin: np.ndarray  # [tables * rows]
+    key_tile: np.ndarray  # [nnz]
+    bits_id: np.ndarray  # [nnz]
+    bits: np.ndarray  # [distinct, m, n / 32]
+
+    def tile_density(self, T: int) -> float:
+        """Kept tiles over all tiles, averaged over the layouts' tables."""
+        columns = -(-T // self.n)
+        total = max(1, len(self.full_begin) * columns)
+        return len(self.key_tile) / total
+
+
+class Mask:
+    """A parsed mask expression."""
+
+    def __init__(self, expression: str, tables: Mapping[str, np.ndarray] | None = None) -> None:
+        self._handle = ctypes.c_void_p()
+        operands, count = _operands({k: np.ascontiguousarray(v) for k, v in (tables or {}).items()})
+        _call("stof_mask_create", expression.encode(), operands, count, ctypes.byref(self._handle))
+
+    def __del__(self) -> None:
+        if self._handle:
+            _library().stof_mask_destroy(self._handle)
+
+    def __str__(self) -> str:
+        size = _library().stof_mask_print(self._handle, None, 0)
+        text = ctypes.create_string_buffer(size + 1)
+        _library().stof_mask_print(self._handle, text, size + 1)
+        return text.value.decode()
+
+    def hash(self) -> int:
+        """A hash of expression and tables, the same on every machine."""
+        return int(_library().stof_mask_hash(self._handle))
+
+    def evaluate(
+        self, B: int, H: int, S: int, T: int, P: int = 0, runtime: Mapping[str, np.ndarray] | None = None
+    ) -> np.ndarray:
+        """The mask as booleans [B, H, S, T]."""
+        allowed = np.zeros((B, H, S, T), np.uint8)
+        arrays = {k: np.ascontiguousarray(v) for k, v in (runtime or {}).items()}
+        operands, count = _operands(arrays)
+        _call(
+            "stof_mask_eval",
+            self._handle,
+            ctypes.byref(_Sizes(B, H, S, T, P)),
+            operands,
+            count,
+            ctypes.c_void_p(allowed.ctypes.data),
+        )
+        return allowed.astype(bool)
+
+    def block_mask(self, B: int, H: int, S: int, T: int, m: int, n: int, P: int = 0) -> BlockMask:
+        """The block mask of the static part, for tiles of m query rows × n keys."""
+        handle = ctypes.c_void_p()
+        sizes = ctypes.byref(_Sizes(B, H, S, T, P))
+        _call("stof_block_mask_create", self._handle, sizes, m, n, ctypes.byref(handle))
+        try:
+            view = _BlockMaskView()
+            _library().stof_block_mask_get(handle, ctypes.byref(view))
+
+            def array(pointer: Any, *shape: int) -> np.ndarray:
+                if 0 in shape:
+                    return np.zeros(shape, np.int32)
+                return np.array(np.ctypeslib.as_array(pointer, shape))
+
+            tiles = int(view.tables) * view.rows
+            return BlockMask(
+                view.m,
+                view.n,
+                view.rows,
+                array(view.layout, view.layout_b, view.layout_h),
+                array(view.row_ptr, tiles + 1),
+                array(view.full_begin, tiles),
+                array(view.key_tile, view.nnz),
+                array(view.bits_id, view.nnz),
+                array(view.bits, view.distinct, view.m, view.n // 32),
+            )
+        finally:
+            _library().stof_block_mask_destroy(handle)
+
+
+class Op:
+    """An operator of the library, run without a runtime: for tests, benchmarks and the tuner."""
+
+    def __init__(self, op_type: str, attributes: Mapping[str, int | float | str]) -> None:
+        self._handle = ctypes.c_void_p()
+        items = []
+        for name, value in attributes.items():
+            kind = 0 if isinstance(value, int) else 1 if isinstance(value, float) else 2
+            items.append(
+                _Attribute(
+                    name.encode(),
+                    kind,
+                    value if isinstance(value, int) else 0,
+                    value if isinstance(value, float) else 0.0,
+                    value.encode() if isinstance(value, str) else None,
+                )
+            )
+        array = (_Attribute * max(1, len(items)))(*items)
+        _call("stof_op_create", op_type.encode(), array, len(items), ctypes.byref(self._handle))
+
+    def __del__(self) -> None:
+        if self._handle:
+            _library().stof_op_destroy(self._handle)
+
+    def run(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], threads: int = 1) -> None:
+        """Runs into ``outputs``, whose shapes must be the op's own."""
+        given = (_Tensor * len(inputs))(*[_tensor(a) for a in inputs])
+        results = (_Tensor * len(outputs))(*[_tensor(a) for a in outputs])
+        _call("stof_op_run", self._handle, given, len(inputs), results, len(outputs), threads)
+
+
+def cache_stats(clear: bool = False) -> dict[str, int]:
+    """The process-wide cache of block masks: entries, bytes, hits, misses, builds."""
+    stats = (ctypes.c_int64 * 5)()
+    _library().stof_block_mask_cache_stats(stats, int(clear))
+    return dict(zip(("entries", "bytes", "hits", "misses", "builds"), stats, strict=True))
