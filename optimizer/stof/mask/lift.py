@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the mask tensors of a site to its mask expression.
+
+Each tensor that is added to the scores, or that selects them, is evaluated symbolically at (b, h, q, k) and split into
+cases. An entry forbids when it is -inf, at or below half of its type's lowest finite value, or the only value besides
+0 and at most -1e4 (design: additive masks). What is neither 0 nor forbidding is a bias and stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from stof.errors import UnsupportedError
+from stof.mask.families import describe
+from stof.mask.text import B, H, K, Names, Q, band_condition, print_condition
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
+from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
+from stof.symbolic.rules import project
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, size, to_cond
+
+LOWEST = {
+    TensorProto.FLOAT: 3.4028234663852886e38,
+    TensorProto.DOUBLE: 1.7976931348623157e308,
+    TensorProto.FLOAT16: 65504.0,
+    TensorProto.BFLOAT16: 3.3895313892515355e38,
+}
+SOFT_FORBID = -1e4
+
+
+@dataclass(frozen=True)
+class _TermMask:
+    """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains."""
+
+    allowed: Cond
+    fills: tuple[float, ...]
+    bias: bool
+    note: str = ""
+
+
+def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
+    """The mask of a site as an expression.
+
+    Raises:
+        UnsupportedError: with the tensor and what its value depends on.
+    """
+    tables: dict[str, np.ndarray] = {}
+    terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
+    allowed = all_of(t.allowed for t in terms)
+    operands: dict[str, str] = {}
+    names = Names(
+        _size_names(symbolic, site),
+        lambda tensor, indices, boolean: _operand(symbolic, operands, tensor, indices, boolean),
+        lambda name: _table(symbolic, tables, name),
+    )
+    expression = print_condition(allowed, names)
+    notes = [t.note for t in terms if t.note]
+    fills = [f for t in terms for f in t.fills]
+    return LiftedMask(
+        expression=expression,
+        operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
+        tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
+        bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
+        empty_rows=_empty_rows(site, fills, notes),
+        family=describe(expression),
+        notes=tuple(notes),
+    )
+
+
+def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.ndarray:
+    if name in derived:
+        return derived[name]
+    found = symbolic.constant(name)
+    if found is None:
+        raise UnsupportedError(f"tensor {name!r} is read as a table but is no constant")
+    return found
+
+
+def _index(site: AttentionSite) -> tuple[Int, Int, Int, Int]:
+    return (B, H, Q - size("\0P") if site.query_offset else Q, K)
+
+
+def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
+    """The tensor, broadcast to the scores, at (b, h, q, k)."""
+    return tensor.at(project(_index(site), tensor.shape))
+
+
+def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+    tensor = symbolic.value(term.tensor)
+    shape = symbolic.shape(term.tensor)
+    if tensor is None or shape is None or len(shape) > 4:
+        if term.kind is TermKind.ADD and shape is not None and len(shape) <= 4:
+            return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {symbolic.reason(term.tensor)}")
+        raise UnsupportedError(
+            f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
+            f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
+        )
+    value = element(tensor, site)
+    if term.kind is not TermKind.ADD:
+        cond = to_cond(value)
+        fill = -math.inf if term.fill is None else term.fill
+        return _TermMask(cond if term.kind is TermKind.KEEP else negate(cond), (fill,), False)
+    if not isinstance(value, Real):
+        raise UnsupportedError(f"mask tensor {term.tensor!r} is added to the scores but is no float")
+    return _additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)
+
+
+def _additive(
+    symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]
+) -> _TermMask:
+    split: list[tuple[Cond, float | Real]] = []
+    for cond, x in cases(value):
+        if isinstance(x, Real) and x.kind == "table":
+            split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
+        else:
+            split.append((cond, x))
+    limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
+    numbers = {x * term.scale for _, x in split if isinstance(x, float)}
+    others = {x for x in numbers if x != 0}
+    soft = len(others) == 1 and all(isinstance(x, float) for _, x in split) and min(others) <= SOFT_FORBID
+
+    def forbids(x: float) -> bool:
+        return x <= limit or (soft and x <= SOFT_FORBID)
+
+    dropped = [(c, x * term.scale) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
+    bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
+    if any(isinstance(x, float) and math.isnan(x) for _, x in split):
+        raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")
+    allowed = negate(any_of(c for c, _ in dropped))
+    if allowed == FALSE:
+        raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
+    note = f"{term.tensor} stays a bias" if bias else ""
+    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note)
+
+
+def _table_cases(
+    symbolic: Symbolic, read: Real, dtype: int, tables: dict[str, np.ndarray]
+) -> list[tuple[Cond, float | Real]]:
+    """A look-up into a constant float mask: forbidden entries as a boolean table or, where they are one, a band."""
+    name, indices = read.args
+    assert isinstance(name, str) and isinstance(indices, tuple)
+    array = np.asarray(_table(symbolic, tables, name), dtype=np.float64)
+    limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
+    rest = array[array > limit]
+    values = set(np.unique(rest[rest != 0]).tolist()) if rest.size < 1 << 24 else set()
+    soft = len(values) == 1 and min(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
+    forbidden = (array <= limit) | (soft & (array <= SOFT_FORBID))
+    if not forbidden.any():
+        return [(TRUE, read)]
+    fill = float(array[forbidden].min())
+    kept = ~forbidden
+    cond = _band_of(kept, indices)
+    if cond is None:
+        derived = f"{name} allows"
+        tables[derived] = kept
+        cond = Cond("table", (derived, indices))
+    plain = bool(np.all(array[kept] == 0))
+    return [(cond, 0.0 if plain else read), (negate(cond), fill)]
+
+
+def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
+    """The band of a constant [.., S, T] mask that depends on q - k alone."""
+    if kept.ndim < 2 or any(n != 1 for n in kept.shape[:-2]) or indices[-2:] != (Q, K):
+        return None
+    plane = kept.reshape(kept.shape[-2:])
+    rows, columns = plane.shape
+    diagonal = np.concatenate([plane[:0:-1, 0], plane[0]])  # q - k from rows - 1 down to -(columns - 1)
+    place = np.arange(columns)[None, :] - np.arange(rows)[:, None] + rows - 1
+    if not np.array_equal(diagonal[place], plane):
+        return None
+    inside = np.flatnonzero(diagonal)
+    if inside.size == 0 or inside.size != inside[-1] - inside[0] + 1:
+        return None
+    high = rows - 1 - int(inside[0])
+    low = rows - 1 - int(inside[-1])
+    return band_condition(None if low == -(columns - 1) else low, None if high == rows - 1 else high)
+
+
+def _size_names(symbolic: Symbolic, site: AttentionSite) -> dict[str, str]:
+    names = {"\0P": "P"} if site.query_offset else {}
+    shape = symbolic.shape(site.softmax)
+    if shape is None or len(shape) != 4:
+        return names
+    for dim, letter in ((shape[3], "T"), (shape[2], "S")):
+        atom = dim.atom
+        if atom is not None and atom.kind == "size":
+            names[str(atom.args[0])] = letter
+    return names
+
+
+def _operand(
+    symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool
+) -> str:
+    """The role of a model input that the mask reads."""
+    shape = symbolic.shape(tensor)
+    if shape is None or len(shape) != 2 or len(indices) != 2 or indices[0] not in (B, integer(0)):
+        raise UnsupportedError(
+            f"the mask reads model input {tensor!r} of rank {len(shape) if shape else '?'}; only vectors [B, length] "
+            "can be operands"
+        )
+    reads_query = any(a.kind == "var" and a.args == ("q",) for a in indices[1].atoms())
+    role = "pad" if boolean else "segment_q" if reads_query else "segment_k"
+    if operands.setdefault(role, tensor) != tensor:
+        raise UnsupportedError(f"the mask reads {operands[role]!r} and {tensor!r} as {role}; only one can be")
+    return role
+
+
+def _empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
+    if not fills or site.row_guard is not None:
+        return EmptyRows.ZERO
+    if all(math.isinf(f) for f in fills):
+        return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
+    finite = [f for f in fills if math.isfinite(f)]
+    if len(set(finite)) > 1 or len(finite) < len(fills):
+        notes.append("masks of different strength are added; a row without any key may differ")
+    return EmptyRows.MEAN if min(finite) < -1e30 or min(finite) <= -60000 else EmptyRows.ALL
+
+
