@@ -7,21 +7,27 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "plugins/core/expr_eval.h"
+#include "plugins/core/hash.h"
+
 namespace stof {
 namespace {
 
-enum : uint8_t { kEmpty = 0, kFull = 1, kPartial = 2 };
+constexpr int32_t kFull = -1;                       // as bits_id
+constexpr int32_t kEmpty = -2;                      // only in what is remembered
+constexpr int64_t kMostEntries = int64_t{1} << 28;  // 2 GiB of entries
+constexpr size_t kMostRemembered = 1 << 16;         // tiles by signature
 
 struct Entry {
   int32_t key_tile;
-  int32_t bits_id;  // -1: full
+  int32_t bits_id;
 };
 
-uint64_t HashWords(const uint32_t* words, size_t count) {
-  uint64_t hash = 14695981039346656037ull;
-  for (size_t i = 0; i < count; ++i) hash = (hash ^ words[i]) * 1099511628211ull;
-  return hash;
-}
+struct WordsHash {
+  size_t operator()(const std::vector<int64_t>& words) const {
+    return HashBytes(words.data(), words.size() * sizeof(int64_t), 0);
+  }
+};
 
 class Builder {
  public:
@@ -31,7 +37,7 @@ class Builder {
         mask_(*mask),
         m_(m),
         n_(n),
-        words_(static_cast<size_t>(m) * n / 32),
+        words_(static_cast<size_t>(m) * static_cast<size_t>(n) / 32),
         tile_(words_),
         rows_(static_cast<size_t>(mask->rows)) {}
 
@@ -42,74 +48,61 @@ class Builder {
     b_ = b;
     h_ = h;
     for (auto& row : rows_) row.clear();
-    const int64_t columns = (sizes_.T + n_ - 1) / n_;
-    Descend(0, mask_.rows, 0, columns);
+    Descend(0, mask_.rows, 0, (sizes_.T + n_ - 1) / n_);
     uint64_t hash = 0;
-    for (auto& row : rows_) {
-      std::sort(row.begin(), row.end(), [](const Entry& x, const Entry& y) {
-        if ((x.bits_id < 0) != (y.bits_id < 0)) return y.bits_id < 0;  // partial ones first
-        return x.key_tile < y.key_tile;
-      });
-      for (const Entry& entry : row) {
-        hash = (hash ^ static_cast<uint32_t>(entry.key_tile)) * 1099511628211ull;
-        hash = (hash ^ static_cast<uint32_t>(entry.bits_id)) * 1099511628211ull;
-      }
-      hash = (hash ^ 0xffffffffu) * 1099511628211ull;
-    }
-    for (auto [it, end] = tables_.equal_range(hash); it != end; ++it) {
-      if (Equal(it->second)) return it->second;
-    }
-    const int32_t table = static_cast<int32_t>(tables_.size());
+    for (const auto& row : rows_) hash = HashBytes(row.data(), row.size() * sizeof(Entry), hash);
+    const auto [begin, end] = tables_.equal_range(hash);
+    const auto found = std::find_if(begin, end, [this](const auto& known) { return Equal(known.second); });
+    if (found != end) return found->second;
+    const auto table = static_cast<int32_t>(tables_.size());
     tables_.emplace(hash, table);
     for (const auto& row : rows_) {
-      const auto full = std::find_if(row.begin(), row.end(), [](const Entry& entry) { return entry.bits_id < 0; });
-      mask_.full_begin.push_back(static_cast<int32_t>(mask_.key_tile.size() + (full - row.begin())));
-      for (const Entry& entry : row) {
-        mask_.key_tile.push_back(entry.key_tile);
-        mask_.bits_id.push_back(entry.bits_id);
-      }
+      Append(row, false);
+      mask_.full_begin.push_back(static_cast<int32_t>(mask_.key_tile.size()));
+      Append(row, true);
       mask_.row_ptr.push_back(static_cast<int32_t>(mask_.key_tile.size()));
     }
     return table;
   }
 
  private:
+  void Append(const std::vector<Entry>& row, bool full) {
+    for (const Entry& entry : row) {
+      if ((entry.bits_id == kFull) != full) continue;
+      mask_.key_tile.push_back(entry.key_tile);
+      mask_.bits_id.push_back(entry.bits_id);
+    }
+  }
+
   bool Equal(int32_t table) const {
     for (size_t r = 0; r < rows_.size(); ++r) {
       const size_t at = static_cast<size_t>(table) * rows_.size() + r;
-      const size_t begin = static_cast<size_t>(mask_.row_ptr[at]);
-      if (static_cast<size_t>(mask_.row_ptr[at + 1]) - begin != rows_[r].size()) return false;
-      for (size_t i = 0; i < rows_[r].size(); ++i) {
-        if (mask_.key_tile[begin + i] != rows_[r][i].key_tile || mask_.bits_id[begin + i] != rows_[r][i].bits_id) {
-          return false;
-        }
+      auto partial = static_cast<size_t>(mask_.row_ptr[at]);
+      auto full = static_cast<size_t>(mask_.full_begin[at]);
+      if (static_cast<size_t>(mask_.row_ptr[at + 1]) - partial != rows_[r].size()) return false;
+      for (const Entry& entry : rows_[r]) {
+        size_t& next = entry.bits_id == kFull ? full : partial;
+        if (next == mask_.key_tile.size()) return false;
+        if (mask_.key_tile[next] != entry.key_tile || mask_.bits_id[next] != entry.bits_id) return false;
+        ++next;
       }
     }
     return true;
   }
 
-  // Tile rows [r0, r1) × tile columns [c0, c1). Depth is at most log2 of the tiles along each side.
+  // Tile rows [r0, r1) × tile columns [c0, c1). Depth is at most log2 of the tiles along each side. Visits the columns
+  // of each row in ascending order.
   void Descend(int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
     if (r0 >= r1 || c0 >= c1 || TooMany()) return;
     const int64_t q_end = std::min(r1 * m_, sizes_.S);
     const int64_t k_end = std::min(c1 * n_, sizes_.T);
-    const ExprBox box = {b_, b_, h_, h_, sizes_.P + r0 * m_, sizes_.P + q_end - 1, c0 * n_, k_end - 1};
-    const Verdict verdict = evaluator_.Classify(box);
+    const Verdict verdict =
+        evaluator_.Classify({b_, b_, h_, h_, sizes_.P + r0 * m_, sizes_.P + q_end - 1, c0 * n_, k_end - 1});
     if (verdict == Verdict::kNone) return;
-    const bool single = r1 - r0 == 1 && c1 - c0 == 1;
-    if (verdict == Verdict::kAll) {
-      entries_ += (r1 - r0) * (c1 - c0);
-      if (entries_ > kMostEntries) return;
-      const bool ragged = c1 * n_ > sizes_.T;  // the last column of tiles reaches beyond T: partial
-      for (int64_t r = r0; r < r1; ++r) {
-        for (int64_t c = c0; c < c1 - (ragged ? 1 : 0); ++c) rows_[r].push_back({static_cast<int32_t>(c), -1});
-      }
-      for (int64_t r = r0; ragged && r < r1; ++r) Tile(r, c1 - 1);
-      return;
-    }
-    if (single) {
+    if (verdict == Verdict::kAll) return AllowAll(r0, r1, c0, c1);
+    if (r1 - r0 == 1 && c1 - c0 == 1) {
       ++entries_;
-      return Tile(r0, c0);
+      return Undecided(r0, c0);
     }
     const int64_t rm = r1 - r0 > 1 ? (r0 + r1) / 2 : r1;
     const int64_t cm = c1 - c0 > 1 ? (c0 + c1) / 2 : c1;
@@ -119,44 +112,50 @@ class Builder {
     Descend(rm, r1, cm, c1);
   }
 
-  void Tile(int64_t r, int64_t c) {
+  void AllowAll(int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+    entries_ += (r1 - r0) * (c1 - c0);
+    if (TooMany()) return;
+    const bool ragged = c1 * n_ > sizes_.T;  // the last column of tiles reaches beyond T: partial
+    for (int64_t r = r0; r < r1; ++r) {
+      for (int64_t c = c0; c < c1 - (ragged ? 1 : 0); ++c) Emit(r, c, kFull);
+      if (ragged) Emit(r, c1 - 1, Evaluate(r, c1 - 1));
+    }
+  }
+
+  // A single tile, of which Classify has just been asked. Tiles of one signature are evaluated once.
+  void Undecided(int64_t r, int64_t c) {
+    if ((r + 1) * m_ > sizes_.S || (c + 1) * n_ > sizes_.T) return Emit(r, c, Evaluate(r, c));
+    evaluator_.Signature(&signature_);
+    const auto found = remembered_.find(signature_);
+    if (found != remembered_.end()) return Emit(r, c, found->second);
+    const int32_t bits_id = Evaluate(r, c);
+    if (remembered_.size() < kMostRemembered) remembered_.emplace(signature_, bits_id);
+    Emit(r, c, bits_id);
+  }
+
+  void Emit(int64_t r, int64_t c, int32_t bits_id) {
+    if (bits_id != kEmpty) rows_[static_cast<size_t>(r)].push_back({static_cast<int32_t>(c), bits_id});
+  }
+
+  int32_t Evaluate(int64_t r, int64_t c) {
     const int64_t rows = std::min<int64_t>(m_, sizes_.S - r * m_);
     const int64_t keys = std::min<int64_t>(n_, sizes_.T - c * n_);
     std::fill(tile_.begin(), tile_.end(), 0u);
-    int64_t allowed_count = 0;
-    uint8_t allowed[ExprEvaluator::kRun];
-    for (int64_t i = 0; i < rows; ++i) {
-      uint32_t* words = &tile_[static_cast<size_t>(i) * (n_ / 32)];
-      for (int64_t k = 0; k < keys; k += ExprEvaluator::kRun) {
-        const int count = static_cast<int>(std::min<int64_t>(ExprEvaluator::kRun, keys - k));
-        evaluator_.Row(b_, h_, sizes_.P + r * m_ + i, c * n_ + k, count, allowed);
-        for (int j = 0; j < count; ++j) {
-          words[(k + j) / 32] |= static_cast<uint32_t>(allowed[j]) << ((k + j) % 32);
-          allowed_count += allowed[j];
-        }
-      }
+    const int64_t ones = evaluator_.Tile(b_, h_, sizes_.P + r * m_, c * n_, rows, keys, n_ / 32, tile_.data());
+    if (ones == 0) return kEmpty;
+    if (ones == rows * n_) return kFull;
+    const uint64_t hash = HashBytes(tile_.data(), words_ * sizeof(uint32_t), 0);
+    const auto [begin, end] = bits_.equal_range(hash);
+    for (auto it = begin; it != end; ++it) {
+      const uint32_t* known = &mask_.bits[static_cast<size_t>(it->second) * words_];
+      if (std::memcmp(known, tile_.data(), words_ * sizeof(uint32_t)) == 0) return it->second;
     }
-    if (allowed_count == 0) return;
-    if (allowed_count == rows * n_) {
-      rows_[r].push_back({static_cast<int32_t>(c), -1});
-      return;
-    }
-    rows_[r].push_back({static_cast<int32_t>(c), Bits()});
-  }
-
-  int32_t Bits() {
-    const uint64_t hash = HashWords(tile_.data(), words_);
-    for (auto [it, end] = known_.equal_range(hash); it != end; ++it) {
-      if (std::memcmp(&mask_.bits[it->second * words_], tile_.data(), words_ * 4) == 0) return it->second;
-    }
-    const int32_t id = static_cast<int32_t>(mask_.bits.size() / words_);
+    const auto id = static_cast<int32_t>(mask_.bits.size() / words_);
     mask_.bits.insert(mask_.bits.end(), tile_.begin(), tile_.end());
-    known_.emplace(hash, id);
+    bits_.emplace(hash, id);
     return id;
   }
 
-  static constexpr int64_t kMostEntries = int64_t{1} << 28;  // 2 GiB of entries
-  int64_t entries_ = 0;
   ExprSizes sizes_;
   ExprEvaluator evaluator_;
   BlockMask& mask_;
@@ -165,8 +164,11 @@ class Builder {
   size_t words_;  // of a bit tile
   std::vector<uint32_t> tile_;
   std::vector<std::vector<Entry>> rows_;
-  std::unordered_multimap<uint64_t, int32_t> known_;   // bit tiles by hash
+  std::vector<int64_t> signature_;
+  std::unordered_map<std::vector<int64_t>, int32_t, WordsHash> remembered_;
+  std::unordered_multimap<uint64_t, int32_t> bits_;    // bit tiles by hash
   std::unordered_multimap<uint64_t, int32_t> tables_;  // row tables by hash
+  int64_t entries_ = 0;
   int64_t b_ = 0;
   int64_t h_ = 0;
 };
@@ -179,7 +181,8 @@ Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n
                          ", expected at most 1024 × 1024 and a multiple of 32 keys");
   }
   if (expr.UsesRuntime()) return Status::Error("a block mask holds only what does not depend on run-time operands");
-  STOF_RETURN_IF_ERROR(expr.Check(sizes, std::vector<ExprBinding>(expr.operands().size())));
+  std::vector<ExprBinding> none(expr.operands().size());
+  STOF_RETURN_IF_ERROR(expr.Check(sizes, &none));
   *mask = BlockMask();
   mask->S = sizes.S;
   mask->T = sizes.T;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/core/block_mask_cache.h"
 
+#include <exception>
+
 namespace stof {
 
 BlockMaskCache& BlockMaskCache::Global() {
@@ -34,8 +36,8 @@ Status BlockMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes&
   Status status;
   try {
     status = BuildBlockMask(expr, sizes, m, n, made.get());
-  } catch (const std::bad_alloc&) {
-    status = Status::Error("out of memory for a block mask");
+  } catch (const std::exception& error) {  // the slot must not stay "being built" for ever
+    status = Status::Error(std::string("a block mask could not be built: ") + error.what());
   }
 
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -13,7 +13,7 @@
 
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/block_mask_cache.h"
-#include "plugins/core/expr.h"
+#include "plugins/core/expr_eval.h"
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
 #include "stof_build_id.h"
@@ -188,9 +188,9 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
     const auto& operands = mask->expr.operands();
     std::vector<stof::ExprBinding> bindings(operands.size());
     for (size_t i = 0; i < operands.size(); ++i) {
-      if (operands[i].table) continue;
+      if (operands[i]->table) continue;
       for (const auto& [name, tensor] : named) {
-        if (name != operands[i].name) continue;
+        if (name != operands[i]->name) continue;
         const bool byte = tensor.dtype == stof::DType::kBool || tensor.dtype == stof::DType::kU8;
         if (!byte && tensor.dtype != stof::DType::kI32 && tensor.dtype != stof::DType::kI64) {
           return Status::Error(name + " must be bool, uint8, int32 or int64");
@@ -201,19 +201,15 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
         std::copy(tensor.dims, tensor.dims + std::min(tensor.rank, 4), bindings[i].dims);
       }
       if (bindings[i].data == nullptr)
-        return Status::Error("the mask reads " + operands[i].name + ", which is not given");
+        return Status::Error("the mask reads " + operands[i]->name + ", which is not given");
     }
     const stof::ExprSizes s = Convert(*sizes);
-    STOF_RETURN_IF_ERROR(mask->expr.Check(s, bindings));
+    STOF_RETURN_IF_ERROR(mask->expr.Check(s, &bindings));
     stof::ExprEvaluator evaluator(mask->expr, s, bindings);
     for (int64_t b = 0; b < s.B; ++b) {
       for (int64_t h = 0; h < s.H; ++h) {
         for (int64_t i = 0; i < s.S; ++i) {
-          uint8_t* row = allowed + ((b * s.H + h) * s.S + i) * s.T;
-          for (int64_t k = 0; k < s.T; k += stof::ExprEvaluator::kRun) {
-            const int count = static_cast<int>(std::min<int64_t>(stof::ExprEvaluator::kRun, s.T - k));
-            evaluator.Row(b, h, s.P + i, k, count, row + k);
-          }
+          evaluator.Row(b, h, s.P + i, 0, s.T, allowed + ((b * s.H + h) * s.S + i) * s.T);
         }
       }
     }

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "plugins/core/hash.h"
+
 namespace stof {
 namespace {
 
@@ -123,7 +125,7 @@ class Printer {
         List(node, '(', ')');
         break;
       case ExprOp::kLookup:
-        text += expr_.operands()[node.operand].name;
+        text += expr_.operands()[node.operand]->name;
         List(node, '[', ']');
         break;
       default:
@@ -150,20 +152,7 @@ class Printer {
   const MaskExpr& expr_;
 };
 
-// FNV-1a: stable across machines and builds, which std::hash is not.
-uint64_t Mix(uint64_t hash, const void* data, size_t bytes) {
-  const auto* p = static_cast<const unsigned char*>(data);
-  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ p[i]) * 1099511628211ull;
-  return hash;
-}
-
 }  // namespace
-
-int64_t ExprOperand::Elements() const {
-  int64_t count = 1;
-  for (int i = 0; i < rank; ++i) count *= dims[i];
-  return count;
-}
 
 std::string MaskExpr::Print() const {
   if (empty()) return "";
@@ -174,14 +163,8 @@ std::string MaskExpr::Print() const {
 
 uint64_t MaskExpr::Hash() const {
   const std::string text = Print();
-  uint64_t hash = Mix(14695981039346656037ull, text.data(), text.size());
-  for (const ExprOperand& operand : operands_) {
-    hash = Mix(hash, operand.name.data(), operand.name.size());
-    if (!operand.table) continue;
-    hash = Mix(hash, operand.dims, sizeof operand.dims);
-    hash = Mix(hash, operand.bytes.data(), operand.bytes.size());
-    hash = Mix(hash, operand.wide.data(), operand.wide.size() * sizeof(int64_t));
-  }
+  uint64_t hash = HashBytes(text.data(), text.size(), 0);
+  for (const auto& operand : operands_) hash = MixHash(hash, operand->hash);
   return hash;
 }
 
@@ -191,14 +174,14 @@ bool MaskExpr::Uses(ExprOp op) const {
 
 bool MaskExpr::UsesRuntime() const {
   return std::any_of(nodes_.begin(), nodes_.end(), [this](const ExprNode& node) {
-    return node.op == ExprOp::kLookup && !operands_[node.operand].table;
+    return node.op == ExprOp::kLookup && !operands_[node.operand]->table;
   });
 }
 
 bool MaskExpr::IsPad() const {
   if (empty()) return false;
   const ExprNode& node = nodes_[root_];
-  return node.op == ExprOp::kLookup && operands_[node.operand].name == "pad" &&
+  return node.op == ExprOp::kLookup && operands_[node.operand]->name == "pad" &&
          nodes_[node.child[0]].op == ExprOp::kB && nodes_[node.child[1]].op == ExprOp::kK;
 }
 

@@ -56,8 +56,8 @@ struct ExprNode {
   int64_t value = 0;     // kConst
 };
 
-// A vector or table that the expression reads. Tables are constants and own their data; run-time operands are bound
-// for each evaluation.
+// A vector or table that the expression reads. Tables are constants and own their data, which the parts of an
+// expression and all expressions with equal tables share; run-time operands are bound for each evaluation.
 struct ExprOperand {
   std::string name;
   bool table = false;
@@ -68,11 +68,17 @@ struct ExprOperand {
   std::vector<uint8_t> bytes;      // of boolean and uint8 tables: an S×T one fits where eight times its size would not
   std::vector<int64_t> block_min;  // of tables: minimum and maximum of every kBlock elements, for interval look-ups
   std::vector<int64_t> block_max;
+  int64_t lo = 0, hi = 0;  // of tables: minimum and maximum
+  uint64_t hash = 0;       // of name, type, dims and data
   static constexpr int64_t kBlock = 64;
 
-  int64_t Elements() const;  // of tables
-  int64_t At(int64_t i) const { return wide.empty() ? bytes[i] : wide[i]; }
+  int64_t At(int64_t i) const { return wide.empty() ? bytes[static_cast<size_t>(i)] : wide[static_cast<size_t>(i)]; }
 };
+using ExprOperands = std::vector<std::shared_ptr<const ExprOperand>>;
+
+// The table of one name; an equal one that is alive anywhere in the process is shared.
+Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table);
+bool IsTableName(std::string_view name);  // "table0", "table1", ...
 
 struct ExprSizes {
   int64_t B = 1, H = 1, S = 0, T = 0, P = 0;
@@ -84,19 +90,8 @@ struct ExprBinding {
   DType dtype = DType::kUndefined;
   int rank = 0;
   int64_t dims[4] = {};
+  int64_t lo = 0, hi = 0;  // smallest and largest element; MaskExpr::Check fills them in
 };
-
-struct Interval {
-  int64_t lo = 0;
-  int64_t hi = 0;
-};
-
-// A box of pairs: batches b .. b, heads h .. h, absolute queries q_lo .. q_hi and keys k_lo .. k_hi, all inclusive.
-struct ExprBox {
-  int64_t b_lo = 0, b_hi = 0, h_lo = 0, h_hi = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
-};
-
-enum class Verdict : uint8_t { kNone, kAll, kMixed };
 
 class MaskExpr {
  public:
@@ -106,11 +101,11 @@ class MaskExpr {
   static constexpr int64_t kMaxConstant = int64_t{1} << 53;
   static constexpr int64_t kMaxSize = int64_t{1} << 22;
 
-  // `tables` are the constants by name ("table0"); every other operand is a run-time one.
+  // `tables` are the constants by name ("table0"); every other operand is a run-time one. Blank text means True.
   static Status Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr);
 
   const std::vector<ExprNode>& nodes() const { return nodes_; }
-  const std::vector<ExprOperand>& operands() const { return operands_; }
+  const ExprOperands& operands() const { return operands_; }
   int root() const { return root_; }
   bool empty() const { return nodes_.empty(); }
 
@@ -124,13 +119,13 @@ class MaskExpr {
   MaskExpr Restrict(const std::vector<int>& conjuncts) const;
   std::vector<int> Conjuncts() const;
 
-  // Proves for these sizes that nothing overflows and every table index is in range.
-  Status Check(const ExprSizes& sizes, const std::vector<ExprBinding>& bindings) const;
+  // Proves for these sizes that nothing overflows and every table index is in range; also measures the bindings.
+  Status Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const;
 
  private:
   friend class ExprParser;
   std::vector<ExprNode> nodes_;
-  std::vector<ExprOperand> operands_;
+  ExprOperands operands_;
   int root_ = -1;
 };
 
@@ -141,37 +136,6 @@ struct MaskParts {
   MaskExpr dynamic;  // the rest
 };
 MaskParts SplitMask(const MaskExpr& expr);
-
-// Evaluates an expression over boxes and rows. Cheap to make; holds scratch memory, so one for each thread.
-// Check must have passed for the same sizes and bindings.
-class ExprEvaluator {
- public:
-  ExprEvaluator(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings);
-
-  Verdict Classify(const ExprBox& box);
-  // allowed[i] = expression at (b, h, q, k0 + i), i < count ≤ kRun.
-  static constexpr int kRun = 128;
-  void Row(int64_t b, int64_t h, int64_t q, int64_t k0, int count, uint8_t* allowed);
-
- private:
-  struct Affine {
-    int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
-  };
-  static bool Subtract(const Affine& x, const Affine& y, Affine* difference);  // false on overflow
-  Interval IntervalOf(const ExprNode& node, const ExprBox& box) const;
-  Interval LookupInterval(const ExprNode& node) const;
-  void RowNode(size_t i, int64_t b, int64_t h, int64_t q, int64_t k0, int count);
-
-  const MaskExpr& expr_;
-  ExprSizes sizes_;
-  std::vector<ExprBinding> bindings_;
-  std::vector<Interval> intervals_;  // of every node, for the box at hand; booleans as 0/1
-  std::vector<int32_t> affine_;      // index into affine coefficients, or -1
-  std::vector<Affine> affines_;      // a node that is affine in the indices gets its exact interval from here
-  std::vector<int32_t> lane_;        // node -> row of lanes_, or -1 when uniform in k
-  std::vector<int64_t> lanes_;       // [varying nodes, kRun]
-  std::vector<int64_t> uniform_;     // [nodes]
-};
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_EXPR_H_

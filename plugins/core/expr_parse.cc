@@ -5,6 +5,7 @@
 #include <cctype>
 
 #include "plugins/core/expr.h"
+#include "plugins/core/hash.h"
 
 namespace stof {
 namespace {
@@ -22,67 +23,6 @@ struct Runtime {
 };
 constexpr Runtime kRuntime[] = {
     {"pad", true, 2}, {"segment_q", false, 2}, {"segment_k", false, 2}, {"lengths", false, 1}};
-
-bool IsTableName(std::string_view name) {
-  if (name.substr(0, 5) != "table" || name.size() < 6 || name.size() > 9) return false;
-  return std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
-}
-
-Status CopyTable(const std::string& name, const Tensor& tensor, ExprOperand* operand) {
-  operand->name = name;
-  operand->table = true;
-  operand->rank = tensor.rank;
-  if (tensor.rank < 1 || tensor.rank > 4) {
-    return Status::Error(name + " has rank " + std::to_string(tensor.rank) + ", expected 1 to 4");
-  }
-  int64_t count = 1;
-  for (int i = 0; i < tensor.rank; ++i) {
-    const int64_t dim = tensor.dims[i];
-    if (dim < 1 || dim > MaskExpr::kMaxSize || count > (int64_t{1} << 32) / dim) {
-      return Status::Error(name + " has a dimension of " + std::to_string(dim) +
-                           ", expected 1 to 2^22 and at most 2^32 elements");
-    }
-    operand->dims[i] = dim;
-    count *= dim;
-  }
-  if (tensor.data == nullptr) return Status::Error(name + " has no data");
-  operand->boolean = tensor.dtype == DType::kBool;
-  switch (tensor.dtype) {
-    case DType::kBool:
-    case DType::kU8: {
-      const auto* data = static_cast<const uint8_t*>(tensor.data);
-      operand->bytes.assign(data, data + count);
-      if (operand->boolean) {
-        for (uint8_t& value : operand->bytes) value = value != 0;
-      }
-      break;
-    }
-    case DType::kI32: {
-      const auto* data = static_cast<const int32_t*>(tensor.data);
-      operand->wide.assign(data, data + count);
-      break;
-    }
-    case DType::kI64: {
-      const auto* data = static_cast<const int64_t*>(tensor.data);
-      operand->wide.assign(data, data + count);
-      break;
-    }
-    default:
-      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", expected bool, uint8, int32 or int64");
-  }
-  for (int64_t i = 0; i < count; i += ExprOperand::kBlock) {
-    int64_t low = operand->At(i);
-    int64_t high = low;
-    for (int64_t j = i; j < std::min(count, i + ExprOperand::kBlock); ++j) {
-      low = std::min(low, operand->At(j));
-      high = std::max(high, operand->At(j));
-    }
-    operand->block_min.push_back(low);
-    operand->block_max.push_back(high);
-  }
-  return Status();
-}
 
 }  // namespace
 
@@ -146,9 +86,13 @@ class ExprParser {
     return Add(op, gives_boolean, {left, right});
   }
 
+  // One level of recursion; every way back into Or, Sum, Not or Unary holds one.
   struct Nested {
-    explicit Nested(ExprParser* parser) : parser(parser) { ++parser->depth_; }
+    explicit Nested(ExprParser* parser) : parser(parser) {
+      if (++parser->depth_ > MaskExpr::kMaxDepth) parser->Fail("nested deeper than 64");
+    }
     ~Nested() { --parser->depth_; }
+    bool ok() const { return parser->error_.empty(); }
     ExprParser* parser;
   };
 
@@ -163,10 +107,9 @@ class ExprParser {
     return node;
   }
   int Not() {
-    const Nested nested(this);
-    if (depth_ > MaskExpr::kMaxDepth) return Fail("nested deeper than 64");
     if (!Take("not")) return Compare();
-    const int node = Not();
+    const Nested nested(this);
+    const int node = nested.ok() ? Not() : -1;
     if (node < 0) return -1;
     if (!Boolean(node)) return Fail("'not' of an integer");
     return Add(ExprOp::kNot, true, {node});
@@ -218,10 +161,9 @@ class ExprParser {
     return Binary(op, false, false, left, right);
   }
   int Unary() {
-    const Nested nested(this);
-    if (depth_ > MaskExpr::kMaxDepth) return Fail("nested deeper than 64");
     if (!Take("-")) return Atom();
-    const int node = Unary();
+    const Nested nested(this);
+    const int node = nested.ok() ? Unary() : -1;
     if (node < 0) return -1;
     if (Boolean(node)) return Fail("'-' of a condition");
     ExprNode& inner = expr_->nodes_[node];
@@ -238,7 +180,8 @@ class ExprParser {
     const char c = text_[at_];
     if (c >= '0' && c <= '9') return Number();
     if (Take("(")) {
-      const int node = Or();
+      const Nested nested(this);
+      const int node = nested.ok() ? Or() : -1;
       if (node >= 0 && !Take(")")) return Fail("expected ')'");
       return node;
     }
@@ -267,6 +210,8 @@ class ExprParser {
     return Lookup(std::string(name));
   }
   int Call(std::string_view name) {
+    const Nested nested(this);
+    if (!nested.ok()) return -1;
     if (!Take("(")) return Fail("expected '(' after " + std::string(name));
     const int left = Sum();
     if (left < 0) return -1;
@@ -283,6 +228,8 @@ class ExprParser {
   int Lookup(const std::string& name) {
     const int operand = Operand(name);
     if (operand < 0) return -1;
+    const Nested nested(this);
+    if (!nested.ok()) return -1;
     if (!Take("[")) return Fail("expected '[' after " + name);
     int children[4] = {-1, -1, -1, -1};
     int count = 0;
@@ -294,7 +241,7 @@ class ExprParser {
       children[count++] = child;
     } while (Take(","));
     if (!Take("]")) return Fail("expected ']'");
-    const ExprOperand& described = expr_->operands_[operand];
+    const ExprOperand& described = *expr_->operands_[operand];
     if (count != described.rank) {
       return Fail(name + " has " + std::to_string(count) + " indices, expected " + std::to_string(described.rank));
     }
@@ -308,21 +255,24 @@ class ExprParser {
   }
   int Operand(const std::string& name) {
     for (size_t i = 0; i < expr_->operands_.size(); ++i) {
-      if (expr_->operands_[i].name == name) return static_cast<int>(i);
+      if (expr_->operands_[i]->name == name) return static_cast<int>(i);
     }
-    ExprOperand operand;
-    operand.name = name;
+    std::shared_ptr<const ExprOperand> operand;
     if (IsTableName(name)) {
       const auto found = std::find_if(tables_.begin(), tables_.end(), [&](const auto& t) { return t.first == name; });
       if (found == tables_.end()) return Fail(name + " is not among the given tables");
-      const Status status = CopyTable(name, found->second, &operand);
+      const Status status = MakeTable(name, found->second, &operand);
       if (!status.ok()) return Fail(status.message());
     } else {
       const auto* found =
           std::find_if(std::begin(kRuntime), std::end(kRuntime), [&](const Runtime& r) { return name == r.name; });
       if (found == std::end(kRuntime)) return Fail("unknown name '" + name.substr(0, 32) + "'");
-      operand.boolean = found->boolean;
-      operand.rank = found->rank;
+      auto runtime = std::make_shared<ExprOperand>();
+      runtime->name = name;
+      runtime->boolean = found->boolean;
+      runtime->rank = found->rank;
+      runtime->hash = HashBytes(name.data(), name.size(), 0);
+      operand = std::move(runtime);
     }
     expr_->operands_.push_back(std::move(operand));
     return static_cast<int>(expr_->operands_.size()) - 1;
@@ -342,6 +292,7 @@ Status MaskExpr::Parse(std::string_view text, const std::vector<std::pair<std::s
   if (text.size() > static_cast<size_t>(kMaxText)) {
     return Status::Error("mask expression of " + std::to_string(text.size()) + " bytes, expected at most 65536");
   }
+  if (text.find_first_not_of(" \t") == std::string_view::npos) text = "True";
   Status status = ExprParser(text, tables, expr).Run();
   if (!status.ok()) *expr = MaskExpr();
   return status;

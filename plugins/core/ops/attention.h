@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "plugins/core/expr.h"
+#include "plugins/core/expr_eval.h"
 #include "plugins/core/op.h"
 
 namespace stof {

@@ -22,7 +22,7 @@ Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
                               std::unique_ptr<BoundDynamicMask>* bound) {
   std::vector<ExprBinding> bindings(expr.operands().size());
   for (size_t i = 0; i < bindings.size(); ++i) {
-    const ExprOperand& operand = expr.operands()[i];
+    const ExprOperand& operand = *expr.operands()[i];
     if (operand.table) continue;
     const auto found =
         std::find_if(given.begin(), given.end(), [&](const auto& entry) { return entry.first == operand.name; });
@@ -43,7 +43,7 @@ Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
     bindings[i].rank = tensor.rank;
     std::copy(tensor.dims, tensor.dims + tensor.rank, bindings[i].dims);
   }
-  STOF_RETURN_IF_ERROR(expr.Check(sizes, bindings));
+  STOF_RETURN_IF_ERROR(expr.Check(sizes, &bindings));
   bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings)));
   return Status();
 }
@@ -74,22 +74,14 @@ int BoundDynamicMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0,
   auto evaluator = bound.Take();
   const ExprBox box = {b, b, h, h, sizes.P + row0, sizes.P + row0 + rows - 1, key0, key0 + keys - 1};
   const Verdict verdict = evaluator->Classify(box);
+  int result = verdict == Verdict::kNone ? 0 : 2;
   if (verdict == Verdict::kMixed || (verdict == Verdict::kAll && keys < n)) {
-    std::fill(bits, bits + static_cast<size_t>(m) * n / 32, 0u);
-    uint8_t allowed[ExprEvaluator::kRun];
-    for (int64_t i = 0; i < rows; ++i) {
-      uint32_t* words = bits + i * (n / 32);
-      for (int64_t k = 0; k < keys; k += ExprEvaluator::kRun) {
-        const int count = static_cast<int>(std::min<int64_t>(ExprEvaluator::kRun, keys - k));
-        evaluator->Row(b, h, sizes.P + row0 + i, key0 + k, count, allowed);
-        for (int j = 0; j < count; ++j) words[(k + j) / 32] |= static_cast<uint32_t>(allowed[j]) << ((k + j) % 32);
-      }
-    }
-    bound.Return(std::move(evaluator));
-    return 1;
+    std::fill(bits, bits + static_cast<size_t>(m) * static_cast<size_t>(n) / 32, 0u);
+    const int64_t ones = evaluator->Tile(b, h, sizes.P + row0, key0, rows, keys, n / 32, bits);
+    result = ones == 0 ? 0 : ones == rows * n ? 2 : 1;
   }
   bound.Return(std::move(evaluator));
-  return verdict == Verdict::kAll ? 2 : 0;
+  return result;
 }
 
 }  // namespace stof

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of keys, element by element, in lanes of 32 bits where all values fit. Plain loops that the compiler vectorizes.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "plugins/core/expr_eval.h"
+
+namespace stof {
+namespace {
+
+bool IsPowerOfTwo(int64_t d) { return d > 0 && (d & (d - 1)) == 0; }
+
+// One operator on two values; of a unary one on the first. Divisions are handled where the divisor is known.
+template <typename V>
+V Apply(ExprOp op, V x, V y) {
+  switch (op) {
+    case ExprOp::kAdd:
+      return x + y;
+    case ExprOp::kSub:
+      return x - y;
+    case ExprOp::kMul:
+      return x * y;
+    case ExprOp::kDiv:
+      return static_cast<V>(FloorDiv(x, y));
+    case ExprOp::kMod:
+      return static_cast<V>(FloorMod(x, y));
+    case ExprOp::kNeg:
+      return -x;
+    case ExprOp::kAbs:
+      return x < 0 ? -x : x;
+    case ExprOp::kMin:
+      return std::min(x, y);
+    case ExprOp::kMax:
+      return std::max(x, y);
+    case ExprOp::kLt:
+      return x < y;
+    case ExprOp::kLe:
+      return x <= y;
+    case ExprOp::kGt:
+      return x > y;
+    case ExprOp::kGe:
+      return x >= y;
+    case ExprOp::kEq:
+      return x == y;
+    case ExprOp::kNe:
+      return x != y;
+    case ExprOp::kAnd:
+      return x & y;
+    case ExprOp::kOr:
+      return x | y;
+    default:  // kNot
+      return 1 - x;
+  }
+}
+
+// `op` is a constant in each instance, so that the switch disappears from the loops.
+template <typename V, ExprOp op>
+void Loop(const V* x, const V* y, V left, V right, int64_t count, V* out) {
+  if (x != nullptr && y != nullptr) {
+    for (int64_t j = 0; j < count; ++j) out[j] = Apply<V>(op, x[j], y[j]);
+  } else if (x != nullptr) {
+    for (int64_t j = 0; j < count; ++j) out[j] = Apply<V>(op, x[j], right);
+  } else {
+    for (int64_t j = 0; j < count; ++j) out[j] = Apply<V>(op, left, y[j]);
+  }
+}
+
+// x // d and x % d for a power of two: a shift and a mask, which round towards minus infinity by themselves.
+template <typename V>
+void ShiftOrMask(ExprOp op, const V* x, V divisor, int64_t count, V* out) {
+  if (op == ExprOp::kMod) {
+    for (int64_t j = 0; j < count; ++j) out[j] = x[j] & (divisor - 1);
+    return;
+  }
+  int shift = 0;
+  while ((divisor >> shift) != 1) ++shift;
+  for (int64_t j = 0; j < count; ++j) out[j] = x[j] >> shift;
+}
+
+template <typename V>
+void Dispatch(ExprOp op, const V* x, const V* y, V left, V right, int64_t count, V* out) {
+  switch (op) {
+#define STOF_LOOP(name) \
+  case ExprOp::name:    \
+    return Loop<V, ExprOp::name>(x, y, left, right, count, out);
+    STOF_LOOP(kAdd)
+    STOF_LOOP(kSub)
+    STOF_LOOP(kMul)
+    STOF_LOOP(kNeg)
+    STOF_LOOP(kAbs)
+    STOF_LOOP(kMin)
+    STOF_LOOP(kMax)
+    STOF_LOOP(kLt)
+    STOF_LOOP(kLe)
+    STOF_LOOP(kGt)
+    STOF_LOOP(kGe)
+    STOF_LOOP(kEq)
+    STOF_LOOP(kNe)
+    STOF_LOOP(kAnd)
+    STOF_LOOP(kOr)
+    STOF_LOOP(kNot)
+#undef STOF_LOOP
+    case ExprOp::kDiv:
+      if (IsPowerOfTwo(right)) return ShiftOrMask(op, x, right, count, out);
+      return Loop<V, ExprOp::kDiv>(x, y, left, right, count, out);
+    default:  // kMod
+      if (IsPowerOfTwo(right)) return ShiftOrMask(op, x, right, count, out);
+      return Loop<V, ExprOp::kMod>(x, y, left, right, count, out);
+  }
+}
+
+// Eight bytes of 0 or 1 as eight bits: the product gathers them in its top byte.
+uint32_t PackEight(const uint8_t* bytes) {
+  uint64_t word = 0;
+  std::memcpy(&word, bytes, 8);
+  return static_cast<uint32_t>((word * 0x0102040810204080u) >> 56);
+}
+
+}  // namespace
+
+template <typename V>
+V* ExprEvaluator::Lane(int32_t i) {
+  const int32_t lane = lane_[static_cast<size_t>(i)];
+  if (lane < 0) return nullptr;
+  if constexpr (std::is_same_v<V, int32_t>) {
+    return &narrow_lanes_[static_cast<size_t>(lane * kRun)];
+  } else {
+    return &wide_lanes_[static_cast<size_t>(lane * kRun)];
+  }
+}
+
+int64_t ExprEvaluator::Uniform(int32_t i, const Place& place) const {
+  const ExprNode& node = Node(i);
+  const auto value = [&](int c) { return value_[static_cast<size_t>(node.child[c])]; };
+  if (const Affine* affine = AffineOf(i)) {
+    const int64_t sum = Span(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, 0, 0}).lo;
+    return node.boolean ? CompareZero(node.op, {sum, sum}).lo : sum;
+  }
+  if (node.op == ExprOp::kLookup) {
+    const ExprOperand& operand = *expr_.operands()[static_cast<size_t>(node.operand)];
+    const ExprBinding& binding = bindings_[static_cast<size_t>(node.operand)];
+    const int64_t* dims = DimsOf(operand, binding);
+    int64_t flat = 0;
+    for (int axis = 0; axis < node.arity; ++axis) {
+      flat = flat * dims[axis] + (Broadcasts(expr_, node, axis, dims) ? 0 : value(axis));
+    }
+    return ReadOperand(operand, binding, flat);
+  }
+  if (node.arity == 0) return node.op == ExprOp::kTrue ? 1 : 0;  // all other leaves are affine
+  return Apply<int64_t>(node.op, value(0), node.arity > 1 ? value(1) : 0);
+}
+
+template <typename V>
+void ExprEvaluator::Lookup(const ExprNode& node, int64_t count, V* out) {
+  const ExprOperand& operand = *expr_.operands()[static_cast<size_t>(node.operand)];
+  const ExprBinding& binding = bindings_[static_cast<size_t>(node.operand)];
+  const int64_t* dims = DimsOf(operand, binding);
+  int64_t flat[kRun] = {};
+  for (int axis = 0; axis < node.arity; ++axis) {
+    const V* index = Lane<V>(node.child[axis]);
+    if (Broadcasts(expr_, node, axis, dims)) {
+      for (int64_t j = 0; j < count; ++j) flat[j] *= dims[axis];
+    } else if (index == nullptr) {
+      const int64_t same = value_[static_cast<size_t>(node.child[axis])];
+      for (int64_t j = 0; j < count; ++j) flat[j] = flat[j] * dims[axis] + same;
+    } else {
+      for (int64_t j = 0; j < count; ++j) flat[j] = flat[j] * dims[axis] + index[j];
+    }
+  }
+  if (operand.table && operand.wide.empty()) {
+    const uint8_t* data = operand.bytes.data();
+    for (int64_t j = 0; j < count; ++j) out[j] = data[flat[j]];
+    return;
+  }
+  for (int64_t j = 0; j < count; ++j) out[j] = static_cast<V>(ReadOperand(operand, binding, flat[j]));
+}
+
+template <typename V>
+void ExprEvaluator::Varying(int32_t i, const Place& place, int64_t k0, int64_t count) {
+  const ExprNode& node = Node(i);
+  V* const out = Lane<V>(i);
+  if (const Affine* affine = AffineOf(i)) {
+    // Wraps around on the way, arrives at what Check proved to fit.
+    using U = std::make_unsigned_t<V>;
+    const auto base = static_cast<U>(
+        static_cast<uint64_t>(Span(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo));
+    const auto step = static_cast<U>(static_cast<uint64_t>(affine->k));
+    for (int64_t j = 0; j < count; ++j) out[j] = static_cast<V>(base + step * static_cast<U>(j));
+    if (node.boolean) Dispatch<V>(node.op, out, nullptr, 0, 0, count, out);
+    return;
+  }
+  if (node.op == ExprOp::kLookup) return Lookup<V>(node, count, out);
+  const int32_t second = node.arity > 1 ? node.child[1] : node.child[0];
+  const auto left = static_cast<V>(value_[static_cast<size_t>(node.child[0])]);
+  const auto right = static_cast<V>(value_[static_cast<size_t>(second)]);
+  const V* y = node.arity > 1 ? Lane<V>(second) : nullptr;
+  Dispatch<V>(node.op, Lane<V>(node.child[0]), y, left, right, count, out);
+}
+
+template <typename V>
+void ExprEvaluator::Run(const Place& place, int64_t k0, int64_t count, uint8_t* allowed) {
+  for (int64_t at = 0; at < count; at += kRun) {
+    const int64_t run = std::min(kRun, count - at);
+    for (const int32_t i : varying_) Varying<V>(i, place, k0 + at, run);
+    const V* lane = Lane<V>(expr_.root());
+    for (int64_t j = 0; j < run; ++j) allowed[at + j] = static_cast<uint8_t>(lane[j]);
+  }
+}
+
+void ExprEvaluator::Row(int64_t b, int64_t h, int64_t q, int64_t k0, int64_t count, uint8_t* allowed) {
+  const Place place = {b, h, q};
+  for (const int32_t i : uniform_) value_[static_cast<size_t>(i)] = Uniform(i, place);
+  if (expr_.empty() || lane_[static_cast<size_t>(expr_.root())] < 0) {
+    const bool all = expr_.empty() || value_[static_cast<size_t>(expr_.root())] != 0;
+    std::memset(allowed, all ? 1 : 0, static_cast<size_t>(count));
+  } else if (narrow_) {
+    Run<int32_t>(place, k0, count, allowed);
+  } else {
+    Run<int64_t>(place, k0, count, allowed);
+  }
+}
+
+int64_t ExprEvaluator::Tile(int64_t b, int64_t h, int64_t q0, int64_t k0, int64_t rows, int64_t keys, int64_t words,
+                            uint32_t* bits) {
+  int64_t ones = 0;
+  uint8_t allowed[kRun];
+  for (int64_t i = 0; i < rows; ++i) {
+    uint32_t* row = bits + i * words;
+    for (int64_t at = 0; at < words * 32; at += kRun) {
+      const int64_t count = std::clamp<int64_t>(keys - at, 0, kRun);
+      std::memset(allowed, 0, sizeof allowed);
+      if (count > 0) Row(b, h, q0 + i, k0 + at, count, allowed);
+      for (int64_t w = at / 32; w < std::min(words, (at + kRun) / 32); ++w) {
+        const uint8_t* bytes = allowed + (w * 32 - at);
+        row[w] =
+            PackEight(bytes) | PackEight(bytes + 8) << 8 | PackEight(bytes + 16) << 16 | PackEight(bytes + 24) << 24;
+        ones += __builtin_popcount(row[w]);
+      }
+    }
+  }
+  return ones;
+}
+
+}  // namespace stof
