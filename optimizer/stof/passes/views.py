@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory a matrix operand really reads: movement operators as maps of axes.
+
+A tensor's axes are ordered products of *atoms* (axes of a source, or factors of them). Transpose permutes, Reshape regroups,
+Expand adds a broadcast atom; so "the key operand of this MatMul is tensor X laid out [B, S, G, D]" falls out for any
+chain, whatever its spelling: 3-D or 4-D transposes, GQA by Unsqueeze-Expand-Reshape, packed heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+
+from stof.graph import GraphIndex
+from stof.site import Layout, Operand
+from stof.symbolic import Int, Symbolic, integer
+
+ONE = integer(1)
+_MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+_LONGEST = 24
+
+
+@dataclass(frozen=True)
+class AxisAtom:
+    """A factor of a source axis; ``axis`` is -1 for a broadcast one."""
+
+    axis: int
+    part: int
+    size: Int
+
+
+Axes = tuple[tuple[AxisAtom, ...], ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Nodes from a source tensor to a matrix operand, with the constant factor that they multiply in."""
+
+    source: str
+    nodes: tuple[onnx.NodeProto, ...]  # in order of execution
+    scale: float = 1.0
+
+
+def chains(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[Chain]:
+    """The operand seen from every tensor up its chain of movements and scalar factors, nearest first."""
+    found = [Chain(tensor, ())]
+    while len(found) <= _LONGEST:
+        last = found[-1]
+        node = index.producer(last.source)
+        if node is None or node.domain not in ("", "ai.onnx"):
+            break
+        if node.op_type in _MOVES:
+            found.append(Chain(node.input[0], (node, *last.nodes), last.scale))
+            continue
+        factor = scalar_factor(symbolic, node)
+        if factor is None:
+            break
+        found.append(Chain(factor[0], last.nodes, last.scale * factor[1]))
+    return found
+
+
+def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float] | None:
+    """(x, c) of a Mul or Div by one constant number."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+        return None
+    for i in (1, 0) if node.op_type == "Mul" else (1,):
+        value = symbolic.constant(node.input[i])
+        if value is None or value.size != 1 or value.dtype.kind not in "fiu" or value.ndim > 4:
+            continue
+        shape, other = symbolic.shape(node.output[0]), symbolic.shape(node.input[1 - i])
+        if shape is not None and other is not None and len(shape) != len(other):
+            continue
+        number = float(value.reshape(()))
+        if node.op_type == "Div":
+            return (node.input[0], 1.0 / number) if number != 0 else None
+        return (node.input[1 - i], number)
+    return None
+
+
+def trace(symbolic: Symbolic, chain: Chain) -> Axes | None:
+    """The axes of the chain's last tensor in atoms of its source; None where they cannot be told."""
+    shape = symbolic.shape(chain.source)
+    if shape is None:
+        return None
+    axes: Axes = tuple((AxisAtom(a, 0, d),) for a, d in enumerate(shape))
+    for node in chain.nodes:
+        result = symbolic.shape(node.output[0])
+        if result is None:
+            return None
+        moved = _move(symbolic, node, axes, result)
+        if moved is None:
+            return None
+        axes = moved
+    return axes
+
+
+def _move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[Int, ...]) -> Axes | None:
+    if node.op_type == "Identity":
+        return axes
+    if node.op_type == "Transpose":
+        perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(axes)))[::-1])
+        return tuple(axes[p] for p in perm)
+    if node.op_type == "Expand":
+        if len(result) < len(axes):
+            return None
+        padded: Axes = ((),) * (len(result) - len(axes)) + axes
+        place = len({a.part for group in axes for a in group if a.axis == -1})
+        grown = []
+        for group, size in zip(padded, result, strict=True):
+            if _product(group) == size:
+                grown.append(group)
+            elif _product(group) == ONE:
+                grown.append((AxisAtom(-1, place, size),))
+                place += 1
+            else:
+                return None
+        return tuple(grown)
+    return _regroup(axes, result)
+
+
+def _product(group: Sequence[AxisAtom]) -> Int:
+    total = ONE
+    for atom in group:
+        total = total * atom.size
+    return total
+
+
+def _regroup(axes: Axes, result: tuple[Int, ...]) -> Axes | None:
+    """Reshape: the same atoms in the same order, cut at other places; an atom may be split in two."""
+    pending = [a for group in axes for a in group if a.size != ONE]
+    grouped: list[tuple[AxisAtom, ...]] = []
+    for size in result:
+        group: list[AxisAtom] = []
+        while _product(group) != size:
+            if not pending:
+                return None
+            rest = size.divide(_product(group))
+            if rest is None:
+                return None
+            atom = pending.pop(0)
+            if rest.divide(atom.size) is not None:
+                group.append(atom)
+                continue
+            lower = atom.size.divide(rest)
+            if lower is None or atom.axis < 0 or atom.part:
+                return None
+            group.append(replace(atom, size=rest))
+            pending.insert(0, AxisAtom(atom.axis, atom.part + 1, lower))
+        grouped.append(tuple(group))
+    return tuple(grouped) if not pending else None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A query, key or value operand: its tensor, layout, heads and head size."""
+
+    operand: Operand
+    heads: int  # of the tensor itself: G where a broadcast repeats them
+    size: int
+    repeat: int  # H // G
+    scale: float
+
+
+def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:
+    return [a for a in group if a.size != ONE]
+
+
+def as_heads(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool) -> Heads | None:
+    """The farthest legal reading of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``)."""
+    best = None
+    for chain in chains(index, symbolic, tensor):
+        axes = trace(symbolic, chain)
+        if axes is None or len(axes) < 3:
+            if axes is None and chain.nodes:
+                break
+            continue
+        rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
+        batch = [a for group in axes[:-2] for a in group]
+        found = _classify(symbolic, chain, batch, rows, size)
+        best = found or best
+    return best
+
+
+def _classify(
+    symbolic: Symbolic, chain: Chain, batch: Sequence[AxisAtom], rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
+) -> Heads | None:
+    shape = symbolic.shape(chain.source)
+    if shape is None:
+        return None
+    whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+    if len(shape) == 4:
+        for layout, head_axis, row_axis in ((Layout.BHSD, 1, 2), (Layout.BSHD, 2, 1)):
+            heads, width = shape[head_axis].constant, shape[3].constant
+            repeat = _repeat(batch, [whole[0], whole[head_axis]])
+            fits = _strip(rows) == _strip([whole[row_axis]]) and _strip(size) == _strip([whole[3]])
+            if heads and width and repeat and fits:
+                return Heads(Operand(chain.source, layout), heads, width, repeat, chain.scale)
+    if len(shape) == 3 and len(_strip(size)) == 1:
+        head_size = _strip(size)[0]
+        heads_int = shape[2].divide(head_size.size)
+        heads, width = (None if heads_int is None else heads_int.constant), head_size.size.constant
+        if head_size.axis != 2 or not heads or not width:
+            return None
+        split = head_size.part == 1 if heads > 1 else head_size.part == 0
+        inner = AxisAtom(2, 0, integer(heads))
+        repeat = _repeat(batch, [whole[0], inner])
+        if split and repeat and _strip(rows) == _strip([whole[1]]):
+            return Heads(Operand(chain.source, Layout.BSN), heads, width, repeat, chain.scale)
+    return None
+
+
+def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None:
+    """How often each head is repeated (its broadcast atom comes last); None where the batch axes are not as wanted."""
+    stripped = _strip(batch)
+    base = _strip(wanted)
+    if stripped == base:
+        return 1
+    if stripped[:-1] == base and stripped[-1].axis == -1:
+        return stripped[-1].size.constant
+    return None
+
+
+def fold_output(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, Layout] | None:
+    """How far the [.., S, Dv] result of the second MatMul can be followed: (tensor, layout)."""
+    shape = symbolic.shape(tensor)
+    if shape is None:
+        return None
+    best = (tensor, Layout.BHSD) if len(shape) == 4 else None
+    nodes: tuple[onnx.NodeProto, ...] = ()
+    current = tensor
+    while len(nodes) < _LONGEST and current not in index.outputs:
+        users = [n for n in index.consumers(current) if n.op_type != "Shape"]
+        if len(users) != 1 or users[0].op_type not in _MOVES or users[0].input[0] != current:
+            break
+        nodes = (*nodes, users[0])
+        current = users[0].output[0]
+        axes = trace(symbolic, Chain(tensor, nodes))
+        if axes is None:
+            break
+        layout = _output_layout(shape, axes)
+        if layout is not None:
+            best = (current, layout)
+    return best
+
+
+def _output_layout(shape: tuple[Int, ...], axes: Axes) -> Layout | None:
+    whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+    groups = [_strip(g) for g in axes]
+    if len(shape) == 4:
+        b, h, s, d = (_strip([w]) for w in whole)
+    elif len(shape) == 3 and len(axes) in (3, 4):  # [B*H, S, Dv]
+        first = [a for g in axes for a in g if a.axis == 0]
+        if len(first) != 2 or {a.part for a in first} != {0, 1}:
+            return None
+        b, h = ([next(a for a in first if a.part == p)] for p in (0, 1))
+        s, d = _strip([whole[1]]), _strip([whole[2]])
+    else:
+        return None
+    if groups == [b, h, s, d]:
+        return Layout.BHSD
+    if groups == [b, s, h, d]:
+        return Layout.BSHD
+    if groups == [b, s, h + d]:
+        return Layout.BSN
+    return None
