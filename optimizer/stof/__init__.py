@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""stof: sparse attention for exported ONNX Transformers.
+
+``optimize`` rewrites a model; ``register`` lets an ONNX Runtime session run it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stof.runtime import build_info, library_path, register
+
+if TYPE_CHECKING:
+    from stof.pipeline import optimize
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "build_info", "library_path", "optimize", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    # onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.
+    if name == "optimize":
+        from stof.pipeline import optimize
+
+        return optimize
+    raise AttributeError(f"module 'stof' has no attribute {name!r}")
