@@ -15,7 +15,7 @@ namespace {
 
 constexpr int32_t kFull = -1;                       // as bits_id
 constexpr int32_t kEmpty = -2;                      // only in what is remembered
-constexpr int64_t kMostEntries = int64_t{1} << 28;  // 2 GiB of entries
+constexpr int64_t kMostEntries = int64_t{1} << 25;  // half a gibibyte while it is built
 constexpr size_t kMostRemembered = 1 << 16;         // tiles by signature
 
 struct Entry {
@@ -197,7 +197,7 @@ Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n
   for (int64_t b = 0; b < mask->layout_b; ++b) {
     for (int64_t h = 0; h < mask->layout_h; ++h) {
       mask->layout.push_back(builder.Table(b, h));
-      if (builder.TooMany()) return Status::Error("more than 2^28 tiles in a block mask");
+      if (builder.TooMany()) return Status::Error("more than 2^25 tiles in a block mask: S × T is too large for this mask");
     }
   }
   return Status();

@@ -7,12 +7,10 @@ namespace stof {
 
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
   auto made = std::make_shared<AttentionMask>();
-  if (!text.empty()) {
-    MaskExpr expr;
-    STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
-    made->parts = SplitMask(expr);
-    made->fixed_hash = made->parts.fixed.Hash();
-  }
+  MaskExpr expr;
+  STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
+  made->parts = SplitMask(expr);
+  made->fixed_hash = made->parts.fixed.Hash();
   *mask = std::move(made);
   return Status();
 }

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// stof_tests [PART]: runs the tests whose name contains PART.
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#include "tests/cpp/check.h"
+
+namespace stof::test {
+namespace {
+int64_t case_count = 0;
+}
+
+std::vector<Test>& AllTests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+
+void CountCases(int64_t cases) { case_count += cases; }
+
+double Effort() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  return 0.2;
+#else
+  return 1.0;
+#endif
+}
+
+namespace {
+
+bool Run(const Test& test) {
+  case_count = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  std::string error;
+  try {
+    test.run();
+  } catch (const Failure& failure) {
+    error = failure.message;
+  } catch (const std::exception& e) {
+    error = std::string("threw ") + e.what();
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::printf("%-44s %9lld cases %7.2f s  %s\n", test.name, static_cast<long long>(case_count), seconds,
+              error.empty() ? "ok" : "FAILED");
+  if (!error.empty()) std::printf("  %s\n", error.c_str());
+  std::fflush(stdout);
+  return error.empty();
+}
+
+}  // namespace
+}  // namespace stof::test
+
+int main(int argc, char** argv) {
+  int run = 0;
+  int failed = 0;
+  for (const auto& test : stof::test::AllTests()) {
+    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
+    ++run;
+    failed += stof::test::Run(test) ? 0 : 1;
+  }
+  std::printf("%d tests, %d failed\n", run, failed);
+  return failed == 0 && run > 0 ? 0 : 1;
+}

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block masks against the definition of their expression, and the cache under concurrent use.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "plugins/core/block_mask_builder.h"
+#include "plugins/core/block_mask_cache.h"
+#include "tests/cpp/random_expr.h"
+
+namespace stof::test {
+namespace {
+
+// Rules that hold for every block mask, whatever the expression.
+void CheckStructure(const BlockMask& mask, const std::string& where) {
+  const auto size = [](const auto& v) { return static_cast<int64_t>(v.size()); };
+  const int64_t tables = *std::max_element(mask.layout.begin(), mask.layout.end()) + 1;
+  const int64_t columns = (mask.T + mask.n - 1) / mask.n;
+  CHECK(mask.rows == (mask.S + mask.m - 1) / mask.m, where);
+  CHECK(size(mask.layout) == int64_t{mask.layout_b} * mask.layout_h, where);
+  CHECK(size(mask.full_begin) == tables * mask.rows && size(mask.row_ptr) == tables * mask.rows + 1, where);
+  CHECK(size(mask.key_tile) == mask.row_ptr.back() && size(mask.bits_id) == mask.row_ptr.back(), where);
+  const int64_t words = int64_t{mask.m} * mask.n / 32;
+  CHECK(size(mask.bits) % words == 0, where);
+  for (size_t r = 0; r < mask.full_begin.size(); ++r) {
+    for (int32_t e = mask.row_ptr[r]; e < mask.row_ptr[r + 1]; ++e) {
+      const auto at = static_cast<size_t>(e);
+      const bool full = e >= mask.full_begin[r];
+      const bool first = e == (full ? mask.full_begin[r] : mask.row_ptr[r]);
+      CHECK(mask.key_tile[at] >= 0 && mask.key_tile[at] < columns, where);
+      CHECK(first || mask.key_tile[at - 1] < mask.key_tile[at], where, ": not ascending");
+      CHECK(full ? mask.bits_id[at] == -1 : mask.bits_id[at] >= 0 && mask.bits_id[at] < size(mask.bits) / words, where);
+      CHECK(!full || (mask.key_tile[at] + 1) * int64_t{mask.n} <= mask.T, where, ": a full tile beyond T");
+    }
+  }
+}
+
+// Expands one table to [rows * m, columns * n] bytes.
+std::vector<uint8_t> Dense(const BlockMask& mask, int32_t table) {
+  const int64_t width = (mask.T + mask.n - 1) / mask.n * mask.n;
+  std::vector<uint8_t> dense(static_cast<size_t>(mask.rows * int64_t{mask.m} * width), 0);
+  for (int64_t r = 0; r < mask.rows; ++r) {
+    const auto row = static_cast<size_t>(table * int64_t{mask.rows} + r);
+    for (int32_t e = mask.row_ptr[row]; e < mask.row_ptr[row + 1]; ++e) {
+      const auto at = static_cast<size_t>(e);
+      for (int64_t i = 0; i < mask.m; ++i) {
+        for (int64_t j = 0; j < mask.n; ++j) {
+          const int64_t word = (int64_t{mask.bits_id[at]} * mask.m + i) * (mask.n / 32) + j / 32;
+          const bool on = mask.bits_id[at] < 0 || (mask.bits[static_cast<size_t>(word)] >> (j % 32) & 1) != 0;
+          dense[static_cast<size_t>((r * mask.m + i) * width + mask.key_tile[at] * int64_t{mask.n} + j)] = on;
+        }
+      }
+    }
+  }
+  return dense;
+}
+
+TEST(BlockMasksEqualTheDefinition) {
+  static const std::vector<std::pair<int, int>> kTiles = {{1, 32}, {4, 32}, {8, 64}, {32, 64}, {64, 64}, {5, 96}};
+  int64_t pairs = 0;
+  for (int i = 0, count = Cases(1500); i < count; ++i) {
+    Random random(static_cast<uint64_t>(i));
+    const ExprSizes s = RandomSizes(&random, random.OneIn(5) ? 400 : 90);
+    const RandomMask mask = MakeRandomMask(&random, s, false);
+    const auto [m, n] = random.Pick(kTiles);
+    const std::string where = Text("seed ", i, " ", mask.text, " tile ", m, " ", n, " S ", s.S, " T ", s.T, " P ", s.P);
+    BlockMask block;
+    const Status status = BuildBlockMask(mask.expr, s, m, n, &block);
+    CHECK(status.ok(), where, status.message());
+    CheckStructure(block, where);
+    const int64_t width = (s.T + n - 1) / n * n;
+    for (int r = 0; r < 3; ++r) {
+      const int64_t b = random.Range(0, s.B - 1);
+      const int64_t h = random.Range(0, s.H - 1);
+      const std::vector<uint8_t> dense = Dense(block, block.TableOf(b, h));
+      for (int64_t q = 0; q < s.S; ++q) {
+        for (int64_t k = 0; k < width; ++k) {
+          const bool want = k < s.T && Allowed(mask.expr, s, mask.bindings, b, h, s.P + q, k);
+          CHECK((dense[static_cast<size_t>(q * width + k)] != 0) == want, where, " q ", q, " k ", k);
+        }
+      }
+      pairs += s.S * s.T;
+    }
+  }
+  CountCases(pairs);
+}
+
+TEST(BlockMasksShareWhatIsEqual) {
+  const auto build = [](const char* text, const ExprSizes& sizes, int m, int n) {
+    MaskExpr expr;
+    CHECK(MaskExpr::Parse(text, {}, &expr).ok(), text);
+    BlockMask mask;
+    CHECK(BuildBlockMask(expr, sizes, m, n, &mask).ok(), text);
+    CheckStructure(mask, text);
+    return mask;
+  };
+  const ExprSizes sizes = {2, 4, 1024, 1024, 0};
+  BlockMask mask = build("abs(q - k) <= 64", sizes, 32, 64);
+  CHECK(mask.layout.size() == 1 && mask.bits.size() / (32 * 2) <= 4, "distinct ", mask.bits.size() / 64);
+  mask = build("abs(q - k) <= 16 * (h // 2)", sizes, 32, 64);
+  CHECK(mask.layout_h == 4 && mask.layout_b == 1 && mask.layout == (std::vector<int32_t>{0, 0, 1, 1}));
+  mask = build("k <= q", {1, 1, 100, 100, 0}, 32, 32);  // ragged at both ends
+  CHECK(mask.row_ptr.back() == 10);
+  mask = build("True", {1, 1, 33, 64, 0}, 32, 64);
+  CHECK(mask.bits.empty() && mask.key_tile.size() == 2);
+  mask = build("False", sizes, 32, 64);
+  CHECK(mask.key_tile.empty());
+  mask = build("k <= q", {1, 1, 0, 10, 0}, 32, 64);
+  CHECK(mask.rows == 0 && mask.key_tile.empty());
+  mask = build("k <= q", {1, 1, 10, 0, 0}, 32, 64);
+  CHECK(mask.rows == 1 && mask.key_tile.empty());
+  CountCases(7);
+}
+
+TEST(BlockMaskBuilderRefuses) {
+  MaskExpr expr;
+  BlockMask mask;
+  CHECK(MaskExpr::Parse("k <= q", {}, &expr).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 64, 64, 0}, 32, 48, &mask).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 64, 64, 0}, 0, 64, &mask).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 64, 64, 0}, 32, 4096, &mask).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 64, (int64_t{1} << 22) + 1, 0}, 32, 64, &mask).ok());
+  CHECK(MaskExpr::Parse("True", {}, &expr).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 1 << 22, 1 << 22, 0}, 32, 64, &mask).ok());  // 2^33 tiles
+  CHECK(MaskExpr::Parse("pad[b, k]", {}, &expr).ok());
+  CHECK(!BuildBlockMask(expr, {1, 1, 64, 64, 0}, 32, 64, &mask).ok());
+  CountCases(6);
+}
+
+TEST(CacheServesManyThreads) {
+  constexpr int kThreads = 4;
+  const int rounds = Cases(1500);
+  BlockMaskCache cache(512 << 10);
+  MaskExpr exprs[2];
+  CHECK(MaskExpr::Parse("abs(q - k) <= 40", {}, &exprs[0]).ok());
+  CHECK(MaskExpr::Parse("k <= q and (k + h) % 8 < 3", {}, &exprs[1]).ok());
+  std::atomic<int64_t> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      Random random(static_cast<uint64_t>(t / 2));  // pairs of threads ask for the same at the same time
+      for (int i = 0; i < rounds; ++i) {
+        const MaskExpr& expr = exprs[random.Range(0, 1)];
+        const ExprSizes s = {1, 2, random.Range(9, 200), random.Range(1, 200), 0};
+        std::shared_ptr<const BlockMask> mask;
+        if (!cache.Get(expr, expr.Hash(), s, 8, 32, &mask).ok() || mask->S != s.S || mask->T != s.T) ++wrong;
+        // Reads an entry that may have been evicted meanwhile.
+        if (mask != nullptr && static_cast<int64_t>(mask->key_tile.size()) != mask->row_ptr.back()) ++wrong;
+        if (t == 3 && random.OneIn(200)) cache.Clear();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0, wrong.load(), " wrong answers");
+  CHECK(cache.GetStats().bytes <= 512 << 10, cache.GetStats().bytes);
+  CountCases(int64_t{kThreads} * rounds);
+}
+
+TEST(CacheBuildsOnceAndForgetsTheOldest) {
+  BlockMaskCache cache(40 << 10);
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("abs(q - k) <= 40", {}, &expr).ok());
+  std::shared_ptr<const BlockMask> first;
+  std::shared_ptr<const BlockMask> again;
+  const ExprSizes s = {1, 1, 512, 512, 0};
+  CHECK(cache.Get(expr, expr.Hash(), s, 32, 64, &first).ok());
+  CHECK(cache.Get(expr, expr.Hash(), {7, 3, 512, 512, 0}, 32, 64, &again).ok());  // neither b nor h in the mask
+  CHECK(first == again && cache.GetStats().builds == 1 && cache.GetStats().hits == 1);
+  std::shared_ptr<const BlockMask> other;
+  for (int64_t T = 600; T < 640; ++T) CHECK(cache.Get(expr, expr.Hash(), {1, 1, 512, T, 0}, 32, 64, &other).ok());
+  CHECK(cache.GetStats().bytes <= 40 << 10 && cache.GetStats().entries >= 1);
+  CHECK(cache.Get(expr, expr.Hash(), s, 32, 64, &again).ok());
+  CHECK(first != again && first->row_ptr == again->row_ptr, "the first was evicted and is still readable");
+  CHECK(!cache.Get(expr, expr.Hash(), s, 32, 63, &again).ok() && !cache.Get(expr, expr.Hash(), s, 32, 63, &again).ok());
+  CountCases(44);
+}
+
+}  // namespace
+}  // namespace stof::test
