@@ -302,7 +302,10 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   const ShapeInfo shape(raw, api->ReleaseTensorTypeAndShapeInfo);
   STOF_ORT_RETURN(api->SetDimensions(raw, sizes.data(), sizes.size()));
   STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
-  STOF_ORT_RETURN(api->SetTensorElementType(raw, static_cast<ONNXTensorElementDataType>(self.type)));
+  // Input 0's type, not this registration's: ONNX Runtime asks one registration for all types of the operator.
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+  STOF_ORT_RETURN(api->SetTensorElementType(raw, type));
   return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
 }
 
