@@ -25,13 +25,15 @@ __attribute__((always_inline)) inline float FmaChains(float seed) {
   Vector x = Vector{} + 0.999999f;
   Vector y = Vector{} + 1e-7f;
   Vector a[12];
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) a[i] = Vector{} + (seed + static_cast<float>(i));
   for (int step = 0; step < kSteps; ++step) {
-    // The loop is unrolled and each element lives in a register; the barrier keeps the chains from being folded.
+    // Unrolled in full, so that every chain lives in a register. Without -ffast-math nothing may be folded.
+#pragma GCC unroll 12
     for (int i = 0; i < 12; ++i) a[i] = a[i] * x + y;
-    asm volatile("" : "+x"(a[0]));
   }
   Vector sum = a[0];
+#pragma GCC unroll 12
   for (int i = 1; i < 12; ++i) sum += a[i];
   return sum[0];
 }

@@ -46,11 +46,14 @@ struct RunContext {
   void* self = nullptr;
 };
 
-// One dimension of an output: dimension `axis` of input `input`, or, where input is negative, `value` (-1: unknown).
+// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is negative,
+// `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;
   int64_t value = -1;
+  int64_t times = 1;
+  int64_t over = 1;
 };
 
 // An operator with its attributes parsed. Run is called from several threads at once.

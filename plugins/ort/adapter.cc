@@ -294,8 +294,14 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
     std::vector<const char*> names(rank, "");
     STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].input], dims.data(), rank));
     STOF_ORT_RETURN(api->GetSymbolicDimensions(inputs[rules[i].input], names.data(), rank));
-    sizes[i] = dims[rules[i].axis];
-    if (sizes[i] < 0 && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
+    const int64_t size = dims[rules[i].axis];
+    const bool scaled = rules[i].times != rules[i].over;
+    sizes[i] = size >= 0 ? size * rules[i].times / rules[i].over : -1;
+    if (size < 0 && !scaled && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
+  }
+  // ONNX Runtime takes a dimension of -1 without a symbol for a size, so an unknown one leaves the whole shape open.
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] < 0 && (symbols[i] == nullptr || symbols[i][0] == '\0')) return nullptr;
   }
   OrtTensorTypeAndShapeInfo* raw = nullptr;
   STOF_ORT_RETURN(api->CreateTensorTypeAndShapeInfo(&raw));

@@ -189,6 +189,11 @@ Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& conte
   return Status();
 }
 
+bool ReadsPad(const MaskExpr& expr) {
+  const ExprOperands& operands = expr.operands();
+  return std::any_of(operands.begin(), operands.end(), [](const auto& operand) { return operand->name == "pad"; });
+}
+
 // No key at all: every row is empty, and there is nothing to average.
 void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
   const int64_t count = output.Elements();
@@ -345,6 +350,9 @@ class AttentionOp final : public Op {
       tensor.dims[0] = args->B;
       if (parts.pad) args->pad = bytes;
     }
+    if (pad_seen && !parts.pad && !ReadsPad(parts.dynamic)) {
+      return Status::Error("operand pad is given, but the mask does not read pad[b, k]: add it, or name the role unused");
+    }
     if (parts.pad && !pad_seen) return Status::Error("the mask reads pad, but no operand has that role");
     return Status();
   }
@@ -398,10 +406,11 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
     default:
       break;
   }
-  // N = H · Dv is value's own last dimension where key and query have equally many heads.
-  const bool same =
-      parsed.layout[2] == TensorLayout::kBSN && parsed.num_heads > 0 && parsed.num_heads == parsed.kv_num_heads;
-  return {batch, length, same ? DimRule{2, 2, -1} : DimRule{-1, 0, -1}};
+  // N = H · Dv: Dv is value's last dimension, or that over its number of heads where heads are packed.
+  if (parsed.num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
+  if (parsed.layout[2] != TensorLayout::kBSN) return {batch, length, DimRule{2, 3, -1, parsed.num_heads, 1}};
+  if (parsed.kv_num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
+  return {batch, length, DimRule{2, 2, -1, parsed.num_heads, parsed.kv_num_heads}};
 }
 
 Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between the dispatcher (attention.cc) and the kernels of each instruction set (attention_<isa>.cc).
+#ifndef STOF_CPU_ATTENTION_H_
+#define STOF_CPU_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "plugins/core/kernels.h"
+
+namespace stof {
+namespace cpu {
+
+constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
+constexpr int kStrip = 6;          // query rows of a register block
+constexpr int kMaxTileKeys = 256;  // n; the panels of a tile fit a 32-bit set
+
+// What one call works on. Filled by the dispatcher, read by the kernels.
+struct Problem {
+  const AttentionArgs* args = nullptr;
+  int m = 0, n = 0;
+  int64_t tile_rows = 0;   // ceil(S / m)
+  int64_t key_tiles = 0;   // ceil(T / n)
+  int64_t panels = 0;      // ceil(T / kPanel)
+  const uint32_t* pad_bits = nullptr;  // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
+  float* packed_keys = nullptr;        // [B, G, panels, D, kPanel]
+};
+
+struct Kernels {
+  size_t (*scratch_bytes)(const Problem& problem);  // of one worker, 64-byte aligned
+  // Packs panels [first, last) of the B * G * panels there are.
+  void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
+  // Item of B * H * tile_rows.
+  void (*tile_row)(const Problem& problem, int64_t item, void* scratch);
+};
+
+namespace portable { extern const Kernels kKernels; }
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_H_

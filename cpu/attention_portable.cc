@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#define STOF_ISA portable
+#include "cpu/simd_portable.h"
+#include "cpu/attention_kernel.h"
+
+namespace stof {
+namespace cpu {
+namespace portable {
+
+const Kernels kKernels = {ScratchBytes, Pack, RunTileRow};
+
+}  // namespace portable
+}  // namespace cpu
+}  // namespace stof
