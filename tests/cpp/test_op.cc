@@ -1,0 +1,499 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofAttention through its description, as the runtime adapters use it: every layout, operand and policy against the
+// definition in docs/operators.md, and every error at the boundary.
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "plugins/core/op.h"
+#include "plugins/core/thread_pool.h"
+#include "tests/cpp/random_expr.h"
+
+namespace stof::test {
+namespace {
+
+class MapAttributes final : public AttributeReader {
+ public:
+  std::map<std::string, int64_t> ints;
+  std::map<std::string, float> floats;
+  std::map<std::string, std::string> strings;
+  bool Int(const char* name, int64_t* value) const override { return Find(ints, name, value); }
+  bool Float(const char* name, float* value) const override { return Find(floats, name, value); }
+  bool String(const char* name, std::string* value) const override { return Find(strings, name, value); }
+
+ private:
+  template <typename T>
+  static bool Find(const std::map<std::string, T>& map, const char* name, T* value) {
+    const auto found = map.find(name);
+    if (found == map.end()) return false;
+    *value = found->second;
+    return true;
+  }
+};
+
+// Memory of one run.
+struct Memory {
+  std::vector<std::unique_ptr<char, void (*)(void*)>> blocks;
+  static void* Allocate(void* self, size_t bytes) {
+    void* block = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    std::memset(block, 0xa5, bytes);  // kernels may not rely on zeros
+    static_cast<Memory*>(self)->blocks.emplace_back(static_cast<char*>(block), std::free);
+    return block;
+  }
+};
+
+struct Array {
+  Tensor tensor;
+  std::vector<char> data;
+};
+
+int64_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kI64:
+      return 8;
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+Array MakeArray(DType dtype, const std::vector<int64_t>& dims) {
+  Array array;
+  array.tensor.dtype = dtype;
+  array.tensor.rank = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), array.tensor.dims);
+  array.data.resize(static_cast<size_t>(array.tensor.Elements() * SizeOf(dtype)) + 1);
+  array.tensor.data = array.data.data();
+  return array;
+}
+
+// bf16 is the upper half of fp32: exact here, since only values that fit are stored.
+void Set(Array* array, int64_t i, float value) {
+  if (array->tensor.dtype == DType::kF32) {
+    std::memcpy(array->data.data() + 4 * i, &value, 4);
+  } else {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, 4);
+    const auto half = static_cast<uint16_t>(bits >> 16);
+    std::memcpy(array->data.data() + 2 * i, &half, 2);
+  }
+}
+float Get(const Array& array, int64_t i) {
+  uint32_t bits = 0;
+  if (array.tensor.dtype == DType::kF32) {
+    std::memcpy(&bits, array.data.data() + 4 * i, 4);
+  } else {
+    uint16_t half = 0;
+    std::memcpy(&half, array.data.data() + 2 * i, 2);
+    bits = static_cast<uint32_t>(half) << 16;
+  }
+  float value = 0;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+void FillRandom(Array* array, Random* random) {
+  for (int64_t i = 0; i < array->tensor.Elements(); ++i) Set(array, i, std::round(random->Unit() * 64) / 64);
+}
+
+struct Problem {
+  int64_t B = 1, H = 2, G = 2, S = 5, T = 7, D = 8, Dv = 8;
+  std::string layouts[4] = {"BHSD", "BHSD", "BHSD", "BHSD"};
+  MapAttributes attributes;
+  DType dtype = DType::kF32;
+  std::vector<Array> inputs;  // query, key, value, operands
+  bool constant_tables = true;
+};
+
+int64_t Offset(const std::string& layout, int64_t heads, int64_t length, int64_t size, int64_t b, int64_t h,
+               int64_t s) {
+  return layout == "BHSD" ? ((b * heads + h) * length + s) * size : ((b * length + s) * heads + h) * size;
+}
+std::vector<int64_t> Dims(const std::string& layout, int64_t b, int64_t heads, int64_t length, int64_t size) {
+  if (layout == "BHSD") return {b, heads, length, size};
+  if (layout == "BSHD") return {b, length, heads, size};
+  return {b, length, heads * size};
+}
+
+void MakeInputs(Problem* p, Random* random) {
+  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[0], p->B, p->H, p->S, p->D)));
+  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[1], p->B, p->G, p->T, p->D)));
+  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[2], p->B, p->G, p->T, p->Dv)));
+  for (Array& array : p->inputs) FillRandom(&array, random);
+  p->attributes.strings["layout"] = p->layouts[0] + " " + p->layouts[1] + " " + p->layouts[2] + " " + p->layouts[3];
+  p->attributes.ints["num_heads"] = p->H;
+  p->attributes.ints["kv_num_heads"] = p->G;
+}
+
+Status RunOp(const Problem& p, const OpDescription& description, Array* output, const Parallel& parallel) {
+  std::unique_ptr<Op> op;
+  STOF_RETURN_IF_ERROR(description.create(p.attributes, &op));
+  std::vector<Tensor> tensors;
+  std::vector<Tensor> constants(p.inputs.size());
+  std::string operands;
+  if (p.attributes.strings.count("operands") != 0) operands = p.attributes.strings.at("operands");
+  for (size_t i = 0; i < p.inputs.size(); ++i) {
+    tensors.push_back(p.inputs[i].tensor);
+    if (p.constant_tables && i >= 3) constants[i] = p.inputs[i].tensor;
+  }
+  const auto count = static_cast<int>(tensors.size());
+  STOF_RETURN_IF_ERROR(op->Prepare(constants.data(), count));
+  Tensor shape;
+  STOF_RETURN_IF_ERROR(op->InferOutputs(tensors.data(), count, &shape, 1));
+  *output = MakeArray(shape.dtype, std::vector<int64_t>(shape.dims, shape.dims + shape.rank));
+  Memory memory;
+  RunContext context;
+  context.parallel = parallel;
+  context.allocate = Memory::Allocate;
+  context.self = &memory;
+  Tensor result = output->tensor;
+  return op->Run(tensors.data(), count, &result, 1, context);
+}
+
+const OpDescription& Attention() {
+  int count = 0;
+  const OpDescription* const* ops = AllOps(&count);
+  CHECK(count == 1 && std::string(ops[0]->name) == "StofAttention");
+  return *ops[0];
+}
+
+// What decides which pairs may attend, besides the tensors.
+struct Rules {
+  MaskExpr expr;
+  ExprSizes sizes;
+  std::vector<ExprBinding> bindings;
+  const Array* bias = nullptr;  // [B, H, S, T] with some axes 1
+};
+
+float BiasAt(const Rules& rules, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (rules.bias == nullptr) return 0;
+  const int64_t* dims = rules.bias->tensor.dims;
+  const int64_t at[4] = {b, h, i, j};
+  int64_t flat = 0;
+  for (int axis = 0; axis < 4; ++axis) flat = flat * dims[axis] + (dims[axis] == 1 ? 0 : at[axis]);
+  return Get(*rules.bias, flat);
+}
+
+// The definition, for one row, in double. Empty rows follow the policy.
+std::vector<double> Row(const Problem& p, const Rules& rules, int64_t b, int64_t h, int64_t i) {
+  const std::string policy = p.attributes.strings.at("empty_rows");
+  const double softcap = p.attributes.floats.count("softcap") != 0 ? p.attributes.floats.at("softcap") : 0;
+  const double scale = p.attributes.floats.count("scale") != 0 ? p.attributes.floats.at("scale")
+                                                               : 1 / std::sqrt(static_cast<double>(p.D));
+  const int64_t g = h / (p.H / p.G);
+  std::vector<double> weights(static_cast<size_t>(p.T));
+  const auto fill = [&](bool masked) {
+    double top = -std::numeric_limits<double>::infinity();
+    for (int64_t j = 0; j < p.T; ++j) {
+      double score = 0;
+      for (int64_t d = 0; d < p.D; ++d) {
+        score += static_cast<double>(Get(p.inputs[0], Offset(p.layouts[0], p.H, p.S, p.D, b, h, i) + d)) *
+                 Get(p.inputs[1], Offset(p.layouts[1], p.G, p.T, p.D, b, g, j) + d);
+      }
+      score *= scale;
+      if (softcap > 0) score = softcap * std::tanh(score / softcap);
+      const double bias = BiasAt(rules, b, h, i, j);
+      const bool allowed =
+          !std::isinf(bias) && Allowed(rules.expr, rules.sizes, rules.bindings, b, h, rules.sizes.P + i, j);
+      if (masked && !allowed) {
+        score = -std::numeric_limits<double>::infinity();
+      } else if (!std::isinf(bias)) {
+        score += bias;
+      }
+      weights[static_cast<size_t>(j)] = score;
+      top = std::max(top, score);
+    }
+    return top;
+  };
+  double top = fill(true);
+  std::vector<double> out(static_cast<size_t>(p.Dv), 0.0);
+  const bool empty = std::isinf(top);
+  if (empty && policy == "nan") return std::vector<double>(out.size(), std::nan(""));
+  if (empty && policy == "zero") return out;
+  if (empty && policy == "mean") {
+    top = 0;
+    std::fill(weights.begin(), weights.end(), 0.0);
+  }
+  if (empty && policy == "all") top = fill(false);
+  double sum = 0;
+  for (int64_t j = 0; j < p.T; ++j) {
+    const double w = std::exp(weights[static_cast<size_t>(j)] - top);
+    sum += w;
+    for (int64_t d = 0; d < p.Dv; ++d) {
+      out[static_cast<size_t>(d)] += w * Get(p.inputs[2], Offset(p.layouts[2], p.G, p.T, p.Dv, b, g, j) + d);
+    }
+  }
+  for (double& x : out) x /= sum;
+  return out;
+}
+
+void Compare(const Problem& p, const Rules& rules, const Array& output, const std::string& where) {
+  const double tolerance = p.dtype == DType::kF32 ? 2e-5 : 1.2e-2;
+  for (int64_t b = 0; b < p.B; ++b) {
+    for (int64_t h = 0; h < p.H; ++h) {
+      for (int64_t i = 0; i < p.S; ++i) {
+        const std::vector<double> want = Row(p, rules, b, h, i);
+        const int64_t at = Offset(p.layouts[3], p.H, p.S, p.Dv, b, h, i);
+        for (int64_t d = 0; d < p.Dv; ++d) {
+          const double got = Get(output, at + d);
+          const double expected = want[static_cast<size_t>(d)];
+          CHECK(std::isnan(expected) ? std::isnan(got) : std::abs(got - expected) <= tolerance, where, " b ", b, " h ",
+                h, " i ", i, " d ", d, ": ", got, ", expected ", expected);
+        }
+      }
+    }
+  }
+}
+
+// pad as one of its types; the expression sees a boolean.
+Array ConvertPad(const Tensor& pad, DType dtype) {
+  Array array = MakeArray(dtype, {pad.dims[0], pad.dims[1]});
+  for (int64_t i = 0; i < pad.Elements(); ++i) {
+    const bool on = static_cast<const uint8_t*>(pad.data)[i] != 0;
+    if (dtype == DType::kF32) {
+      Set(&array, i, on ? -0.5f : -0.0f);
+    } else {
+      const int64_t value = on ? (dtype == DType::kBool ? 1 : 3) : 0;
+      std::memcpy(array.data.data() + i * SizeOf(dtype), &value, static_cast<size_t>(SizeOf(dtype)));
+    }
+  }
+  return array;
+}
+
+Array Copy(const Tensor& tensor) {
+  Array array = MakeArray(tensor.dtype, std::vector<int64_t>(tensor.dims, tensor.dims + tensor.rank));
+  std::memcpy(array.data.data(), tensor.data, static_cast<size_t>(tensor.Elements() * SizeOf(tensor.dtype)));
+  return array;
+}
+
+Array MakeBias(const Problem& p, Random* random) {
+  const std::vector<int64_t> dims = {random->OneIn(2) ? 1 : p.B, random->OneIn(2) ? 1 : p.H, random->OneIn(3) ? 1 : p.S,
+                                     random->OneIn(4) ? 1 : p.T};
+  Array bias = MakeArray(random->OneIn(2) ? p.dtype : DType::kF32, dims);
+  FillRandom(&bias, random);
+  for (int64_t i = 0; i < bias.tensor.Elements(); ++i) {
+    if (random->OneIn(9)) Set(&bias, i, -std::numeric_limits<float>::infinity());
+  }
+  return bias;
+}
+
+void RandomProblem(uint64_t seed, const Parallel& parallel) {
+  static const std::vector<std::string> kLayouts = {"BHSD", "BSHD", "BSN"};
+  static const std::vector<std::string> kPolicies = {"zero", "nan", "mean", "all"};
+  static const std::vector<DType> kPadTypes = {DType::kBool, DType::kU8, DType::kI32, DType::kI64, DType::kF32};
+  Random random(seed);
+  Problem p;
+  ExprSizes sizes = RandomSizes(&random, 70);
+  const bool offset = sizes.T >= sizes.S && random.OneIn(2);
+  sizes.P = offset ? sizes.T - sizes.S : 0;
+  p.B = sizes.B;
+  p.H = sizes.H;
+  p.S = sizes.S;
+  p.T = sizes.T;
+  p.G = random.OneIn(2) ? p.H : 1;
+  p.D = random.Range(1, 20);
+  p.Dv = random.OneIn(2) ? p.D : random.Range(1, 20);
+  p.dtype = random.OneIn(4) ? DType::kBF16 : DType::kF32;
+  for (std::string& layout : p.layouts) layout = random.Pick(kLayouts);
+  p.constant_tables = random.OneIn(2);
+  MakeInputs(&p, &random);
+  RandomMask mask = MakeRandomMask(&random, sizes, true);
+  std::string text = mask.text;
+  if (random.OneIn(3)) text = "(" + text + ") and pad[b, k]";
+  p.attributes.strings["mask"] = text;
+  p.attributes.strings["empty_rows"] = random.Pick(kPolicies);
+  p.attributes.ints["query_offset"] = offset ? 1 : 0;
+  if (random.OneIn(3)) p.attributes.floats["softcap"] = 2.5f;
+  if (random.OneIn(3)) p.attributes.floats["scale"] = 0.7f;
+  Rules rules;
+  CHECK(MaskExpr::Parse(text, mask.operands.tables, &rules.expr).ok());
+  rules.sizes = sizes;
+  rules.bindings = Bind(rules.expr, mask.operands.runtime);
+  std::string operands;
+  for (const auto& list : {mask.operands.tables, mask.operands.runtime}) {
+    for (const auto& [name, tensor] : list) {
+      // A pad that the mask does not read is taken for a mistake.
+      operands += (name == "pad" && text.find("pad") == std::string::npos ? "unused" : name) + " ";
+      p.inputs.push_back(name == "pad" ? ConvertPad(tensor, random.Pick(kPadTypes)) : Copy(tensor));
+    }
+  }
+  if (random.OneIn(3)) {
+    operands += "unused ";
+    p.inputs.push_back(MakeArray(DType::kF64, {}));
+  }
+  const bool with_bias = random.OneIn(2);
+  if (with_bias) {
+    operands += "bias";
+    p.inputs.push_back(MakeBias(p, &random));
+    rules.bias = &p.inputs.back();
+  }
+  p.attributes.strings["operands"] = operands;
+  Array output;
+  const Status status = RunOp(p, Attention(), &output, parallel);
+  const std::string where = Text("seed ", seed, " ", text);
+  CHECK(status.ok(), where, ": ", status.message());
+  Compare(p, rules, output, where);
+}
+
+TEST(OpEqualsTheDefinition) {
+  ThreadPool pool(2);
+  const int count = Cases(600);
+  for (int i = 0; i < count; ++i) RandomProblem(static_cast<uint64_t>(i), pool.view());
+  CountCases(count);
+}
+
+TEST(OpRunsOnSeveralThreadsAtOnce) {
+  const int count = Cases(60);
+  std::string failures[4];
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      ThreadPool pool(t % 2 + 1);
+      try {
+        for (int i = 0; i < count; ++i) RandomProblem(static_cast<uint64_t>(i + t / 2), pool.view());
+      } catch (const Failure& failure) {
+        failures[t] = failure.message;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& failure : failures) CHECK(failure.empty(), failure);
+  CountCases(4 * count);
+}
+
+TEST(OpTakesEmptyTensors) {
+  ThreadPool pool(1);
+  for (int axis = 0; axis < 4; ++axis) {
+    for (const char* policy : {"zero", "nan", "mean", "all"}) {
+      Random random(7);
+      Problem p;
+      (axis == 0 ? p.B : axis == 1 ? p.H : axis == 2 ? p.S : p.T) = 0;
+      if (axis == 1) p.G = 0;
+      MakeInputs(&p, &random);
+      p.attributes.strings["mask"] = "abs(q - k) <= 2";
+      p.attributes.strings["empty_rows"] = policy;
+      Array output;
+      const Status status = RunOp(p, Attention(), &output, pool.view());
+      CHECK(status.ok(), "axis ", axis, ": ", status.message());
+      const bool nan = axis == 3 && std::string(policy) == "nan";
+      for (int64_t i = 0; i < output.tensor.Elements(); ++i) {
+        CHECK(nan ? std::isnan(Get(output, i)) : Get(output, i) == 0, "axis ", axis);
+      }
+      CountCases(1);
+    }
+  }
+}
+
+// One fault each; the message has to name what is wrong.
+TEST(OpRefuses) {
+  struct Fault {
+    const char* expected;
+    std::function<void(Problem*)> plant;
+  };
+  const auto add = [](Problem* p, const char* role, Array array) {
+    p->attributes.strings["operands"] += std::string(role) + " ";
+    p->inputs.push_back(std::move(array));
+  };
+  const auto mask = [](const char* text) { return [text](Problem* p) { p->attributes.strings["mask"] = text; }; };
+  const std::vector<Fault> faults = {
+      {"column", mask("q <")},
+      {"table0", mask("table0[k]")},
+      {"pad", mask("pad[b, k]")},
+      {"segment_q", mask("segment_q[b, q - P] == 0")},
+      {"layout", [](Problem* p) { p->attributes.strings["layout"] = "BHDS"; }},
+      {"layout", [](Problem* p) { p->attributes.strings["layout"] = "BHSD BHSD"; }},
+      {"empty_rows", [](Problem* p) { p->attributes.strings["empty_rows"] = "one"; }},
+      {"query_offset", [](Problem* p) { p->attributes.ints["query_offset"] = 2; }},
+      {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = -1.0f; }},
+      {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = std::nanf(""); }},
+      {"scale", [](Problem* p) { p->attributes.floats["scale"] = std::numeric_limits<float>::infinity(); }},
+      {"results", [](Problem* p) { p->attributes.strings["results"] = "lse"; }},
+      {"heads", [](Problem* p) { p->attributes.ints["num_heads"] = -3; }},
+      {"heads", [](Problem* p) { p->attributes.ints["num_heads"] = 5; }},
+      {"operands", [](Problem* p) { p->attributes.strings["operands"] = "past_key"; }},
+      {"inputs", [](Problem* p) { p->attributes.strings["operands"] = "pad"; }},
+      {"inputs", [](Problem* p) { p->inputs.pop_back(); }},
+      {"twice",
+       [&](Problem* p) {
+         add(p, "bias", MakeArray(DType::kF32, {1, 1, 5, 7}));
+         add(p, "bias", MakeArray(DType::kF32, {1, 1, 5, 7}));
+       }},
+      {"bias", [&](Problem* p) { add(p, "bias", MakeArray(DType::kF32, {1, 1, 5, 6})); }},
+      {"bias", [&](Problem* p) { add(p, "bias", MakeArray(DType::kI64, {1, 1, 5, 7})); }},
+      {"bias", [&](Problem* p) { add(p, "bias", MakeArray(DType::kF32, {1, 1, 1, 5, 7})); }},
+      {"pad has shape",
+       [&](Problem* p) {
+         add(p, "pad", MakeArray(DType::kBool, {1, 6}));
+         p->attributes.strings["mask"] = "pad[b, k]";
+       }},
+      {"pad has data type",
+       [&](Problem* p) {
+         add(p, "pad", MakeArray(DType::kF64, {1, 7}));
+         p->attributes.strings["mask"] = "pad[b, k]";
+       }},
+      {"pad", [&](Problem* p) { add(p, "pad", MakeArray(DType::kBool, {1, 7})); }},  // given, but not in the mask
+      {"table0",
+       [&](Problem* p) {
+         add(p, "table0", MakeArray(DType::kF32, {7}));
+         p->attributes.strings["mask"] = "table0[k]";
+       }},
+      {"table0",
+       [&](Problem* p) {
+         add(p, "table0", MakeArray(DType::kBool, {6}));
+         p->attributes.strings["mask"] = "table0[k]";
+       }},
+      {"lengths",
+       [&](Problem* p) {
+         add(p, "lengths", MakeArray(DType::kF32, {1}));
+         p->attributes.strings["mask"] = "k < lengths[b]";
+       }},
+      {"lengths",
+       [&](Problem* p) {
+         add(p, "lengths", MakeArray(DType::kI64, {3}));
+         p->attributes.strings["mask"] = "k < lengths[b + 3]";
+       }},
+      {"batch", [](Problem* p) { p->inputs[1] = MakeArray(DType::kF32, {2, 2, 7, 8}); }},
+      {"length", [](Problem* p) { p->inputs[1] = MakeArray(DType::kF32, {1, 2, 6, 8}); }},
+      {"head size", [](Problem* p) { p->inputs[1] = MakeArray(DType::kF32, {1, 2, 7, 9}); }},
+      {"heads", [](Problem* p) { p->inputs[1] = MakeArray(DType::kF32, {1, 3, 7, 8}); }},
+      {"rank", [](Problem* p) { p->inputs[0] = MakeArray(DType::kF32, {2, 5, 8}); }},
+      {"data type", [](Problem* p) { p->inputs[0] = MakeArray(DType::kI32, {1, 2, 5, 8}); }},
+      {"data type", [](Problem* p) { p->inputs[2] = MakeArray(DType::kBF16, {1, 2, 7, 8}); }},
+      {"256",
+       [](Problem* p) {
+         p->inputs[0] = MakeArray(DType::kF32, {1, 2, 5, 257});
+         p->inputs[1] = MakeArray(DType::kF32, {1, 2, 7, 257});
+       }},
+      {"query_offset",
+       [](Problem* p) {
+         p->inputs[0] = MakeArray(DType::kF32, {1, 2, 8, 8});
+         p->attributes.ints["query_offset"] = 1;
+       }},
+  };
+  ThreadPool pool(1);
+  int number = 0;
+  for (const Fault& fault : faults) {
+    Random random(3);
+    Problem p;
+    MakeInputs(&p, &random);
+    p.attributes.strings["operands"] = "";
+    fault.plant(&p);
+    Array output;
+    const Status status = RunOp(p, Attention(), &output, pool.view());
+    CHECK(!status.ok(), "fault ", number, " (", fault.expected, ") passed");
+    CHECK(status.message().find(fault.expected) != std::string::npos, "fault ", number, ": ", status.message());
+    ++number;
+  }
+  CountCases(number);
+}
+
+}  // namespace
+}  // namespace stof::test
