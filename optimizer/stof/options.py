@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one optimization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``stof-optimize`` takes; ``docs`` of each option are in ``cli.py``."""
+
+    output: Path | None = None
+    json: Path | None = None
+    dry_run: bool = False
+    verify: bool = True
+    verify_budget: float = 45.0  # seconds
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
+    masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
+    ignore_empty_rows: bool = False
+    plan: Path | None = None
+    save_plan: Path | None = None
+    seed: int = 0
