@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``stof-optimize``. Exit 0: written, or nothing to do; 1 arguments; 2 verification; 3 model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stof.errors import ArgumentError, StofError
+from stof.options import Options
+
+_LATER = {
+    "tune": "--tune needs the tuner, which this version does not have; leave the option out",
+    "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
+    "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
+    "plan": "--plan is not in this version; use --only and --skip to choose sites",
+    "save_plan": "--save-plan is not in this version; --json writes what was chosen",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="stof-optimize",
+        description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
+        epilog="exit status: 0 written or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
+    )
+    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file; never modified")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.stof.onnx beside the input")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
+    parser.add_argument("--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model")
+    parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), default="cpu", help="what choices are tuned for")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
+    )
+    parser.add_argument("--tune", type=float, metavar="SECONDS", help="measure kernels instead of predicting")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan")
+    parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices")
+    parser.add_argument("--only", action="append", default=[], metavar="SITE", help="site name, pattern or number; repeatable")
+    parser.add_argument("--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are")
+    parser.add_argument("--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked")
+    parser.add_argument("--sparsify", metavar="SPEC", help="impose a pattern on a dense model")
+    parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help="sparse MLPs from predictors")
+    parser.add_argument("--verify-budget", type=float, default=45.0, metavar="SECONDS", help="time for verification (45)")
+    parser.add_argument("--no-verify", action="store_true", help="write without running the model")
+    parser.add_argument("--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed")
+    parser.add_argument("--version", action="store_true", help="version, backends, instruction set")
+    return parser
+
+
+def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
+    found = {}
+    for item in items:
+        name, sign, value = item.partition("=")
+        if not sign or not name or not value:
+            raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, text in _pairs(items, "--shape").items():
+        low, _, high = text.partition("..")
+        try:
+            found[name] = (int(low), int(high or low))
+        except ValueError:
+            raise ArgumentError(f"--shape {name}={text}: expected a number or N..M") from None
+        if not 0 < found[name][0] <= found[name][1]:
+            raise ArgumentError(f"--shape {name}={text}: expected 0 < N <= M")
+    return found
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.version:
+        import stof
+
+        info = stof.build_info()
+        print(f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}")
+        return 0
+    if arguments.model is None:
+        raise ArgumentError("no model given (see stof-optimize --help)")
+    for name, words in _LATER.items():
+        if getattr(arguments, name) is not None:
+            raise ArgumentError(words)
+    if arguments.target != "cpu":
+        raise ArgumentError(f"--target {arguments.target}: this build has the CPU backend only; use --target cpu")
+    options = Options(
+        output=arguments.output,
+        json=arguments.json,
+        dry_run=arguments.dry_run or arguments.explain is not None,
+        verify=not arguments.no_verify,
+        verify_budget=arguments.verify_budget,
+        only=tuple(arguments.only),
+        skip=tuple(arguments.skip),
+        shapes=_shapes(arguments.shape),
+        masks=_pairs(arguments.mask, "--mask"),
+        ignore_empty_rows=arguments.empty_rows == "ignore",
+    )
+    from stof.pipeline import optimize
+
+    report = optimize(arguments.model, options=options)
+    print(report.to_text())
+    if arguments.explain is not None:
+        print()
+        for site in report.sites:
+            verdict = "can be replaced" if site.replaced else f"stays: {site.reason}"
+            print(f"{site.site}\n  {site.form or 'no attention core'}\n  mask {site.mask or '-'}\n  {verdict}")
+    if options.json is not None:
+        try:
+            options.json.write_text(report.to_json() + "\n")
+        except OSError as error:
+            raise ArgumentError(f"{options.json} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    try:
+        return _run(_parser().parse_args(argv))
+    except StofError as error:
+        print(f"stof-optimize: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stof-optimize: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimization found and did, for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stof.verify import Verification
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site, or one softmax that is none."""
+
+    site: str
+    replaced: bool
+    reason: str
+    form: str = ""
+    mask: str = ""
+    family: str = ""
+    heads: str = ""
+    head_size: int = 0
+    empty_rows: str = ""
+    kernel: str = ""
+    tile_density: float | None = None
+    predicted_gain: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """The whole result."""
+
+    model: str
+    output: str | None = None
+    sites: list[SiteReport] = field(default_factory=list)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    length: int = 0  # at which densities and gains are given
+    pictures: dict[str, list[str]] = field(default_factory=dict)
+    verification: Verification | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    library: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def replaced(self) -> int:
+        """How many sites became StofAttention."""
+        return sum(s.replaced for s in self.sites)
+
+    def to_json(self) -> str:
+        """Every fact as JSON."""
+        data = asdict(self)
+        if self.verification is not None:
+            data["verification"]["ok"] = not self.verification.failures
+        return json.dumps(data, indent=2, default=str)
+
+    def to_text(self) -> str:
+        """A table by kind of site, a picture of each distinct mask, and what was verified."""
+        lines = [f"{self.model}: {len(self.sites)} softmax, {self.replaced} attention sites replaced"]
+        groups: dict[tuple[Any, ...], list[SiteReport]] = defaultdict(list)
+        for s in self.sites:
+            groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason)].append(s)
+        for group in groups.values():
+            lines.extend(self._group(group))
+        for mask, rows in self.pictures.items():
+            lines += ["", f"  {mask or 'every pair'}   (# all, + some, . no pair of a tile)"]
+            lines += [f"    {row}" for row in rows]
+        if self.nodes_after:
+            lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
+        lines += self._verified()
+        if self.output:
+            lines.append(f"written: {self.output}")
+        elif not self.replaced:
+            lines.append("nothing to do: no attention site can be replaced; no file was written")
+        return "\n".join(lines)
+
+    def _group(self, group: list[SiteReport]) -> list[str]:
+        first = group[0]
+        if not first.replaced:
+            return [f"  kept  {s.site}: {s.reason}" for s in group]
+        gain = "" if first.predicted_gain is None else f", predicted {first.predicted_gain:.1f}x at S = {self.length}"
+        density = "" if first.tile_density is None else f", {100 * first.tile_density:.1f} % of tiles"
+        lines = [
+            f"  {len(group):3d} x {first.family}: {first.mask or 'every pair'}",
+            f"        {first.heads}, D = {first.head_size}, empty rows: {first.empty_rows}, "
+            f"kernel {first.kernel}{density}{gain}",
+            f"        {first.form}",
+        ]
+        lines += [f"        note: {n}" for n in first.notes]
+        return lines
+
+    def _verified(self) -> list[str]:
+        v = self.verification
+        if v is None:
+            return ["not verified"] if self.output else []
+        sites = [c for c in v.comparisons if c.site]
+        outputs = [c for c in v.comparisons if not c.site]
+        lines = []
+        if sites:
+            worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
+            lines.append(
+                f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed"
+            )
+        if outputs:
+            worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
+            lines.append(
+                f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
+                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'})"
+            )
+        return lines

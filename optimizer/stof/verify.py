@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the optimized model against the original before the file is written.
+
+Site level: query, key, value and the mask tensors are captured in the original where they enter the site, the site is
+computed in fp64, and the emitted op's error is held against that of the original's own nodes. Model level: the difference of
+outputs is held against the difference between two legal runs of the original.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.errors import ArgumentError
+from stof.inputs import Case, InputMaker, Padding
+from stof.passes.body import OP
+from stof.passes.emit import Rewrite
+from stof.runtime import Op, register
+from stof.site import AttentionSite, Layout, MaskTerm, TermKind
+from stof.symbolic import Symbolic
+
+_LONGEST = 700
+SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
+MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
+_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison: what, the largest difference, the budget, whether it holds."""
+
+    what: str
+    difference: float
+    budget: float
+    ok: bool
+    site: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Verification:
+    """All comparisons of a run, with the time that they took."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    seconds: float = 0.0
+    complete: bool = True
+
+    @property
+    def failures(self) -> list[Comparison]:
+        """The comparisons that do not hold."""
+        return [c for c in self.comparisons if not c.ok]
+
+    def faulty_sites(self) -> list[str]:
+        """The sites at fault, by name."""
+        return list(dict.fromkeys(c.site for c in self.failures if c.site))
+
+
+def cases(expressions: Sequence[str]) -> list[Case]:
+    """Five sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side."""
+    numbers = [int(n) for e in expressions for n in re.findall(r"\d+", e)]
+    most = max([n for n in numbers if n <= _LONGEST - 60], default=16)
+    above = most + 37 if (most + 37) % 2 else most + 38
+    return [
+        Case(2, above, Padding.LEFT),
+        Case(2, above + 6, Padding.RIGHT),
+        Case(1, max(3, most // 2), Padding.NONE),
+        Case(1, above + 11, Padding.NONE),
+        Case(2, 9, Padding.NONE),
+    ]
+
+
+def _session(source: str | bytes, *, optimized: bool, library: bool) -> Any:
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise ArgumentError(
+            "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
+        ) from None
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    if library:
+        register(options)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+class Verifier:
+    """Compares an original model with its optimized form, both as files beside their external data."""
+
+    def __init__(self, model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], budget: float) -> None:
+        self.model = model
+        self.symbolic = symbolic
+        self.rewrites = rewrites
+        self.deadline = time.monotonic() + budget
+        pads = frozenset(o.tensor for r in rewrites for o in r.mask.operands if o.role == "pad")
+        self.maker = InputMaker(model, symbolic, pads)
+        self.cases = cases([r.mask.expression for r in rewrites])
+
+    def run(self, original: Path, optimized: Path, emitted: onnx.ModelProto) -> Verification:
+        """Every comparison; stops early, and says so, when the budget is spent."""
+        start = time.monotonic()
+        result = Verification()
+        feeds = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(self.cases)]
+        plain, captured = self._reference(original, feeds, result)
+        result.comparisons.extend(self._sites(emitted, captured))
+        session = _session(str(original), optimized=True, library=False)
+        legal = [session.run(None, f) for f in feeds[: len(plain)]]
+        del session
+        session = _session(str(optimized), optimized=True, library=True)
+        names = [o.name for o in session.get_outputs()]
+        for case, feed, first, second in zip(self.cases, feeds, plain, legal, strict=False):
+            found = session.run(None, feed)
+            result.comparisons.extend(
+                _compare_outputs(case, *outputs) for outputs in zip(names, first, second, found, strict=True)
+            )
+        result.seconds = time.monotonic() - start
+        return result
+
+    def _reference(
+        self, original: Path, feeds: list[dict[str, np.ndarray]], result: Verification
+    ) -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
+        """The original's outputs without graph optimizations, and the first case's tensors at every site."""
+        wanted = self._site_tensors()
+        probe = original.with_name(f".{original.name}.stof-probe")
+        outputs = [o.name for o in self.model.graph.output]
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        declared = set(outputs)
+        for name in wanted:
+            if name not in declared and self.symbolic.dtype(name):
+                model.graph.output.append(helper.make_tensor_value_info(name, self.symbolic.dtype(name), None))
+        try:
+            probe.write_bytes(model.SerializeToString())
+        except OSError as error:
+            raise ArgumentError(f"{probe} cannot be written: {error.strerror}") from error
+        del model
+        try:
+            session = _session(str(probe), optimized=False, library=False)
+        finally:
+            probe.unlink(missing_ok=True)
+        names = [o.name for o in session.get_outputs()]
+        captured: dict[str, np.ndarray] = {}
+        plain = []
+        for i, feed in enumerate(feeds):
+            if i > 1 and time.monotonic() > self.deadline:
+                result.complete = False
+                break
+            if i == 0:
+                everything = dict(zip(names, session.run(names, feed), strict=True))
+                captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
+                plain.append([everything[n] for n in outputs])
+            else:
+                plain.append(session.run(outputs, feed))
+        return plain, captured
+
+    def _site_tensors(self) -> list[str]:
+        found: list[str] = []
+        inputs = {i.name for i in self.model.graph.input}
+        initializers = {t.name for t in self.model.graph.initializer}
+        for rewrite in self.rewrites:
+            site = rewrite.site
+            found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
+            found += [t.tensor for t in site.terms]
+            found += [o.tensor for o in rewrite.mask.operands]
+        return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
+
+    def _sites(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+        nodes = {n.output[0]: n for n in emitted.graph.node if n.op_type == OP}
+        constants = {
+            t.name: onnx.numpy_helper.to_array(t)
+            for t in emitted.graph.initializer
+            if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
+        }
+        constants.update(
+            {
+                t.name: onnx.numpy_helper.to_array(t)
+                for t in self.model.graph.initializer
+                if t.name in {x.tensor for r in self.rewrites for x in r.site.terms}
+                and t.data_location != onnx.TensorProto.EXTERNAL
+            }
+        )
+        known = {**constants, **captured}
+        return [
+            _compare_site(r.site, nodes[r.site.output], known)
+            for r in self.rewrites
+            if all(n in known for n in nodes[r.site.output].input)
+        ]
+
+
+def _budget_ulp(array: np.ndarray) -> float:
+    finite = np.abs(array[np.isfinite(array)].astype(np.float64))
+    return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))
+
+
+def _compare_outputs(
+    case: Case, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray
+) -> Comparison:
+    what = f"output {name!r}, {case}"
+    if found.shape != plain.shape:
+        return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
+    if plain.dtype.kind != "f":
+        same = np.array_equal(found, plain) or np.array_equal(found, legal)
+        return Comparison(what, 0.0 if same else np.inf, 0.0, same)
+    if not np.array_equal(np.isfinite(found), np.isfinite(plain)):
+        where = tuple(int(i) for i in np.argwhere(np.isfinite(found) != np.isfinite(plain))[0])
+        return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
+    good = np.isfinite(plain) & np.isfinite(legal)
+    a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
+    span = float(a.max() - a.min()) if a.size else 0.0
+    budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + 1e-6 * span
+    # Either legal run may be the nearer one.
+    difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))
+    return Comparison(what, difference, budget, difference <= budget)
+
+
+def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
+    if layout is Layout.BSN:
+        array = array.reshape(*array.shape[:2], heads, -1)
+    return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, int | float | str]:
+    found: dict[str, int | float | str] = {}
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    return found
+
+
+def _compare_site(site: AttentionSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> Comparison:
+    exact, rows = site_fp64(site, known)
+    original = known[site.output]
+    arrays = [np.ascontiguousarray(known[n]) for n in node.input]
+    found = np.full(original.shape, np.nan, original.dtype)
+    what = f"site {site.name!r}"
+    try:
+        Op(OP, _attributes(node)).run(arrays, [found], threads=2)
+    except Exception as error:  # the message of the op says what it refused
+        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
+    mine = _bhsd(found, site.output_layout, site.num_heads)
+    own = _bhsd(original, site.output_layout, site.num_heads)
+    if not np.array_equal(np.isfinite(mine), np.isfinite(own)):
+        where = tuple(int(i) for i in np.argwhere(np.isfinite(mine) != np.isfinite(own))[0])
+        return Comparison(what, np.inf, 0.0, False, site.name, f"inf or NaN at (b, h, q, d) = {where} in one of the two")
+    # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64.
+    target = np.where(rows[..., None], exact, own.astype(np.float64))
+    good = np.isfinite(own) & np.isfinite(target)
+    error = np.abs(mine.astype(np.float64) - target)
+    base = np.abs(own.astype(np.float64) - target)
+    budget = SITE_FACTOR * float(base[good].max(initial=0.0)) + _budget_ulp(own)
+    worst = float(error[good].max(initial=0.0))
+    detail = ""
+    if worst > budget:
+        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(good, error, 0))), error.shape))
+        detail = f"largest at (b, h, q, d) = {where}"
+    return Comparison(what, worst, budget, worst <= budget, site.name, detail)
+
+
+def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The site's output [B, H, S, Dv] in fp64 from its captured tensors, and which rows [B, H, S] have a key.
+
+    Reads what the graph itself adds to the scores, never the lifted expression.
+    """
+    q = _bhsd(known[site.query.tensor], site.query.layout, site.num_heads).astype(np.float64)
+    k = _bhsd(known[site.key.tensor], site.key.layout, site.kv_num_heads).astype(np.float64)
+    v = _bhsd(known[site.value.tensor], site.value.layout, site.kv_num_heads).astype(np.float64)
+    repeat = site.num_heads // site.kv_num_heads
+    k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
+    scores = np.einsum("bhsd,bhtd->bhst", q, k) * site.scale
+    if site.softcap:
+        scores = site.softcap * np.tanh(scores / site.softcap)
+    for term in site.terms:
+        scores = _apply_term(scores, term, known[term.tensor])
+    rows = scores.max(-1, initial=-np.inf) > -1e4
+    with np.errstate(all="ignore"):
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhst,bhtd->bhsd", weights, v), rows
+
+
+def _apply_term(scores: np.ndarray, term: MaskTerm, value: np.ndarray) -> np.ndarray:
+    if term.kind is TermKind.ADD:
+        return scores + value.astype(np.float64) * term.scale
+    fill = -np.inf if term.fill is None else term.fill
+    keep = value.astype(bool) if term.kind is TermKind.KEEP else ~value.astype(bool)
+    return np.where(keep, scores, fill)
