@@ -197,7 +197,8 @@ Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n
   for (int64_t b = 0; b < mask->layout_b; ++b) {
     for (int64_t h = 0; h < mask->layout_h; ++h) {
       mask->layout.push_back(builder.Table(b, h));
-      if (builder.TooMany()) return Status::Error("more than 2^25 tiles in a block mask: S × T is too large for this mask");
+      if (builder.TooMany())
+        return Status::Error("more than 2^25 tiles in a block mask: S × T is too large for this mask");
     }
   }
   return Status();

@@ -78,6 +78,8 @@ using ExprOperands = std::vector<std::shared_ptr<const ExprOperand>>;
 
 // The table of one name; an equal one that is alive anywhere in the process is shared.
 Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table);
+// Whether a table is equal to the tensor.
+bool TableHolds(const ExprOperand& table, const Tensor& tensor);
 bool IsTableName(std::string_view name);  // "table0", "table1", ...
 
 struct ExprSizes {

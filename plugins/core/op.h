@@ -46,8 +46,8 @@ struct RunContext {
   void* self = nullptr;
 };
 
-// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is negative,
-// `value` (-1: unknown).
+// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is
+// negative, `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;

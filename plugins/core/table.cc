@@ -91,6 +91,29 @@ bool IsTableName(std::string_view name) {
   return std::all_of(name.begin() + 5, name.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
+bool TableHolds(const ExprOperand& table, const Tensor& tensor) {
+  if (tensor.data == nullptr || tensor.rank != table.rank || (tensor.dtype == DType::kBool) != table.boolean ||
+      !std::equal(table.dims, table.dims + table.rank, tensor.dims)) {
+    return false;
+  }
+  switch (tensor.dtype) {
+    case DType::kBool:
+      return std::equal(table.bytes.begin(), table.bytes.end(), static_cast<const uint8_t*>(tensor.data),
+                        [](uint8_t known, uint8_t given) { return known == (given != 0 ? 1 : 0); });
+    case DType::kU8:
+      return !table.bytes.empty() &&
+             std::equal(table.bytes.begin(), table.bytes.end(), static_cast<const uint8_t*>(tensor.data));
+    case DType::kI32:
+      return !table.wide.empty() &&
+             std::equal(table.wide.begin(), table.wide.end(), static_cast<const int32_t*>(tensor.data));
+    case DType::kI64:
+      return !table.wide.empty() &&
+             std::equal(table.wide.begin(), table.wide.end(), static_cast<const int64_t*>(tensor.data));
+    default:
+      return false;
+  }
+}
+
 Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table) {
   STOF_RETURN_IF_ERROR(CheckShape(name, tensor));
   auto made = std::make_shared<ExprOperand>();

@@ -369,6 +369,100 @@ TEST(OpRunsOnSeveralThreadsAtOnce) {
   CountCases(4 * count);
 }
 
+// Tables that are inputs of each run: the same object follows them, also when several threads bring different ones.
+TEST(OpFollowsItsTables) {
+  Random random(11);
+  Problem p;
+  p.T = 40;
+  MakeInputs(&p, &random);
+  p.attributes.strings["mask"] = "table0[k]";
+  p.attributes.strings["operands"] = "table0";
+  p.attributes.strings["empty_rows"] = "zero";
+  std::unique_ptr<Op> op;
+  CHECK(Attention().create(p.attributes, &op).ok());
+  const std::vector<Tensor> unknown(4);
+  CHECK(op->Prepare(unknown.data(), 4).ok());
+  const int rounds = Cases(100);
+  std::string failures[2];
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      try {
+        Random choices(static_cast<uint64_t>(t));
+        ThreadPool pool(1);
+        for (int i = 0; i < rounds; ++i) {
+          Problem own = p;
+          for (Array& array : own.inputs) array.tensor.data = array.data.data();
+          own.inputs.push_back(MakeArray(DType::kBool, {p.T}));
+          Array& table = own.inputs.back();
+          for (int64_t k = 0; k < p.T; ++k) table.data[static_cast<size_t>(k)] = choices.OneIn(2) && i % 3 != 0 ? 1 : 0;
+          Rules rules;
+          rules.sizes = {p.B, p.H, p.S, p.T, 0};
+          CHECK(MaskExpr::Parse("table0[k]", {{"table0", table.tensor}}, &rules.expr).ok());
+          rules.bindings.resize(1);
+          std::vector<Tensor> tensors;
+          for (const Array& array : own.inputs) tensors.push_back(array.tensor);
+          Tensor shape;
+          CHECK(op->InferOutputs(tensors.data(), 4, &shape, 1).ok());
+          Array output = MakeArray(shape.dtype, std::vector<int64_t>(shape.dims, shape.dims + shape.rank));
+          Memory memory;
+          const RunContext context = {pool.view(), Memory::Allocate, &memory};
+          CHECK(op->Run(tensors.data(), 4, &output.tensor, 1, context).ok());
+          Compare(own, rules, output, Text("round ", i));
+        }
+      } catch (const Failure& failure) {
+        failures[t] = failure.message;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& failure : failures) CHECK(failure.empty(), failure);
+  CountCases(2 * rounds);
+}
+
+// Attributes as a damaged file may hold them: an error or an output, never a crash.
+TEST(OpSurvivesDamagedAttributes) {
+  ThreadPool pool(2);
+  const int count = Cases(3000);
+  int passed = 0;
+  for (int i = 0; i < count; ++i) {
+    Random random(static_cast<uint64_t>(i) + 900);
+    const ExprSizes sizes = RandomSizes(&random, 20);
+    Problem p;
+    p.B = sizes.B;
+    p.H = p.G = sizes.H;
+    p.S = sizes.S;
+    p.T = sizes.T;
+    MakeInputs(&p, &random);
+    RandomMask mask = MakeRandomMask(&random, sizes, true);
+    auto& strings = p.attributes.strings;
+    strings["mask"] = mask.text + " and pad[b, k]";
+    strings["empty_rows"] = "zero";
+    for (const auto& list : {mask.operands.tables, mask.operands.runtime}) {
+      for (const auto& [name, tensor] : list) {
+        strings["operands"] += name + " ";
+        p.inputs.push_back(Copy(tensor));
+      }
+    }
+    static const std::vector<std::string> kNames = {"mask", "layout", "operands", "empty_rows"};
+    std::string& text = strings[random.Pick(kNames)];
+    for (int64_t n = random.Range(1, 2); n > 0 && !text.empty(); --n) {
+      const auto at = static_cast<size_t>(random.Range(0, static_cast<int64_t>(text.size()) - 1));
+      if (random.OneIn(2)) {
+        text[at] = text[static_cast<size_t>(random.Range(0, static_cast<int64_t>(text.size()) - 1))];
+      } else {
+        text.erase(at, 1);
+      }
+    }
+    if (random.OneIn(3)) p.attributes.ints["num_heads"] = random.Range(-2, 9);
+    if (random.OneIn(3)) p.attributes.ints["query_offset"] = random.Range(-1, 2);
+    Array output;
+    passed += RunOp(p, Attention(), &output, pool.view()).ok() ? 1 : 0;
+  }
+  CHECK(passed > count / 50 && passed < count, passed);
+  CountCases(count);
+}
+
 TEST(OpTakesEmptyTensors) {
   ThreadPool pool(1);
   for (int axis = 0; axis < 4; ++axis) {

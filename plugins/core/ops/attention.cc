@@ -208,7 +208,7 @@ void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
 
 class AttentionOp final : public Op {
  public:
-  explicit AttentionOp(AttentionAttributes attributes) : attributes_(std::move(attributes)) {}
+  explicit AttentionOp(AttentionAttributes attributes) : attributes_(std::move(attributes)), mask_(attributes_.mask) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     if (input_count != kTypedInputs + static_cast<int>(attributes_.operands.size())) {
@@ -222,7 +222,7 @@ class AttentionOp final : public Op {
       if (tensor.dtype == DType::kUndefined) return Status();  // not constant: parsed in each run
       tables.emplace_back(attributes_.operands[i], tensor);
     }
-    return MakeAttentionMask(attributes_.mask, tables, &mask_);
+    return mask_.Fix(tables);
   }
 
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
@@ -243,12 +243,12 @@ class AttentionOp final : public Op {
         !std::equal(expected.dims, expected.dims + expected.rank, outputs[0].dims)) {
       return Status::Error("output has shape " + ShapeText(outputs[0]) + ", expected " + ShapeText(expected));
     }
-    std::shared_ptr<const AttentionMask> mask = mask_;
     std::vector<std::pair<std::string, Tensor>> given;
     for (size_t i = 0; i < attributes_.operands.size(); ++i) {
       given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
     }
-    if (mask == nullptr) STOF_RETURN_IF_ERROR(MakeAttentionMask(attributes_.mask, given, &mask));
+    std::shared_ptr<const AttentionMask> mask;
+    STOF_RETURN_IF_ERROR(mask_.Get(given, &mask));
     const ExprSizes sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
     if (sizes.P < 0) {
       return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
@@ -351,7 +351,8 @@ class AttentionOp final : public Op {
       if (parts.pad) args->pad = bytes;
     }
     if (pad_seen && !parts.pad && !ReadsPad(parts.dynamic)) {
-      return Status::Error("operand pad is given, but the mask does not read pad[b, k]: add it, or name the role unused");
+      return Status::Error(
+          "operand pad is given, but the mask does not read pad[b, k]: add it, or name the role unused");
     }
     if (parts.pad && !pad_seen) return Status::Error("the mask reads pad, but no operand has that role");
     return Status();
@@ -382,7 +383,7 @@ class AttentionOp final : public Op {
   }
 
   AttentionAttributes attributes_;
-  std::shared_ptr<const AttentionMask> mask_;  // null while tables are not known to be constant
+  AttentionMaskSource mask_;
 };
 
 std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int) {

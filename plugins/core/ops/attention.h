@@ -32,13 +32,29 @@ struct AttentionAttributes {
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
 
-// An expression ready to run: its parts and the key of the block mask cache.
+// An expression ready to run: its parts, the key of the block mask cache, and the tables it was made of.
 struct AttentionMask {
   MaskParts parts;
   uint64_t fixed_hash = 0;
+  ExprOperands tables;
 };
 using Tables = std::vector<std::pair<std::string, Tensor>>;
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
+
+// The mask of an operator, parsed once: at creation where its tables are constant, else in the first run, and again
+// only when a run brings other tables.
+class AttentionMaskSource {
+ public:
+  explicit AttentionMaskSource(std::string text) : text_(std::move(text)) {}
+  Status Fix(const Tables& tables);  // these, for ever
+  Status Get(const Tables& given, std::shared_ptr<const AttentionMask>* mask) const;
+
+ private:
+  std::string text_;
+  bool fixed_ = false;
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<const AttentionMask> last_;
+};
 
 // The dynamic part bound to one run's operands. Evaluators hold scratch, so tiles of different threads take turns at a
 // small stock of them.

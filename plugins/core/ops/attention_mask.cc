@@ -11,7 +11,36 @@ Status MakeAttentionMask(const std::string& text, const Tables& tables, std::sha
   STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
   made->parts = SplitMask(expr);
   made->fixed_hash = made->parts.fixed.Hash();
+  for (const auto& operand : expr.operands()) {
+    if (operand->table) made->tables.push_back(operand);
+  }
   *mask = std::move(made);
+  return Status();
+}
+
+Status AttentionMaskSource::Fix(const Tables& tables) {
+  fixed_ = true;
+  return MakeAttentionMask(text_, tables, &last_);
+}
+
+Status AttentionMaskSource::Get(const Tables& given, std::shared_ptr<const AttentionMask>* mask) const {
+  if (fixed_) {
+    *mask = last_;
+    return Status();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    *mask = last_;
+  }
+  const auto same = [&given](const auto& table) {
+    return std::any_of(given.begin(), given.end(), [&table](const auto& entry) {
+      return entry.first == table->name && TableHolds(*table, entry.second);
+    });
+  };
+  if (*mask != nullptr && std::all_of((*mask)->tables.begin(), (*mask)->tables.end(), same)) return Status();
+  STOF_RETURN_IF_ERROR(MakeAttentionMask(text_, given, mask));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  last_ = *mask;
   return Status();
 }
 
