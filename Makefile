@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+PYTHON ?= python3
+.PHONY: quickstart test test-all wheel clean
+
+quickstart:
+	bash tools/quickstart.sh $(PYTHON)
+
+test:
+	bash tools/test.sh $(PYTHON)
+
+test-all:
+	STOF_TEST_ALL=1 bash tools/test.sh $(PYTHON)
+
+wheel:
+	bash tools/wheel.sh $(PYTHON)
+
+clean:
+	rm -rf build dist .venv .venv-test .venv-wheel

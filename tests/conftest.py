@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures: narrow graphs that real exporters wrote, filled with seeded weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
+import build
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes ``narrow/<name>`` into a fresh folder and returns its path."""
+
+    def make(name: str) -> Path:
+        path = tmp_path / "model.onnx"
+        onnx.save(build.fill(build.load_graph(f"narrow/{name}"), seed=1), str(path))
+        return path
+
+    return make

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times an original and an optimized model in turns, in one process, and compares their outputs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import numpy as np
+import onnxruntime as ort
+
+import stof
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("original")
+    parser.add_argument("optimized")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    sessions = []
+    for path in (arguments.original, arguments.optimized):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = arguments.threads
+        stof.register(options)
+        sessions.append(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 90, (1, arguments.length))
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    best = [float("inf")] * 2
+    outputs = []
+    for number in range(arguments.rounds + 1):
+        for i, session in enumerate(sessions):
+            start = time.perf_counter()
+            result = session.run(None, feeds)[0]
+            if number == 0:
+                outputs.append(result)  # the first round warms up
+            else:
+                best[i] = min(best[i], time.perf_counter() - start)
+    difference = float(np.abs(outputs[0] - outputs[1]).max())
+    print(f"length {arguments.length}, {arguments.threads} threads, best of {arguments.rounds} interleaved runs:")
+    print(f"  original   {best[0] * 1e3:9.1f} ms")
+    print(f"  optimized  {best[1] * 1e3:9.1f} ms   {best[0] / best[1]:.2f}x, largest difference {difference:.1e}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
