@@ -49,6 +49,13 @@ const cpu::Kernels& KernelsOf(CpuIsa isa) {
   return cpu::portable::kKernels;
 }
 
+// Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a register
+// block of kStrip rows would stay half empty.
+constexpr int64_t kDirectRows = 4;
+// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the last
+// of them has read it; else it only has to be long against the few hundred bytes that a part is.
+constexpr int64_t kSharedChunk = 512, kChunk = 2048;
+
 cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
   cpu::Problem problem;
   problem.args = &args;
@@ -57,84 +64,171 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
   problem.tile_rows = (args.S + config.m - 1) / config.m;
   problem.key_tiles = (args.T + config.n - 1) / config.n;
   problem.panels = (args.T + cpu::kPanel - 1) / cpu::kPanel;
+  problem.direct = args.S <= kDirectRows && args.S <= config.m;
+  if (problem.direct) {
+    const int64_t chunk = args.H > args.G ? kSharedChunk : kChunk;
+    problem.chunk_tiles = std::max<int64_t>(1, chunk / config.n);
+    problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
+    problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
+  }
   return problem;
 }
 
+int64_t Items(const cpu::Problem& problem) {
+  const AttentionArgs& args = *problem.args;
+  return problem.direct ? args.B * args.G * problem.chunks : args.B * args.H * problem.tile_rows;
+}
+
 struct Layout {
-  int64_t keys = 0, pad = 0, order = 0, scratch = 0, total = 0;  // byte offsets
+  int64_t pad = 0, order = 0, keys = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
   int64_t scratch_each = 0;
 };
 
 Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int threads) {
-  const AttentionArgs& a = *problem.args;
+  const AttentionArgs& args = *problem.args;
   Layout layout;
-  int64_t at = RoundUp(a.B * a.G * problem.panels * a.D * cpu::kPanel * 4, kLine);
-  layout.pad = at;
-  if (a.pad != nullptr) at += RoundUp(a.B * problem.key_tiles * problem.n / 8, kLine);
-  layout.order = at;
-  at += RoundUp(a.B * a.H * problem.tile_rows * 8, kLine);
-  layout.scratch = at;
+  const auto take = [&layout](int64_t bytes) {
+    const int64_t at = layout.total;
+    layout.total += RoundUp(bytes, kLine);
+    return at;
+  };
+  if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
+  if (problem.direct) {
+    if (problem.chunks > 1) layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
+  } else {
+    layout.order = take(Items(problem) * 4);
+    layout.keys = take(args.B * args.G * problem.panels * args.D * cpu::kPanel * 4);
+  }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
-  layout.total = at + layout.scratch_each * threads;
+  layout.scratch = take(layout.scratch_each * threads);
   return layout;
 }
 
 void FillPadBits(const cpu::Problem& problem, uint32_t* bits) {
-  const AttentionArgs& a = *problem.args;
+  const AttentionArgs& args = *problem.args;
   const int64_t words = problem.key_tiles * problem.n / 32;
-  std::fill(bits, bits + a.B * words, 0u);
-  for (int64_t b = 0; b < a.B; ++b) {
-    for (int64_t k = 0; k < a.T; ++k) {
-      bits[b * words + k / 32] |= static_cast<uint32_t>(a.pad[b * a.T + k] != 0) << (k % 32);
+  for (int64_t b = 0; b < args.B; ++b) {
+    const uint8_t* pad = args.pad + b * args.T;
+    for (int64_t w = 0; w < words; ++w) {
+      uint32_t word = 0;
+      for (int64_t k = 32 * w; k < std::min(32 * w + 32, args.T); ++k) word |= uint32_t{pad[k] != 0} << (k - 32 * w);
+      bits[b * words + w] = word;
     }
   }
 }
 
-// Items by falling number of tiles, so that the longest do not start last.
-void SortItems(const cpu::Problem& problem, int64_t* order) {
-  const AttentionArgs& a = *problem.args;
-  const int64_t count = a.B * a.H * problem.tile_rows;
-  for (int64_t i = 0; i < count; ++i) order[i] = i;
-  if (a.mask == nullptr) return;
-  const BlockMask& mask = *a.mask;
-  const auto cost = [&](int64_t item) {
-    const int64_t h = item / problem.tile_rows % a.H;
-    const int64_t b = item / problem.tile_rows / a.H;
-    const int64_t row = int64_t{mask.TableOf(b, h)} * mask.rows + item % problem.tile_rows;
-    return mask.row_ptr[row + 1] - mask.row_ptr[row];
+// Items by falling cost, so that the longest do not start last; equal ones in their order, so that neighbours find keys
+// and values in the cache. A counting sort: 64 classes of cost are as good as all.
+void SortItems(const cpu::Problem& problem, uint32_t* order) {
+  const AttentionArgs& args = *problem.args;
+  const int64_t count = Items(problem);
+  if (args.mask == nullptr) {
+    for (int64_t i = 0; i < count; ++i) order[i] = static_cast<uint32_t>(i);
+    return;
+  }
+  const BlockMask& mask = *args.mask;
+  const int64_t words = problem.n / 32;
+  const auto present = [&](int64_t b, int64_t tile) {
+    if (problem.pad_bits == nullptr) return true;
+    const uint32_t* bits = problem.pad_bits + (b * problem.key_tiles + tile) * words;
+    return std::any_of(bits, bits + words, [](uint32_t word) { return word != 0; });
   };
-  std::stable_sort(order, order + count, [&](int64_t x, int64_t y) { return cost(x) > cost(y); });
+  const auto cost = [&](int64_t item) {
+    const int64_t h = item / problem.tile_rows % args.H;
+    const int64_t b = item / problem.tile_rows / args.H;
+    const int64_t row = int64_t{mask.TableOf(b, h)} * mask.rows + item % problem.tile_rows;
+    // A partial tile leaves out the panels without a pair: on average half as much work.
+    int64_t sum = 0;
+    if (problem.pad_bits == nullptr) {
+      sum = mask.row_ptr[row + 1] - mask.row_ptr[row] + mask.row_ptr[row + 1] - mask.full_begin[row];
+    } else {
+      for (int64_t i = mask.row_ptr[row]; i < mask.row_ptr[row + 1]; ++i) {
+        if (present(b, mask.key_tile[i])) sum += i < mask.full_begin[row] ? 1 : 2;
+      }
+    }
+    return sum;
+  };
+  constexpr int64_t kClasses = 64;
+  const int64_t unit = 2 * problem.key_tiles / kClasses + 1;
+  int64_t begin[kClasses + 1] = {};
+  const auto slot = [&](int64_t item) { return kClasses - 1 - std::min(kClasses - 1, cost(item) / unit); };
+  for (int64_t i = 0; i < count; ++i) ++begin[slot(i) + 1];
+  for (int64_t c = 0; c < kClasses; ++c) begin[c + 1] += begin[c];
+  for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
 }
 
+// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend on
+// the worker that takes it.
 struct Job {
-  const cpu::Problem* problem;
-  const cpu::Kernels* kernels;
+  const cpu::Problem& problem;
+  const cpu::Kernels& kernels;
   char* scratch;
   int64_t scratch_each;
-  const int64_t* order;
-  int64_t count;
-  int64_t step;
+  const uint32_t* order;
+  int64_t count = 0;
+  int64_t step = 1;
+  void (*work)(const Job& job, int64_t first, int64_t last, void* scratch) = nullptr;
   std::atomic<int64_t> next{0};
 };
 
-void PackSome(void* user, size_t worker) {
+void RunWorker(void* user, size_t worker) {
   Job& job = *static_cast<Job*>(user);
-  char* scratch = job.scratch + static_cast<int64_t>(worker) * job.scratch_each;
-  for (;;) {
-    const int64_t first = job.next.fetch_add(job.step, std::memory_order_relaxed);
-    if (first >= job.count) return;
-    job.kernels->pack(*job.problem, first, std::min(job.count, first + job.step), scratch);
+  void* scratch = job.scratch + static_cast<int64_t>(worker) * job.scratch_each;
+  int64_t first = job.next.fetch_add(job.step, std::memory_order_relaxed);
+  if (first >= job.count) return;
+  job.kernels.prepare(job.problem, scratch);
+  for (; first < job.count; first = job.next.fetch_add(job.step, std::memory_order_relaxed)) {
+    job.work(job, first, std::min(job.count, first + job.step), scratch);
   }
 }
 
-void AttendSome(void* user, size_t worker) {
-  Job& job = *static_cast<Job*>(user);
-  char* scratch = job.scratch + static_cast<int64_t>(worker) * job.scratch_each;
-  for (;;) {
-    const int64_t i = job.next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= job.count) return;
-    job.kernels->tile_row(*job.problem, job.order[i], scratch);
+void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
+         void (*work)(const Job& job, int64_t first, int64_t last, void* scratch)) {
+  job->count = count;
+  job->step = step;
+  job->work = work;
+  job->next = 0;
+  const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), (count + step - 1) / step);
+  if (workers <= 1 || parallel.run == nullptr) {
+    if (workers > 0) RunWorker(job, 0);
+  } else {
+    parallel.run(parallel.self, RunWorker, static_cast<size_t>(workers), job);
   }
+}
+
+void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
+  job.kernels.pack(job.problem, first, last, scratch);
+}
+void AttendRows(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.tile_row(job.problem, job.order[i], scratch);
+}
+void AttendChunks(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.chunk(job.problem, i, scratch);
+}
+void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.join(job.problem, i, scratch);
+}
+
+bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
+
+Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
+  if (!Supports(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
+  if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
+    return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n));
+  }
+  if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
+    return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
+  }
+  if (args.D < 1 || args.D > 256 || args.Dv < 1 || args.Dv > 256) return Status::Error("head sizes are 1 to 256");
+  if (args.B < 0 || args.S < 0 || args.T < 0 || args.G < 1 || args.H % args.G != 0) {
+    return Status::Error("H must be a multiple of G, and sizes not negative");
+  }
+  if (args.B * args.H * ((args.S + config.m - 1) / config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
+  if (args.mask != nullptr && (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S ||
+                               args.mask->T != args.T)) {
+    return Status::Error("the block mask was built for another tile or other sizes");
+  }
+  return Status();
 }
 
 }  // namespace
@@ -148,6 +242,10 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
   config.n = 64;
+  if (args.S <= kDirectRows) {
+    config.m = static_cast<int>(std::max<int64_t>(1, args.S));
+    return config;
+  }
   // Whole strips. Fewer rows where there would not be a few items for each thread.
   config.m = 96;
   while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
@@ -155,49 +253,37 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 }
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
-  return static_cast<size_t>(MakeLayout(MakeProblem(args, config), KernelsOf(config.isa), threads).total);
+  if (!Check(args, config).ok()) return 0;
+  return static_cast<size_t>(MakeLayout(MakeProblem(args, config), KernelsOf(config.isa), std::max(1, threads)).total);
 }
 
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel) {
-  if (args.mask != nullptr && (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S ||
-                               args.mask->T != args.T)) {
-    return Status::Error("the block mask was built for another tile or other sizes");
-  }
-  if (!Supports(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
-  const int threads = std::max(1, parallel.threads);
+  STOF_RETURN_IF_ERROR(Check(args, config));
+  if (args.B == 0 || args.H == 0 || args.S == 0) return Status();
   const cpu::Kernels& kernels = KernelsOf(config.isa);
   cpu::Problem problem = MakeProblem(args, config);
+  const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, kernels, threads);
-  auto* base = static_cast<char*>(workspace);
-  problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
+  char* base = static_cast<char*>(workspace);
   if (args.pad != nullptr) {
-    auto* bits = reinterpret_cast<uint32_t*>(base + layout.pad);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(base + layout.pad);
     FillPadBits(problem, bits);
     problem.pad_bits = bits;
   }
-  auto* order = reinterpret_cast<int64_t*>(base + layout.order);
+  uint32_t* order = reinterpret_cast<uint32_t*>(base + layout.order);
+  Job job{problem, kernels, base + layout.scratch, layout.scratch_each, order};
+  if (problem.direct) {
+    if (problem.chunks > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
+    Run(&job, Items(problem), 1, parallel, AttendChunks);
+    if (problem.chunks > 1) Run(&job, args.B * args.H * args.S, 1, parallel, Join);
+    return Status();
+  }
+  problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
   SortItems(problem, order);
-
-  Job pack;
-  pack.problem = &problem;
-  pack.kernels = &kernels;
-  pack.scratch = base + layout.scratch;
-  pack.scratch_each = layout.scratch_each;
-  pack.order = nullptr;
-  pack.count = args.B * args.G * problem.panels;
-  pack.step = std::max<int64_t>(1, std::min<int64_t>(16, pack.count / (4 * int64_t{threads})));
-  parallel.run(parallel.self, PackSome, static_cast<size_t>(threads), &pack);
-
-  Job attend;
-  attend.problem = &problem;
-  attend.kernels = &kernels;
-  attend.scratch = pack.scratch;
-  attend.scratch_each = pack.scratch_each;
-  attend.order = order;
-  attend.count = args.B * args.H * problem.tile_rows;
-  attend.step = 1;
-  parallel.run(parallel.self, AttendSome, static_cast<size_t>(threads), &attend);
+  const int64_t panels = args.B * args.G * problem.panels;
+  Run(&job, panels, std::max<int64_t>(1, std::min<int64_t>(64, panels / (4 * int64_t{threads}))), parallel, Pack);
+  Run(&job, Items(problem), 1, parallel, AttendRows);
   return Status();
 }
 

@@ -1,0 +1,591 @@
+// SPDX-License-Identifier: Apache-2.0
+// One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
+// Included once per instruction set, after its Simd.
+#ifndef STOF_CPU_ATTENTION_ROWS_H_
+#define STOF_CPU_ATTENTION_ROWS_H_
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/attention.h"
+#include "cpu/attention_block.h"
+#include "cpu/convert.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+constexpr float kInf = __builtin_inff();
+// Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
+// keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
+constexpr int kGroup = 4;
+// The running maximum is raised only when a score exceeds it by 2^8; weights stay below 256, and the output is rescaled
+// a few times per row instead of at every new maximum.
+constexpr float kSlack = 8.0f;
+
+// The memory of one worker.
+struct Scratch {
+  Scratch(const Problem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
+    const AttentionArgs& args = *problem.args;
+    const int64_t rows = problem.direct ? problem.m : RoundUp(problem.m, kStrip);
+    const int64_t words = problem.n / 32;
+    ldq = RoundUp(args.D, kPanel);
+    ldo = RoundUp(args.Dv, kPanel);
+    mean_of = Take<int64_t>(1);
+    q = Take<float>(rows * ldq);
+    o = Take<float>(rows * ldo);
+    s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
+    max = Take<float>(rows);
+    sum = Take<float>(rows * kWidth);
+    bias = Take<float>(problem.n);
+    row = Take<float>(ldo);
+    mean = Take<float>(ldo);
+    empty = Take<uint8_t>(rows);
+    words_joined = Take<uint32_t>(problem.m * words);
+    words_dynamic = Take<uint32_t>(problem.m * words);
+    words_tail = Take<uint32_t>(words);
+    copy_values = args.dtype != DType::kF32 || args.Dv % kWidth != 0;
+    copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    values = Take<float>(copy_values ? problem.n * ldo : 0);
+    keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
+    size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
+  }
+
+  int64_t ldq, ldo;
+  int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
+  float *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
+  uint8_t* empty;
+  uint32_t *words_joined, *words_dynamic, *words_tail;
+  bool copy_values, copy_keys;
+  size_t size;
+
+ private:
+  template <typename T>
+  T* Take(int64_t count) {
+    T* result = reinterpret_cast<T*>(bytes_);
+    bytes_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
+    return result;
+  }
+  char* bytes_;
+};
+
+// The keys that exist in the last key tile.
+inline void FillTailWords(const Problem& problem, uint32_t* words) {
+  const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
+  for (int64_t w = 0; w < problem.n / 32; ++w) {
+    const int64_t keys = tail - 32 * w;
+    words[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
+  }
+}
+
+inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
+    for (int64_t d = size; d < ld; ++d) to[i * ld + d] = 0.0f;
+  }
+}
+
+template <bool kDirect>
+class Worker {
+  static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
+  static constexpr int kStrips = kDirect ? 1 : kGroup;
+
+ public:
+  Worker(const Problem& problem, void* scratch)
+      : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
+
+  void Begin(int64_t b, int64_t h, int64_t row0, int64_t rows) {
+    b_ = b;
+    h_ = h;
+    g_ = h / (args_.H / args_.G);
+    row0_ = row0;
+    rows_ = static_cast<int>(rows);
+    keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
+    values_ = static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
+    if (!kDirect) packed_ = problem_.packed_keys + (b * args_.G + g_) * problem_.panels * args_.D * kPanel;
+    LoadQueries();
+    Clear();
+  }
+
+  // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
+  void Sweep(int64_t first, int64_t last, bool unmasked) {
+    const BlockMask* mask = args_.mask;
+    if (mask == nullptr || unmasked) {
+      for (int64_t tile = first; tile < last; ++tile) Tile(tile, nullptr, unmasked);
+      return;
+    }
+    const int64_t row = static_cast<int64_t>(mask->TableOf(b_, h_)) * mask->rows + row0_ / problem_.m;
+    const int32_t* tiles = mask->key_tile.data();
+    const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
+    const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
+    for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
+      Tile(tiles[i], mask->bits.data() + mask->bits_id[i] * words, false);
+    }
+    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i) Tile(tiles[i], nullptr, false);
+  }
+
+  // Writes the rows; those without a key by the policy.
+  void Finish() {
+    bool all = false;
+    for (int r = 0; r < rows_; ++r) {
+      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+      scratch_.empty[r] = sum == 0.0f;
+      if (sum != 0.0f) {
+        WriteRow(r, 1.0f / sum);
+      } else if (args_.empty_rows == EmptyRows::kAll) {
+        all = true;
+      } else {
+        WriteEmptyRow(r);
+      }
+    }
+    if (!all) return;
+    Clear();
+    Sweep(0, problem_.key_tiles, true);
+    for (int r = 0; r < rows_; ++r) {
+      if (!scratch_.empty[r]) continue;
+      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+      WriteRow(r, sum == 0.0f ? 0.0f : 1.0f / sum);  // 0 only without any key at all
+    }
+  }
+
+  // Direct: one row's maximum, sum and output, not divided.
+  void StorePartial(int r, float* to) {
+    to[0] = scratch_.max[r];
+    to[1] = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+    for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
+  }
+  // Direct: the state of row 0 from the parts, in their order.
+  void JoinPartials(const float* parts, int64_t count, int64_t stride) {
+    float max = -kInf;
+    for (int64_t i = 0; i < count; ++i) max = parts[i * stride] > max ? parts[i * stride] : max;
+    for (int64_t i = 0; i < count; ++i) {
+      const float* part = parts + i * stride;
+      // A part without a maximum holds zeros, or NaN, which has to stay.
+      const float scale = part[0] == -kInf || part[0] == max ? 1.0f : Exp2Scalar(part[0] - max);
+      scratch_.sum[0] += part[1] * scale;
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += part[2 + d] * scale;
+    }
+    scratch_.max[0] = max;
+  }
+
+ private:
+  static int64_t LowerBound(const int32_t* tiles, int64_t first, int64_t last, int64_t tile) {
+    while (first < last) {
+      const int64_t middle = (first + last) / 2;
+      if (tiles[middle] < tile) {
+        first = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    return first;
+  }
+  static float Exp2Scalar(float x) {
+    float lanes[kWidth];
+    Simd::Store(lanes, Exp2(Simd::Set1(x)));
+    return lanes[0];
+  }
+
+  int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
+
+  void LoadQueries() {
+    // Scores come out in units of log2, or for softcap as 2 log2(e) times the argument of tanh.
+    const float scale = args_.softcap > 0.0f ? args_.scale / args_.softcap * (2.0f * kLog2E) : args_.scale * kLog2E;
+    const char* query = static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
+    const V factor = Simd::Set1(scale);
+    for (int r = 0; r < PaddedRows(); ++r) {
+      float* to = scratch_.q + r * scratch_.ldq;
+      int64_t d = 0;
+      if (r < rows_) {
+        ToFloats(query + item_size_ * (row0_ + r) * args_.query_stride.s, args_.dtype, args_.D, to);
+        d = args_.D;
+      }
+      for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
+      for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(to + d), factor));
+    }
+  }
+
+  void Clear() {
+    const V zero = Simd::Set1(0.0f);
+    for (int r = 0; r < PaddedRows(); ++r) {
+      scratch_.max[r] = -kInf;
+      Simd::Store(scratch_.sum + r * kWidth, zero);
+      for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
+    }
+  }
+
+  // ---- masks ----
+  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr: everything.
+  bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
+    const int64_t count = problem_.n / 32;
+    const uint32_t* sources[3];
+    int64_t strides[3];
+    int used = 0;
+    if (bits != nullptr) {
+      sources[used] = bits;
+      strides[used++] = count;
+    }
+    const bool beyond = (tile + 1) * problem_.n > args_.T;
+    if (problem_.pad_bits != nullptr && !unmasked) {
+      const uint32_t* pad = problem_.pad_bits + (b_ * problem_.key_tiles + tile) * count;
+      uint32_t any = 0, all = ~0u;
+      for (int64_t w = 0; w < count; ++w) {
+        any |= pad[w];
+        all &= pad[w];
+      }
+      if (any == 0) return false;
+      if (all != ~0u) {
+        sources[used] = pad;
+        strides[used++] = 0;
+      }
+    } else if (beyond && bits == nullptr) {
+      sources[used] = scratch_.words_tail;
+      strides[used++] = 0;
+    }
+    if (args_.dynamic != nullptr && !unmasked) {
+      const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n,
+                                           scratch_.words_dynamic);
+      if (kind == 0) return false;
+      if (kind == 1) {
+        sources[used] = scratch_.words_dynamic;
+        strides[used++] = count;
+      }
+    }
+    words_ = used == 0 ? nullptr : sources[0];
+    word_stride_ = used == 0 ? 0 : strides[0];
+    if (used < 2) return true;
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t w = 0; w < count; ++w) {
+        uint32_t word = sources[0][r * strides[0] + w] & sources[1][r * strides[1] + w];
+        if (used == 3) word &= sources[2][r * strides[2] + w];
+        scratch_.words_joined[r * count + w] = word;
+      }
+    }
+    words_ = scratch_.words_joined;
+    word_stride_ = count;
+    return true;
+  }
+
+  // What a strip does in a tile.
+  struct Strip {
+    int row = 0;           // first of its rows in the row tile
+    int run_count = 0;
+    uint32_t active = 0;   // panels in which one of its rows may attend a key
+    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
+    Run runs[kMaxTileKeys / kPanel / 2 + 1];
+  };
+
+  void FindPanels(int keys, Strip* strip) const {
+    const int panels = (keys + kPanel - 1) / kPanel;
+    strip->partial = 0;
+    if (words_ == nullptr) {
+      strip->active = (1u << panels) - 1u;
+      strip->run_count = 1;
+      strip->runs[0].first = 0;
+      strip->runs[0].last = keys;
+      return;
+    }
+    strip->active = 0;
+    const int last = static_cast<int>(Least(strip->row + kRows, rows_));
+    for (int w = 0; w < problem_.n / 32; ++w) {
+      uint32_t any = 0, all = ~0u;
+      for (int r = strip->row; r < last; ++r) {
+        const uint32_t word = words_[r * word_stride_ + w];
+        any |= word;
+        all &= word;
+      }
+      strip->active |= ((any & 0xffffu) != 0 ? 1u : 0u) << (2 * w) | ((any >> 16) != 0 ? 2u : 0u) << (2 * w);
+      strip->partial |= ((all & 0xffffu) != 0xffffu ? 1u : 0u) << (2 * w) | ((all >> 16) != 0xffffu ? 2u : 0u) << (2 * w);
+    }
+    strip->partial &= strip->active;
+    strip->run_count = 0;
+    for (int p = 0; p < panels;) {
+      if ((strip->active >> p & 1u) == 0) {
+        ++p;
+        continue;
+      }
+      Run* run = &strip->runs[strip->run_count++];
+      run->first = p * kPanel;
+      while (p < panels && (strip->active >> p & 1u) != 0) ++p;
+      run->last = static_cast<int>(Least(p * kPanel, keys));
+    }
+  }
+
+  // ---- a tile ----
+  void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
+    if (!FindMask(tile, bits, unmasked)) return;
+    const int64_t key0 = tile * problem_.n;
+    const int keys = static_cast<int>(Least(problem_.n, args_.T - key0));
+    const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
+    int64_t ldv = args_.value_stride.s;
+    if (scratch_.copy_values) {
+      CopyRows(values_ + item_size_ * key0 * args_.value_stride.s, args_.dtype, args_.value_stride.s, keys, args_.Dv,
+               scratch_.ldo, scratch_.values);
+      values = scratch_.values;
+      ldv = scratch_.ldo;
+    }
+    const float* direct_keys = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
+    int64_t ldk = args_.key_stride.s;
+    if (kDirect && scratch_.copy_keys) {
+      CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
+               scratch_.ldq, scratch_.keys);
+      direct_keys = scratch_.keys;
+      ldk = scratch_.ldq;
+    }
+    for (int first = 0; first < rows_; first += kStrips * kRows) {
+      Strip strips[kStrips];
+      int count = 0;
+      for (int row = first; row < rows_ && row < first + kStrips * kRows; row += kRows) {
+        strips[count].row = row;
+        FindPanels(keys, &strips[count]);
+        count += strips[count].active != 0;
+      }
+      if (count == 0) continue;
+      if (kDirect) {
+        DirectScores(strips[0], direct_keys, ldk);
+      } else {
+        PackedScores(strips, count, tile);
+      }
+      for (int i = 0; i < count; ++i) {
+        float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
+        Adjust(strips[i], s, key0, keys, unmasked);
+        Softmax(strips[i], s);
+      }
+      Values(strips, count, values, ldv);
+    }
+  }
+
+  void PackedScores(const Strip* strips, int count, int64_t tile) const {
+    const int64_t stride = args_.D * kPanel;
+    const int64_t ldq = scratch_.ldq, lds = problem_.n;
+    const int panels = problem_.n / kPanel;
+    const float* keys = packed_ + tile * panels * stride;
+    constexpr int kBlockKeys = kVectors * kWidth;
+    constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
+    for (int p = 0; p < panels; p += kBlockPanels) {
+      for (int i = 0; i < count; ++i) {
+        const uint32_t active = strips[i].active >> p & ((1u << kBlockPanels) - 1u);
+        if (active == 0) continue;
+        const float* q = scratch_.q + strips[i].row * ldq;
+        float* s = scratch_.s + i * kRows * lds + p * kPanel;
+        const float* k = keys + p * stride;
+        if constexpr (kBlockPanels == 1) {
+          for (int c = 0; c < kPanel; c += kBlockKeys) {
+            Scores<kVectors>(q, ldq, args_.D, k + c, stride, s + c, lds);
+          }
+        } else {
+          for (int at = 0; at < kBlockPanels;) {
+            const uint32_t rest = active >> at;
+            if ((rest & 1u) == 0) {
+              ++at;
+              continue;
+            }
+            const int run = __builtin_ctz(~rest);
+            const float* from = k + at * stride;
+            float* to = s + at * kPanel;
+            if (run == 4) Scores<4>(q, ldq, args_.D, from, stride, to, lds);
+            if (run == 3) Scores<3>(q, ldq, args_.D, from, stride, to, lds);
+            if (run == 2) Scores<2>(q, ldq, args_.D, from, stride, to, lds);
+            if (run == 1) Scores<1>(q, ldq, args_.D, from, stride, to, lds);
+            at += run;
+          }
+        }
+      }
+    }
+  }
+
+  void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const {
+    const float* q = scratch_.q + strip.row * scratch_.ldq;
+    const int64_t size = RoundUp(args_.D, kWidth);
+    for (int i = 0; i < strip.run_count; ++i) {
+      int k = strip.runs[i].first;
+      for (; k + 8 <= strip.runs[i].last; k += 8) {
+        V sum[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) sum[j] = Simd::Set1(0.0f);
+        for (int64_t d = 0; d < size; d += kWidth) {
+          const V x = Simd::Load(q + d);
+#pragma GCC unroll 8
+          for (int j = 0; j < 8; ++j) sum[j] = Simd::Fma(x, Simd::Load(keys + (k + j) * ldk + d), sum[j]);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) scratch_.s[k + j] = Simd::ReduceAdd(sum[j]);
+      }
+      for (; k < strip.runs[i].last; ++k) {
+        V sum = Simd::Set1(0.0f);
+        for (int64_t d = 0; d < size; d += kWidth) sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
+        scratch_.s[k] = Simd::ReduceAdd(sum);
+      }
+      for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
+    }
+  }
+
+  // Softcap, bias and mask.
+  void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const {
+    const V forbidden = Simd::Set1(-kInf);
+    const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+    if (args_.softcap > 0.0f) {
+      const V cap = Simd::Set1(args_.softcap * kLog2E);
+      for (int r = 0; r < rows; ++r) {
+        ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
+          Simd::Store(at, Simd::Mul(cap, TanhFromExponent(Simd::Load(at))));
+        });
+      }
+    }
+    if (args_.bias != nullptr) {
+      const V lowest = Simd::Set1(-FLT_MAX), log2e = Simd::Set1(kLog2E);
+      for (int r = 0; r < rows; ++r) {
+        LoadBias(row0_ + strip.row + r, key0, keys);
+        ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
+          const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
+          // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
+          const V sum = Simd::Add(x, Simd::Max(lowest, Simd::Mul(bias, log2e)));
+          Simd::Store(at, Simd::WhereEqual(bias, forbidden, unmasked ? x : forbidden, sum));
+        });
+      }
+    }
+    for (uint32_t left = strip.partial; left != 0; left &= left - 1u) {
+      const int column = __builtin_ctz(left) * kPanel;
+      for (int r = 0; r < rows; ++r) {
+        const uint32_t word = words_[(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
+        float* at = s + r * problem_.n + column;
+        for (int c = 0; c < kPanel; c += kWidth) Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
+      }
+    }
+  }
+
+  template <typename F>
+  void ForEachVector(const Strip& strip, float* s, F f) const {
+    for (int i = 0; i < strip.run_count; ++i) {
+      for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) f(s + c, c);
+    }
+  }
+
+  void LoadBias(int64_t row, int64_t key0, int keys) const {
+    const int64_t at = b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
+    float* to = scratch_.bias;
+    if (args_.bias_stride_k == 1) {
+      ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);
+    } else {
+      for (int k = 0; k < keys; ++k) to[k] = ToFloat(args_.bias, args_.bias_dtype, at + k * args_.bias_stride_k);
+    }
+    for (int k = keys; k % kPanel != 0; ++k) to[k] = 0.0f;
+  }
+
+  // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow.
+  void Softmax(const Strip& strip, float* s) {
+    V high[kRows];
+    float* max = scratch_.max + strip.row;
+    auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
+    for (int r = 0; r < kRows; ++r) {
+      V x = Simd::Set1(-kInf);
+      ForEachVector(strip, s + r * problem_.n, [&](const float* at, int) { x = Simd::Max(x, Simd::Load(at)); });
+      high[r] = x;
+      exceeded = Simd::Or(exceeded, Simd::Greater(x, Simd::Set1(max[r] + kSlack)));
+    }
+    if (Simd::Any(exceeded)) Rescale(strip, high);
+    for (int r = 0; r < kRows; ++r) {
+      float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
+      const V base = Simd::Set1(max[r] == -kInf ? 0.0f : max[r]);
+      V sum = Simd::Load(sum_at);
+      ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
+        const V p = Exp2(Simd::Sub(Simd::Load(at), base));
+        Simd::Store(at, p);
+        sum = Simd::Add(sum, p);
+      });
+      Simd::Store(sum_at, sum);
+    }
+  }
+
+  __attribute__((noinline)) void Rescale(const Strip& strip, const V* high) {
+    for (int r = 0; r < kRows; ++r) {
+      float* max = scratch_.max + strip.row + r;
+      const float old = *max, now = Simd::ReduceMax(high[r]);
+      if (!(now > old + kSlack)) continue;
+      const V scale = Simd::Set1(Exp2Scalar(old - now));
+      *max = now;
+      float* sum = scratch_.sum + (strip.row + r) * kWidth;
+      Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
+      float* o = scratch_.o + (strip.row + r) * scratch_.ldo;
+      for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(o + d, Simd::Mul(Simd::Load(o + d), scale));
+    }
+  }
+
+  void Values(const Strip* strips, int count, const float* values, int64_t ldv) const {
+    const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
+    constexpr int kBlock = kDirect ? 8 : kVectors;
+    for (int64_t d = 0; d < size; d += kBlock) {
+      const int64_t left = Least(kBlock, size - d);
+      for (int i = 0; i < count; ++i) {
+        const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
+        float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
+        AddBlock<kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+      }
+    }
+  }
+  template <int kBlock>
+  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const {
+    if (left == kBlock) {
+      AddValues<kRows, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
+    } else if constexpr (kBlock > 1) {
+      AddBlock<kBlock - 1>(left, p, strip, v, ldv, o);
+    }
+  }
+
+  // ---- output ----
+  char* OutputRow(int r) const {
+    return static_cast<char*>(args_.output) + item_size_ * (b_ * args_.output_stride.b + h_ * args_.output_stride.h +
+                                                            (row0_ + r) * args_.output_stride.s);
+  }
+  void WriteRow(int r, float factor) const {
+    const V scale = Simd::Set1(factor);
+    for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
+      Simd::Store(scratch_.row + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
+    }
+    FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+  }
+  void WriteEmptyRow(int r) {
+    if (args_.empty_rows == EmptyRows::kMean && args_.T > 0) {
+      FindMean();
+      FromFloats(scratch_.mean, args_.dtype, args_.Dv, OutputRow(r));
+      return;
+    }
+    const float value = args_.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.row[d] = value;
+    FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+  }
+  // Its scratch is the output of row 0, which has been written by now or is itself empty.
+  void FindMean() {
+    if (*scratch_.mean_of == b_ * args_.G + g_) return;
+    *scratch_.mean_of = b_ * args_.G + g_;
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
+    // In blocks, so that the rounding of a long sum stays near that of a short one.
+    for (int64_t first = 0; first < args_.T; first += 256) {
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
+      for (int64_t k = first; k < Least(first + 256, args_.T); ++k) {
+        ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
+        for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
+      }
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
+    }
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(args_.T);
+  }
+
+  const Problem& problem_;
+  const AttentionArgs& args_;
+  Scratch scratch_;
+  const int64_t item_size_;
+  int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
+  int rows_ = 0;
+  const char* keys_ = nullptr;
+  const char* values_ = nullptr;
+  const float* packed_ = nullptr;
+  const uint32_t* words_ = nullptr;
+  int64_t word_stride_ = 0;
+};
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_ROWS_H_
