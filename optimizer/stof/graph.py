@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX files and graphs: loading, looking around, saving.
-
-GraphSurgeon edits; what it loses (metadata, doc strings, local functions, annotations, inputs that are also initializers)
-is put back by transplanting its result into a copy of the original model.
-"""
+"""ONNX files and graphs: loading, looking around, saving."""
 
 from __future__ import annotations
 
+import filecmp
+import heapq
 import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 from onnx import TensorProto
 
 from stof.errors import ArgumentError, ModelError
@@ -39,7 +38,7 @@ class GraphIndex:
                 if name:
                     self._consumers[name].append(node)
         # Subgraphs of If and Loop read outer tensors without naming them as inputs.
-        self.captured = {name for node in graph.node for name in _captures(node)}
+        self.captured = {name for node in graph.node if node.attribute for name in _captures(node)}
 
     def producer(self, tensor: str) -> onnx.NodeProto | None:
         """The node that writes a tensor."""
@@ -50,24 +49,39 @@ class GraphIndex:
         return self._consumers.get(tensor, [])
 
 
+def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs in a node's attributes."""
+    found = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return found + [g for a in node.attribute for g in a.graphs]
+
+
 def _captures(node: onnx.NodeProto) -> set[str]:
+    """What the subgraphs of a node read, names of their own among it."""
     found: set[str] = set()
-    for attribute in node.attribute:
-        for graph in [attribute.g, *attribute.graphs] if attribute.HasField("g") or attribute.graphs else []:
-            for inner in graph.node:
-                found.update(inner.input)
-                found.update(_captures(inner))
+    for graph in subgraphs(node):
+        found.update(o.name for o in graph.output)
+        for inner in graph.node:
+            found.update(inner.input)
+            found |= _captures(inner)
     return found
+
+
+def node_tensors(node: onnx.NodeProto) -> set[str]:
+    """All tensor names in a node and its subgraphs."""
+    return {*node.input, *node.output, *(n for g in subgraphs(node) for i in g.node for n in node_tensors(i))} | {
+        o.name for g in subgraphs(node) for o in g.output
+    }
 
 
 def load(path: Path) -> onnx.ModelProto:
     """Reads a model without its external data.
 
     Raises:
+        ArgumentError: when there is no such file.
         ModelError: when it is no ONNX model or one that cannot be optimized, with what was found.
     """
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except FileNotFoundError:
         raise ArgumentError(f"{path} does not exist") from None
     except IsADirectoryError:
@@ -77,104 +91,180 @@ def load(path: Path) -> onnx.ModelProto:
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}") from None
     if not model.HasField("graph") or not model.opset_import:
-        raise ModelError(f"{path} is no ONNX model: it has no graph or no opset import")
+        raise ModelError(f"{path} is no ONNX model, or a truncated one: it has no graph or no opset import")
+    if not model.graph.node:
+        raise ModelError(f"{path} has a graph without nodes; export the model again")
     _check_opsets(path, model)
+    _check_edges(path, model.graph)
     _check_external(path, model)
     return model
 
 
 def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
-    local = {f.domain for f in model.functions}
-    for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx") and not SMALLEST_OPSET <= entry.version <= LARGEST_OPSET:
+    expected = f"{SMALLEST_OPSET} to {LARGEST_OPSET}"
+    standard = [e.version for e in model.opset_import if e.domain in ("", "ai.onnx")]
+    if not standard:
+        raise ModelError(f"{path} imports no opset of the standard domain, expected {expected}")
+    for version in standard:
+        if not SMALLEST_OPSET <= version <= LARGEST_OPSET:
             raise ModelError(
-                f"{path} has opset {entry.version}, expected {SMALLEST_OPSET} to {LARGEST_OPSET}; "
+                f"{path} has opset {version}, expected {expected}; "
                 "convert it with onnx.version_converter or export it again"
             )
-    if not any(e.domain in ("", "ai.onnx") for e in model.opset_import):
-        raise ModelError(f"{path} imports no opset of the standard domain, expected {SMALLEST_OPSET} to {LARGEST_OPSET}")
-    unknown = sorted({n.domain for n in model.graph.node} - _KNOWN_DOMAINS - local)
-    if unknown and not {e.domain for e in model.opset_import} >= set(unknown):
-        raise ModelError(f"{path} has nodes of domain {unknown[0]!r}, which it does not import")
+    known = _KNOWN_DOMAINS | {f.domain for f in model.functions} | {e.domain for e in model.opset_import}
+    for node in model.graph.node:
+        if node.domain not in known:
+            raise ModelError(f"{path}: {describe(node)} is of domain {node.domain!r}, which the model does not import")
+
+
+def _check_edges(path: Path, graph: onnx.GraphProto) -> None:
+    """Every tensor is written once and before it is read; nodes in another order, which runtimes accept, are sorted."""
+    given = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    given |= {t.values.name for t in graph.sparse_initializer}
+    writers: dict[str, int] = {}
+    for place, node in enumerate(graph.node):
+        for name in node.output:
+            if name and (name in given or name in writers):
+                raise ModelError(f"{path}: {describe(node)} writes {name!r}, which is written already")
+            writers[name] = place
+    ordered = True
+    for place, node in enumerate(graph.node):
+        for name in node.input:
+            if name not in given and name not in writers:
+                raise ModelError(f"{path}: {describe(node)} reads {name!r}, which nothing writes")
+            ordered = ordered and (name in given or writers[name] < place)
+    for output in graph.output:
+        if output.name not in given and output.name not in writers:
+            raise ModelError(f"{path}: output {output.name!r} is written by no node")
+    if not ordered:
+        _sort(path, graph, writers)
+
+
+def _sort(path: Path, graph: onnx.GraphProto, writers: dict[str, int]) -> None:
+    """Puts writers before readers, otherwise in the order of the file."""
+    needs = [{writers[n] for n in {*node.input, *_captures(node)} if n and n in writers} for node in graph.node]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for place, before in enumerate(needs):
+        for other in before:
+            readers[other].append(place)
+    ready = [place for place, before in enumerate(needs) if not before]
+    order: list[int] = []
+    while ready:
+        place = heapq.heappop(ready)
+        order.append(place)
+        for reader in readers[place]:
+            needs[reader].discard(place)
+            if not needs[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) != len(graph.node):
+        stuck = next(graph.node[i] for i, before in enumerate(needs) if before)
+        raise ModelError(f"{path}: {describe(stuck)} is part of a cycle or waits for one")
+    nodes = [graph.node[i] for i in order]
+    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """The constants of a graph and its subgraphs."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+        for inner in subgraphs(node):
+            yield from _tensors(inner)
 
 
 def external_files(model: onnx.ModelProto) -> set[str]:
     """The locations of a model's external data."""
-    found = set()
-    for tensor in model.graph.initializer:
+    found: set[str] = set()
+    for tensor in _tensors(model.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
             found.update(e.value for e in tensor.external_data if e.key == "location")
     return found
 
 
 def _check_external(path: Path, model: onnx.ModelProto) -> None:
-    for tensor in model.graph.initializer:
+    sizes: dict[str, int | None] = {}
+    for tensor in _tensors(model.graph):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         entries = {e.key: e.value for e in tensor.external_data}
         location = entries.get("location", "")
-        file = path.parent / location
-        if not location or os.path.isabs(location) or ".." in Path(location).parts:
-            raise ModelError(f"{path}: initializer {tensor.name!r} has external data at {location!r}, outside its folder")
-        if not file.is_file():
+        if not location or Path(location).is_absolute() or ".." in Path(location).parts:
+            raise ModelError(f"{path}: constant {tensor.name!r} has external data at {location!r}, outside its folder")
+        if location not in sizes:
+            file = path.parent / location
+            sizes[location] = file.stat().st_size if file.is_file() else None
+        held = sizes[location]
+        if held is None:
             raise ModelError(
-                f"{path}: external data {location!r} of initializer {tensor.name!r} is missing; "
-                "put it beside the model"
+                f"{path}: external data {location!r} of constant {tensor.name!r} is missing; put it beside the model"
             )
         try:
             end = int(entries.get("offset", "0")) + int(entries.get("length", "0"))
         except ValueError:
-            raise ModelError(f"{path}: initializer {tensor.name!r} has a malformed offset or length") from None
-        if end > file.stat().st_size:
+            raise ModelError(f"{path}: constant {tensor.name!r} has a malformed offset or length") from None
+        if end > held:
             raise ModelError(
-                f"{path}: external data {location!r} has {file.stat().st_size} bytes, but initializer "
-                f"{tensor.name!r} ends at {end}; the file is truncated"
+                f"{path}: external data {location!r} has {held} bytes, but constant {tensor.name!r} ends at {end}; "
+                "the file is truncated"
             )
 
 
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Writes a model whole or not at all. External data stays where it is; for another folder it is linked or copied.
+    """Writes a model whole or not at all. External data stays where it is; for another folder it is copied.
 
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
     """
     if path.exists() and source.exists() and path.samefile(source):
         raise ArgumentError(f"the output {path} is the input; choose another file with -o")
+    if path.is_dir():
+        raise ArgumentError(f"the output {path} is a folder; name a file with -o")
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} does not exist; make it, or choose another output with -o")
+    brought: list[Path] = []
     temporary = None
     try:
         if path.parent.resolve() != source.parent.resolve():
             for location in sorted(external_files(model)):
-                _bring(source.parent / location, path.parent / location)
+                if _bring(source.parent / location, path.parent / location):
+                    brought.append(path.parent / location)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
             file.write(model.SerializeToString(deterministic=True))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
         temporary = None
+        brought.clear()
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}") from error
+    except (EncodeError, ValueError) as error:
+        raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        for leftover in (*brought, temporary):
+            if leftover is not None:
+                leftover.unlink(missing_ok=True)
 
 
-def _bring(source: Path, target: Path) -> None:
-    """External data beside the new model; loaders refuse paths out of the model's folder and symbolic links."""
+def _bring(source: Path, target: Path) -> bool:
+    """Copies external data beside the new model: loaders refuse other folders and links. False where it lies there."""
     if target.exists():
-        if target.samefile(source) or target.stat().st_size == source.stat().st_size:
-            return
-        raise ArgumentError(f"{target} exists and is not the input's external data; choose another folder with -o")
+        if target.samefile(source) or filecmp.cmp(source, target, shallow=False):
+            return False
+        raise ArgumentError(f"{target} exists and differs from {source}; move it, or choose another folder with -o")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.part")
     try:
         shutil.copyfile(source, partial)
-        os.replace(partial, target)
+        partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+    return True
 
 
 def _umask() -> int:
@@ -183,6 +273,12 @@ def _umask() -> int:
     return mask
 
 
+def describe(node: onnx.NodeProto) -> str:
+    """A node in words: its operator and name."""
+    operator = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    return f"{operator} node {node.name!r}" if node.name else f"the {operator} node that writes {node.output[0]!r}"
+
+
 def opset_of(model: onnx.ModelProto) -> int:
     """The version of the standard domain."""
-    return next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx"))
+    return int(next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from stof.symbolic.terms import Int
+
 
 class Layout(str, enum.Enum):
     """Memory order of a 4-D (or packed 3-D) query, key, value or output tensor."""
@@ -59,8 +61,8 @@ class AttentionSite:
     """An attention core in the graph.
 
     ``output`` is the tensor that the new op replaces; it is written in ``output_layout``.
-    ``nodes`` are the names (unique in the graph wrapper) of the nodes that disappear with it when no
-    other consumer needs them. ``query_dims`` … are symbolic sizes as printed dimension expressions.
+    ``nodes`` are the first outputs (names of tensors are unique) of the nodes between the first MatMul and the output;
+    they disappear with it. ``dims`` are the symbolic sizes of the scores, B, H, S, T.
     """
 
     name: str  # stable label for the user: the softmax node's name, or ``attention_<i>``
@@ -82,7 +84,8 @@ class AttentionSite:
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     query_offset: int = 0  # 1: the queries are the last S of T positions
-    scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")
+    scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people
+    dims: tuple[Int, ...] = ()  # B, H, S, T
     nodes: tuple[str, ...] = ()
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 

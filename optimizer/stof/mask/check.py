@@ -63,9 +63,7 @@ class MaskChecker:
         maker = InputMaker(self.model, self.symbolic, frozenset(o.tensor for o in mask.operands if o.role == "pad"))
         feeds = maker.draw(case, np.random.default_rng(seed))
         sizes = maker.sizes(case)
-        shape = self.symbolic.shape(site.softmax)
-        assert shape is not None
-        B, H, S, T = (evaluate(d, sizes) for d in shape)
+        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
             wanted &= _kept(term, value, self.symbolic.dtype(term.tensor))

@@ -53,7 +53,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     allowed = all_of(t.allowed for t in terms)
     operands: dict[str, str] = {}
     names = Names(
-        _size_names(symbolic, site),
+        _size_names(site),
         lambda tensor, indices, boolean: _operand(symbolic, operands, tensor, indices, boolean),
         lambda name: _table(symbolic, tables, name),
     )
@@ -180,12 +180,9 @@ def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
     return band_condition(None if low == -(columns - 1) else low, None if high == rows - 1 else high)
 
 
-def _size_names(symbolic: Symbolic, site: AttentionSite) -> dict[str, str]:
+def _size_names(site: AttentionSite) -> dict[str, str]:
     names = {"\0P": "P"} if site.query_offset else {}
-    shape = symbolic.shape(site.softmax)
-    if shape is None or len(shape) != 4:
-        return names
-    for dim, letter in ((shape[3], "T"), (shape[2], "S")):
+    for dim, letter in zip(site.dims[:1:-1], "TS", strict=False):
         atom = dim.atom
         if atom is not None and atom.kind == "size":
             names[str(atom.args[0])] = letter

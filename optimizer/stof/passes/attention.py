@@ -4,264 +4,209 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
-from stof.passes.views import Heads, as_heads, fold_output, scalar_factor
-from stof.site import AttentionSite, Finding, Layout, MaskTerm, TermKind
-from stof.symbolic import Symbolic
+from stof.passes.scores import Scores, ScoreWalk
+from stof.passes.sizes import SizeTeller
+from stof.passes.views import Heads, readings
+from stof.passes.weights import Forward, Output
+from stof.site import AttentionSite, Finding
+from stof.symbolic import Int, Symbolic, integer
 
-_PASS = frozenset({"Identity", "Dropout"})
-_DEEPEST = 16
+_DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+_LARGEST_HEAD = 256
 
 
-@dataclass
-class _Scores:
-    """What lies between the first MatMul and the softmax, collected from the softmax backwards."""
-
-    query: str = ""
-    key: str = ""
-    factor: float = 1.0
-    softcap: float = 0.0
-    terms: list[MaskTerm] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
+@dataclass(frozen=True)
+class _Operands:
+    query: Heads
+    key: Heads
+    value: Heads
+    output: Output
 
 
 def find_sites(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[list[AttentionSite], list[Finding]]:
     """Every attention core of the main graph, and for every other Softmax the first obstacle."""
     index = GraphIndex(model.graph)
+    forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    for node in model.graph.node:
-        if node.op_type != "Softmax" or node.domain not in ("", "ai.onnx"):
-            continue
-        name = node.name or f"softmax writing {node.output[0]}"
+    taken: set[str] = set()
+    for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
+        name = _unique(node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, node, name, len(sites)))
+            sites.append(_match(index, symbolic, forward, node, name, len(sites)))
         except UnsupportedError as error:
-            findings.append(Finding(name, False, str(error)))
+            findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
     return sites, findings
 
 
-def _match(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto, name: str, number: int) -> AttentionSite:
+def is_softmax(node: onnx.NodeProto) -> bool:
+    """Whether a node is a softmax of the standard domain."""
+    return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, i = name, 1
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    taken.add(candidate)
+    return candidate
+
+
+def _match(
+    index: GraphIndex, symbolic: Symbolic, forward: Forward, softmax: onnx.NodeProto, name: str, number: int
+) -> AttentionSite:
     shape = symbolic.shape(softmax.output[0])
-    if shape is None or len(shape) != 4:
+    if shape is None or len(shape) not in (3, 4):
         rank = "unknown rank" if shape is None else f"rank {len(shape)}"
-        raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T]")
+        raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
-    value_node, nan_guard = _forward(index, symbolic, softmax)
-    scores = _Scores()
-    if not _backward(index, symbolic, softmax.input[0], scores, 0):
-        raise UnsupportedError(
-            "no MatMul of a query and a key was found before the softmax; the walk met "
-            f"{_op(index, softmax.input[0])}"
-        )
-    query = as_heads(index, symbolic, scores.query, transposed=False)
-    key = as_heads(index, symbolic, scores.key, transposed=True)
-    value = as_heads(index, symbolic, value_node.input[1], transposed=False)
-    for heads, role in ((query, "query"), (key, "key"), (value, "value")):
-        if heads is None:
-            raise UnsupportedError(f"the {role} operand has no layout [batch, heads, length, size] of known heads and size")
-    assert query is not None and key is not None and value is not None
-    _check_heads(query, key, value)
-    output = fold_output(index, symbolic, value_node.output[0])
-    if output is None:
-        raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
+    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(softmax.input[0])
+    queries, keys = _accept(index, symbolic, scores)
+    staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+    weighted = forward.weights(softmax, staying)
+    values = _readings(index, symbolic, weighted.value, "value", transposed=False)
+    found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
+    query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):
         raise UnsupportedError(f"the scale of the scores is {scale}")
-    if value.scale != 1.0:
-        raise UnsupportedError(f"the values are scaled by {value.scale}")
-    past = shape[3] - shape[2]
-    offset = 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
+    dims = (query.batch, integer(query.heads), query.rows, key.rows)
+    _check_scores(shape, dims)
     return AttentionSite(
         name=name,
         index=number,
         softmax=softmax.output[0],
         query=query.operand,
         key=key.operand,
-        value=value.operand,
-        output=output[0],
-        output_layout=output[1],
+        value=found.value.operand,
+        output=found.output.tensor,
+        output_layout=found.output.layout,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
-        value_head_size=value.size,
+        value_head_size=found.value.size,
         scale=scale,
-        dtype=symbolic.dtype(query.operand.tensor),
+        dtype=query.dtype,
         terms=tuple(reversed(scores.terms)),
         softcap=scores.softcap,
-        nan_guard=nan_guard,
-        query_offset=offset,
-        scores_shape=(str(shape[0]), str(shape[1]), str(shape[2]), str(shape[3])),
-        nodes=(softmax.name,),
-        form=_form(scores, query, key, nan_guard, output[1]),
+        nan_guard=weighted.nan_guard,
+        row_guard=found.output.row_guard,
+        query_offset=_offset(dims),
+        scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
+        dims=dims,
+        nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *found.output.nodes))),
+        form=_form(scores, found, weighted.nan_guard),
     )
+
+
+def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, transposed: bool) -> list[Heads]:
+    found = readings(index, symbolic, tensor, transposed=transposed)
+    if not found:
+        raise UnsupportedError(
+            f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
+        )
+    return found
+
+
+def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
+    queries = _readings(index, symbolic, scores.query, "query", transposed=False)
+    return queries, _readings(index, symbolic, scores.key, "key", transposed=scores.key_transposed)
+
+
+def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
+    """The farthest output for which all operands can be read in its type."""
+    if not outputs:
+        raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
+    failure: UnsupportedError | None = None
+    for output in outputs:
+        own = [[r for r in found if r.dtype == output.dtype] for found in (queries, keys, values)]
+        if output.dtype not in _DTYPES or not all(own):
+            failure = failure or UnsupportedError(
+                f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
+                f"the result has {output.dtype}; expected one of fp32, fp16 and bf16"
+            )
+            continue
+        query, key, value = (found[-1] for found in own)
+        try:
+            _check_heads(query, key, value)
+        except UnsupportedError as error:
+            failure = failure or error
+            continue
+        return _Operands(query, key, value, output)
+    assert failure is not None
+    raise failure
 
 
 def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
     if query.repeat != 1:
         raise UnsupportedError("the query's heads are repeated")
-    total = key.heads * key.repeat
-    if key.heads != value.heads or key.repeat != value.repeat or total != query.heads:
-        raise UnsupportedError(
-            f"heads do not fit: query {query.heads}, key {key.heads} × {key.repeat}, value {value.heads} × {value.repeat}"
-        )
+    for heads, role in ((key, "key"), (value, "value")):
+        repeat = heads.repeat
+        if heads.heads * repeat == 1:  # MatMul broadcasts a single head to all
+            repeat = query.heads
+        if heads.heads * repeat != query.heads:
+            raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
+        if heads.batch.constant == 1 != query.batch.constant:
+            raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
+    if key.heads != value.heads:
+        raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
+    if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
+        raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
+    if key.rows != value.rows:
+        raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
         raise UnsupportedError(f"query has head size {query.size}, key {key.size}")
-    if max(query.size, value.size) > 256:
-        raise UnsupportedError(f"head size {max(query.size, value.size)}, at most 256 is supported")
+    if max(query.size, value.size) > _LARGEST_HEAD:
+        raise UnsupportedError(f"head size {max(query.size, value.size)}, at most {_LARGEST_HEAD} is supported")
+    if value.scale != 1.0:
+        raise UnsupportedError(f"the values are scaled by {value.scale}")
 
 
-def _form(scores: _Scores, query: Heads, key: Heads, nan_guard: bool, output: Layout) -> str:
+def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int]) -> None:
+    """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
+    wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
+    for own, size in zip(shape, wanted, strict=True):
+        if own != size and own.constant is not None and size.constant is not None:
+            raise UnsupportedError(f"the softmax has a size of {own} where query and key give {size}")
+        if size.constant == 1 and own != size:
+            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {own}")
+
+
+def _offset(dims: tuple[Int, Int, Int, Int]) -> int:
+    """Whether the queries are the last of the keys: T is S and something more."""
+    past = dims[3] - dims[2]
+    return 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
+
+
+def _words(size: Int) -> str:
+    atom = size.atom
+    if atom is not None and atom.kind == "size":
+        return str(atom.args[0])
+    return str(size if size.constant is None else size.constant)
+
+
+def _form(scores: Scores, found: _Operands, nan_guard: bool) -> str:
+    query, key = found.query, found.key
     words = list(dict.fromkeys(reversed(scores.words)))
     if query.scale != 1.0 and key.scale != 1.0:
         words.append("scale split over query and key")
     elif query.scale != 1.0 or key.scale != 1.0:
         words.append("scale on query" if query.scale != 1.0 else "scale on key")
-    if key.repeat > 1:
-        words.append(f"grouped heads × {key.repeat}")
+    if key.heads != query.heads:
+        words.append(f"grouped heads × {query.heads // key.heads}")
     if nan_guard:
         words.append("NaN guard")
-    return f"{query.operand.layout.value}/{key.operand.layout.value} -> {output.value}: " + ", ".join(words)
-
-
-def _op(index: GraphIndex, tensor: str) -> str:
-    node = index.producer(tensor)
-    return f"tensor {tensor!r}" if node is None else f"{node.op_type} node {node.name!r}"
-
-
-def _forward(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) -> tuple[onnx.NodeProto, bool]:
-    """From the softmax to the MatMul with the values; (node, whether NaN rows become zero)."""
-    tensor = softmax.output[0]
-    guard = False
-    for _ in range(_DEEPEST):
-        if tensor in index.outputs or tensor in index.captured:
-            raise UnsupportedError(f"the attention weights {tensor!r} are an output of the graph or of use elsewhere")
-        users = [n for n in index.consumers(tensor) if n.op_type != "Shape"]
-        if len(users) == 2 and {n.op_type for n in users} == {"IsNaN", "Where"}:
-            tensor = _nan_guard(index, symbolic, tensor, users)
-            guard = True
-            continue
-        if len(users) != 1:
-            words = ", ".join(n.op_type for n in users) or "nothing"
-            raise UnsupportedError(f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values")
-        user = users[0]
-        if user.op_type == "MatMul" and user.input[0] == tensor and user.domain in ("", "ai.onnx"):
-            return user, guard
-        same = user.op_type == "Cast" and symbolic.dtype(user.output[0]) == symbolic.dtype(tensor)
-        if user.op_type not in _PASS and not same:
-            raise UnsupportedError(
-                f"the attention weights go to {user.op_type} node {user.name!r}, expected a MatMul with the values"
-            )
-        tensor = user.output[0]
-    raise UnsupportedError("no MatMul with the values was found after the softmax")
-
-
-def _nan_guard(index: GraphIndex, symbolic: Symbolic, tensor: str, users: list[onnx.NodeProto]) -> str:
-    test = next(n for n in users if n.op_type == "IsNaN")
-    where = next(n for n in users if n.op_type == "Where")
-    fill = symbolic.constant(where.input[1])
-    good = where.input[0] == test.output[0] and where.input[2] == tensor and len(index.consumers(test.output[0])) == 1
-    if not good or fill is None or bool(np.any(fill != 0)):
-        raise UnsupportedError(f"Where node {where.name!r} after the softmax is no NaN guard")
-    return where.output[0]
-
-
-def _backward(index: GraphIndex, symbolic: Symbolic, tensor: str, scores: _Scores, depth: int) -> bool:
-    """Collects what was done to the scores; True when the MatMul of query and key was reached."""
-    node = index.producer(tensor)
-    if node is None or depth > _DEEPEST:
-        return False
-    standard = node.domain in ("", "ai.onnx")
-    if standard and node.op_type == "MatMul":
-        scores.query, scores.key = node.input[0], node.input[1]
-        return True
-    if node.domain == "com.microsoft" and node.op_type == "FusedMatMul":
-        return _fused_matmul(node, scores)
-    if not standard:
-        return False
-    if node.op_type in _PASS:
-        return _backward(index, symbolic, node.input[0], scores, depth + 1)
-    if node.op_type == "Cast" and symbolic.dtype(node.input[0]) == symbolic.dtype(tensor):
-        return _backward(index, symbolic, node.input[0], scores, depth + 1)
-    if node.op_type == "Add":
-        return _add(index, symbolic, node, scores, depth)
-    if node.op_type == "Where":
-        return _where(index, symbolic, node, scores, depth)
-    factor = scalar_factor(symbolic, node)
-    if factor is None:
-        return False
-    cap = _softcap(index, symbolic, factor)
-    if cap is not None:
-        if scores.factor != 1.0 or scores.softcap:
-            return False
-        scores.softcap = factor[1]
-        terms = len(scores.terms)
-        scores.words.append("softcap")
-        # A mask below the tanh would be squashed with the scores: not what the op does.
-        return _backward(index, symbolic, cap[0], _scaled(scores, cap[1]), depth + 1) and len(scores.terms) == terms
-    scores.factor *= factor[1]
-    scores.words.append("scale on scores")
-    return _backward(index, symbolic, factor[0], scores, depth + 1)
-
-
-def _scaled(scores: _Scores, factor: float) -> _Scores:
-    scores.factor *= factor
-    return scores
-
-
-def _softcap(index: GraphIndex, symbolic: Symbolic, factor: tuple[str, float]) -> tuple[str, float] | None:
-    """(x, s) of cap * tanh(x * s / cap)."""
-    tanh = index.producer(factor[0])
-    if tanh is None or tanh.op_type != "Tanh":
-        return None
-    inner = index.producer(tanh.input[0])
-    found = None if inner is None else scalar_factor(symbolic, inner)
-    return (tanh.input[0], factor[1]) if found is None else (found[0], found[1] * factor[1])
-
-
-def _fused_matmul(node: onnx.NodeProto, scores: _Scores) -> bool:
-    attributes = {a.name: a for a in node.attribute}
-    if any(attributes[n].i for n in ("transA", "transBatchA", "transBatchB", "transB") if n in attributes):
-        return False
-    scores.query, scores.key = node.input[0], node.input[1]
-    scores.factor *= attributes["alpha"].f if "alpha" in attributes else 1.0
-    return True
-
-
-def _add(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, scores: _Scores, depth: int) -> bool:
-    # The side that can be computed from shapes and inputs is the mask; two opaque sides are tried in turn.
-    order = sorted((0, 1), key=lambda i: symbolic.value(node.input[i]) is not None)
-    for i in order:
-        if symbolic.value(node.input[i]) is not None:
-            continue
-        saved = (scores.factor, scores.softcap, len(scores.terms), len(scores.words))
-        scores.terms.append(MaskTerm(TermKind.ADD, node.input[1 - i], None, scores.factor))
-        scores.words.append("additive mask")
-        if _backward(index, symbolic, node.input[i], scores, depth + 1):
-            return True
-        scores.factor, scores.softcap = saved[0], saved[1]
-        del scores.terms[saved[2] :]
-        del scores.words[saved[3] :]
-    return False
-
-
-def _where(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto, scores: _Scores, depth: int) -> bool:
-    for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
-        fill = symbolic.constant(node.input[filled])
-        if fill is None or fill.size != 1:
-            continue
-        number = float(fill.reshape(())) * scores.factor
-        if number > -1e4:
-            raise UnsupportedError(f"Where node {node.name!r} fills masked scores with {number}, expected at most -1e4")
-        scores.terms.append(MaskTerm(kind, node.input[0], number))
-        scores.words.append("Where mask")
-        return _backward(index, symbolic, node.input[kept], scores, depth + 1)
-    return False
+    if found.output.row_guard is not None:
+        words.append("row guard")
+    layouts = f"{query.operand.layout.value}/{key.operand.layout.value} -> {found.output.layout.value}"
+    return f"{layouts}: " + ", ".join(words)

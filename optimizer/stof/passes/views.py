@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which memory a matrix operand really reads: movement operators as maps of axes.
 
-A tensor's axes are ordered products of *atoms* (axes of a source, or factors of them). Transpose permutes, Reshape regroups,
-Expand adds a broadcast atom; so "the key operand of this MatMul is tensor X laid out [B, S, G, D]" falls out for any
-chain, whatever its spelling: 3-D or 4-D transposes, GQA by Unsqueeze-Expand-Reshape, packed heads.
+A tensor's axes are ordered products of *atoms* (axes of a source, or factors of them). Transpose permutes, Reshape
+regroups, Expand adds a broadcast atom; so "the key operand of this MatMul is tensor X laid out [B, S, G, D]" falls out
+for any chain, whatever its spelling: 3-D or 4-D transposes, GQA by Unsqueeze-Expand-Reshape, packed heads.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx
+from onnx import TensorProto
 
 from stof.graph import GraphIndex
 from stof.site import Layout, Operand
-from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic import Int, Symbolic, integer, var
 
 ONE = integer(1)
-_MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
 _LONGEST = 24
+_FLOATS: dict[int, int] = {TensorProto.FLOAT16: 1, TensorProto.BFLOAT16: 1, TensorProto.FLOAT: 2}  # by width
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,28 @@ class Chain:
     scale: float = 1.0
 
 
+def is_move(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node only moves its first input's elements: a view, or a cast to the same type."""
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type == "Cast":
+        dtype = symbolic.dtype(node.output[0])
+        return dtype != 0 and dtype == symbolic.dtype(node.input[0])
+    return node.op_type in MOVES
+
+
 def chains(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[Chain]:
-    """The operand seen from every tensor up its chain of movements and scalar factors, nearest first."""
+    """The operand seen from every tensor up its chain of movements and scalar factors, nearest first.
+
+    A cast to a wider float loses nothing, and the op computes in fp32 whatever its operands are: it is passed as well.
+    """
     found = [Chain(tensor, ())]
     while len(found) <= _LONGEST:
         last = found[-1]
         node = index.producer(last.source)
-        if node is None or node.domain not in ("", "ai.onnx"):
+        if node is None:
             break
-        if node.op_type in _MOVES:
+        if is_move(symbolic, node) or _widens(symbolic, node):
             found.append(Chain(node.input[0], (node, *last.nodes), last.scale))
             continue
         factor = scalar_factor(symbolic, node)
@@ -61,18 +77,49 @@ def chains(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[Chain]:
     return found
 
 
+def _widens(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+        return False
+    source, result = (_FLOATS.get(symbolic.dtype(n), 0) for n in (node.input[0], node.output[0]))
+    return bool(0 < source < result)
+
+
+def is_float_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node casts between the float types of the op."""
+    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+        return False
+    return all(symbolic.dtype(n) in _FLOATS for n in (node.input[0], node.output[0]))
+
+
+def uniform(symbolic: Symbolic, tensor: str) -> float | None:
+    """The number that every element of a tensor is, however it is spread."""
+    array = symbolic.constant(tensor)
+    if array is not None:
+        if array.size == 0 or array.dtype.kind not in "fiu" or not bool(np.all(array == array.reshape(-1)[0])):
+            return None
+        return float(array.reshape(-1)[0])
+    value = symbolic.value(tensor)
+    if value is None or value.kind == "b":
+        return None
+    element = value.at(tuple(var(f"any{i}") for i in range(value.rank)))
+    if isinstance(element, Int):
+        return None if element.constant is None else float(element.constant)
+    return float(str(element.args[0])) if element.kind == "const" else None
+
+
 def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float] | None:
-    """(x, c) of a Mul or Div by one constant number."""
+    """(x, c) of a Mul or Div of x by one number that does not change x's shape."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
         return None
     for i in (1, 0) if node.op_type == "Mul" else (1,):
-        value = symbolic.constant(node.input[i])
-        if value is None or value.size != 1 or value.dtype.kind not in "fiu" or value.ndim > 4:
+        number = uniform(symbolic, node.input[i])
+        if number is None:
             continue
         shape, other = symbolic.shape(node.output[0]), symbolic.shape(node.input[1 - i])
-        if shape is not None and other is not None and len(shape) != len(other):
+        own = symbolic.shape(node.input[i])
+        scalar = own is not None and all(d == ONE for d in own) and (other is None or len(own) <= len(other))
+        if not scalar and (shape is None or shape != other):
             continue
-        number = float(value.reshape(()))
         if node.op_type == "Div":
             return (node.input[0], 1.0 / number) if number != 0 else None
         return (node.input[1 - i], number)
@@ -97,7 +144,7 @@ def trace(symbolic: Symbolic, chain: Chain) -> Axes | None:
 
 
 def _move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[Int, ...]) -> Axes | None:
-    if node.op_type == "Identity":
+    if node.op_type in ("Identity", "Cast"):
         return axes
     if node.op_type == "Transpose":
         perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(axes)))[::-1])
@@ -154,10 +201,13 @@ def _regroup(axes: Axes, result: tuple[Int, ...]) -> Axes | None:
 
 @dataclass(frozen=True)
 class Heads:
-    """A query, key or value operand: its tensor, layout, heads and head size."""
+    """A reading of a query, key or value operand: its tensor, layout, heads and sizes."""
 
     operand: Operand
+    dtype: int
+    batch: Int
     heads: int  # of the tensor itself: G where a broadcast repeats them
+    rows: Int
     size: int
     repeat: int  # H // G
     scale: float
@@ -167,20 +217,35 @@ def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:
     return [a for a in group if a.size != ONE]
 
 
-def as_heads(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool) -> Heads | None:
-    """The farthest legal reading of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``)."""
-    best = None
+def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool) -> list[Heads]:
+    """Legal readings of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``), the best of a type last.
+
+    The farther the source the more copies fold into the op; but a tensor that the graph writes anyway, for another
+    reader, is as good as its source and ends the search.
+    """
+    found: list[Heads] = []
     for chain in chains(index, symbolic, tensor):
         axes = trace(symbolic, chain)
+        if axes is None and chain.nodes:
+            break
         if axes is None or len(axes) < 3:
-            if axes is None and chain.nodes:
-                break
             continue
         rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
         batch = [a for group in axes[:-2] for a in group]
-        found = _classify(symbolic, chain, batch, rows, size)
-        best = found or best
-    return best
+        heads = _classify(symbolic, chain, batch, rows, size)
+        if heads is None:
+            continue
+        found.append(heads)
+        if _written_anyway(index, symbolic, chain.source):
+            break
+    return found
+
+
+def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
+    if tensor in index.outputs or tensor in index.captured:
+        return True
+    users = [n for n in index.consumers(tensor) if n.op_type not in ("Shape", "MatMul", "FusedMatMul")]
+    return any(not is_move(symbolic, n) and scalar_factor(symbolic, n) is None for n in users)
 
 
 def _classify(
@@ -189,6 +254,7 @@ def _classify(
     shape = symbolic.shape(chain.source)
     if shape is None:
         return None
+    dtype = symbolic.dtype(chain.source)
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
     if len(shape) == 4:
         for layout, head_axis, row_axis in ((Layout.BHSD, 1, 2), (Layout.BSHD, 2, 1)):
@@ -196,7 +262,8 @@ def _classify(
             repeat = _repeat(batch, [whole[0], whole[head_axis]])
             fits = _strip(rows) == _strip([whole[row_axis]]) and _strip(size) == _strip([whole[3]])
             if heads and width and repeat and fits:
-                return Heads(Operand(chain.source, layout), heads, width, repeat, chain.scale)
+                operand = Operand(chain.source, layout)
+                return Heads(operand, dtype, shape[0], heads, shape[row_axis], width, repeat, chain.scale)
     if len(shape) == 3 and len(_strip(size)) == 1:
         head_size = _strip(size)[0]
         heads_int = shape[2].divide(head_size.size)
@@ -207,7 +274,8 @@ def _classify(
         inner = AxisAtom(2, 0, integer(heads))
         repeat = _repeat(batch, [whole[0], inner])
         if split and repeat and _strip(rows) == _strip([whole[1]]):
-            return Heads(Operand(chain.source, Layout.BSN), heads, width, repeat, chain.scale)
+            operand = Operand(chain.source, Layout.BSN)
+            return Heads(operand, dtype, shape[0], heads, shape[1], width, repeat, chain.scale)
     return None
 
 
@@ -222,39 +290,19 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
     return None
 
 
-def fold_output(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, Layout] | None:
-    """How far the [.., S, Dv] result of the second MatMul can be followed: (tensor, layout)."""
-    shape = symbolic.shape(tensor)
-    if shape is None:
-        return None
-    best = (tensor, Layout.BHSD) if len(shape) == 4 else None
-    nodes: tuple[onnx.NodeProto, ...] = ()
-    current = tensor
-    while len(nodes) < _LONGEST and current not in index.outputs:
-        users = [n for n in index.consumers(current) if n.op_type != "Shape"]
-        if len(users) != 1 or users[0].op_type not in _MOVES or users[0].input[0] != current:
-            break
-        nodes = (*nodes, users[0])
-        current = users[0].output[0]
-        axes = trace(symbolic, Chain(tensor, nodes))
-        if axes is None:
-            break
-        layout = _output_layout(shape, axes)
-        if layout is not None:
-            best = (current, layout)
-    return best
-
-
-def _output_layout(shape: tuple[Int, ...], axes: Axes) -> Layout | None:
+def output_layout(shape: tuple[Int, ...], axes: Axes, heads: int) -> Layout | None:
+    """The layout of a view of the result [.., S, Dv] of the second MatMul; None when it is no legal one."""
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
     groups = [_strip(g) for g in axes]
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
     elif len(shape) == 3 and len(axes) in (3, 4):  # [B*H, S, Dv]
-        first = [a for g in axes for a in g if a.axis == 0]
-        if len(first) != 2 or {a.part for a in first} != {0, 1}:
+        first = _strip([a for g in axes for a in g if a.axis == 0])
+        # Without a second part the axis is all batch (one head) or all heads (one batch).
+        b = first[:1] if heads == 1 or len(first) == 2 else []
+        h = first[len(b) :]
+        if _product(h) != integer(heads) or len(first) > 2:
             return None
-        b, h = ([next(a for a in first if a.part == p)] for p in (0, 1))
         s, d = _strip([whole[1]]), _strip([whole[2]])
     else:
         return None

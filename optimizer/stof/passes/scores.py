@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the softmax backwards to the MatMul of query and key: what is done to the scores on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import onnx
+
+from stof.errors import UnsupportedError
+from stof.graph import GraphIndex, describe
+from stof.passes.views import Chain, is_float_cast, is_move, scalar_factor, trace, uniform
+from stof.site import MaskTerm, TermKind
+from stof.symbolic import Symbolic
+
+_PASS = frozenset({"Identity", "Dropout"})
+_DEEPEST = 32
+_MASKED = -1e4  # a Where that fills with more than this is no mask
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What lies between the first MatMul and the softmax. Terms and words run from the softmax backwards."""
+
+    query: str = ""
+    key: str = ""
+    key_transposed: bool = True  # the operand is [.., D, T]
+    factor: float = 1.0
+    softcap: float = 0.0
+    terms: tuple[MaskTerm, ...] = ()
+    words: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # first outputs of the nodes passed
+
+    def passed(self, node: onnx.NodeProto, word: str = "") -> Scores:
+        """With a node more."""
+        words = (*self.words, word) if word else self.words
+        return replace(self, words=words, nodes=(*self.nodes, node.output[0]))
+
+
+class ScoreWalk:
+    """One walk. ``accept`` raises UnsupportedError for a MatMul that is none of a query and a key."""
+
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, accept: Callable[[Scores], object]) -> None:
+        self.index = index
+        self.symbolic = symbolic
+        self.accept = accept
+
+    def walk(self, tensor: str, scores: Scores | None = None, depth: int = 0) -> Scores:
+        """The scores from a tensor backwards.
+
+        Raises:
+            UnsupportedError: naming the first node that is in the way.
+        """
+        scores = scores or Scores()
+        node = self.index.producer(tensor)
+        if node is None or depth > _DEEPEST:
+            raise UnsupportedError(f"no MatMul of a query and a key was found before the softmax; met {tensor!r}")
+        found = self._matmul(node, scores)
+        if found is not None:
+            self.accept(found)
+            return found
+        if node.domain not in ("", "ai.onnx"):
+            raise self._obstacle(node)
+        if node.op_type == "Add":
+            return self._add(node, scores, depth)
+        if node.op_type == "Where":
+            return self._where(node, scores, depth)
+        passed = self._same(node)
+        if passed is not None:
+            return self.walk(passed, scores.passed(node), depth + 1)
+        if node.op_type == "Sub":
+            return self._sub(node, scores, depth)
+        factor = scalar_factor(self.symbolic, node)
+        if factor is None:
+            raise self._obstacle(node)
+        capped = self._softcap(node, factor, scores, depth)
+        if capped is not None:
+            return capped
+        scaled = replace(scores.passed(node, "scale on scores"), factor=scores.factor * factor[1])
+        return self.walk(factor[0], scaled, depth + 1)
+
+    def _obstacle(self, node: onnx.NodeProto) -> UnsupportedError:
+        return UnsupportedError(
+            f"no MatMul of a query and a key was found before the softmax; the walk met {describe(node)}"
+        )
+
+    def _matmul(self, node: onnx.NodeProto, scores: Scores) -> Scores | None:
+        if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
+            return replace(scores.passed(node), query=node.input[0], key=node.input[1])
+        if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
+            return None
+        attributes = {a.name: a for a in node.attribute}
+        if any(attributes[n].i for n in ("transA", "transBatchA", "transBatchB") if n in attributes):
+            raise UnsupportedError(f"{describe(node)} transposes its query or its batch")
+        alpha = attributes["alpha"].f if "alpha" in attributes else 1.0
+        transposes = "transB" in attributes and bool(attributes["transB"].i)
+        return replace(
+            scores.passed(node),
+            query=node.input[0],
+            key=node.input[1],
+            key_transposed=not transposes,
+            factor=scores.factor * alpha,
+        )
+
+    def _same(self, node: onnx.NodeProto) -> str | None:
+        """The input of a node after which every score means what it did before."""
+        if node.op_type in _PASS or is_float_cast(self.symbolic, node):
+            return str(node.input[0])
+        if is_move(self.symbolic, node):
+            return str(node.input[0]) if keeps_matrices(self.symbolic, node) else None
+        if node.op_type == "Max" and len(node.input) == 2:  # finfo.min as the least score: masked ones alone are below
+            for i in (0, 1):
+                least = uniform(self.symbolic, node.input[i])
+                if least is not None and least <= -1e30:
+                    return str(node.input[1 - i])
+        if node.op_type == "Sub":  # a softmax does not change when a row is shifted
+            maximum = self.index.producer(node.input[1])
+            if maximum is not None and maximum.op_type == "ReduceMax" and maximum.input[0] == node.input[0]:
+                shape, own = self.symbolic.shape(node.input[0]), self.symbolic.shape(node.input[1])
+                if shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1:
+                    return str(node.input[0])
+        return None
+
+    def _softcap(
+        self, node: onnx.NodeProto, factor: tuple[str, float], scores: Scores, depth: int
+    ) -> Scores | None:
+        """Of ``cap * tanh(x * s)`` the scores x get scale s * cap and softcap cap."""
+        tanh = self.index.producer(factor[0])
+        if tanh is None or tanh.op_type != "Tanh":
+            return None
+        if scores.factor != 1.0 or scores.softcap or factor[1] == 0:
+            raise UnsupportedError(f"{describe(node)} scales scores after their tanh more than once")
+        inner = self.index.producer(tanh.input[0])
+        found = None if inner is None else scalar_factor(self.symbolic, inner)
+        source, scale = (tanh.input[0], 1.0) if found is None else found
+        capped = replace(
+            scores.passed(node, "softcap").passed(tanh), softcap=abs(factor[1]), factor=scale * factor[1]
+        )
+        if inner is not None and found is not None:
+            capped = capped.passed(inner)
+        result = self.walk(source, capped, depth + 1)
+        if len(result.terms) != len(scores.terms):
+            # A mask below the tanh would be squashed with the scores: not what the op does.
+            raise UnsupportedError(f"a mask is applied below {describe(tanh)}")
+        return result
+
+    def _add(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        # The side that can be computed from shapes and inputs is the mask; two opaque sides are tried in turn.
+        failure: UnsupportedError | None = None
+        for i in (0, 1):
+            if self.symbolic.value(node.input[i]) is not None:
+                continue
+            try:
+                term = MaskTerm(TermKind.ADD, self._term(node, node.input[1 - i]), None, scores.factor)
+                passed = scores.passed(node, "additive mask")
+                return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
+            except UnsupportedError as error:
+                failure = failure or error
+        raise failure or self._obstacle(node)
+
+    def _sub(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        term = MaskTerm(TermKind.ADD, self._term(node, node.input[1]), None, -scores.factor)
+        passed = scores.passed(node, "subtracted mask")
+        return self.walk(node.input[0], replace(passed, terms=(*passed.terms, term)), depth + 1)
+
+    def _where(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
+            fill = uniform(self.symbolic, node.input[filled])
+            if fill is None:
+                continue
+            number = fill * scores.factor
+            if number > _MASKED:
+                raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
+            term = MaskTerm(kind, self._term(node, node.input[0]), number)
+            passed = scores.passed(node, "Where mask")
+            return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
+        raise self._obstacle(node)
+
+    def _term(self, node: onnx.NodeProto, tensor: str) -> str:
+        """A mask tensor that broadcasts to [B, H, S, T], from one that broadcasts to the node's output."""
+        shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
+        if shape is None or own is None:
+            raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
+        if len(shape) == 4 or all(d.constant == 1 for d in own[:-2]):
+            return tensor
+        source, moves = tensor, list[onnx.NodeProto]()
+        while len(shape) == 3 and len(moves) < 4:  # [B*H, S, T] from a tensor [B, H, S, T]
+            mover = self.index.producer(source)
+            if mover is None or not is_move(self.symbolic, mover):
+                break
+            source = mover.input[0]
+            moves.insert(0, mover)
+            axes = trace(self.symbolic, Chain(source, tuple(moves)))
+            before = self.symbolic.shape(source)
+            if axes is None or before is None:
+                break
+            order = [a for group in axes for a in group]
+            if len(before) == 4 and [(a.axis, a.part) for a in order] == [(i, 0) for i in range(4)]:
+                return str(source)
+        raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
+
+
+def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a movement only regroups the axes in front of the last two."""
+    before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
+    if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
+        return node.op_type in ("Identity", "Cast")
+    return before[-2:] == after[-2:]

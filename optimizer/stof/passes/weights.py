@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the softmax forwards: guards, the MatMul with the values, and how far its result can be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from stof.errors import UnsupportedError
+from stof.graph import GraphIndex, describe
+from stof.passes.scores import keeps_matrices
+from stof.passes.sizes import SizeTeller
+from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
+from stof.site import Layout
+from stof.symbolic import Symbolic
+
+_PASS = frozenset({"Identity", "Dropout"})
+_DEEPEST = 32
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The way from the softmax to the product with the values."""
+
+    value: str
+    product: str
+    nan_guard: bool
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the op can write in place of the product."""
+
+    tensor: str
+    layout: Layout
+    dtype: int
+    row_guard: str | None
+    nodes: tuple[str, ...]
+
+
+class Forward:
+    """Walks forwards from one softmax."""
+
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, teller: SizeTeller) -> None:
+        self.index = index
+        self.symbolic = symbolic
+        self.teller = teller
+
+    def _users(self, tensor: str, staying: Sequence[str]) -> list[onnx.NodeProto]:
+        """The nodes that need a tensor's elements, or a size that nothing that stays tells."""
+        users = self.index.consumers(tensor)
+        return [n for n in users if n.op_type != "Shape" or self.teller.elements(n.output[0], staying) is None]
+
+    def weights(self, softmax: onnx.NodeProto, staying: Sequence[str]) -> Weighted:
+        """Up to the MatMul with the values.
+
+        Raises:
+            UnsupportedError: naming the node that is in the way.
+        """
+        tensor = softmax.output[0]
+        guard = False
+        nodes = [tensor]
+        for _ in range(_DEEPEST):
+            if tensor in self.index.outputs or tensor in self.index.captured:
+                raise UnsupportedError(f"the attention weights {tensor!r} are a graph output or read by a subgraph")
+            users = self._users(tensor, staying)
+            if len(users) == 2 and {n.op_type for n in users} == {"IsNaN", "Where"}:
+                tensor = self._nan_guard(tensor, users)
+                guard = True
+                nodes += [n.output[0] for n in users]
+                continue
+            if len(users) != 1:
+                words = ", ".join(describe(n) for n in users) or "nothing"
+                raise UnsupportedError(
+                    f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values"
+                )
+            user = users[0]
+            if self._is_product(user, tensor):
+                return Weighted(user.input[1], user.output[0], guard, (*nodes, user.output[0]))
+            if not self._passes(user):
+                raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
+            if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):
+                raise UnsupportedError(f"{describe(user)} gives more than the attention weights")
+            tensor = user.output[0]
+            nodes.append(tensor)
+        raise UnsupportedError("no MatMul with the values was found after the softmax")
+
+    def _passes(self, node: onnx.NodeProto) -> bool:
+        if node.domain not in ("", "ai.onnx"):
+            return False
+        if node.op_type in _PASS or is_float_cast(self.symbolic, node):
+            return True
+        return is_move(self.symbolic, node) and keeps_matrices(self.symbolic, node)
+
+    def _is_product(self, node: onnx.NodeProto, tensor: str) -> bool:
+        if node.input[0] != tensor:
+            return False
+        if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
+            return True
+        if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
+            return False
+        numbers = {a.name: a.f if a.name == "alpha" else a.i for a in node.attribute}
+        return numbers.pop("alpha", 1.0) == 1.0 and not any(numbers.values())
+
+    def _nan_guard(self, tensor: str, users: list[onnx.NodeProto]) -> str:
+        test = next(n for n in users if n.op_type == "IsNaN")
+        where = next(n for n in users if n.op_type == "Where")
+        good = where.input[0] == test.output[0] and where.input[2] == tensor
+        alone = self.index.consumers(test.output[0]) == [where] and test.output[0] not in self.index.outputs
+        if not good or not alone or uniform(self.symbolic, where.input[1]) != 0.0:
+            raise UnsupportedError(f"{describe(where)} after the softmax is no NaN guard")
+        return str(where.output[0])
+
+    def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str]) -> list[Output]:
+        """The tensors that the op can write, the farthest first."""
+        start = weighted.product
+        shape = self.symbolic.shape(start)
+        if shape is None:
+            return []
+        found: list[Output] = []
+        moves: tuple[onnx.NodeProto, ...] = ()
+        passed = weighted.nodes
+        guard: str | None = None
+        current = start
+        for _ in range(_DEEPEST):
+            axes = trace(self.symbolic, Chain(start, moves))
+            layout = None if axes is None else output_layout(shape, axes, heads)
+            if layout is not None:
+                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed))
+            users = self._users(current, staying)
+            if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
+                break
+            user = users[0]
+            if user.op_type == "Where" and guard is None and layout is not None:
+                guard = self._row_guard(user, current, layout)
+                if guard is None:
+                    break
+            elif is_move(self.symbolic, user) and user.input[0] == current:
+                moves = (*moves, user)
+            elif not is_float_cast(self.symbolic, user):
+                break
+            current = user.output[0]
+            passed = (*passed, current)
+        return found[::-1]
+
+    def _row_guard(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
+        """The condition of a Where that makes whole rows [b, h, s, :] of a BHSD result zero."""
+        if layout is not Layout.BHSD or where.input[2] != tensor or uniform(self.symbolic, where.input[1]) != 0.0:
+            return None
+        shape, own = self.symbolic.shape(where.input[0]), self.symbolic.shape(where.output[0])
+        before = self.symbolic.shape(tensor)
+        if shape is None or not shape or shape[-1].constant != 1 or own != before:
+            return None
+        return str(where.input[0])
