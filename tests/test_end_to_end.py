@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import build
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
+import build
 import stof
 from stof import cli, pipeline
 from stof.passes.emit import emit
@@ -126,7 +126,11 @@ def test_planted_fault_is_caught(
     ],
 )
 def test_bad_input(
-    make: Callable[[Path], object], code: int, words: str, narrow: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path], object],
+    code: int,
+    words: str,
+    narrow: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = narrow("bert.dynamo.eager")
     make(path)

@@ -36,7 +36,9 @@ def test_masks_are_python_expressions(expression: str, S: int, T: int) -> None:
     np.testing.assert_array_equal(found, evaluate(expression, 5, S, T))
 
 
-@pytest.mark.parametrize("bad", ["q +", "q < k < 3", "q // k", "foo[b, k]", "q", "1 // 0 == k", "(" * 80 + "q" + ")" * 80])
+@pytest.mark.parametrize(
+    "bad", ["q +", "q < k < 3", "q // k", "foo[b, k]", "q", "1 // 0 == k", "(" * 80 + "q" + ")" * 80]
+)
 def test_malformed_expressions_are_refused(bad: str) -> None:
     with pytest.raises(LibraryError):
         Mask(bad)

@@ -35,22 +35,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.stof.onnx beside the input")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--dry-run", action="store_true", help="report only, write no model")
-    parser.add_argument("--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model")
-    parser.add_argument("--target", choices=("cpu", "cuda", "tensorrt"), default="cpu", help="what choices are tuned for")
+    parser.add_argument(
+        "--explain", nargs="?", const="*", metavar="SITE", help="say how far each site got, write no model"
+    )
+    parser.add_argument(
+        "--target", choices=("cpu", "cuda", "tensorrt"), default="cpu", help="what choices are tuned for"
+    )
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="measure kernels instead of predicting")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices")
-    parser.add_argument("--only", action="append", default=[], metavar="SITE", help="site name, pattern or number; repeatable")
-    parser.add_argument("--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are")
-    parser.add_argument("--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="SITE", help="site name, pattern or number; repeatable"
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are"
+    )
+    parser.add_argument(
+        "--mask", action="append", default=[], metavar="SITE=EXPR", help="state a site's mask; it is checked"
+    )
     parser.add_argument("--sparsify", metavar="SPEC", help="impose a pattern on a dense model")
     parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help="sparse MLPs from predictors")
-    parser.add_argument("--verify-budget", type=float, default=45.0, metavar="SECONDS", help="time for verification (45)")
+    parser.add_argument(
+        "--verify-budget", type=float, default=45.0, metavar="SECONDS", help="time for verification (45)"
+    )
     parser.add_argument("--no-verify", action="store_true", help="write without running the model")
-    parser.add_argument("--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed")
+    parser.add_argument(
+        "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
+    )
     parser.add_argument("--version", action="store_true", help="version, backends, instruction set")
     return parser
 
@@ -83,7 +97,9 @@ def _run(arguments: argparse.Namespace) -> int:
         import stof
 
         info = stof.build_info()
-        print(f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}")
+        print(
+            f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
+        )
         return 0
     if arguments.model is None:
         raise ArgumentError("no model given (see stof-optimize --help)")

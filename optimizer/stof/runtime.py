@@ -99,10 +99,7 @@ class _BlockMaskView(ctypes.Structure):
         *[(n, ctypes.c_int64) for n in ("S", "T", "P")],
         *[(n, ctypes.c_int32) for n in ("m", "n", "rows", "layout_b", "layout_h")],
         *[(n, ctypes.c_int64) for n in ("tables", "nnz", "distinct")],
-        *[
-            (n, ctypes.POINTER(ctypes.c_int32))
-            for n in ("layout", "row_ptr", "full_begin", "key_tile", "bits_id")
-        ],
+        *[(n, ctypes.POINTER(ctypes.c_int32)) for n in ("layout", "row_ptr", "full_begin", "key_tile", "bits_id")],
         ("bits", ctypes.POINTER(ctypes.c_uint32)),
     ]
 

@@ -203,9 +203,7 @@ def _budget_ulp(array: np.ndarray) -> float:
     return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))
 
 
-def _compare_outputs(
-    case: Case, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray
-) -> Comparison:
+def _compare_outputs(case: Case, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray) -> Comparison:
     what = f"output {name!r}, {case}"
     if found.shape != plain.shape:
         return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
@@ -252,17 +250,19 @@ def _compare_site(site: AttentionSite, node: onnx.NodeProto, known: Mapping[str,
     own = _bhsd(original, site.output_layout, site.num_heads)
     if not np.array_equal(np.isfinite(mine), np.isfinite(own)):
         where = tuple(int(i) for i in np.argwhere(np.isfinite(mine) != np.isfinite(own))[0])
-        return Comparison(what, np.inf, 0.0, False, site.name, f"inf or NaN at (b, h, q, d) = {where} in one of the two")
+        return Comparison(
+            what, np.inf, 0.0, False, site.name, f"inf or NaN at (b, h, q, d) = {where} in one of the two"
+        )
     # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64.
     target = np.where(rows[..., None], exact, own.astype(np.float64))
     good = np.isfinite(own) & np.isfinite(target)
-    error = np.abs(mine.astype(np.float64) - target)
+    errors = np.abs(mine.astype(np.float64) - target)
     base = np.abs(own.astype(np.float64) - target)
     budget = SITE_FACTOR * float(base[good].max(initial=0.0)) + _budget_ulp(own)
-    worst = float(error[good].max(initial=0.0))
+    worst = float(errors[good].max(initial=0.0))
     detail = ""
     if worst > budget:
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(good, error, 0))), error.shape))
+        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(good, errors, 0))), errors.shape))
         detail = f"largest at (b, h, q, d) = {where}"
     return Comparison(what, worst, budget, worst <= budget, site.name, detail)
 

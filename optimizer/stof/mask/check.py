@@ -51,8 +51,8 @@ class MaskChecker:
             UnsupportedError: naming the first element at which graph and expression differ.
         """
         terms = [t for t in site.terms if t not in mask.bias]
-        key = (tuple(terms), mask.expression, mask.tables, mask.operands)
-        if not terms or key in self.passed:
+        key = (tuple(terms), mask.expression, mask.tables, mask.operands, site.row_guard)
+        if (not terms and site.row_guard is None) or key in self.passed:
             return
         for number, length in enumerate(lengths(mask.expression)):
             padding = (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3]
@@ -73,6 +73,11 @@ class MaskChecker:
             array = feeds[operand.tensor]
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
         found = Mask(mask.expression or "True", tables_of(mask)).evaluate(B, H, S, T, P, runtime)
+        if site.row_guard is not None:
+            (zeroed,) = self._run([site.row_guard], feeds, sizes)
+            empty = ~wanted.any(axis=-1, keepdims=True)
+            if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
+                raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
         if not np.array_equal(found, wanted):
             where = tuple(int(i) for i in np.argwhere(found != wanted)[0])
             raise UnsupportedError(
@@ -86,7 +91,8 @@ class MaskChecker:
         nodes, given, used = self._cut(tensors, feeds, sizes)
         names = list(dict.fromkeys(tensors))
         inputs = [
-            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in given.items()
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+            for n, a in given.items()
         ]
         outputs = [helper.make_tensor_value_info(n, self.symbolic.dtype(n) or TensorProto.FLOAT, None) for n in names]
         graph = helper.make_graph(nodes, "mask", inputs, outputs, [self.initializers[n] for n in used])
@@ -143,4 +149,5 @@ def _kept(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     others = np.unique(scaled[scaled != 0])
     soft = len(others) == 1 and others[0] <= SOFT_FORBID
-    return ~((scaled <= limit) | (soft & (scaled <= SOFT_FORBID)))
+    kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled <= SOFT_FORBID)))
+    return kept

@@ -23,7 +23,7 @@ from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, size, to_cond
 
-LOWEST = {
+LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
     TensorProto.DOUBLE: 1.7976931348623157e308,
     TensorProto.FLOAT16: 65504.0,
@@ -109,9 +109,7 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     return _additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)
 
 
-def _additive(
-    symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]
-) -> _TermMask:
+def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]) -> _TermMask:
     split: list[tuple[Cond, float | Real]] = []
     for cond, x in cases(value):
         if isinstance(x, Real) and x.kind == "table":
@@ -142,7 +140,8 @@ def _table_cases(
 ) -> list[tuple[Cond, float | Real]]:
     """A look-up into a constant float mask: forbidden entries as a boolean table or, where they are one, a band."""
     name, indices = read.args
-    assert isinstance(name, str) and isinstance(indices, tuple)
+    assert isinstance(name, str)
+    assert isinstance(indices, tuple)
     array = np.asarray(_table(symbolic, tables, name), dtype=np.float64)
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     rest = array[array > limit]
@@ -167,7 +166,7 @@ def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
     if kept.ndim < 2 or any(n != 1 for n in kept.shape[:-2]) or indices[-2:] != (Q, K):
         return None
     plane = kept.reshape(kept.shape[-2:])
-    rows, columns = plane.shape
+    rows, columns = kept.shape[-2:]
     diagonal = np.concatenate([plane[:0:-1, 0], plane[0]])  # q - k from rows - 1 down to -(columns - 1)
     place = np.arange(columns)[None, :] - np.arange(rows)[:, None] + rows - 1
     if not np.array_equal(diagonal[place], plane):
@@ -189,9 +188,7 @@ def _size_names(site: AttentionSite) -> dict[str, str]:
     return names
 
 
-def _operand(
-    symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool
-) -> str:
+def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool) -> str:
     """The role of a model input that the mask reads."""
     shape = symbolic.shape(tensor)
     if shape is None or len(shape) != 2 or len(indices) != 2 or indices[0] not in (B, integer(0)):
@@ -215,5 +212,3 @@ def _empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -
     if len(set(finite)) > 1 or len(finite) < len(fills):
         notes.append("masks of different strength are added; a row without any key may differ")
     return EmptyRows.MEAN if min(finite) < -1e30 or min(finite) <= -60000 else EmptyRows.ALL
-
-

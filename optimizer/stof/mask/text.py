@@ -94,7 +94,8 @@ def _band(cond: Cond, d: np.ndarray) -> np.ndarray | None:
         if any(p is None for p in parts):
             return None
         known = [p for p in parts if p is not None]
-        return np.logical_and.reduce(known) if cond.kind == "and" else np.logical_or.reduce(known)
+        stacked = np.stack(known)
+        return np.asarray(stacked.all(0) if cond.kind == "and" else stacked.any(0))
     if cond.kind in ("le", "eq", "ne"):
         value = cond.args[0]
         assert isinstance(value, Int)
@@ -272,18 +273,22 @@ class _Printer:
         raise UnsupportedError(f"the mask depends on {_words(atom)}")
 
     def _read(self, tensor: object, indices: object, *, boolean: bool) -> str:
-        assert isinstance(tensor, str) and isinstance(indices, tuple)
+        assert isinstance(tensor, str)
+        assert isinstance(indices, tuple)
         role = self.names.operand(tensor, indices, boolean)
         texts = []
         for axis, index in enumerate(indices):
             fixed = axis == 0 and len(indices) > 1 and index == integer(0)
             texts.append("b" if fixed else self.integer(index)[0])
         if role == "segment_q":
-            texts[-1] = self.integer(indices[-1] - of_atom("size", "\0P"))[0] if "\0P" in self.names.sizes else texts[-1]
+            texts[-1] = (
+                self.integer(indices[-1] - of_atom("size", "\0P"))[0] if "\0P" in self.names.sizes else texts[-1]
+            )
         return f"{role}[{', '.join(texts)}]"
 
     def _table(self, tensor: object, indices: object) -> str:
-        assert isinstance(tensor, str) and isinstance(indices, tuple)
+        assert isinstance(tensor, str)
+        assert isinstance(indices, tuple)
         array = self.names.constant(tensor)
         axes = [a for a, n in enumerate(array.shape) if n != 1]
         name = self.names.table(np.ascontiguousarray(array.reshape([array.shape[a] for a in axes])))
@@ -306,7 +311,7 @@ def _words(value: object) -> str:
 
 
 def band_condition(low: int | None, high: int | None) -> Cond:
-    """low <= q - k <= high."""
+    """Low <= q - k <= high."""
     parts = []
     if low is not None:
         parts.append(less_equal(integer(low), Q - K))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
@@ -40,7 +41,7 @@ class Builder:
         self.count += 1
         return f"{self.prefix}{self.count}"
 
-    def add(self, op: str, inputs: Sequence[str], **attributes: object) -> str:
+    def add(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
         """Appends a node with one output and returns that."""
         out = self.name()
         self.nodes.append(helper.make_node(op, list(inputs), [out], name=out, **attributes))

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.errors import UnsupportedError
 from stof.graph import DOMAIN
 from stof.mask.to_onnx import Builder, Sizes, mask_nodes
 from stof.site import EmptyRows, Layout
@@ -33,24 +34,44 @@ class Variant:
     roles: tuple[str, ...]  # of the operand slots; "unused" where this variant does not read one
     dtype: int
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the shapes of a call's tensors follow from."""
+        return (self.layouts, self.num_heads, self.kv_num_heads, self.head_size, self.value_head_size)
+
 
 def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto:
     """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
 
-    Every slot is read with a cast, so that a branch that is not taken still has the right types.
+    A runtime that inlines the function infers types and shapes of every branch for every call, also of those that a call
+    never takes. So slots are read with a cast, and where variants differ in shape the inputs' ranks are hidden.
+
+    Raises:
+        UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
     """
     slots = len(variants[0].roles)
     inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
-    nodes = _select(variants, 0, opset)
+    one_type = len({v.dtype for v in variants}) == 1
+    if not one_type and opset < 15:
+        raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
+    style = _Style(opset, len({v.shape for v in variants}) > 1, one_type)
+    nodes = _select(variants, 0, style)
     nodes.append(helper.make_node("Identity", ["variant0_out"], ["output"], name="output"))
     return helper.make_function(
         DOMAIN, OP, inputs, ["output"], nodes, [helper.make_opsetid("", opset)], ["mask_id", "scale"]
     )
 
 
-def _select(variants: Sequence[Variant], i: int, opset: int) -> list[onnx.NodeProto]:
+@dataclass(frozen=True)
+class _Style:
+    opset: int
+    hidden: bool  # ranks of the inputs are kept from shape inference
+    one_type: bool
+
+
+def _select(variants: Sequence[Variant], i: int, style: _Style) -> list[onnx.NodeProto]:
     """Nodes that write ``variant<i>_out``: variant i if mask_id is i, else the next ones."""
-    body = _Body(variants[i], Builder(opset, f"v{i}_")).build()
+    body = _Body(variants[i], Builder(style.opset, f"v{i}_"), style).build()
     out = f"variant{i}_out"
     if i + 1 == len(variants):
         return [*body.nodes, helper.make_node("Identity", [body.result], [out], name=out)]
@@ -58,18 +79,18 @@ def _select(variants: Sequence[Variant], i: int, opset: int) -> list[onnx.NodePr
     wanted.attribute.append(_reference("value_int", "mask_id", onnx.AttributeProto.INT))
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
     same = helper.make_node("Equal", [f"s{i}_id", f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
-    dtype = variants[i].dtype
+    dtype = variants[i].dtype if style.one_type else None
     then = _branch(body.nodes, body.result, f"then{i}", dtype)
-    other = _branch(_select(variants, i + 1, opset), f"variant{i + 1}_out", f"else{i}", dtype)
+    other = _branch(_select(variants, i + 1, style), f"variant{i + 1}_out", f"else{i}", dtype)
     choose = helper.make_node("If", [f"s{i}_same"], [out], name=out, then_branch=then, else_branch=other)
     return [wanted, number, same, choose]
 
 
-def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str, dtype: int) -> onnx.GraphProto:
+def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str, dtype: int | None) -> onnx.GraphProto:
     # An output that is not the direct product of a node of the branch is refused by some runtimes.
     out = f"{name}_result"
     last = helper.make_node("Identity", [result], [out], name=out)
-    value = helper.make_tensor_value_info(out, dtype, None)
+    value = onnx.ValueInfoProto(name=out) if dtype is None else helper.make_tensor_value_info(out, dtype, None)
     return helper.make_graph([*nodes, last], name, [], [value])
 
 
@@ -84,9 +105,10 @@ def _reference(name: str, target: str, kind: int) -> onnx.AttributeProto:
 class _Body:
     """The nodes of one variant."""
 
-    def __init__(self, variant: Variant, builder: Builder) -> None:
+    def __init__(self, variant: Variant, builder: Builder, style: _Style) -> None:
         self.variant = variant
         self.builder = builder
+        self.style = style
         self.result = ""
 
     @property
@@ -114,11 +136,27 @@ class _Body:
 
     def _bhsd(self, tensor: str, layout: Layout, heads: int, size: int) -> str:
         b = self.builder
+        if self.style.hidden:
+            tensor = self._hide(tensor)
         if layout is Layout.BSN:
             tensor = b.add("Reshape", [tensor, b.constant([0, 0, heads, size])])
         if layout is not Layout.BHSD:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
+
+    def _hide(self, tensor: str) -> str:
+        """The tensor through an If of which the other branch has another rank: shape inference learns nothing."""
+        b = self.builder
+        out = b.name()
+        same = helper.make_node("Identity", [tensor], [f"{out}_same"], name=f"{out}_same")
+        flat = helper.make_node("Constant", [], [f"{out}_one"], name=f"{out}_one", value_ints=[-1])
+        other = helper.make_node("Reshape", [tensor, f"{out}_one"], [f"{out}_flat"], name=f"{out}_flat")
+        dtype = self.variant.dtype if self.style.one_type else None
+        then = _branch([same], f"{out}_same", f"{out}_then", dtype)
+        otherwise = _branch([flat, other], f"{out}_flat", f"{out}_else", dtype)
+        always = b.constant(True, np.bool_)
+        b.nodes.append(helper.make_node("If", [always], [out], name=out, then_branch=then, else_branch=otherwise))
+        return out
 
     def _repeat(self, tensor: str, size: int) -> str:
         v, b = self.variant, self.builder
@@ -158,7 +196,9 @@ class _Body:
 
     def _output(self, tensor: str) -> str:
         v, b = self.variant, self.builder
-        if v.dtype != TensorProto.FLOAT:
+        if not self.style.one_type:
+            tensor = b.add("CastLike", [tensor, "query"])
+        elif v.dtype != TensorProto.FLOAT:
             tensor = b.add("Cast", [tensor], to=v.dtype)
         layout = v.layouts[3]
         if layout is not Layout.BHSD:

@@ -122,9 +122,7 @@ class ScoreWalk:
                     return str(node.input[0])
         return None
 
-    def _softcap(
-        self, node: onnx.NodeProto, factor: tuple[str, float], scores: Scores, depth: int
-    ) -> Scores | None:
+    def _softcap(self, node: onnx.NodeProto, factor: tuple[str, float], scores: Scores, depth: int) -> Scores | None:
         """Of ``cap * tanh(x * s)`` the scores x get scale s * cap and softcap cap."""
         tanh = self.index.producer(factor[0])
         if tanh is None or tanh.op_type != "Tanh":
@@ -134,9 +132,7 @@ class ScoreWalk:
         inner = self.index.producer(tanh.input[0])
         found = None if inner is None else scalar_factor(self.symbolic, inner)
         source, scale = (tanh.input[0], 1.0) if found is None else found
-        capped = replace(
-            scores.passed(node, "softcap").passed(tanh), softcap=abs(factor[1]), factor=scale * factor[1]
-        )
+        capped = replace(scores.passed(node, "softcap").passed(tanh), softcap=abs(factor[1]), factor=scale * factor[1])
         if inner is not None and found is not None:
             capped = capped.passed(inner)
         result = self.walk(source, capped, depth + 1)

@@ -123,9 +123,7 @@ class Symbolic:
             shape = None
             if tensor.HasField("shape"):
                 shape = tuple(
-                    integer(d.dim_value)
-                    if d.HasField("dim_value")
-                    else size(d.dim_param or f"{value.name}#{i}")
+                    integer(d.dim_value) if d.HasField("dim_value") else size(d.dim_param or f"{value.name}#{i}")
                     for i, d in enumerate(tensor.shape.dim)
                 )
             kind = dtype_kind(tensor.elem_type)
@@ -154,7 +152,9 @@ class Symbolic:
             if fact.value is not None and fact.value.constant is None:
                 fact = _fold(fact)
             if fact.value is None:
-                causes = [self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None]
+                causes = [
+                    self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
+                ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
 

@@ -162,9 +162,7 @@ def _slice(context: Context) -> list[Fact] | None:
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
 
     def at(index: Index) -> Scalar:
-        moved = [
-            plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)
-        ]
+        moved = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
         value = context.value(0)
         assert value is not None
         return value.at(tuple(moved))

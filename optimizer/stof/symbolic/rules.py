@@ -83,7 +83,8 @@ def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
     left, right = to_real(x), to_real(y)
     if left.kind == "const" and right.kind == "const":
         a, b = left.args[0], right.args[0]
-        assert isinstance(a, float) and isinstance(b, float)
+        assert isinstance(a, float)
+        assert isinstance(b, float)
         with np.errstate(all="ignore"):
             match kind:
                 case "add":
@@ -111,22 +112,22 @@ def _negative(x: Scalar) -> Scalar:
 
 
 def add(x: Scalar, y: Scalar) -> Scalar:
-    """x + y."""
+    """X + y."""
     return x + y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, y)
 
 
 def sub(x: Scalar, y: Scalar) -> Scalar:
-    """x - y."""
+    """X - y."""
     return x - y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, _negative(y))
 
 
 def mul(x: Scalar, y: Scalar) -> Scalar:
-    """x * y."""
+    """X * y."""
     return x * y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("mul", x, y)
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
-    """x / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
+    """X / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
     if isinstance(x, Int) and isinstance(y, Int):
         if x.constant is not None and y.constant:
             return integer(int(x.constant / y.constant))
@@ -279,14 +280,15 @@ def _power(x: Scalar, y: Scalar) -> Scalar:
     a, b = to_real(x), to_real(y)
     if a.kind == "const" and b.kind == "const":
         with np.errstate(all="ignore"):
-            return real(float(np.float64(a.args[0]) ** np.float64(b.args[0])))
+            return real(float(np.float64(str(a.args[0])) ** np.float64(str(b.args[0]))))
     return Real("opaque", ("Pow", a, b))
 
 
 def _cast(context: Context) -> list[Fact] | None:
     to = context.number("to", FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
-    convert = {"i": to_int, "b": to_cond, "f": to_real}.get(kind or "")
+    table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
+    convert = table.get(kind or "")
     if convert is None:
         return [Fact(to, context.shape(0))]
     return _elementwise(context, convert, to, 1)
@@ -372,7 +374,8 @@ def _reduce(context: Context) -> list[Fact] | None:
         if axes is None:
             return None
     keep = context.number("keepdims", 1)
-    chosen = range(len(shape)) if axes is None or not list(axes) else [a % len(shape) for a in axes]  # type: ignore[call-overload]
+    wanted = [] if axes is None else [int(a) for a in axes]  # type: ignore[attr-defined]
+    chosen = [a % len(shape) for a in wanted] or list(range(len(shape)))
     result = [integer(1) if a in chosen else d for a, d in enumerate(shape) if keep or a not in chosen]
     return [Fact(context.fact(0).dtype, tuple(result))]
 
@@ -432,7 +435,7 @@ RULES: dict[str, Rule] = {
     "BatchNormalization": _norm,
     "CumSum": _same_shape,
 }
-for _name, _function in {
+_REAL: dict[str, Callable[[float], float]] = {
     "Sqrt": math.sqrt,
     "Reciprocal": lambda x: 1.0 / x,
     "Exp": math.exp,
@@ -445,12 +448,26 @@ for _name, _function in {
     "Round": round,
     "Sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
     "Erf": math.erf,
-}.items():
+}
+for _name, _function in _REAL.items():
     RULES[_name] = _pointwise(_real_function(_name, _function))
-for _name in (
-    "Relu LeakyRelu Gelu Softplus HardSwish HardSigmoid Mish Elu Selu PRelu Swish QuickGelu Softsign Sign"
-).split():
+for _name in [
+    "Relu",
+    "LeakyRelu",
+    "Gelu",
+    "Softplus",
+    "HardSwish",
+    "HardSigmoid",
+    "Mish",
+    "Elu",
+    "Selu",
+    "PRelu",
+    "Swish",
+    "QuickGelu",
+    "Softsign",
+    "Sign",
+]:
     RULES[_name] = _same_shape
-for _name in "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL2 ReduceSumSquare".split():
+for _name in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceSumSquare"]:
     RULES[_name] = _reduce
 RULES.update(movement.RULES)

@@ -65,10 +65,7 @@ class SymTensor:
         sizes = self.sizes()
         if sizes is None or int(np.prod(sizes, dtype=np.int64)) > SMALL:
             return None
-        return [
-            self.at(tuple(integer(i) for i in index))
-            for index in itertools.product(*(range(n) for n in sizes))
-        ]
+        return [self.at(tuple(integer(i) for i in index)) for index in itertools.product(*(range(n) for n in sizes))]
 
 
 def coerce(value: Scalar, kind: str) -> Scalar:

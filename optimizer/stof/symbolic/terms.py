@@ -66,9 +66,7 @@ class Int:
 
     def __mul__(self, other: Int) -> Int:
         return _collect(
-            (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2)
-            for m1, c1 in self.terms
-            for m2, c2 in other.terms
+            (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
         )
 
     @property
@@ -215,14 +213,15 @@ def _atom_range(atom: Atom) -> tuple[float, float]:
             return (0.0, divisor - 1.0) if divisor > 0 else (divisor + 1.0, 0.0)
         case "div":
             inner, divisor = atom.args
-            assert isinstance(inner, Int) and isinstance(divisor, int)
+            assert isinstance(inner, Int)
+            assert isinstance(divisor, int)
             if divisor > 0 and bound(inner, upper=False) >= 0:
                 return (0.0, math.inf)
     return (-math.inf, math.inf)
 
 
 def less_equal(left: Int, right: Int) -> Cond:
-    """left <= right."""
+    """Left <= right."""
     difference = left - right
     high = bound(difference, upper=True)
     if high <= 0:
@@ -233,7 +232,7 @@ def less_equal(left: Int, right: Int) -> Cond:
 
 
 def equal(left: Int, right: Int) -> Cond:
-    """left == right, canonical up to sign."""
+    """Left == right, canonical up to sign."""
     difference = left - right
     if difference.constant is not None:
         return TRUE if difference.constant == 0 else FALSE
@@ -437,7 +436,9 @@ def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
             return _int_cases(inner, value)
         case "select":
             cond, yes, no = value.args
-            assert isinstance(cond, Cond) and isinstance(yes, Real) and isinstance(no, Real)
+            assert isinstance(cond, Cond)
+            assert isinstance(yes, Real)
+            assert isinstance(no, Real)
             found = [(all_of([cond, c]), x) for c, x in cases(yes)]
             return found + [(all_of([negate(cond), c]), x) for c, x in cases(no)]
         case "neg":
@@ -446,7 +447,8 @@ def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
             return [(c, -x if isinstance(x, float) else Real("neg", (x,))) for c, x in cases(inner_real)]
         case "add" | "mul" | "div" | "min" | "max":
             left, right = value.args
-            assert isinstance(left, Real) and isinstance(right, Real)
+            assert isinstance(left, Real)
+            assert isinstance(right, Real)
             return _pair_cases(value.kind, left, right)
     return [(TRUE, value)]
 
