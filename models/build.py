@@ -69,7 +69,7 @@ def _weights(model: onnx.ModelProto, seed: int) -> Iterator[tuple[onnx.TensorPro
                 rng.standard_normal(dtype=np.float32, out=flat[start : start + _BLOCK])
             flat *= np.float32(0.7 / np.sqrt(min(shape)))
             yield tensor, flat.reshape(shape)
-        elif not tensor.data_location == TensorProto.EXTERNAL and _uniform_vector(tensor):
+        elif tensor.data_location != TensorProto.EXTERNAL and _uniform_vector(tensor):
             array = onnx.numpy_helper.to_array(tensor)
             yield tensor, (array + 0.02 * rng.standard_normal(array.shape, np.float32)).astype(np.float32)
 
@@ -122,7 +122,7 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="Fills an exported graph with seeded random weights.")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("-o", "--output", type=Path, default=Path("."), metavar="DIR")
+    parser.add_argument("-o", "--output", type=Path, default=Path(), metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--external", action="store_true", help="weights in a file of their own, whatever their size")
     parser.add_argument("--list", action="store_true")

@@ -161,7 +161,7 @@ def export(name: str) -> onnx.ModelProto:
                 dynamic_shapes={"input_ids": dims, "attention_mask": dims}, external_data=True, **names,
             )  # fmt: skip
         else:
-            dynamic = {n: axes for n in ("input_ids", "attention_mask", "last_hidden_state")}
+            dynamic = dict.fromkeys(("input_ids", "attention_mask", "last_hidden_state"), axes)
             torch.onnx.export(
                 Encoder().eval(), (ids, mask), path, dynamo=False, opset_version=OPSETS[exporter],
                 dynamic_axes=dynamic, **names,
