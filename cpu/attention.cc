@@ -49,11 +49,11 @@ const cpu::Kernels& KernelsOf(CpuIsa isa) {
   return cpu::portable::kKernels;
 }
 
-// Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a register
-// block of kStrip rows would stay half empty.
+// Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
+// register block of kStrip rows would stay half empty.
 constexpr int64_t kDirectRows = 4;
-// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the last
-// of them has read it; else it only has to be long against the few hundred bytes that a part is.
+// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the
+// last of them has read it; else it only has to be long against the few hundred bytes that a part is.
 constexpr int64_t kSharedChunk = 512, kChunk = 2048;
 
 cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
@@ -94,7 +94,8 @@ Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int 
   };
   if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
   if (problem.direct) {
-    if (problem.chunks > 1) layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
+    if (problem.chunks > 1)
+      layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
   } else {
     layout.order = take(Items(problem) * 4);
     layout.keys = take(args.B * args.G * problem.panels * args.D * cpu::kPanel * 4);
@@ -157,8 +158,8 @@ void SortItems(const cpu::Problem& problem, uint32_t* order) {
   for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
 }
 
-// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend on
-// the worker that takes it.
+// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend
+// on the worker that takes it.
 struct Job {
   const cpu::Problem& problem;
   const cpu::Kernels& kernels;
@@ -224,8 +225,8 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
     return Status::Error("H must be a multiple of G, and sizes not negative");
   }
   if (args.B * args.H * ((args.S + config.m - 1) / config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
-  if (args.mask != nullptr && (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S ||
-                               args.mask->T != args.T)) {
+  if (args.mask != nullptr &&
+      (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S || args.mask->T != args.T)) {
     return Status::Error("the block mask was built for another tile or other sizes");
   }
   return Status();

@@ -31,7 +31,7 @@ struct Problem {
 };
 
 struct Kernels {
-  size_t (*scratch_bytes)(const Problem& problem);          // of one worker, which gets it 64-byte aligned
+  size_t (*scratch_bytes)(const Problem& problem);         // of one worker, which gets it 64-byte aligned
   void (*prepare)(const Problem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the B * G * panels there are.
   void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
@@ -43,9 +43,15 @@ struct Kernels {
   void (*join)(const Problem& problem, int64_t row, void* scratch);
 };
 
-namespace portable { extern const Kernels kKernels; }
-namespace avx2 { extern const Kernels kKernels; }
-namespace avx512 { extern const Kernels kKernels; }
+namespace portable {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
 
 }  // namespace cpu
 }  // namespace stof

@@ -66,7 +66,8 @@ inline V TanhFromExponent(V x) {
 
 // s[kStrip, kBlock vectors] = q[kStrip, size] · keys. A vector holds kWidth of the kPanel keys of a packed panel.
 template <int kBlock>
-inline void Scores(const float* q, int64_t ldq, int64_t size, const float* keys, int64_t panel_stride, float* s, int64_t lds) {
+__attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys, int64_t panel_stride, float* s,
+                   int64_t lds) {
   constexpr int kPerPanel = kPanel / kWidth;
   V sum[kStrip][kBlock];
 #pragma GCC unroll 8
@@ -97,7 +98,7 @@ inline void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
 
 // o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v.
 template <int kRows, int kBlock>
-inline void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v, int64_t ldv, float* o,
+__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v, int64_t ldv, float* o,
                       int64_t ldo) {
   V sum[kRows][kBlock];
 #pragma GCC unroll 8

@@ -102,7 +102,8 @@ class Worker {
     row0_ = row0;
     rows_ = static_cast<int>(rows);
     keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
-    values_ = static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
+    values_ =
+        static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     if (!kDirect) packed_ = problem_.packed_keys + (b * args_.G + g_) * problem_.panels * args_.D * kPanel;
     LoadQueries();
     Clear();
@@ -122,11 +123,12 @@ class Worker {
     for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
       Tile(tiles[i], mask->bits.data() + mask->bits_id[i] * words, false);
     }
-    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i) Tile(tiles[i], nullptr, false);
+    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i)
+      Tile(tiles[i], nullptr, false);
   }
 
   // Writes the rows; those without a key by the policy.
-  void Finish() {
+  __attribute__((noinline)) void Finish() {
     bool all = false;
     for (int r = 0; r < rows_; ++r) {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
@@ -189,10 +191,11 @@ class Worker {
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
-  void LoadQueries() {
+  __attribute__((noinline)) void LoadQueries() {
     // Scores come out in units of log2, or for softcap as 2 log2(e) times the argument of tanh.
     const float scale = args_.softcap > 0.0f ? args_.scale / args_.softcap * (2.0f * kLog2E) : args_.scale * kLog2E;
-    const char* query = static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
+    const char* query =
+        static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
     const V factor = Simd::Set1(scale);
     for (int r = 0; r < PaddedRows(); ++r) {
       float* to = scratch_.q + r * scratch_.ldq;
@@ -216,7 +219,8 @@ class Worker {
   }
 
   // ---- masks ----
-  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr: everything.
+  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
+  // everything.
   bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
     const int64_t count = problem_.n / 32;
     const uint32_t* sources[3];
@@ -244,8 +248,8 @@ class Worker {
       strides[used++] = 0;
     }
     if (args_.dynamic != nullptr && !unmasked) {
-      const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n,
-                                           scratch_.words_dynamic);
+      const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m,
+                                           problem_.n, scratch_.words_dynamic);
       if (kind == 0) return false;
       if (kind == 1) {
         sources[used] = scratch_.words_dynamic;
@@ -269,14 +273,14 @@ class Worker {
 
   // What a strip does in a tile.
   struct Strip {
-    int row = 0;           // first of its rows in the row tile
+    int row = 0;  // first of its rows in the row tile
     int run_count = 0;
     uint32_t active = 0;   // panels in which one of its rows may attend a key
     uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
     Run runs[kMaxTileKeys / kPanel / 2 + 1];
   };
 
-  void FindPanels(int keys, Strip* strip) const {
+  __attribute__((noinline)) void FindPanels(int keys, Strip* strip) const {
     const int panels = (keys + kPanel - 1) / kPanel;
     strip->partial = 0;
     if (words_ == nullptr) {
@@ -296,7 +300,8 @@ class Worker {
         all &= word;
       }
       strip->active |= ((any & 0xffffu) != 0 ? 1u : 0u) << (2 * w) | ((any >> 16) != 0 ? 2u : 0u) << (2 * w);
-      strip->partial |= ((all & 0xffffu) != 0xffffu ? 1u : 0u) << (2 * w) | ((all >> 16) != 0xffffu ? 2u : 0u) << (2 * w);
+      strip->partial |= ((all & 0xffffu) != 0xffffu ? 1u : 0u) << (2 * w) | ((all >> 16) != 0xffffu ? 2u : 0u)
+                                                                                << (2 * w);
     }
     strip->partial &= strip->active;
     strip->run_count = 0;
@@ -414,7 +419,8 @@ class Worker {
       }
       for (; k < strip.runs[i].last; ++k) {
         V sum = Simd::Set1(0.0f);
-        for (int64_t d = 0; d < size; d += kWidth) sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
+        for (int64_t d = 0; d < size; d += kWidth)
+          sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
         scratch_.s[k] = Simd::ReduceAdd(sum);
       }
       for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
@@ -422,15 +428,14 @@ class Worker {
   }
 
   // Softcap, bias and mask.
-  void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const {
+  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const {
     const V forbidden = Simd::Set1(-kInf);
     const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
     if (args_.softcap > 0.0f) {
       const V cap = Simd::Set1(args_.softcap * kLog2E);
       for (int r = 0; r < rows; ++r) {
-        ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
-          Simd::Store(at, Simd::Mul(cap, TanhFromExponent(Simd::Load(at))));
-        });
+        ForEachVector(strip, s + r * problem_.n,
+                      [&](float* at, int) { Simd::Store(at, Simd::Mul(cap, TanhFromExponent(Simd::Load(at)))); });
       }
     }
     if (args_.bias != nullptr) {
@@ -450,7 +455,8 @@ class Worker {
       for (int r = 0; r < rows; ++r) {
         const uint32_t word = words_[(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
         float* at = s + r * problem_.n + column;
-        for (int c = 0; c < kPanel; c += kWidth) Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
+        for (int c = 0; c < kPanel; c += kWidth)
+          Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
       }
     }
   }
@@ -463,7 +469,8 @@ class Worker {
   }
 
   void LoadBias(int64_t row, int64_t key0, int keys) const {
-    const int64_t at = b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
+    const int64_t at =
+        b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
     float* to = scratch_.bias;
     if (args_.bias_stride_k == 1) {
       ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);
@@ -474,7 +481,7 @@ class Worker {
   }
 
   // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow.
-  void Softmax(const Strip& strip, float* s) {
+  __attribute__((noinline)) void Softmax(const Strip& strip, float* s) {
     V high[kRows];
     float* max = scratch_.max + strip.row;
     auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
@@ -535,8 +542,8 @@ class Worker {
 
   // ---- output ----
   char* OutputRow(int r) const {
-    return static_cast<char*>(args_.output) + item_size_ * (b_ * args_.output_stride.b + h_ * args_.output_stride.h +
-                                                            (row0_ + r) * args_.output_stride.s);
+    return static_cast<char*>(args_.output) +
+           item_size_ * (b_ * args_.output_stride.b + h_ * args_.output_stride.h + (row0_ + r) * args_.output_stride.s);
   }
   void WriteRow(int r, float factor) const {
     const V scale = Simd::Set1(factor);

@@ -31,9 +31,7 @@ struct Simd {
   static bool Any(M m) { return m != 0; }
   // Lane i: bit i of bits ? a : b.
   static V Where(uint32_t bits, V a, V b) { return _mm512_mask_blend_ps(static_cast<M>(bits), b, a); }
-  static V WhereEqual(V x, V y, V a, V b) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), b, a);
-  }
+  static V WhereEqual(V x, V y, V a, V b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), b, a); }
   // The float whose bits are those of v shifted into the exponent.
   static V ShiftToExponent(V v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
   static float ReduceAdd(V v) { return _mm512_reduce_add_ps(v); }
