@@ -2,8 +2,8 @@
 // Empty where the compiler was not given avx2's flags: other processors build without it.
 #if defined(__AVX2__)
 #define STOF_ISA avx2
+#define STOF_SIMD "cpu/simd_avx2.h"
 #include "cpu/attention_kernel.h"
-#include "cpu/simd_avx2.h"
 
 namespace stof {
 namespace cpu {

@@ -2,8 +2,8 @@
 // Empty where the compiler was not given avx512's flags: other processors build without it.
 #if defined(__AVX512F__)
 #define STOF_ISA avx512
+#define STOF_SIMD "cpu/simd_avx512.h"
 #include "cpu/attention_kernel.h"
-#include "cpu/simd_avx512.h"
 
 namespace stof {
 namespace cpu {

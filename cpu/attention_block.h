@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Register blocks of the attention kernel. Included once per instruction set, after its Simd.
+// Register blocks of the attention kernel. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD
+// the header of its Simd.
 #ifndef STOF_CPU_ATTENTION_BLOCK_H_
 #define STOF_CPU_ATTENTION_BLOCK_H_
 
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include STOF_SIMD
 
 namespace stof {
 namespace cpu {
@@ -66,8 +68,8 @@ inline V TanhFromExponent(V x) {
 
 // s[kStrip, kBlock vectors] = q[kStrip, size] · keys. A vector holds kWidth of the kPanel keys of a packed panel.
 template <int kBlock>
-__attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys, int64_t panel_stride, float* s,
-                   int64_t lds) {
+__attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
+                                      int64_t panel_stride, float* s, int64_t lds) {
   constexpr int kPerPanel = kPanel / kWidth;
   V sum[kStrip][kBlock];
 #pragma GCC unroll 8
@@ -98,8 +100,8 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
 
 // o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v.
 template <int kRows, int kBlock>
-__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v, int64_t ldv, float* o,
-                      int64_t ldo) {
+__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
+                                         int64_t ldv, float* o, int64_t ldo) {
   V sum[kRows][kBlock];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {

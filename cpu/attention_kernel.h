@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entry points of one instruction set. Included once in each of its translation units, after its Simd.
+// The entry points of one instruction set.
 #ifndef STOF_CPU_ATTENTION_KERNEL_H_
 #define STOF_CPU_ATTENTION_KERNEL_H_
 

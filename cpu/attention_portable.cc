@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #define STOF_ISA portable
+#define STOF_SIMD "cpu/simd_portable.h"
 #include "cpu/attention_kernel.h"
-#include "cpu/simd_portable.h"
 
 namespace stof {
 namespace cpu {

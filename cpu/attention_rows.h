@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
-// Included once per instruction set, after its Simd.
 #ifndef STOF_CPU_ATTENTION_ROWS_H_
 #define STOF_CPU_ATTENTION_ROWS_H_
 
