@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.terms import Atom, Int
@@ -40,7 +41,11 @@ class Case:
 
 
 def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
-    """A symbolic size at concrete ones."""
+    """A symbolic size at concrete ones.
+
+    Raises:
+        UnsupportedError: when it depends on something else.
+    """
     total = 0
     for monomial, coefficient in size.terms:
         for atom in monomial:
@@ -51,7 +56,10 @@ def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
 
 def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
     if atom.kind == "size":
-        return sizes[str(atom.args[0])]
+        name = str(atom.args[0])
+        if name not in sizes:
+            raise UnsupportedError(f"a size depends on dimension {name!r}, which no input of the model has")
+        return sizes[name]
     values = [evaluate(a, sizes) if isinstance(a, Int) else a for a in atom.args]
     numbers = [v for v in values if isinstance(v, int)]
     if len(numbers) == len(values):
@@ -66,7 +74,7 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
                 return numbers[0] // numbers[1]
             case "mod":
                 return numbers[0] % numbers[1]
-    raise ValueError(f"a size depends on {atom.kind}")
+    raise UnsupportedError(f"a size depends on {atom.kind}, not on sizes of inputs alone")
 
 
 class InputMaker:

@@ -21,7 +21,7 @@ from stof.mask.text import B, H, K, Names, Q, band_condition, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, size, to_cond
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -81,7 +81,8 @@ def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.
 
 
 def _index(site: AttentionSite) -> tuple[Int, Int, Int, Int]:
-    return (B, H, Q - size("\0P") if site.query_offset else Q, K)
+    past = site.dims[3] - site.dims[2] if site.query_offset else integer(0)
+    return (B, H, Q - past, K)
 
 
 def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
@@ -180,8 +181,11 @@ def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
 
 
 def _size_names(site: AttentionSite) -> dict[str, str]:
-    names = {"\0P": "P"} if site.query_offset else {}
-    for dim, letter in zip(site.dims[:1:-1], "TS", strict=False):
+    sizes = [(site.dims[3], "T"), (site.dims[2], "S")]
+    if site.query_offset:
+        sizes.append((site.dims[3] - site.dims[2], "P"))
+    names = {}
+    for dim, letter in sizes:
         atom = dim.atom
         if atom is not None and atom.kind == "size":
             names[str(atom.args[0])] = letter

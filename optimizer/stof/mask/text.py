@@ -25,7 +25,6 @@ from stof.symbolic.terms import (
     children,
     integer,
     less_equal,
-    of_atom,
     var,
 )
 
@@ -280,10 +279,6 @@ class _Printer:
         for axis, index in enumerate(indices):
             fixed = axis == 0 and len(indices) > 1 and index == integer(0)
             texts.append("b" if fixed else self.integer(index)[0])
-        if role == "segment_q":
-            texts[-1] = (
-                self.integer(indices[-1] - of_atom("size", "\0P"))[0] if "\0P" in self.names.sizes else texts[-1]
-            )
         return f"{role}[{', '.join(texts)}]"
 
     def _table(self, tensor: object, indices: object) -> str:

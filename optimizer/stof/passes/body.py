@@ -43,7 +43,7 @@ class Variant:
 def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto:
     """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
 
-    A runtime that inlines the function infers types and shapes of every branch for every call, also of those that a call
+    A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
     never takes. So slots are read with a cast, and where variants differ in shape the inputs' ranks are hidden.
 
     Raises:

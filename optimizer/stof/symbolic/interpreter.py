@@ -106,10 +106,11 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        from stof.symbolic.rules import RULES
+        from stof.symbolic import contrib, rules
 
         self._facts: dict[str, Fact] = {}
-        self._rules = RULES
+        self._rules = {"": rules.RULES, "ai.onnx": rules.RULES, "com.microsoft": contrib.RULES}
+        self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._counter = itertools.count()
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
         self._read_graph(model.graph)
@@ -120,12 +121,7 @@ class Symbolic:
         overridable = {i.name for i in graph.input}
         for value in graph.input:
             tensor = value.type.tensor_type
-            shape = None
-            if tensor.HasField("shape"):
-                shape = tuple(
-                    integer(d.dim_value) if d.HasField("dim_value") else size(d.dim_param or f"{value.name}#{i}")
-                    for i, d in enumerate(tensor.shape.dim)
-                )
+            shape = _declared_shape(value.name, tensor)
             kind = dtype_kind(tensor.elem_type)
             given = input_tensor(value.name, shape, kind) if shape is not None and kind else None
             self._facts[value.name] = Fact(tensor.elem_type, shape, given)
@@ -135,7 +131,7 @@ class Symbolic:
 
     def _visit(self, node: onnx.NodeProto) -> None:
         context = Context(self._facts, node, self._opset)
-        rule = self._rules.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
         if rule is None:
@@ -151,6 +147,9 @@ class Symbolic:
             fact = found[i] if found is not None and i < len(found) else Fact()
             if fact.value is not None and fact.value.constant is None:
                 fact = _fold(fact)
+            if fact.shape is None and name in self._declared:
+                declared = self._declared[name]
+                fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
@@ -178,6 +177,16 @@ class Symbolic:
         """The value where it is the same for every size and input."""
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
+
+
+def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
+    """The shape that the model states, by value or by name; dimensions without either get one of their own."""
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(
+        integer(d.dim_value) if d.HasField("dim_value") else size(d.dim_param or f"{name}#{i}")
+        for i, d in enumerate(tensor.shape.dim)
+    )
 
 
 def _initializer(tensor: onnx.TensorProto) -> Fact:
