@@ -25,7 +25,9 @@ def model(inputs: str, outputs: str, body: str, opset: int = 18) -> onnx.ModelPr
     """A model from the text of its inputs, outputs and nodes. ``%name`` in a body is a snippet below."""
     for name, text in SNIPPETS.items():
         body = body.replace(f"%{name}\n", f"{text}\n")
-    text = f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]>\ng ({inputs}) => ({outputs}) {{\n{body}\n}}'
+    text = (
+        f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1]>\ng ({inputs}) => ({outputs}) {{\n{body}\n}}'
+    )
     return onnx.parser.parse_model(text)
 
 
