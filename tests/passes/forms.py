@@ -138,8 +138,9 @@ def feeds(graph: onnx.ModelProto, sizes: dict[str, int], seed: int = 0) -> dict[
         if dtype.kind == "f":
             given[value.name] = rng.standard_normal(shape).astype(dtype)
         else:
-            mask = rng.random(shape) < 0.7
-            mask[..., 0] = True
+            mask = np.asarray(rng.random(shape) < 0.7)
+            if mask.ndim:
+                mask[..., 0] = True
             given[value.name] = mask.astype(dtype)
     return given
 

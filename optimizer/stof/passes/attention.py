@@ -176,10 +176,15 @@ def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int]) -> No
     """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):
-        if own != size and own.constant is not None and size.constant is not None:
-            raise UnsupportedError(f"the softmax has a size of {own} where query and key give {size}")
-        if size.constant == 1 and own != size:
-            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {own}")
+        if own == size:
+            continue
+        if size.constant == 1:
+            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_words(own)}")
+        if own.constant is not None:
+            raise UnsupportedError(
+                f"a mask has the fixed size {own.constant} where query and key give {_words(size)}; "
+                "only scores of fixed size can have a mask of fixed size"
+            )
 
 
 def _offset(dims: tuple[Int, Int, Int, Int]) -> int:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What looks like attention and is not what the op computes is left alone, with the reason in words."""
+
+from __future__ import annotations
+
+import pytest
+from forms import PLAIN, feeds, model, only_site, reason, rewrite, run, sites
+
+from stof.errors import UnsupportedError
+
+BEGIN = "%kt\ns1 = MatMul (q, kt)\n"
+
+# name: (inputs, outputs, body, words of the reason)
+REFUSED = {
+    "softmax over queries": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax <axis = 2> (s1)\nout = MatMul (p, v)",
+        "along axis 2, expected the last",
+    ),
+    "weights are an output": (
+        PLAIN,
+        "float[a,b,c,d] out, float[e,f,g,h] p",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "'p' are a graph output",
+    ),
+    "weights have another reader": (
+        PLAIN,
+        "float[a,b,c,d] out, float[e,f,g,h] other",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)\nother = Neg (p)",
+        "go to the MatMul node that writes 'out', the Neg node that writes 'other'",
+    ),
+    "a scale per head": (
+        PLAIN + ", float[1,4,1,1] scale",
+        "float[a,b,c,d] out",
+        BEGIN + "s2 = Mul (s1, scale)\np = Softmax (s2)\nout = MatMul (p, v)",
+        "the walk met the Mul node that writes 's2'",
+    ),
+    "fill that is no mask": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "%window\nfill = Constant <value = float {0.0}> ()\ns2 = Where (w, s1, fill)\np = Softmax (s2)\n"
+        "out = MatMul (p, v)",
+        "fills masked scores with 0.0",
+    ),
+    "a scale that turns the fill round": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "%window\nfill = Constant <value = float {-1e9}> ()\nminus = Constant <value = float {-1.0}> ()\n"
+        "s2 = Where (w, s1, fill)\ns3 = Mul (s2, minus)\np = Softmax (s3)\nout = MatMul (p, v)",
+        "fills masked scores with 1000000000.0",
+    ),
+    "mask below the tanh": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "%window\n%added\ns2 = Add (s1, added)\ns3 = Tanh (s2)\ncap = Constant <value = float {5.0}> ()\n"
+        "s4 = Mul (s3, cap)\np = Softmax (s4)\nout = MatMul (p, v)",
+        "a mask is applied below the Tanh node",
+    ),
+    "scaled values": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nhalf = Constant <value = float {0.5}> ()\nv2 = Mul (v, half)\nv3 = Identity (v2)\n"
+        "out = MatMul (p, v3)",
+        "the values are scaled by 0.5",
+    ),
+    "fp64": (
+        PLAIN.replace("float", "double"),
+        "double[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "element types 11, 11, 11",
+    ),
+    "keys shared by the batch": (
+        "float[B,4,S,8] q, float[1,4,S,8] k, float[1,4,S,8] v",
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "the key has batch size 1",
+    ),
+    "other tensors for the heads of a group": (
+        "float[B,4,S,8] q, float[B,2,S,8] k0, float[B,2,S,8] v0",
+        "float[a,b,c,d] out",
+        "k = Concat <axis = 1> (k0, k0)\nv = Concat <axis = 1> (v0, v0)\n"
+        + BEGIN
+        + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "",
+    ),
+    "too wide a head": (
+        PLAIN.replace("8]", "257]"),
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "head size 257",
+    ),
+    "unknown heads": (
+        PLAIN.replace("4", "H"),
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
+        "no layout [batch, heads, length, size] of known heads",
+    ),
+    "a classifier": (
+        "float[B,7] x",
+        "float[B,7] out",
+        "out = Softmax (x)",
+        "rank 2",
+    ),
+    "a gate over experts": (
+        "float[B,S,7] x, float[7,8] w",
+        "float[a,b,c] out",
+        "p = Softmax (x)\nout = MatMul (p, w)",
+        "met 'x'",
+    ),
+    "linear attention": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        "p = Softmax (q)\n%kt\nkv = MatMul (kt, v)\nout = MatMul (p, kv)",
+        "met 'q'",
+    ),
+    "a guard that fills with ones": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "p = Softmax (s1)\nnan = IsNaN (p)\nfill = Constant <value = float {1.0}> ()\n"
+        "p2 = Where (nan, fill, p)\nout = MatMul (p2, v)",
+        "is no NaN guard",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    inputs, outputs, body, words = REFUSED[name]
+    graph = model(inputs, outputs, body)
+    if not words:  # concatenated heads are heads of their own: read as they are, which is right
+        assert only_site(graph).kv_num_heads == 4
+        return
+    assert words in reason(graph)
+
+
+def test_a_mask_that_spreads_the_scores_is_refused() -> None:
+    graph = model(
+        "float[1,4,S,8] q, float[1,4,S,8] k, float[1,4,S,8] v, float[2,1,1,S] added",
+        "float[a,b,c,d] out",
+        BEGIN + "s2 = Add (s1, added)\np = Softmax (s2)\nout = MatMul (p, v)",
+    )
+    assert "spreads a size of 1 of the scores to 2" in reason(graph)
+
+
+def test_a_mask_of_fixed_size_on_scores_of_any_size_is_refused() -> None:
+    graph = model(
+        PLAIN + ", float[1,1,19,19] added",
+        "float[a,b,c,d] out",
+        BEGIN + "s2 = Add (s1, added)\np = Softmax (s2)\nout = MatMul (p, v)",
+    )
+    assert "fixed size 19 where query and key give S" in reason(graph)
+
+
+def test_an_opaque_mask_is_refused_by_the_lifter_and_other_sites_are_not_held_up() -> None:
+    graph = model(
+        PLAIN + ", float[B,1,S,S] noise",
+        "float[a,b,c,d] out, float[e,f,g,h] second",
+        BEGIN + "nan = IsNaN (noise)\nlow = Constant <value = float {-1e9}> ()\nrounded = Round (noise)\n"
+        "zero = Constant <value = float {0.0}> ()\nb = Greater (rounded, zero)\ns2 = Where (b, s1, low)\np = Softmax (s2)\n"
+        "out = MatMul (p, v)\np9 = Softmax (s1)\nsecond = MatMul (p9, v)",
+    )
+    found, findings = sites(graph)
+    assert len(found) == 2
+    assert not findings
+    with pytest.raises(UnsupportedError):
+        rewrite(graph)
+
+
+ROW_GUARD = (
+    BEGIN
+    + """%window
+    least = Constant <value = float {-3.4028234663852886e38}> ()
+    nothing = Constant <value = float {0.0}> ()
+    axes12 = Constant <value = int64[2] {1, 2}> ()
+    am4 = Unsqueeze (am, axes12)
+    amb = Cast <to = 9> (am4)
+    both = And (amb, w)
+    added = Where (both, nothing, least)
+    s2 = Add (s1, added)
+    p = Softmax (s2)
+    o1 = MatMul (p, v)
+    %guard
+    """
+)
+GOOD_GUARD = """counted = Cast <to = 6> (both)
+    end = Constant <value = int64[1] {-1}> ()
+    count = ReduceSum <keepdims = 1> (counted, end)
+    some = Constant <value = int32 {1}> ()
+    empty = Less (count, some)
+    out = Where (empty, nothing, o1)"""
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_row_guard_is_folded_when_it_is_one(threshold: int) -> None:
+    guard = GOOD_GUARD.replace("int32 {1}", f"int32 {{{threshold}}}")
+    graph = model(PLAIN + ", int64[B,S] am", "float[a,b,c,d] out", ROW_GUARD.replace("%guard", guard))
+    assert only_site(graph).row_guard == "empty"
+    if threshold == 2:  # rows with a single key are zeroed, too
+        with pytest.raises(UnsupportedError, match="zeroes other rows"):
+            rewrite(graph)
+        return
+    optimized, _ = rewrite(graph)
+    assert [n.op_type for n in optimized.graph.node] == ["StofAttention"]
+    given = feeds(graph, {"B": 2, "S": 17})
+    given["am"][0, :9] = 0
+    (wanted,), (found,), (plain,) = run(graph, given), run(optimized, given, library=True), run(optimized, given)
+    assert not wanted[0, :, :9].any()
+    assert abs(found - wanted).max() < 2e-6
+    assert abs(plain - wanted).max() < 2e-6
