@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from forms import PLAIN, feeds, model, only_site, reason, rewrite, run, sites
+from onnx import helper
 
 from stof.errors import UnsupportedError
 
@@ -165,6 +166,26 @@ def test_an_opaque_mask_is_refused_by_the_lifter_and_other_sites_are_not_held_up
     assert not findings
     with pytest.raises(UnsupportedError):
         rewrite(graph)
+
+
+def test_a_softmax_in_a_subgraph_is_told() -> None:
+    graph = model(PLAIN + ", bool flag", "float[a,b,c,d] out", "out = Neg (q)")
+    branches = [
+        helper.make_graph(
+            [helper.make_node("Softmax", ["q"], [name], name=f"in {name}")],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, 1, None)],
+        )
+        for name in ("yes", "no")
+    ]
+    graph.graph.node.append(
+        helper.make_node("If", ["flag"], ["chosen"], name="choice", then_branch=branches[0], else_branch=branches[1])
+    )
+    found, findings = sites(graph)
+    assert not found
+    where = "the softmax is inside a subgraph of If node 'choice', which is not searched"
+    assert {(f.site, f.reason) for f in findings} == {("in yes", where), ("in no", where)}
 
 
 ROW_GUARD = (

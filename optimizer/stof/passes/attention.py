@@ -10,7 +10,7 @@ from functools import partial
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex
+from stof.graph import DOMAIN, GraphIndex, describe, subgraphs
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Heads, readings
@@ -43,7 +43,23 @@ def find_sites(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[list[Attenti
             sites.append(_match(index, symbolic, forward, node, name, len(sites)))
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
+    findings.extend(_inside(model, taken))
     return sites, findings
+
+
+def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
+    """The softmaxes of subgraphs and local functions, which are not searched."""
+    findings = []
+    pending = [(g, f"a subgraph of {describe(node)}") for node in model.graph.node for g in subgraphs(node)]
+    pending += [(f, f"local function {f.domain}::{f.name}") for f in model.functions if f.domain != DOMAIN]
+    while pending:
+        graph, where = pending.pop(0)
+        for node in graph.node:
+            pending.extend((g, where) for g in subgraphs(node))
+            if is_softmax(node):
+                name = _unique(node.name or f"softmax of {node.output[0]}", taken)
+                findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
+    return findings
 
 
 def is_softmax(node: onnx.NodeProto) -> bool:
