@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stof-bench attention | sites | model | table``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stof.bench import grids, measure
+from stof.errors import StofError
+
+RESULTS = Path("docs/results")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 when everything asked for was measured."""
+    parser = argparse.ArgumentParser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
+    commands = parser.add_subparsers(dest="command", required=True)
+    attention = commands.add_parser("attention", help="the CPU grid of the attention operator")
+    attention.add_argument("--masks", nargs="+", default=list(grids.ATTENTION_MASKS), metavar="NAME")
+    attention.add_argument("--lengths", nargs="+", type=int, default=list(grids.LENGTHS), metavar="S")
+    attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
+    sites.add_argument("--lengths", nargs="+", type=int, default=list(grids.SITE_LENGTHS), metavar="S")
+    model = commands.add_parser("model", help="a whole model before and after stof-optimize")
+    model.add_argument("model", help="an .onnx file, or the name of a graph under models/graphs")
+    model.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="S")
+    model.add_argument("--batch", type=int, default=1)
+    model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
+    model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
+    for command in (attention, sites, model):
+        command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
+        command.add_argument("--rounds", type=int, default=measure.ROUNDS)
+        command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    table = commands.add_parser("table", help="tables of the stored results, in Markdown")
+    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    table.add_argument("-o", "--output", type=Path, help="the file to write (default: the terminal)")
+    arguments = parser.parse_args(argv)
+    try:
+        return _run(arguments)
+    except (StofError, ValueError, KeyError) as error:
+        print(f"stof-bench: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, StofError) else 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "table":
+        from stof.bench.tables import document
+
+        text = document(arguments.results)
+        if arguments.output is None:
+            print(text)
+        else:
+            arguments.output.write_text(text)
+        return 0
+    if len(arguments.threads) > 1:
+        return _each_thread_count(arguments)
+    threads: int = arguments.threads[0]
+    measure.pin(threads)
+    match arguments.command:
+        case "attention":
+            return _attention(arguments, threads)
+        case "sites":
+            return _sites(arguments, threads)
+        case _:
+            from stof.bench.models import run
+
+            return run(arguments, threads)
+
+
+def _each_thread_count(arguments: argparse.Namespace) -> int:
+    """A process for each count, since a process is pinned once."""
+    import multiprocessing
+
+    worst = 0
+    for threads in arguments.threads:
+        arguments.threads = [threads]
+        process = multiprocessing.get_context("spawn").Process(target=_child, args=(arguments,))
+        process.start()
+        process.join()
+        worst = max(worst, process.exitcode or 0)
+    return worst
+
+
+def _child(arguments: argparse.Namespace) -> None:
+    sys.exit(_run(arguments))
+
+
+def _attention(arguments: argparse.Namespace, threads: int) -> int:
+    from stof.bench.attention import lines, point
+    from stof.bench.peers import PEERS
+    from stof.bench.results import store
+
+    unknown = set(arguments.peers or ()) - {p.name for p in PEERS}
+    if unknown:
+        raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
+    peers = [p for p in PEERS if arguments.peers is None or p.name in arguments.peers]
+    for name in arguments.masks:
+        for length in arguments.lengths:
+            record = point(grids.attention_case(name, length), threads, peers, arguments.rounds)
+            print("\n".join(lines(record)), flush=True)
+            if arguments.peers is None:
+                store(arguments.results / "attention-cpu.json", record)
+    return 0
+
+
+def _sites(arguments: argparse.Namespace, threads: int) -> int:
+    from stof.bench.attention import lines, point
+    from stof.bench.peers import PEERS
+    from stof.bench.results import store
+
+    peers = [p for p in PEERS if p.name in ("stof", "ort-exported")]
+    slower = 0
+    for case in grids.site_cases():
+        if case.S not in arguments.lengths:
+            continue
+        record = {**point(case, threads, peers, arguments.rounds), "grid": "sites"}
+        record["key"] = [case.name, case.mask, case.S, threads]
+        print("\n".join(lines(record)), flush=True)
+        store(arguments.results / "sites-cpu.json", record)
+        own, other = (record["peers"][p.name].get("us") for p in peers)
+        slower += own is None or other is None or own > other
+    print(f"{slower} site(s) slower than ONNX Runtime's own nodes" if slower else "no site is slower")
+    return 3 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as JSON: a file per grid, a record per point; a point that is measured again replaces the old record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file; none when it does not exist."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    if not isinstance(found, list):
+        raise ValueError(f"{path} holds no list of records")
+    return found
+
+
+def _order(record: Record) -> tuple[str, ...]:
+    return tuple(f"{v:09d}" if isinstance(v, int) else str(v) for v in record["key"])
+
+
+def store(path: Path, record: Record) -> None:
+    """Adds a record, or replaces the one with the same key."""
+    records = [r for r in read(path) if r["key"] != record["key"]]
+    records.append(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")
+    scratch.replace(path)
