@@ -56,6 +56,18 @@ constexpr int64_t kDirectRows = 4;
 // last of them has read it; else it only has to be long against the few hundred bytes that a part is.
 constexpr int64_t kSharedChunk = 512, kChunk = 2048;
 
+// Where every row's key tiles fit half an L2, workers pack what they meet for themselves: no second copy of all keys,
+// whose way through memory costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
+constexpr int64_t kRingBytes = 512 << 10;
+
+int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
+  if (args.mask == nullptr || args.empty_rows == EmptyRows::kAll) return key_tiles;
+  int64_t most = 0;
+  const std::vector<int32_t>& row_ptr = args.mask->row_ptr;
+  for (size_t r = 0; r + 1 < row_ptr.size(); ++r) most = std::max<int64_t>(most, row_ptr[r + 1] - row_ptr[r]);
+  return most;
+}
+
 cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
   cpu::Problem problem;
   problem.args = &args;
@@ -70,7 +82,10 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
     problem.chunk_tiles = std::max<int64_t>(1, chunk / config.n);
     problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
+    return problem;
   }
+  const int64_t most = MostTiles(args, problem.key_tiles);
+  if (most * config.n * args.D * 4 <= kRingBytes) problem.ring_tiles = std::max<int64_t>(1, most);
   return problem;
 }
 
@@ -98,7 +113,7 @@ Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int 
       layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
   } else {
     layout.order = take(Items(problem) * 4);
-    layout.keys = take(args.B * args.G * problem.panels * args.D * cpu::kPanel * 4);
+    if (problem.ring_tiles == 0) layout.keys = take(args.B * args.G * problem.panels * args.D * cpu::kPanel * 4);
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
   layout.scratch = take(layout.scratch_each * threads);
@@ -280,10 +295,12 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     if (problem.chunks > 1) Run(&job, args.B * args.H * args.S, 1, parallel, Join);
     return Status();
   }
-  problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
   SortItems(problem, order);
-  const int64_t panels = args.B * args.G * problem.panels;
-  Run(&job, panels, std::max<int64_t>(1, std::min<int64_t>(64, panels / (4 * int64_t{threads}))), parallel, Pack);
+  if (problem.ring_tiles == 0) {
+    problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
+    const int64_t panels = args.B * args.G * problem.panels;
+    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
+  }
   Run(&job, Items(problem), 1, parallel, AttendRows);
   return Status();
 }

@@ -24,7 +24,8 @@ struct Problem {
   int64_t panels = 0;                   // ceil(T / kPanel)
   bool direct = false;                  // few queries: keys are read in place, row by row
   const uint32_t* pad_bits = nullptr;   // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
-  float* packed_keys = nullptr;         // [B, G, panels, D, kPanel]
+  int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring of so many
+  float* packed_keys = nullptr;         // ring_tiles = 0: [B, G, panels, D, kPanel]
   int64_t chunk_tiles = 0, chunks = 1;  // direct: key tiles of a chunk
   float* partial = nullptr;             // direct, chunks > 1: [B, H, S, chunks, partial_stride], max, sum, output
   int64_t partial_stride = 0;
@@ -33,7 +34,7 @@ struct Problem {
 struct Kernels {
   size_t (*scratch_bytes)(const Problem& problem);         // of one worker, which gets it 64-byte aligned
   void (*prepare)(const Problem& problem, void* scratch);  // before a worker's first item
-  // Packs panels [first, last) of the B * G * panels there are.
+  // Packs panels [first, last) of the B * G * panels there are into packed_keys.
   void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
   // Item of B * H * tile_rows.
   void (*tile_row)(const Problem& problem, int64_t item, void* scratch);

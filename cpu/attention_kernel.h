@@ -14,26 +14,18 @@ size_t ScratchBytes(const Problem& problem) { return Scratch(problem, nullptr).s
 void Prepare(const Problem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
+  for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
   FillTailWords(problem, scratch.words_tail);
 }
 
 void Pack(const Problem& problem, int64_t first, int64_t last, void* memory) {
   const AttentionArgs& args = *problem.args;
   const Scratch scratch(problem, memory);
-  const int64_t item_size = SizeOf(args.dtype);
   for (int64_t i = first; i < last; ++i) {
-    const int64_t key0 = i % problem.panels * kPanel;
     const int64_t g = i / problem.panels % args.G, b = i / problem.panels / args.G;
-    const int64_t count = Least(kPanel, args.T - key0);
-    const char* from = static_cast<const char*>(args.key) +
-                       item_size * (b * args.key_stride.b + g * args.key_stride.h + key0 * args.key_stride.s);
-    float* to = problem.packed_keys + i * args.D * kPanel;
-    if (args.dtype == DType::kF32) {
-      PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
-      continue;
-    }
-    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
-    PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
+    const char* head =
+        static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
+    PackKeys(head, i % problem.panels, args, scratch, problem.packed_keys + i * args.D * kPanel);
   }
 }
 

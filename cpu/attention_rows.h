@@ -32,6 +32,8 @@ struct Scratch {
     ldq = RoundUp(args.D, kPanel);
     ldo = RoundUp(args.Dv, kPanel);
     mean_of = Take<int64_t>(1);
+    ring_of = Take<int64_t>(problem.ring_tiles);
+    ring = Take<float>(problem.ring_tiles * problem.n * args.D);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
     s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
@@ -53,7 +55,8 @@ struct Scratch {
 
   int64_t ldq, ldo;
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
-  float *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
+  int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
+  float *ring, *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
   uint32_t *words_joined, *words_dynamic, *words_tail;
   bool copy_values, copy_keys;
@@ -85,6 +88,18 @@ inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows
   }
 }
 
+// One panel of a head.
+inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args, const Scratch& scratch, float* to) {
+  const int64_t key0 = panel * kPanel, count = Least(kPanel, args.T - key0);
+  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
+  if (args.dtype == DType::kF32) {
+    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
+  } else {
+    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
+  }
+}
+
 template <bool kDirect>
 class Worker {
   static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
@@ -103,7 +118,7 @@ class Worker {
     keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
-    if (!kDirect) packed_ = problem_.packed_keys + (b * args_.G + g_) * problem_.panels * args_.D * kPanel;
+    group_ = b * args_.G + g_;
     LoadQueries();
     Clear();
   }
@@ -196,15 +211,22 @@ class Worker {
     const char* query =
         static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
     const V factor = Simd::Set1(scale);
+    const bool plain = args_.dtype == DType::kF32 && args_.D % kPanel == 0;
     for (int r = 0; r < PaddedRows(); ++r) {
       float* to = scratch_.q + r * scratch_.ldq;
+      const float* from = to;
       int64_t d = 0;
       if (r < rows_) {
-        ToFloats(query + item_size_ * (row0_ + r) * args_.query_stride.s, args_.dtype, args_.D, to);
+        const char* row = query + item_size_ * (row0_ + r) * args_.query_stride.s;
+        if (plain) {
+          from = reinterpret_cast<const float*>(row);
+        } else {
+          ToFloats(row, args_.dtype, args_.D, to);
+        }
         d = args_.D;
       }
       for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
-      for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(to + d), factor));
+      for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
     }
   }
 
@@ -360,11 +382,23 @@ class Worker {
     }
   }
 
+  const float* PackedTile(int64_t tile) const {
+    const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
+    if (problem_.ring_tiles == 0) return problem_.packed_keys + (group_ * problem_.panels + tile * panels) * size;
+    const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
+    float* to = scratch_.ring + slot * panels * size;
+    if (scratch_.ring_of[slot] == wanted) return to;
+    scratch_.ring_of[slot] = wanted;
+    const int64_t end = Least((tile + 1) * panels, problem_.panels);
+    for (int64_t p = tile * panels; p < end; ++p, to += size) PackKeys(keys_, p, args_, scratch_, to);
+    return scratch_.ring + slot * panels * size;
+  }
+
   void PackedScores(const Strip* strips, int count, int64_t tile) const {
     const int64_t stride = args_.D * kPanel;
     const int64_t ldq = scratch_.ldq, lds = problem_.n;
     const int panels = problem_.n / kPanel;
-    const float* keys = packed_ + tile * panels * stride;
+    const float* keys = PackedTile(tile);
     constexpr int kBlockKeys = kVectors * kWidth;
     constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
     for (int p = 0; p < panels; p += kBlockPanels) {
@@ -479,27 +513,49 @@ class Worker {
     for (int k = keys; k % kPanel != 0; ++k) to[k] = 0.0f;
   }
 
-  // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow.
+  // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow. Whole panels:
+  // what lies beyond T in the last one is forbidden by the mask.
   __attribute__((noinline)) void Softmax(const Strip& strip, float* s) {
-    V high[kRows];
+    constexpr int kParts = kPanel / kWidth;
+    const int64_t lds = problem_.n;
+    const int runs = strip.run_count;
     float* max = scratch_.max + strip.row;
+    V high[kRows];
     auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
     for (int r = 0; r < kRows; ++r) {
-      V x = Simd::Set1(-kInf);
-      ForEachVector(strip, s + r * problem_.n, [&](const float* at, int) { x = Simd::Max(x, Simd::Load(at)); });
-      high[r] = x;
-      exceeded = Simd::Or(exceeded, Simd::Greater(x, Simd::Set1(max[r] + kSlack)));
+      V x[kParts];
+#pragma GCC unroll 4
+      for (int j = 0; j < kParts; ++j) x[j] = Simd::Set1(-kInf);
+      for (int i = 0; i < runs; ++i) {
+        const float* at = s + r * lds + strip.runs[i].first;
+        const float* const end = s + r * lds + strip.runs[i].last;
+        for (; at < end; at += kPanel) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kParts; ++j) x[j] = Simd::Max(x[j], Simd::Load(at + j * kWidth));
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 1; j < kParts; ++j) x[0] = Simd::Max(x[0], x[j]);
+      high[r] = x[0];
+      exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + kSlack)));
     }
     if (Simd::Any(exceeded)) Rescale(strip, high);
     for (int r = 0; r < kRows; ++r) {
       float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
       const V base = Simd::Set1(max[r] == -kInf ? 0.0f : max[r]);
       V sum = Simd::Load(sum_at);
-      ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
-        const V p = Exp2(Simd::Sub(Simd::Load(at), base));
-        Simd::Store(at, p);
-        sum = Simd::Add(sum, p);
-      });
+      for (int i = 0; i < runs; ++i) {
+        float* at = s + r * lds + strip.runs[i].first;
+        const float* const end = s + r * lds + strip.runs[i].last;
+        for (; at < end; at += kPanel) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kParts; ++j) {
+            const V p = Exp2(Simd::Sub(Simd::Load(at + j * kWidth), base));
+            Simd::Store(at + j * kWidth, p);
+            sum = Simd::Add(sum, p);
+          }
+        }
+      }
       Simd::Store(sum_at, sum);
     }
   }
@@ -509,8 +565,9 @@ class Worker {
       float* max = scratch_.max + strip.row + r;
       const float old = *max, now = Simd::ReduceMax(high[r]);
       if (!(now > old + kSlack)) continue;
-      const V scale = Simd::Set1(Exp2Scalar(old - now));
       *max = now;
+      if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay
+      const V scale = Simd::Set1(Exp2Scalar(old - now));
       float* sum = scratch_.sum + (strip.row + r) * kWidth;
       Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
       float* o = scratch_.o + (strip.row + r) * scratch_.ldo;
@@ -546,10 +603,12 @@ class Worker {
   }
   void WriteRow(int r, float factor) const {
     const V scale = Simd::Set1(factor);
+    const bool plain = args_.dtype == DType::kF32 && args_.Dv % kPanel == 0;
+    float* to = plain ? reinterpret_cast<float*>(OutputRow(r)) : scratch_.row;
     for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
-      Simd::Store(scratch_.row + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
+      Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
     }
-    FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+    if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
   }
   void WriteEmptyRow(int r) {
     if (args_.empty_rows == EmptyRows::kMean && args_.T > 0) {
@@ -563,8 +622,8 @@ class Worker {
   }
   // Its scratch is the output of row 0, which has been written by now or is itself empty.
   void FindMean() {
-    if (*scratch_.mean_of == b_ * args_.G + g_) return;
-    *scratch_.mean_of = b_ * args_.G + g_;
+    if (*scratch_.mean_of == group_) return;
+    *scratch_.mean_of = group_;
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
     // In blocks, so that the rounding of a long sum stays near that of a short one.
     for (int64_t first = 0; first < args_.T; first += 256) {
@@ -586,7 +645,7 @@ class Worker {
   int rows_ = 0;
   const char* keys_ = nullptr;
   const char* values_ = nullptr;
-  const float* packed_ = nullptr;
+  int64_t group_ = 0;  // b * G + g
   const uint32_t* words_ = nullptr;
   int64_t word_stride_ = 0;
 };

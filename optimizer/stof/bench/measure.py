@@ -34,12 +34,25 @@ class Timing:
 
 
 def pin(threads: int) -> None:
-    """Keeps this process, and the threads that it will start, on the first ``threads`` CPUs it may use."""
+    """Keeps this process, and the threads that it will start, on ``threads`` CPUs, of different cores where there are."""
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
         raise ValueError(f"{threads} threads asked for, {len(allowed)} CPUs to be had")
-    os.sched_setaffinity(0, allowed[:threads])
+    first_of_cores: list[int] = []
+    others: list[int] = []
+    seen: set[str] = set()
+    for cpu in allowed:
+        core = _core(cpu)
+        (others if core in seen else first_of_cores).append(cpu)
+        seen.add(core)
+    os.sched_setaffinity(0, [*first_of_cores, *others][:threads])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _core(cpu: int) -> str:
+    """What names the core of a CPU: those that share its execution units."""
+    siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return siblings.read_text().strip() if siblings.is_file() else str(cpu)
 
 
 def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm: int = 1) -> list[Timing]:
