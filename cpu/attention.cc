@@ -84,8 +84,11 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
     return problem;
   }
+  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them.
+  problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv;
   const int64_t most = MostTiles(args, problem.key_tiles);
-  if (most * config.n * args.D * 4 <= kRingBytes) problem.ring_tiles = std::max<int64_t>(1, most);
+  const int64_t packed = args.D + (problem.pack_values ? args.Dv : 0);
+  if (most * config.n * packed * 4 <= kRingBytes) problem.ring_tiles = std::max<int64_t>(1, most);
   return problem;
 }
 
@@ -95,7 +98,7 @@ int64_t Items(const cpu::Problem& problem) {
 }
 
 struct Layout {
-  int64_t pad = 0, order = 0, keys = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
+  int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
   int64_t scratch_each = 0;
 };
 
@@ -113,7 +116,11 @@ Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int 
       layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
   } else {
     layout.order = take(Items(problem) * 4);
-    if (problem.ring_tiles == 0) layout.keys = take(args.B * args.G * problem.panels * args.D * cpu::kPanel * 4);
+    if (problem.ring_tiles == 0) {
+      const int64_t keys = args.B * args.G * problem.panels * cpu::kPanel;
+      layout.keys = take(keys * args.D * 4);
+      if (problem.pack_values) layout.values = take(keys * RoundUp(args.Dv, cpu::kPanel) * 4);
+    }
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
   layout.scratch = take(layout.scratch_each * threads);
@@ -216,7 +223,10 @@ void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
 }
 void AttendRows(const Job& job, int64_t first, int64_t last, void* scratch) {
-  for (int64_t i = first; i < last; ++i) job.kernels.tile_row(job.problem, job.order[i], scratch);
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t next = i + 1 < last ? int64_t{job.order[i + 1]} : -1;
+    job.kernels.tile_row(job.problem, job.order[i], next, scratch);
+  }
 }
 void AttendChunks(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) job.kernels.chunk(job.problem, i, scratch);
@@ -262,6 +272,9 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.S));
     return config;
   }
+  // Outputs are read and written once per key tile. Longer tiles than these drive the keys out of the first-level
+  // cache.
+  if (args.T > config.n) config.n = 128;
   // Whole strips. Fewer rows where there would not be a few items for each thread.
   config.m = 96;
   while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
@@ -298,10 +311,12 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   SortItems(problem, order);
   if (problem.ring_tiles == 0) {
     problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
+    problem.packed_values = reinterpret_cast<float*>(base + layout.values);
     const int64_t panels = args.B * args.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
-  Run(&job, Items(problem), 1, parallel, AttendRows);
+  // Neighbours share keys, and each lets the next one's be fetched ahead; yet the last steps must be short.
+  Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel, AttendRows);
   return Status();
 }
 

@@ -25,7 +25,9 @@ struct Problem {
   bool direct = false;                  // few queries: keys are read in place, row by row
   const uint32_t* pad_bits = nullptr;   // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
   int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring of so many
+  bool pack_values = false;             // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;         // ring_tiles = 0: [B, G, panels, D, kPanel]
+  float* packed_values = nullptr;       // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
   int64_t chunk_tiles = 0, chunks = 1;  // direct: key tiles of a chunk
   float* partial = nullptr;             // direct, chunks > 1: [B, H, S, chunks, partial_stride], max, sum, output
   int64_t partial_stride = 0;
@@ -34,10 +36,10 @@ struct Problem {
 struct Kernels {
   size_t (*scratch_bytes)(const Problem& problem);         // of one worker, which gets it 64-byte aligned
   void (*prepare)(const Problem& problem, void* scratch);  // before a worker's first item
-  // Packs panels [first, last) of the B * G * panels there are into packed_keys.
+  // Packs panels [first, last) of the B * G * panels there are into packed_keys and packed_values.
   void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
-  // Item of B * H * tile_rows.
-  void (*tile_row)(const Problem& problem, int64_t item, void* scratch);
+  // Item of B * H * tile_rows; next is the worker's next one, or -1.
+  void (*tile_row)(const Problem& problem, int64_t item, int64_t next, void* scratch);
   // Direct: item of B * G * chunks.
   void (*chunk)(const Problem& problem, int64_t item, void* scratch);
   // Direct, chunks > 1: joins the parts of one of B * H * S rows.

@@ -23,7 +23,7 @@ inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Keys [first, last) of a tile.
 struct Run {
-  int first = 0, last = 0;
+  int first, last;
 };
 
 // 2^f - 1 for f in [-0.5, 0.5] by minimax polynomials of 2^f with the constant term held at 1 (Lawson's iteration).
@@ -66,14 +66,14 @@ inline V TanhFromExponent(V x) {
   return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
 }
 
-// s[kStrip, kBlock vectors] = q[kStrip, size] · keys. A vector holds kWidth of the kPanel keys of a packed panel.
-template <int kBlock>
+// s[kRows, kBlock vectors] = q[kRows, size] · keys. A vector holds kWidth of the kPanel keys of a packed panel.
+template <int kRows, int kBlock>
 __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
                                       int64_t panel_stride, float* s, int64_t lds) {
   constexpr int kPerPanel = kPanel / kWidth;
-  V sum[kStrip][kBlock];
+  V sum[kRows][kBlock];
 #pragma GCC unroll 8
-  for (int r = 0; r < kStrip; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(0.0f);
   }
@@ -85,14 +85,14 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
       key[j] = Simd::Load(keys + d * kPanel + (j / kPerPanel) * panel_stride + (j % kPerPanel) * kWidth);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kStrip; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const V x = Simd::Set1(q[r * ldq + d]);
 #pragma GCC unroll 4
       for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Fma(x, key[j], sum[r][j]);
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kStrip; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < kBlock; ++j) Simd::Store(s + r * lds + j * kWidth, sum[r][j]);
   }

@@ -21,20 +21,27 @@ void Prepare(const Problem& problem, void* memory) {
 void Pack(const Problem& problem, int64_t first, int64_t last, void* memory) {
   const AttentionArgs& args = *problem.args;
   const Scratch scratch(problem, memory);
+  // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
   for (int64_t i = first; i < last; ++i) {
-    const int64_t g = i / problem.panels % args.G, b = i / problem.panels / args.G;
-    const char* head =
+    const int64_t g = i % args.G, panel = i / args.G % problem.panels, b = i / args.G / problem.panels;
+    const int64_t at = (b * args.G + g) * problem.panels + panel;
+    const char* keys =
         static_cast<const char*>(args.key) + SizeOf(args.dtype) * (b * args.key_stride.b + g * args.key_stride.h);
-    PackKeys(head, i % problem.panels, args, scratch, problem.packed_keys + i * args.D * kPanel);
+    PackKeys(keys, panel, args, scratch, problem.packed_keys + at * args.D * kPanel);
+    if (!problem.pack_values) continue;
+    const char* values =
+        static_cast<const char*>(args.value) + SizeOf(args.dtype) * (b * args.value_stride.b + g * args.value_stride.h);
+    CopyValues(values, panel * kPanel, kPanel, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
   }
 }
 
-void TileRow(const Problem& problem, int64_t item, void* memory) {
+void TileRow(const Problem& problem, int64_t item, int64_t next, void* memory) {
   const AttentionArgs& args = *problem.args;
-  const int64_t row0 = item % problem.tile_rows * problem.m;
-  const int64_t h = item / problem.tile_rows % args.H, b = item / problem.tile_rows / args.H;
+  const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
   Worker<false> worker(problem, memory);
-  worker.Begin(b, h, row0, Least(problem.m, args.S - row0));
+  const int64_t row0 = item % rows * problem.m;
+  worker.Begin(item / heads, item / rows % args.H, row0, Least(problem.m, args.S - row0));
+  if (next >= 0) worker.LookAhead(next / heads, next / rows % args.H, next % rows * problem.m);
   worker.Sweep(0, problem.key_tiles, false);
   worker.Finish();
 }

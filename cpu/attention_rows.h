@@ -34,6 +34,7 @@ struct Scratch {
     mean_of = Take<int64_t>(1);
     ring_of = Take<int64_t>(problem.ring_tiles);
     ring = Take<float>(problem.ring_tiles * problem.n * args.D);
+    ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
     s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
@@ -46,7 +47,7 @@ struct Scratch {
     words_joined = Take<uint32_t>(problem.m * words);
     words_dynamic = Take<uint32_t>(problem.m * words);
     words_tail = Take<uint32_t>(words);
-    copy_values = args.dtype != DType::kF32 || args.Dv % kWidth != 0;
+    copy_values = problem.direct && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
     copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
@@ -56,7 +57,7 @@ struct Scratch {
   int64_t ldq, ldo;
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
-  float *ring, *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
+  float *ring, *ring_values, *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
   uint32_t *words_joined, *words_dynamic, *words_tail;
   bool copy_values, copy_keys;
@@ -100,6 +101,51 @@ inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args,
   }
 }
 
+// Values of up to `rows` keys from key0 on, as floats with rows of ldo.
+inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
+                       float* to) {
+  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
+           Least(rows, args.T - key0), args.Dv, ldo, to);
+}
+
+// Rows that will be needed soon, fetched into the second-level cache a few lines at a time between computations: the
+// hardware's prefetchers stop at the end of a page and see nothing in rows that lie a page apart.
+class Ahead {
+ public:
+  void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
+  void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
+    if (count_ == kMost || rows <= 0) return;
+    Block* block = &blocks_[count_++];
+    block->at = static_cast<const char*>(at), block->stride = stride;
+    block->rows = rows, block->lines = (bytes + kLine - 1) / kLine;
+    total_ += block->rows * block->lines;
+  }
+  int64_t lines() const { return total_; }
+  void Fetch(int64_t lines) {
+    while (lines > 0 && block_ < count_) {
+      const Block& block = blocks_[block_];
+      __builtin_prefetch(block.at + row_ * block.stride + line_ * kLine, 0, 2);
+      --lines;
+      if (++line_ < block.lines) continue;
+      line_ = 0;
+      if (++row_ < block.rows) continue;
+      row_ = 0;
+      ++block_;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 8;
+  static constexpr int64_t kLine = 64;
+  struct Block {
+    const char* at;
+    int64_t stride, rows, lines;
+  };
+  Block blocks_[kMost];
+  int count_ = 0, block_ = 0;
+  int64_t row_ = 0, line_ = 0, total_ = 0;
+};
+
 template <bool kDirect>
 class Worker {
   static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
@@ -119,8 +165,40 @@ class Worker {
     values_ =
         static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
     group_ = b * args_.G + g_;
+    ahead_.Clear();
     LoadQueries();
     Clear();
+  }
+
+  // What the item of these rows will read and write, as far as this one does not bring it into the cache.
+  void LookAhead(int64_t b, int64_t h, int64_t row0) {
+    const int64_t g = h / (args_.H / args_.G), rows = Least(problem_.m, args_.S - row0);
+    const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
+      return static_cast<const char*>(base) + item_size_ * (batch * stride.b + head * stride.h + position * stride.s);
+    };
+    ahead_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
+               item_size_ * args_.D);
+    ahead_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
+               item_size_ * args_.Dv);
+    int64_t first = 0, last = 0, tiles = problem_.key_tiles;
+    if (args_.mask != nullptr) {
+      const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
+      tiles = args_.mask->row_ptr[here + 1] - args_.mask->row_ptr[here];
+      TileRange(here, &first, &last);
+      if (b == b_ && g == g_ && problem_.ring_tiles > 0) {
+        int64_t from = 0, to = 0;
+        TileRange(there, &from, &to);
+        for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
+          const int64_t key0 = tile * problem_.n, keys = Least(problem_.n, args_.T - key0);
+          ahead_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
+                     item_size_ * args_.D);
+          ahead_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
+                     item_size_ * args_.Dv);
+        }
+      }
+    }
+    const int64_t steps = tiles * ((rows_ + kRows - 1) / kRows);
+    fetch_ = steps > 0 ? (ahead_.lines() + steps - 1) / steps : 0;
   }
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
@@ -130,7 +208,7 @@ class Worker {
       for (int64_t tile = first; tile < last; ++tile) Tile(tile, nullptr, unmasked);
       return;
     }
-    const int64_t row = static_cast<int64_t>(mask->TableOf(b_, h_)) * mask->rows + row0_ / problem_.m;
+    const int64_t row = MaskRow(b_, h_, row0_);
     const int32_t* tiles = mask->key_tile.data();
     const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
     const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
@@ -186,6 +264,20 @@ class Worker {
   }
 
  private:
+  int64_t MaskRow(int64_t b, int64_t h, int64_t row0) const {
+    return static_cast<int64_t>(args_.mask->TableOf(b, h)) * args_.mask->rows + row0 / problem_.m;
+  }
+  // The first key tile of a row of the block mask and the one after its last.
+  void TileRange(int64_t row, int64_t* first, int64_t* last) const {
+    const BlockMask& mask = *args_.mask;
+    const int64_t begin = mask.row_ptr[row], full = mask.full_begin[row], end = mask.row_ptr[row + 1];
+    *first = *last = 0;
+    if (begin == end) return;
+    *first = mask.key_tile[begin < full ? begin : full];
+    if (full < end) *first = Least(*first, mask.key_tile[full]);
+    if (begin < full) *last = mask.key_tile[full - 1] + 1;
+    if (full < end && mask.key_tile[end - 1] >= *last) *last = mask.key_tile[end - 1] + 1;
+  }
   static int64_t LowerBound(const int32_t* tiles, int64_t first, int64_t last, int64_t tile) {
     while (first < last) {
       const int64_t middle = (first + last) / 2;
@@ -345,10 +437,13 @@ class Worker {
     const int keys = static_cast<int>(Least(problem_.n, args_.T - key0));
     const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
     int64_t ldv = args_.value_stride.s;
+    const float* packed = kDirect ? nullptr : PackedTile(tile);
     if (scratch_.copy_values) {
-      CopyRows(values_ + item_size_ * key0 * args_.value_stride.s, args_.dtype, args_.value_stride.s, keys, args_.Dv,
-               scratch_.ldo, scratch_.values);
+      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
       values = scratch_.values;
+      ldv = scratch_.ldo;
+    } else if (!kDirect && problem_.pack_values) {
+      values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
     const float* direct_keys = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
@@ -371,62 +466,83 @@ class Worker {
       if (kDirect) {
         DirectScores(strips[0], direct_keys, ldk);
       } else {
-        PackedScores(strips, count, tile);
+        PackedScores(strips, count, packed);
       }
       for (int i = 0; i < count; ++i) {
         float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
         Adjust(strips[i], s, key0, keys, unmasked);
         Softmax(strips[i], s);
+        ahead_.Fetch(fetch_);
       }
       Values(strips, count, values, ldv);
     }
   }
 
+  // The packed keys of a tile; with a ring, its values are packed with them.
   const float* PackedTile(int64_t tile) const {
     const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
     if (problem_.ring_tiles == 0) return problem_.packed_keys + (group_ * problem_.panels + tile * panels) * size;
     const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
-    float* to = scratch_.ring + slot * panels * size;
-    if (scratch_.ring_of[slot] == wanted) return to;
+    float* const keys = scratch_.ring + slot * panels * size;
+    if (scratch_.ring_of[slot] == wanted) return keys;
     scratch_.ring_of[slot] = wanted;
-    const int64_t end = Least((tile + 1) * panels, problem_.panels);
-    for (int64_t p = tile * panels; p < end; ++p, to += size) PackKeys(keys_, p, args_, scratch_, to);
-    return scratch_.ring + slot * panels * size;
+    const int64_t first = tile * panels, end = Least(first + panels, problem_.panels);
+    for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, args_, scratch_, keys + (p - first) * size);
+    if (problem_.pack_values) {
+      CopyValues(values_, tile * problem_.n, problem_.n, args_, scratch_.ldo,
+                 scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+    }
+    return keys;
+  }
+  const float* PackedValues(int64_t tile) const {
+    const int64_t size = problem_.n * scratch_.ldo;
+    if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
+    return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + tile * size;
   }
 
-  void PackedScores(const Strip* strips, int count, int64_t tile) const {
+  template <int kBlock>
+  static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
+                          float* s, int64_t lds) {
+    if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, s, lds);
+    if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, s, lds);
+    Scores<2, kBlock>(q, ldq, size, keys, stride, s, lds);
+  }
+
+  void PackedScores(const Strip* strips, int count, const float* keys) const {
     const int64_t stride = args_.D * kPanel;
-    const int64_t ldq = scratch_.ldq, lds = problem_.n;
-    const int panels = problem_.n / kPanel;
-    const float* keys = PackedTile(tile);
+    const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
     constexpr int kBlockKeys = kVectors * kWidth;
     constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
-    for (int p = 0; p < panels; p += kBlockPanels) {
+    uint32_t any = 0;
+    for (int i = 0; i < count; ++i) any |= strips[i].active;
+    // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
+    while (any != 0) {
+      const int p = __builtin_ctz(any);
+      const int length = __builtin_ctz(~(any >> p));
+      // A block of one panel has too few accumulators to hide the latency of an FMA: five are three and two.
+      const int block = length == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1
+                                                                       : static_cast<int>(Least(length, kBlockPanels));
+      const uint32_t here = (1u << block) - 1u;
+      any &= ~(here << p);
       for (int i = 0; i < count; ++i) {
-        const uint32_t active = strips[i].active >> p & ((1u << kBlockPanels) - 1u);
-        if (active == 0) continue;
+        uint32_t active = strips[i].active >> p & here;
         const float* q = scratch_.q + strips[i].row * ldq;
-        float* s = scratch_.s + i * kRows * lds + p * kPanel;
-        const float* k = keys + p * stride;
-        if constexpr (kBlockPanels == 1) {
-          for (int c = 0; c < kPanel; c += kBlockKeys) {
-            Scores<kVectors>(q, ldq, args_.D, k + c, stride, s + c, lds);
-          }
-        } else {
-          for (int at = 0; at < kBlockPanels;) {
-            const uint32_t rest = active >> at;
-            if ((rest & 1u) == 0) {
-              ++at;
-              continue;
+        const int rows = rows_ - strips[i].row;
+        while (active != 0) {
+          const int at = __builtin_ctz(active);
+          const int run = __builtin_ctz(~(active >> at));
+          active &= ~(((1u << run) - 1u) << at);
+          const float* from = keys + (p + at) * stride;
+          float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
+          if constexpr (kBlockPanels == 1) {
+            for (int c = 0; c < kPanel; c += kBlockKeys) {
+              StripScores<kVectors>(rows, q, ldq, size, from + c, stride, to + c, lds);
             }
-            const int run = __builtin_ctz(~rest);
-            const float* from = k + at * stride;
-            float* to = s + at * kPanel;
-            if (run == 4) Scores<4>(q, ldq, args_.D, from, stride, to, lds);
-            if (run == 3) Scores<3>(q, ldq, args_.D, from, stride, to, lds);
-            if (run == 2) Scores<2>(q, ldq, args_.D, from, stride, to, lds);
-            if (run == 1) Scores<1>(q, ldq, args_.D, from, stride, to, lds);
-            at += run;
+          } else {
+            if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, to, lds);
+            if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, to, lds);
+            if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, to, lds);
+            if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, to, lds);
           }
         }
       }
@@ -520,9 +636,10 @@ class Worker {
     const int64_t lds = problem_.n;
     const int runs = strip.run_count;
     float* max = scratch_.max + strip.row;
-    V high[kRows];
+    const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+    V high[kRows] = {};
     auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       V x[kParts];
 #pragma GCC unroll 4
       for (int j = 0; j < kParts; ++j) x[j] = Simd::Set1(-kInf);
@@ -539,8 +656,8 @@ class Worker {
       high[r] = x[0];
       exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + kSlack)));
     }
-    if (Simd::Any(exceeded)) Rescale(strip, high);
-    for (int r = 0; r < kRows; ++r) {
+    if (Simd::Any(exceeded)) Rescale(strip, rows, high);
+    for (int r = 0; r < rows; ++r) {
       float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
       const V base = Simd::Set1(max[r] == -kInf ? 0.0f : max[r]);
       V sum = Simd::Load(sum_at);
@@ -560,8 +677,8 @@ class Worker {
     }
   }
 
-  __attribute__((noinline)) void Rescale(const Strip& strip, const V* high) {
-    for (int r = 0; r < kRows; ++r) {
+  __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high) {
+    for (int r = 0; r < rows; ++r) {
       float* max = scratch_.max + strip.row + r;
       const float old = *max, now = Simd::ReduceMax(high[r]);
       if (!(now > old + kSlack)) continue;
@@ -583,16 +700,22 @@ class Worker {
       for (int i = 0; i < count; ++i) {
         const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
         float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
-        AddBlock<kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        if (kDirect || rows_ - strips[i].row > 4) {
+          AddBlock<kRows, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        } else if (rows_ - strips[i].row > 2) {
+          AddBlock<4, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        } else {
+          AddBlock<2, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+        }
       }
     }
   }
-  template <int kBlock>
+  template <int kHeight, int kBlock>
   void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const {
     if (left == kBlock) {
-      AddValues<kRows, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
+      AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
     } else if constexpr (kBlock > 1) {
-      AddBlock<kBlock - 1>(left, p, strip, v, ldv, o);
+      AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o);
     }
   }
 
@@ -648,6 +771,8 @@ class Worker {
   int64_t group_ = 0;  // b * G + g
   const uint32_t* words_ = nullptr;
   int64_t word_stride_ = 0;
+  Ahead ahead_;
+  int64_t fetch_ = 0;  // lines at a time
 };
 
 }  // namespace STOF_ISA
