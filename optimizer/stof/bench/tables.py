@@ -31,11 +31,15 @@ _SHORT = {
 
 
 def document(results: Path) -> str:
-    """docs/numbers.md."""
+    """docs/numbers.md: a part for every folder of results, which holds what one machine measured."""
     parts = [_HEAD]
-    parts += _attention(read(results / "attention-cpu.json"))
-    parts += _sites(read(results / "sites-cpu.json"))
-    parts += _models(read(results / "models-cpu.json"))
+    for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
+        attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
+        if not (attention or sites or models):
+            continue
+        machine = (attention or sites or models)[0]["machine"]
+        parts += [f"## {machine['device']}, {machine['isa']}", ""]
+        parts += [*_attention(attention), *_sites(sites), *_models(models)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -81,7 +85,7 @@ def _machine(records: Sequence[Record]) -> str:
 def _attention(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
-    parts = ["## Attention on the CPU", "", "`stof-bench attention`: B1 H12 D64, fp32.", "", _machine(records)]
+    parts = ["### Attention", "", "`stof-bench attention`: B1 H12 D64, fp32.", "", _machine(records)]
     for (threads, name), group in sorted(_groups(records, "machine.threads", "mask_name").items()):
         group.sort(key=lambda r: r["shape"]["S"])
         peers = [p for p in _SHORT if any("us" in r["peers"].get(p, {}) for r in group)]
@@ -107,7 +111,13 @@ def _attention(records: Sequence[Record]) -> list[str]:
             )
         masks = sorted({r["mask"] for r in group}, key=len)
         shown = masks[0] if len(masks) == 1 else f"{masks[0]} (the numbers grow with S)"
-        parts += [f"### {name}, {threads} thread{'s' if threads > 1 else ''}", "", f"`{shown}`", "", _table(head, rows)]
+        parts += [
+            f"#### {name}, {threads} thread{'s' if threads > 1 else ''}",
+            "",
+            f"`{shown}`",
+            "",
+            _table(head, rows),
+        ]
         parts += _missing(group)
     return parts
 
@@ -132,7 +142,7 @@ def _sites(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     parts = [
-        "## Sites of the first models",
+        "### Sites of the first models",
         "",
         "`stof-bench sites`: the exported chain of nodes in ONNX Runtime against",
         "",
@@ -164,7 +174,7 @@ def _models(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
     parts = [
-        "## Models",
+        "### Models",
         "",
         "`stof-bench model NAME`: fp32, end to end, best of interleaved warm runs.",
         "",
