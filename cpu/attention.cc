@@ -84,8 +84,10 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
     return problem;
   }
-  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them.
-  problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv;
+  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them. Loads
+  // that cross a line take two turns.
+  problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv ||
+                        reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
   const int64_t most = MostTiles(args, problem.key_tiles);
   const int64_t packed = args.D + (problem.pack_values ? args.Dv : 0);
   if (most * config.n * packed * 4 <= kRingBytes) problem.ring_tiles = std::max<int64_t>(1, most);

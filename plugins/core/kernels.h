@@ -81,7 +81,8 @@ struct CpuAttentionConfig {
 // The tile that suits the problem; the block mask handed to CpuAttention has exactly this tile.
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads);
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
-// workspace: CpuAttentionWorkspace bytes, 64-byte aligned, contents arbitrary.
+// args and config as given to CpuAttentionWorkspace, pointers too; workspace: its bytes, 64-byte aligned, contents
+// arbitrary.
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel);
 
