@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention by its definition in docs/operators.md, in double precision and by plain loops, and numbers of the half
+// types. Shares no code with the kernels.
+#ifndef STOF_TESTS_CPP_REFERENCE_H_
+#define STOF_TESTS_CPP_REFERENCE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "plugins/core/kernels.h"
+
+namespace stof::test {
+
+int64_t SizeOfFloat(DType dtype);
+double LoadFloat(DType dtype, const void* source);
+// Rounds to nearest even.
+void StoreFloat(DType dtype, double value, void* target);
+// value as dtype holds it.
+double Rounded(DType dtype, double value);
+
+// One problem, dense and row-major.
+struct Dense {
+  int64_t B = 1, H = 1, G = 1, S = 0, T = 0, D = 0, Dv = 0;
+  std::vector<double> query;     // [B, H, S, D]
+  std::vector<double> key;       // [B, G, T, D]
+  std::vector<double> value;     // [B, G, T, Dv]
+  std::vector<double> bias;      // [B, H, S, T] or empty
+  std::vector<uint8_t> allowed;  // [B, H, S, T], by mask and padding
+  double scale = 1, softcap = 0;
+  EmptyRows empty_rows = EmptyRows::kZero;
+};
+
+struct Answer {
+  std::vector<double> output;     // [B, H, S, Dv]
+  std::vector<double> magnitude;  // [B, H, S], see Tolerance
+};
+Answer Attend(const Dense& problem);
+
+// How far a correct kernel may be from Attend in one element of a row.
+//
+// The kernels compute in fp32 (unit roundoff u = 2^-24) from inputs that they hold exactly, and round once to the type
+// of the output. The relative error of a weight is the absolute error of its score; a dot product of D terms errs by
+// about u |q| |k| (a random walk of D roundings of partial sums that grow to |q| |k| / sqrt(D)), softcap and bias by u
+// times their size. `magnitude` is their sum, averaged with the row's weights. To this come the exponential (1.7e-7
+// relative, 3 u) and a sum over at most T terms, a random walk again. Each weight enters twice, in the sum and its
+// divisor, and output is at most `largest`, the largest value. The factors leave four standard deviations.
+double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected);
+
+}  // namespace stof::test
+#endif  // STOF_TESTS_CPP_REFERENCE_H_

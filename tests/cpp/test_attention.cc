@@ -1,0 +1,625 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention kernels of every instruction set that this machine has, against the definition: shapes around the edges
+// of tiles and register blocks, every feature of AttentionArgs, 1 and 3 threads. Cases are drawn from decks, so that
+// every value of every column of the table below comes up, in combinations that the seed chooses; a list of cases for
+// paths that no draw is sure to reach stands beside them.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "plugins/core/block_mask_builder.h"
+#include "plugins/core/ops/attention.h"
+#include "plugins/core/thread_pool.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/reference.h"
+
+namespace stof::test {
+namespace {
+
+enum class Arrangement { kBHSD, kBSHD, kGaps };  // kGaps: more between rows, heads and batches than they need
+enum class Pad { kNone, kLeft, kRight, kAll, kRandom };
+// kLowest: some entries are the lowest finite number, and whole rows of them; kForbids: some are -inf, and whole rows.
+enum class Bias { kNone, kPlain, kLowest, kForbids };
+// What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
+enum class Poison { kNone, kForbidden, kOneKey };
+
+constexpr int kMasks = 14;
+
+struct Case {
+  int64_t B = 2, H = 4, G = 4, S = 5, T = 7, D = 16, Dv = 16;
+  DType dtype = DType::kF32;
+  Arrangement arrangement[4] = {};  // query, key, value, output
+  bool offset = false;              // the queries are the last S of T positions
+  int mask = 0;
+  Pad pad = Pad::kNone;
+  Bias bias = Bias::kNone;
+  bool bias_wide = false;       // fp32 whatever dtype
+  uint32_t bias_broadcast = 0;  // bit per axis
+  EmptyRows empty_rows = EmptyRows::kZero;
+  float softcap = 0;
+  float spread = 1;     // of the queries: how far scores are apart
+  bool rising = false;  // later keys score higher, so that the running maximum moves in every tile
+  Poison poison = Poison::kNone;
+  bool shifted = false;  // tensors begin one element after an aligned address
+  int m = 0, n = 0;      // 0: as the library chooses
+};
+
+std::string Describe(const Case& c) {
+  static constexpr const char* kPads[] = {"none", "left", "right", "all", "random"};
+  static constexpr const char* kBiases[] = {"none", "plain", "lowest", "forbids"};
+  static constexpr const char* kPoisons[] = {"none", "forbidden", "one key"};
+  static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
+  std::string layout;
+  for (const Arrangement a : c.arrangement)
+    layout += std::string(layout.empty() ? "" : ",") + "DSG"[static_cast<int>(a)];
+  return Text("B ", c.B, " H ", c.H, " G ", c.G, " S ", c.S, " T ", c.T, " D ", c.D, " Dv ", c.Dv, " dtype ",
+              static_cast<int>(c.dtype), " layout ", layout, " offset ", c.offset, " mask ", c.mask, " pad ",
+              kPads[static_cast<int>(c.pad)], " bias ", kBiases[static_cast<int>(c.bias)], " wide ", c.bias_wide,
+              " broadcast ", c.bias_broadcast, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ",
+              c.softcap, " spread ", c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)],
+              " shifted ", c.shifted, " tile ", c.m, "x", c.n);
+}
+
+// ---- masks: the product's text beside what it means ----
+struct MaskData {
+  std::vector<uint8_t> head_keys;   // table0 [H, T]
+  std::vector<uint8_t> pairs;       // table0 [S, T]
+  std::vector<uint8_t> head_tiles;  // table0 [H, ceil(S / 16), ceil(T / 32)]
+  std::vector<int32_t> segment_q;   // [B, S]
+  std::vector<int64_t> segment_k;   // [B, T]
+  std::vector<int64_t> lengths;     // [B]
+  std::vector<uint8_t> pad;         // [B, T]
+};
+
+const char* MaskText(int mask) {
+  static constexpr const char* kTexts[kMasks] = {"",
+                                                 "k <= q",
+                                                 "abs(q - k) <= 9",
+                                                 "abs(q - k) <= 40",
+                                                 "k <= q and q - k < 20",
+                                                 "k < 4 or q < 4 or abs(q - k) <= 9",
+                                                 "table0[h, k]",
+                                                 "table0[q - P, k]",
+                                                 "table0[h, (q - P) // 16, k // 32] and k <= q",
+                                                 "abs(q - k) <= 4 * h and k % 3 != b",
+                                                 "segment_q[b, q - P] == segment_k[b, k]",
+                                                 "k < lengths[b] and abs(q - k) <= 33",
+                                                 "k <= q and (k < 3 or pad[b, k])",
+                                                 "k < 0"};
+  return kTexts[mask];
+}
+
+bool MaskAllows(const Case& c, const MaskData& data, int64_t b, int64_t h, int64_t i, int64_t k) {
+  const int64_t q = i + (c.offset ? c.T - c.S : 0);
+  const int64_t distance = q > k ? q - k : k - q;
+  const auto at = [](const auto& table, int64_t index) { return table[static_cast<size_t>(index)]; };
+  switch (c.mask) {
+    case 0:
+      return true;
+    case 1:
+      return k <= q;
+    case 2:
+      return distance <= 9;
+    case 3:
+      return distance <= 40;
+    case 4:
+      return k <= q && q - k < 20;
+    case 5:
+      return k < 4 || q < 4 || distance <= 9;
+    case 6:
+      return at(data.head_keys, h * c.T + k) != 0;
+    case 7:
+      return at(data.pairs, i * c.T + k) != 0;
+    case 8:
+      return at(data.head_tiles, (h * ((c.S + 15) / 16) + i / 16) * ((c.T + 31) / 32) + k / 32) != 0 && k <= q;
+    case 9:
+      return distance <= 4 * h && k % 3 != b;
+    case 10:
+      return at(data.segment_q, b * c.S + i) == at(data.segment_k, b * c.T + k);
+    case 11:
+      return k < at(data.lengths, b) && distance <= 33;
+    case 12:
+      return k <= q && (k < 3 || at(data.pad, b * c.T + k) != 0);
+    default:
+      return false;
+  }
+}
+
+template <typename T>
+std::vector<T> Draws(Random* random, int64_t count, int64_t low, int64_t high) {
+  std::vector<T> values(static_cast<size_t>(count));
+  for (T& value : values) value = static_cast<T>(random->Range(low, high));
+  return values;
+}
+
+// Ids that rise from 0, in stretches of about `stretch`.
+template <typename T>
+std::vector<T> Segments(Random* random, int64_t rows, int64_t length, int stretch) {
+  std::vector<T> values;
+  for (int64_t row = 0; row < rows; ++row) {
+    T id = 0;
+    for (int64_t i = 0; i < length; ++i) {
+      values.push_back(id);
+      if (random->OneIn(stretch)) ++id;
+    }
+  }
+  return values;
+}
+
+MaskData DrawMask(const Case& c, Random* random) {
+  MaskData data;
+  data.head_keys = Draws<uint8_t>(random, c.H * c.T, 0, 1);
+  data.pairs = Draws<uint8_t>(random, c.S * c.T, 0, 1);
+  data.head_tiles = Draws<uint8_t>(random, c.H * ((c.S + 15) / 16) * ((c.T + 31) / 32), 0, 1);
+  data.segment_q = Segments<int32_t>(random, c.B, c.S, 20);
+  data.segment_k = Segments<int64_t>(random, c.B, c.T, 20);
+  data.lengths = Draws<int64_t>(random, c.B, 0, c.T);
+  data.pad.assign(static_cast<size_t>(c.B * c.T), 1);
+  // Batch 0 is padded more than the others, which differ too.
+  for (int64_t b = 0; b < c.B; ++b) {
+    const int64_t gone = b == 0 ? (c.T + 1) / 2 : random->Range(0, c.T / 3);
+    for (int64_t k = 0; k < c.T; ++k) {
+      uint8_t& pad = data.pad[static_cast<size_t>(b * c.T + k)];
+      if (c.pad == Pad::kLeft) pad = k >= gone;
+      if (c.pad == Pad::kRight) pad = k < c.T - gone;
+      if (c.pad == Pad::kAll) pad = b != 0;
+      if (c.pad == Pad::kRandom) pad = random->OneIn(2);
+    }
+  }
+  return data;
+}
+
+Tensor Describe(const void* data, DType dtype, std::initializer_list<int64_t> dims) {
+  Tensor tensor;
+  tensor.data = const_cast<void*>(data);
+  tensor.dtype = dtype;
+  tensor.rank = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), tensor.dims);
+  return tensor;
+}
+
+// The mask as the operator hands it to the kernel: a block mask of the static part, the dynamic part bound.
+struct BoundMask {
+  MaskParts parts;
+  BlockMask block;
+  std::unique_ptr<BoundDynamicMask> dynamic;
+};
+
+void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& config, BoundMask* bound,
+              AttentionArgs* args) {
+  std::vector<std::pair<std::string, Tensor>> tables;
+  if (c.mask == 6) tables.emplace_back("table0", Describe(data.head_keys.data(), DType::kBool, {c.H, c.T}));
+  if (c.mask == 7) tables.emplace_back("table0", Describe(data.pairs.data(), DType::kU8, {c.S, c.T}));
+  if (c.mask == 8) {
+    tables.emplace_back("table0",
+                        Describe(data.head_tiles.data(), DType::kBool, {c.H, (c.S + 15) / 16, (c.T + 31) / 32}));
+  }
+  // uint8 tables are integers; of two values the comparison makes the boolean that a mask is.
+  const std::string text = c.mask == 7 ? std::string(MaskText(c.mask)) + " != 0" : MaskText(c.mask);
+  MaskExpr expr;
+  Status status = MaskExpr::Parse(text, tables, &expr);
+  CHECK(status.ok(), status.message());
+  bound->parts = SplitMask(expr);
+  const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
+  if (!text.empty() && !bound->parts.fixed.empty()) {
+    status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block);
+    CHECK(status.ok(), status.message());
+    args->mask = &bound->block;
+  }
+  if (!bound->parts.dynamic.empty()) {
+    status = BoundDynamicMask::Make(bound->parts.dynamic, sizes,
+                                    {{"segment_q", Describe(data.segment_q.data(), DType::kI32, {c.B, c.S})},
+                                     {"segment_k", Describe(data.segment_k.data(), DType::kI64, {c.B, c.T})},
+                                     {"lengths", Describe(data.lengths.data(), DType::kI64, {c.B})},
+                                     {"pad", Describe(data.pad.data(), DType::kBool, {c.B, c.T})}},
+                                    &bound->dynamic);
+    CHECK(status.ok(), status.message());
+    args->dynamic = bound->dynamic->view();
+  }
+}
+
+// ---- tensors ----
+constexpr unsigned char kUntouched = 0xff;  // as fp32, fp16 and bf16 a NaN that no arithmetic gives
+
+// Memory that ends with the tensor's last element, so that a sanitizer sees what reads beyond it; NaN between rows.
+struct Strided {
+  std::vector<char> bytes;
+  char* data = nullptr;
+  Strides stride;
+  DType dtype = DType::kF32;
+  int64_t B = 0, heads = 0, length = 0, size = 0;
+
+  Strided(const Case& c, int which, int64_t heads, int64_t length, int64_t size)
+      : dtype(c.dtype), B(c.B), heads(heads), length(length), size(size) {
+    switch (c.arrangement[which]) {
+      case Arrangement::kBHSD:
+        stride = {heads * length * size, length * size, size};
+        break;
+      case Arrangement::kBSHD:
+        stride = {length * heads * size, size, heads * size};
+        break;
+      case Arrangement::kGaps:
+        stride.s = size + 5;
+        stride.h = length * stride.s + 3;
+        stride.b = heads * stride.h + 7;
+        break;
+    }
+    const int64_t item = SizeOfFloat(dtype), shift = c.shifted ? item : 0;
+    const int64_t last = (B - 1) * stride.b + (heads - 1) * stride.h + (length - 1) * stride.s + size;
+    bytes.assign(static_cast<size_t>(shift + item * last), static_cast<char>(kUntouched));
+    bytes.shrink_to_fit();
+    data = bytes.data() + shift;
+  }
+  Strided(const Strided&) = delete;
+  Strided& operator=(const Strided&) = delete;
+
+  // f(element's memory, its index in dense order)
+  template <typename F>
+  void ForEach(F f) {
+    int64_t i = 0;
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t s = 0; s < length; ++s) {
+          for (int64_t d = 0; d < size; ++d) {
+            f(data + SizeOfFloat(dtype) * (b * stride.b + h * stride.h + s * stride.s + d), static_cast<size_t>(i++));
+          }
+        }
+      }
+    }
+  }
+  void Fill(const std::vector<double>& values) {
+    ForEach([&](char* at, size_t i) { StoreFloat(dtype, values[i], at); });
+  }
+  void Reset() { std::fill(bytes.begin(), bytes.end(), static_cast<char>(kUntouched)); }
+};
+
+std::vector<double> DrawValues(Random* random, DType dtype, int64_t count, double spread) {
+  std::vector<double> values(static_cast<size_t>(count));
+  for (double& value : values) value = Rounded(dtype, spread * static_cast<double>(random->Unit()));
+  return values;
+}
+
+double Lowest(DType dtype) {
+  if (dtype == DType::kF16) return -65504;
+  return dtype == DType::kBF16 ? -0x1.fep127 : -static_cast<double>(std::numeric_limits<float>::max());
+}
+
+struct BiasTensor {
+  DType dtype = DType::kF32;
+  std::vector<char> bytes;
+  int64_t stride[4] = {};  // 0 where an axis is broadcast
+  std::vector<double> dense;
+};
+
+BiasTensor DrawBias(const Case& c, Random* random) {
+  BiasTensor bias;
+  if (c.bias == Bias::kNone) return bias;
+  bias.dtype = c.bias_wide ? DType::kF32 : c.dtype;
+  const int64_t full[] = {c.B, c.H, c.S, c.T};
+  int64_t dims[4];
+  int64_t count = 1;
+  for (int axis = 3; axis >= 0; --axis) {
+    dims[axis] = (c.bias_broadcast >> axis & 1) != 0 ? 1 : full[axis];
+    bias.stride[axis] = dims[axis] == 1 ? 0 : count;
+    count *= dims[axis];
+  }
+  std::vector<double> values = DrawValues(random, bias.dtype, count, 2);
+  const double special = c.bias == Bias::kLowest ? Lowest(bias.dtype) : -std::numeric_limits<double>::infinity();
+  if (c.bias != Bias::kPlain) {
+    bool whole_row = false;
+    for (int64_t i = 0; i < count; ++i) {
+      if (i % dims[3] == 0) whole_row = random->OneIn(5);
+      if (whole_row || random->OneIn(4)) values[static_cast<size_t>(i)] = special;
+    }
+  }
+  const int64_t item = SizeOfFloat(bias.dtype);
+  bias.bytes.resize(static_cast<size_t>(item * count));
+  for (int64_t i = 0; i < count; ++i)
+    StoreFloat(bias.dtype, values[static_cast<size_t>(i)], &bias.bytes[static_cast<size_t>(item * i)]);
+  bias.dense.reserve(static_cast<size_t>(c.B * c.H * c.S * c.T));
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      for (int64_t i = 0; i < c.S; ++i) {
+        for (int64_t k = 0; k < c.T; ++k) {
+          bias.dense.push_back(values[static_cast<size_t>(b * bias.stride[0] + h * bias.stride[1] + i * bias.stride[2] +
+                                                          k * bias.stride[3])]);
+        }
+      }
+    }
+  }
+  return bias;
+}
+
+// NaN and infinities where the result may not depend on them.
+void PoisonKeys(const Case& c, Random* random, Dense* dense) {
+  if (c.poison == Poison::kNone) return;
+  static const std::vector<double> kValues = {std::nan(""), std::numeric_limits<double>::infinity(),
+                                              -std::numeric_limits<double>::infinity()};
+  std::vector<uint8_t> attended(static_cast<size_t>(c.B * c.G * c.T), 0);
+  for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
+    const int64_t group = row / c.S / c.H * c.G + row / c.S % c.H / (c.H / c.G);
+    for (int64_t k = 0; k < c.T; ++k) {
+      const auto at = static_cast<size_t>(row * c.T + k);
+      const bool biased = dense->bias.empty() || !std::isinf(dense->bias[at]);
+      if (dense->allowed[at] != 0 && biased) attended[static_cast<size_t>(group * c.T + k)] = 1;
+    }
+  }
+  const int64_t one = random->Range(0, c.B * c.G * c.T - 1);
+  for (int64_t key = 0; key < c.B * c.G * c.T; ++key) {
+    const bool chosen = c.poison == Poison::kForbidden ? attended[static_cast<size_t>(key)] == 0 : key == one;
+    if (!chosen) continue;
+    const double value = c.poison == Poison::kForbidden ? random->Pick(kValues) : kValues[0];
+    std::fill_n(dense->key.begin() + static_cast<std::ptrdiff_t>(key * c.D), c.D, value);
+  }
+}
+
+Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Random* random) {
+  Dense dense;
+  dense.B = c.B, dense.H = c.H, dense.G = c.G, dense.S = c.S, dense.T = c.T, dense.D = c.D, dense.Dv = c.Dv;
+  dense.scale = static_cast<double>(1.0f / std::sqrt(static_cast<float>(c.D)));
+  dense.softcap = static_cast<double>(c.softcap);
+  dense.empty_rows = c.empty_rows;
+  dense.query = DrawValues(random, c.dtype, c.B * c.H * c.S * c.D, static_cast<double>(c.spread));
+  dense.key = DrawValues(random, c.dtype, c.B * c.G * c.T * c.D, 1);
+  dense.value = DrawValues(random, c.dtype, c.B * c.G * c.T * c.Dv, 1);
+  if (c.rising) {
+    for (double& x : dense.query) x = std::abs(x);
+    for (size_t i = 0; i < dense.key.size(); ++i) {
+      const int64_t k = static_cast<int64_t>(i) / c.D % c.T;
+      dense.key[i] = Rounded(c.dtype, dense.key[i] / 8 + 3.0 * static_cast<double>(k) / static_cast<double>(c.T));
+    }
+  }
+  dense.bias = bias.dense;
+  dense.allowed.reserve(static_cast<size_t>(c.B * c.H * c.S * c.T));
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      for (int64_t i = 0; i < c.S; ++i) {
+        for (int64_t k = 0; k < c.T; ++k) {
+          // In mask 12 pad forbids less than everything.
+          const bool padded = c.mask != 12 && data.pad[static_cast<size_t>(b * c.T + k)] == 0;
+          dense.allowed.push_back(!padded && MaskAllows(c, data, b, h, i, k));
+        }
+      }
+    }
+  }
+  PoisonKeys(c, random, &dense);
+  return dense;
+}
+
+void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where) {
+  double largest = 0;
+  for (const double value : dense.value) largest = std::max(largest, std::abs(value));
+  output->ForEach([&](char* at, size_t i) {
+    const auto row = static_cast<int64_t>(i) / c.Dv;
+    const auto place = [&] {
+      return Text(where, ": b ", row / c.S / c.H, " h ", row / c.S % c.H, " row ", row % c.S, " d ",
+                  static_cast<int64_t>(i) % c.Dv);
+    };
+    static constexpr unsigned char kPoison[4] = {kUntouched, kUntouched, kUntouched, kUntouched};
+    const auto item = static_cast<size_t>(SizeOfFloat(c.dtype));
+    CHECK(std::memcmp(at, kPoison, item) != 0, place(), " was not written");
+    const double got = LoadFloat(c.dtype, at);
+    const double want = answer.output[i];
+    const double tolerance = Tolerance(c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest, want);
+    CHECK(std::isnan(want) ? std::isnan(got) : std::abs(got - want) <= tolerance, place(), ": ", got, ", expected ",
+          want, " ± ", tolerance);
+    std::memset(at, kUntouched, item);
+  });
+  for (const char byte : output->bytes) {
+    CHECK(static_cast<unsigned char>(byte) == kUntouched, where, ": written beside the output's elements");
+  }
+}
+
+void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
+  const std::string where = Text("seed ", seed, " ", Describe(c));
+  Random random(seed);
+  const MaskData data = DrawMask(c, &random);
+  const BiasTensor bias = DrawBias(c, &random);
+  const Dense dense = DrawDense(c, data, bias, &random);
+  Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
+  Strided output(c, 3, c.H, c.S, c.Dv);
+  query.Fill(dense.query);
+  key.Fill(dense.key);
+  value.Fill(dense.value);
+
+  AttentionArgs args;
+  args.B = c.B, args.H = c.H, args.G = c.G, args.S = c.S, args.T = c.T, args.D = c.D, args.Dv = c.Dv;
+  args.dtype = c.dtype;
+  args.query = query.data, args.key = key.data, args.value = value.data, args.output = output.data;
+  args.query_stride = query.stride, args.key_stride = key.stride, args.value_stride = value.stride;
+  args.output_stride = output.stride;
+  args.scale = static_cast<float>(dense.scale);
+  args.softcap = c.softcap;
+  args.empty_rows = c.empty_rows;
+  if (c.pad != Pad::kNone && c.mask != 12) args.pad = data.pad.data();
+  if (c.bias != Bias::kNone) {
+    args.bias = bias.bytes.data();
+    args.bias_dtype = bias.dtype;
+    args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
+    args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
+  }
+  CpuAttentionConfig config = ChooseCpuAttention(args, team.threads);
+  config.isa = isa;
+  if (c.m > 0) config.m = c.m;
+  if (c.n > 0) config.n = c.n;
+  BoundMask bound;
+  BindMask(c, data, config, &bound, &args);
+
+  const Answer answer = Attend(dense);
+  std::vector<char> first;
+  for (const int threads : {1, 3}) {
+    output.Reset();
+    const size_t bytes = CpuAttentionWorkspace(args, config, threads);
+    const std::unique_ptr<void, void (*)(void*)> workspace(
+        std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64)), std::free);
+    // NaN in one run and ordinary numbers in the other: what is found there may not matter.
+    std::memset(workspace.get(), threads == 1 ? 0xff : 0x3f, bytes);
+    const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
+    CHECK(status.ok(), where, ": ", status.message());
+    if (threads == 1) first = output.bytes;
+    CHECK(first == output.bytes, where, ": 3 threads give other bits than 1");
+    Compare(c, dense, answer, &output, Text(where, " threads ", threads));
+  }
+}
+
+// ---- the table ----
+// Deals the values in a random order, all of them before any comes again.
+template <typename T>
+class Deck {
+ public:
+  Deck(std::vector<T> values, Random* random) : values_(std::move(values)), random_(*random) {}
+  T Deal() {
+    if (next_ == 0) {
+      for (size_t i = values_.size(); i > 1; --i) {
+        std::swap(values_[i - 1], values_[static_cast<size_t>(random_.Range(0, static_cast<int64_t>(i) - 1))]);
+      }
+    }
+    const T value = values_[next_];
+    next_ = (next_ + 1) % values_.size();
+    return value;
+  }
+
+ private:
+  std::vector<T> values_;
+  Random& random_;
+  size_t next_ = 0;
+};
+
+std::vector<Case> DrawnCases(int count) {
+  Random random(2024);
+  Deck<int64_t> rows({1, 2, 3, 4, 5, 6, 7, 47, 48, 49, 63, 64, 65, 95, 96, 97, 130}, &random);
+  Deck<int64_t> keys({1, 15, 16, 17, 63, 64, 65, 129, 300, 0}, &random);  // 0: as many as rows
+  Deck<int64_t> sizes({1, 7, 8, 16, 20, 64, 80, 96, 128, 192, 256}, &random);
+  Deck<int64_t> value_sizes({0, 0, 0, 1, 5, 8, 16, 24, 64, 72, 128, 256}, &random);  // 0: as D
+  Deck<int> groups({0, 1, 2}, &random);
+  Deck<int64_t> heads({2, 4, 6}, &random);
+  Deck<int64_t> batches({2, 2, 1, 3}, &random);
+  Deck<DType> dtypes({DType::kF32, DType::kF32, DType::kF16, DType::kBF16}, &random);
+  Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
+  Deck<int> masks({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
+  Deck<Bias> biases({Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids}, &random);
+  Deck<uint32_t> broadcasts({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  Deck<float> softcaps({0, 0, 0, 2.5f, 30.0f}, &random);
+  Deck<float> spreads({1, 1, 4, 30}, &random);
+  Deck<Poison> poisons({Poison::kNone, Poison::kForbidden, Poison::kForbidden, Poison::kOneKey}, &random);
+  Deck<std::pair<int, int>> tiles({{0, 0}, {0, 0}, {0, 0}, {24, 64}, {48, 32}, {5, 96}, {1, 32}, {64, 128}, {96, 256}},
+                                  &random);
+  std::vector<Case> cases;
+  for (int i = 0; i < count; ++i) {
+    Case c;
+    c.B = batches.Deal();
+    c.H = heads.Deal();
+    const int group = groups.Deal();
+    c.G = group == 0 ? c.H : group == 1 ? c.H / 2 : 1;
+    c.S = rows.Deal();
+    c.T = keys.Deal();
+    if (c.T == 0) c.T = c.S;
+    c.D = sizes.Deal();
+    c.Dv = value_sizes.Deal();
+    if (c.Dv == 0) c.Dv = c.D;
+    c.dtype = dtypes.Deal();
+    for (Arrangement& arrangement : c.arrangement) arrangement = arrangements.Deal();
+    c.offset = c.T >= c.S && random.OneIn(2);
+    c.mask = masks.Deal();
+    c.pad = pads.Deal();
+    c.bias = biases.Deal();
+    c.bias_wide = random.OneIn(2);
+    if (c.bias != Bias::kNone) c.bias_broadcast = broadcasts.Deal();
+    c.empty_rows = policies.Deal();
+    c.softcap = softcaps.Deal();
+    c.spread = spreads.Deal();
+    c.rising = random.OneIn(4);
+    // An empty row attends every key under this policy, also those that are forbidden to all.
+    c.poison = c.empty_rows == EmptyRows::kAll ? Poison::kNone : poisons.Deal();
+    c.shifted = random.OneIn(3);
+    std::tie(c.m, c.n) = tiles.Deal();
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+// Paths that depend on long inputs, and the extremes of each column.
+std::vector<Case> ListedCases() {
+  std::vector<Case> cases;
+  const auto add = [&cases](int64_t H, int64_t G, int64_t S, int64_t T, int64_t D, int64_t Dv) -> Case& {
+    Case c;
+    c.H = H, c.G = G, c.S = S, c.T = T, c.D = D, c.Dv = Dv;
+    cases.push_back(c);
+    return cases.back();
+  };
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    // A few queries against many keys, whose parts are joined: several heads per key head, and one.
+    Case* c = &add(4, 1, 1, 2100, 20, 24);
+    c->dtype = dtype, c->pad = Pad::kLeft, c->rising = true;
+    c = &add(4, 2, 4, 1030, 64, 64);
+    c->dtype = dtype, c->offset = true, c->mask = 4, c->pad = Pad::kRandom, c->poison = Poison::kForbidden;
+    c = &add(2, 2, 2, 4200, 16, 16);
+    c->dtype = dtype, c->B = 1, c->bias = Bias::kForbids, c->bias_broadcast = 4;
+    // Keys that no cache holds are packed beforehand.
+    c = &add(2, 1, 7, 640, 256, 40);
+    c->dtype = dtype, c->mask = 3, c->empty_rows = EmptyRows::kAll, c->pad = Pad::kAll;
+    c = &add(2, 2, 97, 640, 256, 256);
+    c->dtype = dtype, c->B = 1, c->rising = true, c->softcap = 30;
+    // The largest head against the smallest.
+    c = &add(4, 2, 49, 65, 256, 1);
+    c->dtype = dtype, c->mask = 1;
+    c = &add(4, 4, 49, 65, 1, 256);
+    c->dtype = dtype, c->mask = 2;
+    for (const EmptyRows policy : {EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}) {
+      // No key for any row: by the static mask, by padding, by the bias; and long ones, whose mean is a long sum.
+      c = &add(4, 2, 97, 97, 20, 20);
+      c->dtype = dtype, c->mask = 13, c->empty_rows = policy;
+      c = &add(4, 4, 6, 300, 16, 24);
+      c->dtype = dtype, c->pad = Pad::kAll, c->mask = 5, c->empty_rows = policy;
+      c = &add(2, 1, 3, 1500, 8, 8);
+      c->dtype = dtype, c->pad = Pad::kAll, c->empty_rows = policy;
+      c = &add(2, 2, 64, 129, 64, 64);
+      c->dtype = dtype, c->bias = Bias::kForbids, c->bias_broadcast = 8, c->empty_rows = policy;
+      // Every score absorbed by the lowest number: such a row has keys, and averages them.
+      c = &add(2, 2, 13, 129, 16, 16);
+      c->dtype = dtype, c->bias = Bias::kLowest, c->bias_broadcast = 8, c->empty_rows = policy;
+    }
+  }
+  for (int mask = 0; mask < kMasks; ++mask) {
+    // Every mask on several tiles, queries before and at the end of the keys, with keys that nobody may look at.
+    Case* c = &add(4, 2, 130, 300, 16, 16);
+    c->mask = mask, c->poison = Poison::kForbidden, c->offset = true;
+    c = &add(2, 2, 97, 65, 24, 8);
+    c->mask = mask, c->poison = Poison::kForbidden, c->pad = Pad::kRight, c->empty_rows = EmptyRows::kMean;
+    c = &add(4, 1, 3, 129, 80, 80);
+    c->mask = mask, c->poison = Poison::kForbidden, c->pad = Pad::kLeft, c->softcap = 2.5f, c->offset = true;
+  }
+  return cases;
+}
+
+// Every listed case and a share of the drawn ones.
+void RunTable(CpuIsa isa) {
+  ThreadPool pool(3);
+  std::vector<Case> cases = ListedCases();
+  const std::vector<Case> drawn = DrawnCases(Cases(300));
+  cases.insert(cases.end(), drawn.begin(), drawn.end());
+  for (size_t i = 0; i < cases.size(); ++i) RunCase(cases[i], isa, i, pool.view());
+  CountCases(static_cast<int64_t>(cases.size()));
+}
+
+void Portable() { RunTable(CpuIsa::kPortable); }
+void Avx2() { RunTable(CpuIsa::kAvx2); }
+void Avx512() { RunTable(CpuIsa::kAvx512); }
+
+// One row of the report for each instruction set at hand.
+const bool registered = [] {
+  static constexpr Test kRows[] = {{"AttentionEqualsTheDefinition[portable]", Portable},
+                                   {"AttentionEqualsTheDefinition[avx2]", Avx2},
+                                   {"AttentionEqualsTheDefinition[avx512]", Avx512}};
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);
+  return true;
+}();
+
+}  // namespace
+}  // namespace stof::test
