@@ -115,7 +115,8 @@ class RowWriter {
       score = p_.scale *
               Dot(&p_.query[static_cast<size_t>(row_ * p_.D)], &p_.key[static_cast<size_t>((keys_ + j) * p_.D)], p_.D);
       double size =
-          std::abs(p_.scale) * query_norms_[static_cast<size_t>(row_)] * key_norms_[static_cast<size_t>(keys_ + j)];
+          std::abs(p_.scale) * query_norms_[static_cast<size_t>(row_)] * key_norms_[static_cast<size_t>(keys_ + j)] +
+          std::sqrt(static_cast<double>(p_.D)) / 2 * std::abs(score);
       if (p_.softcap > 0) {
         score = p_.softcap * std::tanh(score / p_.softcap);
         size = std::min(size, 2 * p_.softcap) + p_.softcap;

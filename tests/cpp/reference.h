@@ -40,10 +40,11 @@ Answer Attend(const Dense& problem);
 //
 // The kernels compute in fp32 (unit roundoff u = 2^-24) from inputs that they hold exactly, and round once to the type
 // of the output. The relative error of a weight is the absolute error of its score; a dot product of D terms errs by
-// about u |q| |k| (a random walk of D roundings of partial sums that grow to |q| |k| / sqrt(D)), softcap and bias by u
-// times their size. `magnitude` is their sum, averaged with the row's weights. To this come the exponential (1.7e-7
-// relative, 3 u) and a sum over at most T terms, a random walk again. Each weight enters twice, in the sum and its
-// divisor, and output is at most `largest`, the largest value. The factors leave four standard deviations.
+// u |q| |k| where its partial sums walk at random and by u sqrt(D / 3) |q . k| where they grow steadily; softcap and
+// bias add u times their size. `magnitude` is the sum of these, averaged with the row's weights. To this come the
+// exponential (1.7e-7 relative, 3 u) and a sum over at most T terms, a random walk again. Each weight enters twice, in
+// the sum and in its divisor, and no output exceeds `largest`, the largest value. The factors leave three times what
+// these come to.
 double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected);
 
 }  // namespace stof::test
