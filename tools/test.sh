@@ -37,6 +37,10 @@ begin 'unit (Python)'
 STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q
 end
 
+begin 'old runtimes'
+bash tools/test_runtimes.sh "$bin/python" build/dev/libstof_ort.so 1.18.1 1.22.1 1.23.2 1.31.1
+end
+
 begin sanitizers
 for preset in asan tsan; do
   cmake --preset $preset

@@ -20,52 +20,49 @@ OP = "StofAttention"
 
 @dataclass(frozen=True)
 class Variant:
-    """Everything of a call that its body depends on, except ``scale``, which it reads as an attribute."""
+    """Everything of a call that its body depends on, except ``scale`` and head counts, which it reads as attributes."""
 
     expression: str
     layouts: tuple[Layout, Layout, Layout, Layout]
-    num_heads: int
-    kv_num_heads: int
-    head_size: int
-    value_head_size: int
+    grouped: bool  # key heads may be fewer than query heads
     empty_rows: EmptyRows
     query_offset: int
     softcap: float
     roles: tuple[str, ...]  # of the operand slots; "unused" where this variant does not read one
     dtype: int
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What the shapes of a call's tensors follow from."""
-        return (self.layouts, self.num_heads, self.kv_num_heads, self.head_size, self.value_head_size)
-
 
 def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto:
     """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
 
     A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
-    never takes. So slots are read with a cast, and where variants differ in shape the inputs' ranks are hidden.
+    never takes. So slots are read with a cast, head counts and sizes are found at run time, and the layouts of all
+    variants must be the same.
 
     Raises:
         UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
+        ValueError: for variants whose layouts or grouping differ.
     """
+    if len({(v.layouts, v.grouped) for v in variants}) > 1:
+        raise ValueError("variants of one function body need the same layouts and the same grouping")
     slots = len(variants[0].roles)
     inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
     one_type = len({v.dtype for v in variants}) == 1
     if not one_type and opset < 15:
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
-    style = _Style(opset, len({v.shape for v in variants}) > 1, one_type)
-    nodes = _select(variants, 0, style)
+    nodes = _select(variants, 0, _Style(opset, one_type))
     nodes.append(helper.make_node("Identity", ["variant0_out"], ["output"], name="output"))
-    return helper.make_function(
-        DOMAIN, OP, inputs, ["output"], nodes, [helper.make_opsetid("", opset)], ["mask_id", "scale"]
-    )
+    opsets = [helper.make_opsetid("", opset)]
+    return helper.make_function(DOMAIN, OP, inputs, ["output"], nodes, opsets, list(_READ))
+
+
+# The attributes that the body reads; every call gives them.
+_READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
 @dataclass(frozen=True)
 class _Style:
     opset: int
-    hidden: bool  # ranks of the inputs are kept from shape inference
     one_type: bool
 
 
@@ -117,13 +114,15 @@ class _Body:
 
     def build(self) -> _Body:
         v, b = self.variant, self.builder
-        query = self._bhsd("query", v.layouts[0], v.num_heads, v.head_size)
-        key = self._repeat(self._bhsd("key", v.layouts[1], v.kv_num_heads, v.head_size), v.head_size)
-        value = self._repeat(self._bhsd("value", v.layouts[2], v.kv_num_heads, v.value_head_size), v.value_head_size)
-        scale = b.name()
-        constant = helper.make_node("Constant", [], [scale], name=scale)
-        constant.attribute.append(_reference("value_float", "scale", onnx.AttributeProto.FLOAT))
-        b.nodes.append(constant)
+        heads, groups = (
+            self._attribute(n, "value_int", onnx.AttributeProto.INT) for n in ("num_heads", "kv_num_heads")
+        )
+        query = self._bhsd("query", v.layouts[0], heads)
+        key, value = (self._bhsd(n, v.layouts[i], groups) for n, i in (("key", 1), ("value", 2)))
+        if v.grouped:
+            count = b.add("Div", [heads, groups])
+            key, value = (self._repeat(t, heads, count) for t in (key, value))
+        scale = self._attribute("scale", "value_float", onnx.AttributeProto.FLOAT)
         scores = b.add("MatMul", [b.add("Mul", [query, scale]), b.add("Transpose", [key], perm=[0, 1, 3, 2])])
         if v.softcap > 0:
             cap = b.constant(v.softcap, np.float32)
@@ -131,40 +130,43 @@ class _Body:
         sizes = self._sizes(query, key)
         operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
         weights = self._weights(scores, sizes, operands)
-        self.result = self._output(b.add("MatMul", [weights, value]))
+        self.result = self._output(b.add("MatMul", [weights, value]), heads, value)
         return self
 
-    def _bhsd(self, tensor: str, layout: Layout, heads: int, size: int) -> str:
+    def _attribute(self, target: str, field: str, kind: int) -> str:
+        """An attribute of the call as a scalar."""
+        name = self.builder.name()
+        node = helper.make_node("Constant", [], [name], name=name)
+        node.attribute.append(_reference(field, target, kind))
+        self.builder.nodes.append(node)
+        return name
+
+    def _vector(self, *parts: str | list[int]) -> str:
+        """A shape from scalars and numbers."""
         b = self.builder
-        if self.style.hidden:
-            tensor = self._hide(tensor)
+        given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in parts]
+        return b.add("Concat", given, axis=0)
+
+    def _size(self, tensor: str, axis: int) -> str:
+        b = self.builder
+        return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+
+    def _bhsd(self, tensor: str, layout: Layout, heads: str) -> str:
+        b = self.builder
         if layout is Layout.BSN:
-            tensor = b.add("Reshape", [tensor, b.constant([0, 0, heads, size])])
+            # No -1: it is undefined beside a length of 0.
+            size = b.add("Div", [self._size(tensor, 2), heads])
+            tensor = b.add("Reshape", [tensor, self._vector([0, 0], heads, size)])
         if layout is not Layout.BHSD:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
 
-    def _hide(self, tensor: str) -> str:
-        """The tensor through an If of which the other branch has another rank: shape inference learns nothing."""
+    def _repeat(self, tensor: str, heads: str, count: str) -> str:
+        """[B, G, T, D] with every head ``count`` times."""
         b = self.builder
-        out = b.name()
-        same = helper.make_node("Identity", [tensor], [f"{out}_same"], name=f"{out}_same")
-        flat = helper.make_node("Constant", [], [f"{out}_one"], name=f"{out}_one", value_ints=[-1])
-        other = helper.make_node("Reshape", [tensor, f"{out}_one"], [f"{out}_flat"], name=f"{out}_flat")
-        dtype = self.variant.dtype if self.style.one_type else None
-        then = _branch([same], f"{out}_same", f"{out}_then", dtype)
-        otherwise = _branch([flat, other], f"{out}_flat", f"{out}_else", dtype)
-        always = b.constant(True, np.bool_)
-        b.nodes.append(helper.make_node("If", [always], [out], name=out, then_branch=then, else_branch=otherwise))
-        return out
-
-    def _repeat(self, tensor: str, size: int) -> str:
-        v, b = self.variant, self.builder
-        count = v.num_heads // v.kv_num_heads
-        if count == 1:
-            return tensor
-        wide = b.add("Expand", [b.unsqueeze(tensor, [2]), b.constant([1, 1, count, 1, 1])])
-        return b.add("Reshape", [wide, b.constant([0, v.num_heads, -1, size])])
+        wide = b.add("Expand", [b.unsqueeze(tensor, [2]), self._vector([1, 1], count, [1, 1])])
+        shape = self._vector([0], heads, self._size(tensor, 2), self._size(tensor, 3))
+        return b.add("Reshape", [wide, shape])
 
     def _sizes(self, query: str, key: str) -> Sizes:
         b = self.builder
@@ -194,7 +196,7 @@ class _Body:
             fill = b.add("Softmax", [scores], axis=-1)
         return b.add("Where", [empty, fill, weights])
 
-    def _output(self, tensor: str) -> str:
+    def _output(self, tensor: str, heads: str, value: str) -> str:
         v, b = self.variant, self.builder
         if not self.style.one_type:
             tensor = b.add("CastLike", [tensor, "query"])
@@ -204,5 +206,5 @@ class _Body:
         if layout is not Layout.BHSD:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         if layout is Layout.BSN:
-            tensor = b.add("Reshape", [tensor, b.constant([0, 0, v.num_heads * v.value_head_size])])
+            tensor = b.add("Reshape", [tensor, self._vector([0, 0], b.add("Mul", [heads, self._size(value, 3)]))])
         return tensor

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,9 +55,11 @@ def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]
     editing = Editing(model)
     pruner = Pruner(editing, symbolic, [r.site for r in rewrites])
     slots = _slots(rewrites)
+    layouts = _common_layouts(rewrites)
+    grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
     variants: dict[Variant, int] = {}
     for rewrite in rewrites:
-        variant = _variant(rewrite, slots)
+        variant = _variant(rewrite, slots, layouts, grouped)
         number = variants.setdefault(variant, len(variants))
         _replace(editing, symbolic, rewrite, variant, number, slots)
     pruner.prune()
@@ -86,16 +89,27 @@ def _roles(mask: LiftedMask) -> set[str]:
     return found | {"bias"} if mask.bias else found
 
 
-def _variant(rewrite: Rewrite, slots: Sequence[str]) -> Variant:
+Layouts = tuple[Layout, Layout, Layout, Layout]
+
+
+def _layouts(site: AttentionSite) -> Layouts:
+    return (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+
+
+def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
+    """One layout for each slot of all calls, since they share a function body; the most frequent where they differ."""
+    columns = list(zip(*(_layouts(r.site) for r in rewrites), strict=True))
+    query, key, value, output = (Counter(column).most_common(1)[0][0] for column in columns)
+    return query, key, value, output
+
+
+def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: bool) -> Variant:
     site, mask = rewrite.site, rewrite.mask
     own = _roles(mask)
     return Variant(
         mask.expression,
-        (site.query.layout, site.key.layout, site.value.layout, site.output_layout),
-        site.num_heads,
-        site.kv_num_heads,
-        site.head_size,
-        site.value_head_size,
+        layouts,
+        grouped,
         mask.empty_rows,
         site.query_offset,
         site.softcap,
@@ -131,11 +145,53 @@ def _replace(
         **dict(rewrite.hints),
     }
     name = editing.unique(f"{_scope(site.name)}/{OP}")
-    inputs = [editing.tensors[o.tensor] for o in (site.query, site.key, site.value)] + operands
+    sizes = (
+        (site.num_heads, site.head_size),
+        (site.kv_num_heads, site.head_size),
+        (site.kv_num_heads, site.value_head_size),
+        (site.num_heads, site.value_head_size),
+    )
+    inputs = [
+        _convert(editing, extra, editing.tensors[o.tensor], site.dtype, (own, wanted), size)
+        for o, own, wanted, size in zip(
+            (site.query, site.key, site.value), _layouts(site), variant.layouts, sizes, strict=False
+        )
+    ]
     output.inputs.clear()
-    node = gs.Node(OP, name, attributes, inputs, [output], DOMAIN)
-    editing.graph.nodes[place:place] = [*extra, node]
+    wanted = (variant.layouts[3], site.output_layout)
+    result = output if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
+    nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
+    if result is not output:
+        _convert(editing, nodes, result, site.dtype, wanted, sizes[3], output)
+    editing.graph.nodes[place:place] = nodes
     editing.declare(site.output, site.dtype, _output_shape(site))
+
+
+def _convert(
+    editing: Editing,
+    nodes: list[gs.Node],
+    tensor: gs.Tensor,
+    dtype: int,
+    layouts: tuple[Layout, Layout],
+    size: tuple[int, int],
+    output: gs.Tensor | None = None,
+) -> gs.Tensor:
+    """The tensor in another layout; ``size`` is heads and head size, ``output`` the tensor to write if there is one."""
+    steps: list[tuple[str, dict[str, object], list[int] | None]] = []
+    if layouts[0] is not layouts[1]:
+        if layouts[0] is Layout.BSN:
+            steps.append(("Reshape", {}, [0, 0, *size]))
+        if Layout.BHSD in layouts:
+            steps.append(("Transpose", {"perm": [0, 2, 1, 3]}, None))
+        if layouts[1] is Layout.BSN:
+            steps.append(("Reshape", {}, [0, 0, size[0] * size[1]]))
+    for i, (op, attributes, shape) in enumerate(steps):
+        last = i + 1 == len(steps) and output is not None
+        out = output if last and output is not None else editing.variable(f"{tensor.name}_{op.lower()}", dtype)
+        given = [tensor] if shape is None else [tensor, editing.initializer("stof_shape", np.array(shape, np.int64))]
+        nodes.append(editing.node(op, out.name, given, [out], **attributes))
+        tensor = out
+    return tensor
 
 
 def _scope(name: str) -> str:

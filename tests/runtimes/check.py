@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In the ONNX Runtime of this environment: optimized models give the originals' outputs, with the library and without.
+
+``check.py FOLDER LIBRARY VERSION``, after tests/runtimes/prepare.py. Needs numpy and onnxruntime alone, so that it runs beside
+any version of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+# Of the outputs' range: fp32 sums in another order, through a few layers.
+ALLOWED = 2e-5
+# ONNX Runtime 1.18's own fusion of attention aborts the process on a LayerNormalization without bias, which the original
+# ModernBERT has as well: users of that version have to switch it off for the original, too.
+DISABLED = ["AttentionFusion"] if ort.__version__.startswith("1.18.") else []
+
+
+def session(path: Path, library: str | None) -> Any:
+    """A CPU session with every graph optimization that this version survives."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(library)
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=DISABLED)
+
+
+def main(folder: Path, library: str, version: str) -> int:
+    """Compares every model of the folder at every input; 1 when one differs."""
+    if ort.__version__ != version:
+        print(f"this is onnxruntime {ort.__version__}, expected {version}")
+        return 1
+    originals = sorted(p for p in folder.glob("*.onnx") if not p.name.endswith(".stof.onnx"))
+    worst, count = 0.0, 0
+    for path in originals:
+        optimized = path.with_name(path.name.replace(".onnx", ".stof.onnx"))
+        reference = session(path, None)
+        for how, candidate in (("library", session(optimized, library)), ("function body", session(optimized, None))):
+            for file in sorted(folder.glob(f"{path.stem}.*.npz")):
+                with np.load(file) as arrays:
+                    feeds = {n: arrays[n] for n in arrays.files}
+                for value, expected, found in zip(
+                    reference.get_outputs(), reference.run(None, feeds), candidate.run(None, feeds)
+                ):
+                    if not (np.isfinite(expected).all() and found.shape == expected.shape and np.ptp(expected) > 0):
+                        print(f"{file.name}: output {value.name} is no result to compare with")
+                        return 1
+                    error = float(np.abs(found - expected).max() / np.ptp(expected))
+                    worst, count = max(worst, error), count + 1
+                    if not error <= ALLOWED:
+                        print(f"{file.name}, {how}: output {value.name} differs by {error:.1e} of its range")
+                        return 1
+    if count == 0:
+        print(f"nothing to compare in {folder}")
+        return 1
+    print(f"onnxruntime {version}, numpy {np.__version__}: {len(originals)} models, {count} outputs, worst {worst:.1e}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))

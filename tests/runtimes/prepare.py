@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes models, their optimized forms and inputs for tests/runtimes/check.py: ``prepare.py FOLDER``.
+
+The models are narrow exports: ModernBERT from two exporters (two masks each), and one model that holds ModernBERT and Gemma 3
+side by side, so that its masks are three and more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import compose
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
+import build
+import stof
+
+LENGTHS = ((2, 75, 9, 0), (2, 64, 0, 30), (1, 5, 0, 0))  # batch, length, padding left of row 0, right of row 1
+
+
+def side_by_side(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto:
+    """One model that computes both; names of the second are prefixed."""
+    second = compose.add_prefix(second, "second/")
+    found = onnx.ModelProto()
+    found.CopyFrom(first)
+    for field in ("node", "initializer", "input", "output", "value_info"):
+        getattr(found.graph, field).extend(getattr(second.graph, field))
+    known = {(f.domain, f.name) for f in found.functions}
+    found.functions.extend(f for f in second.functions if (f.domain, f.name) not in known)
+    onnx.checker.check_model(found)
+    return found
+
+
+def models() -> dict[str, onnx.ModelProto]:
+    """The originals by name; opset 21 at most, for the oldest runtime."""
+    two = {
+        n: build.fill(build.load_graph(f"narrow/modernbert.{n}"), seed=3) for n in ("dynamo.sdpa", "torchscript.eager")
+    }
+    gemma = build.fill(build.load_graph("narrow/gemma3.dynamo.sdpa"), seed=4)
+    found = {f"modernbert.{n}": m for n, m in two.items()}
+    found["three-masks"] = side_by_side(two["dynamo.sdpa"], gemma)
+    for name, model in found.items():
+        opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+        if opset > 21:
+            raise ValueError(f"{name} has opset {opset}; the oldest runtime reads 21")
+    return found
+
+
+def feeds(model: onnx.ModelProto, batch: int, length: int, left: int, right: int) -> dict[str, np.ndarray]:
+    """Random ids and a padded mask for every input."""
+    rng = np.random.default_rng(length)
+    mask = np.ones((batch, length), np.int64)
+    mask[0, :left] = 0
+    if batch > 1 and right:
+        mask[1, -right:] = 0
+    return {
+        i.name: mask if i.name.endswith("mask") else rng.integers(0, 90, (batch, length)) for i in model.graph.input
+    }
+
+
+def main(folder: Path) -> None:
+    """Writes everything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, model in models().items():
+        path = folder / f"{name}.onnx"
+        onnx.save(model, str(path))
+        report = stof.optimize(path, folder / f"{name}.stof.onnx")
+        masks = sorted({s.mask for s in report.sites if s.replaced})
+        if report.replaced != len(report.sites) or len(masks) < (3 if name == "three-masks" else 2):
+            raise SystemExit(f"{name}: {report.replaced} of {len(report.sites)} sites replaced, masks {masks}")
+        print(f"{name}: {report.replaced} sites, masks {'; '.join(masks)}")
+        for i, shape in enumerate(LENGTHS):
+            np.savez(folder / f"{name}.{i}.npz", **feeds(model, *shape))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
