@@ -85,6 +85,14 @@ def test_attention_against_fp64(policy: str, expression: str, S: int, T: int, D:
     assert np.abs(found - wanted)[good].max(initial=0.0) < 4e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 1), ("softcap", "30"), ("num_heads", 4.0), ("mask", 3), ("empty_rows", 0.5)]
+)
+def test_attributes_of_another_type_are_refused(name: str, value: float | str) -> None:
+    with pytest.raises(LibraryError, match=f"attribute {name} is of another type"):
+        Op("StofAttention", {name: value})
+
+
 def test_build_info_names_the_backend() -> None:
     info = build_info()
     assert info["backends"] == ["cpu"]

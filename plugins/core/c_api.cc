@@ -96,7 +96,9 @@ class ListedAttributes final : public stof::AttributeReader {
  private:
   const stof_attribute* Find(const char* name, int type) const {
     for (int i = 0; i < count_; ++i) {
-      if (attributes_[i].type == type && std::strcmp(attributes_[i].name, name) == 0) return &attributes_[i];
+      if (std::strcmp(attributes_[i].name, name) != 0) continue;
+      if (attributes_[i].type == type) return &attributes_[i];
+      SetMistyped(name);
     }
     return nullptr;
   }

@@ -30,13 +30,24 @@ struct Tensor {
   }
 };
 
-// Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent.
+// Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent, or of another
+// type, which mistyped() then tells: a default in the place of what somebody wrote would be a wrong result.
 class AttributeReader {
  public:
   virtual ~AttributeReader() = default;
   virtual bool Int(const char* name, int64_t* value) const = 0;
   virtual bool Float(const char* name, float* value) const = 0;
   virtual bool String(const char* name, std::string* value) const = 0;
+  // The first attribute that was asked for and found to be of another type; empty: none.
+  const std::string& mistyped() const { return mistyped_; }
+
+ protected:
+  void SetMistyped(const char* name) const {
+    if (mistyped_.empty()) mistyped_ = name;
+  }
+
+ private:
+  mutable std::string mistyped_;
 };
 
 // What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.

@@ -40,14 +40,17 @@ class KernelAttributes final : public AttributeReader {
  public:
   KernelAttributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
   bool Int(const char* name, int64_t* value) const override {
-    return !Failed(api_, api_->KernelInfoGetAttribute_int64(info_, name, value));
+    return Get(name, [this, value](const char* n) { return api_->KernelInfoGetAttribute_int64(info_, n, value); });
   }
   bool Float(const char* name, float* value) const override {
-    return !Failed(api_, api_->KernelInfoGetAttribute_float(info_, name, value));
+    return Get(name, [this, value](const char* n) { return api_->KernelInfoGetAttribute_float(info_, n, value); });
   }
   bool String(const char* name, std::string* value) const override {
     size_t size = 0;  // counts the NUL
-    if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, nullptr, &size)) || size == 0) return false;
+    const auto measure = [this, &size](const char* n) {
+      return api_->KernelInfoGetAttribute_string(info_, n, nullptr, &size);
+    };
+    if (!Get(name, measure) || size == 0) return false;
     std::string text(size, '\0');
     if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
     text.resize(size - 1);
@@ -56,6 +59,27 @@ class KernelAttributes final : public AttributeReader {
   }
 
  private:
+  // The C API reports a missing attribute and one of another type by the same code. The message for a name that no node
+  // has, with the name exchanged, is what a missing attribute gives; any other message is about the type.
+  template <typename Getter>
+  bool Get(const char* name, Getter get) const {
+    OrtStatus* status = get(name);
+    if (status == nullptr) return true;
+    const std::string message = Message(status);
+    std::string missing = Message(get(kNoName));
+    const size_t at = missing.find(kNoName);
+    if (at != std::string::npos) missing.replace(at, sizeof kNoName - 1, name);
+    if (message != missing) SetMistyped(name);
+    return false;
+  }
+  std::string Message(OrtStatus* status) const {
+    if (status == nullptr) return std::string();
+    std::string message = api_->GetErrorMessage(status);
+    api_->ReleaseStatus(status);
+    return message;
+  }
+
+  static constexpr char kNoName[] = "stof_attribute_that_no_node_has";
   const OrtApi* api_;
   const OrtKernelInfo* info_;
 };

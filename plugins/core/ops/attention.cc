@@ -466,6 +466,9 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   text.clear();
   attributes.String("operands", &text);
   a.operands = Words(text);
+  if (!attributes.mistyped().empty()) {
+    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/operators.md says");
+  }
   return CheckRoles(a.operands);
 }
 
