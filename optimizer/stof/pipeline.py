@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,13 +194,12 @@ def _verify_and_write(
     options: Options,
 ) -> None:
     if options.verify:
-        # The candidate lies beside the input, where its external data is, until it has passed.
-        candidate = source.with_name(f".{source.name}.stof-candidate")
         try:
-            save(emitted, candidate, source)
-            verification = Verifier(graph, symbolic, rewrites, options.verify_budget).run(source, candidate, emitted)
-        finally:
-            candidate.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
+                verifier = Verifier(graph, symbolic, rewrites, options.verify_budget)
+                verification = verifier.run(source, emitted, Path(scratch))
+        except OSError as error:
+            raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
         report.verification = verification
         report.seconds["verify"] = verification.seconds
         if verification.failures:

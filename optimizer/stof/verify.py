@@ -4,10 +4,14 @@
 Site level: query, key, value and the mask tensors are captured in the original where they enter the site, the site is
 computed in fp64, and the emitted op's error is held against that of the original's own nodes. Model level: the difference of
 outputs is held against the difference between two legal runs of the original.
+
+Half-precision models are compared as their fp32 twins, where a difference of the graphs is not lost in rounding; the op of
+a site runs in the site's own type on rounded inputs.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import external_data_helper, helper
 
 from stof.errors import ArgumentError
 from stof.inputs import Case, InputMaker, Padding
@@ -26,10 +30,13 @@ from stof.passes.emit import Rewrite
 from stof.runtime import Op, register
 from stof.site import AttentionSite, Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic
+from stof.widen import HALF, LARGEST, half_bytes, widen
 
 _LONGEST = 700
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
+# Instead of 1e-6 for half-precision models: widened, where forbidden scores stand beside 128, and as they are.
+_WIDENED_FLOOR, _HALF_ULP = 1e-5, 8
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 
 
@@ -77,26 +84,72 @@ def cases(expressions: Sequence[str]) -> list[Case]:
     ]
 
 
-def _session(source: str | bytes, *, optimized: bool, library: bool) -> Any:
+def _runtime() -> Any:
     try:
         import onnxruntime as ort
     except ImportError:
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         ) from None
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if not optimized:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    if library:
-        register(options)
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return ort
+
+
+class Sessions:
+    """Makes sessions of models that are not files; what has to be written goes into a folder of its own.
+
+    Weights in external data are read where they lie, so that neither they nor anything else is written beside the input.
+    """
+
+    def __init__(self, weights: Path, scratch: Path) -> None:
+        self.weights = weights
+        self.scratch = scratch
+
+    def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> Any:
+        """A session on the CPU provider."""
+        ort = _runtime()
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if not optimized:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        if library:
+            register(options)
+        providers = ["CPUExecutionProvider"]
+        if isinstance(model, Path):
+            return ort.InferenceSession(str(model), options, providers=providers)
+        if not any(external_data_helper.uses_external_data(t) for t in model.graph.initializer):
+            # By way of a file, since the serialized model and the parsed one need not be in memory at once.
+            return self._from_file(model, self.scratch / "model.onnx", options)
+        if tuple(int(n) for n in ort.__version__.split(".")[:2]) >= _FOLDER_OPTION:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.weights))
+            return ort.InferenceSession(model.SerializeToString(), options, providers=providers)
+        return self._from_file(model, self.weights / f".stof-{os.getpid()}.onnx", options)
+
+    @staticmethod
+    def _from_file(model: onnx.ModelProto, path: Path, options: Any) -> Any:
+        try:
+            path.write_bytes(model.SerializeToString())
+            return _runtime().InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
+        finally:
+            path.unlink(missing_ok=True)
+
+
+# The first version known to read external data from a folder that an option names.
+_FOLDER_OPTION = (1, 22)
 
 
 class Verifier:
-    """Compares an original model with its optimized form, both as files beside their external data."""
+    """Compares an original model with its optimized form.
+
+    Args:
+        model: the original, without external data.
+        symbolic: its shapes and types.
+        rewrites: what was replaced.
+        budget: seconds after which no further case is begun.
+    """
 
     def __init__(self, model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], budget: float) -> None:
         self.model = model
@@ -107,48 +160,57 @@ class Verifier:
         self.maker = InputMaker(model, symbolic, pads)
         self.cases = cases([r.mask.expression for r in rewrites])
 
-    def run(self, original: Path, optimized: Path, emitted: onnx.ModelProto) -> Verification:
-        """Every comparison; stops early, and says so, when the budget is spent."""
+    def run(self, original: Path, emitted: onnx.ModelProto, scratch: Path) -> Verification:
+        """Every comparison; stops early, and says so, when the budget is spent.
+
+        Args:
+            original: the file that the model was read from.
+            emitted: the optimized model, without external data.
+            scratch: a folder to write into, on a disk with room for the model.
+        """
         start = time.monotonic()
         result = Verification()
+        sessions = Sessions(original.parent.resolve(), scratch)
         feeds = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(self.cases)]
-        plain, captured = self._reference(original, feeds, result)
+        before: onnx.ModelProto | Path = original
+        after, probed, floor = emitted, self.model, 1e-6
+        if any(r.site.dtype in HALF for r in self.rewrites) and half_bytes(self.model) <= LARGEST:
+            before = probed = widen(self.model, sessions.weights)
+            after = widen(emitted, sessions.weights)
+            feeds = [{n: _widened(x) for n, x in f.items()} for f in feeds]
+            floor = _WIDENED_FLOOR
+        plain, captured = self._reference(sessions, probed, feeds, result)
         result.comparisons.extend(self._sites(emitted, captured))
-        session = _session(str(original), optimized=True, library=False)
+        session = sessions.make(before, optimized=True, library=False)
         legal = [session.run(None, f) for f in feeds[: len(plain)]]
         del session
-        session = _session(str(optimized), optimized=True, library=True)
+        session = sessions.make(after, optimized=True, library=True)
         names = [o.name for o in session.get_outputs()]
         for case, feed, first, second in zip(self.cases, feeds, plain, legal, strict=False):
             found = session.run(None, feed)
             result.comparisons.extend(
-                _compare_outputs(case, *outputs) for outputs in zip(names, first, second, found, strict=True)
+                _compare_outputs(case, floor, *outputs) for outputs in zip(names, first, second, found, strict=True)
             )
         result.seconds = time.monotonic() - start
         return result
 
     def _reference(
-        self, original: Path, feeds: list[dict[str, np.ndarray]], result: Verification
+        self, sessions: Sessions, probed: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], result: Verification
     ) -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
         """The original's outputs without graph optimizations, and the first case's tensors at every site."""
         wanted = self._site_tensors()
-        probe = original.with_name(f".{original.name}.stof-probe")
         outputs = [o.name for o in self.model.graph.output]
         model = onnx.ModelProto()
-        model.CopyFrom(self.model)
+        model.CopyFrom(probed)
         declared = set(outputs)
         for name in wanted:
-            if name not in declared and self.symbolic.dtype(name):
-                model.graph.output.append(helper.make_tensor_value_info(name, self.symbolic.dtype(name), None))
-        try:
-            probe.write_bytes(model.SerializeToString())
-        except OSError as error:
-            raise ArgumentError(f"{probe} cannot be written: {error.strerror}") from error
+            dtype = self.symbolic.dtype(name)
+            if name not in declared and dtype:
+                if probed is not self.model and dtype in HALF:
+                    dtype = int(onnx.TensorProto.FLOAT)
+                model.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
+        session = sessions.make(model, optimized=False, library=False)
         del model
-        try:
-            session = _session(str(probe), optimized=False, library=False)
-        finally:
-            probe.unlink(missing_ok=True)
         names = [o.name for o in session.get_outputs()]
         captured: dict[str, np.ndarray] = {}
         plain = []
@@ -176,7 +238,7 @@ class Verifier:
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
     def _sites(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
-        nodes = {n.output[0]: n for n in emitted.graph.node if n.op_type == OP}
+        writers = {o: n for n in emitted.graph.node for o in n.output}
         constants = {
             t.name: onnx.numpy_helper.to_array(t)
             for t in emitted.graph.initializer
@@ -191,11 +253,29 @@ class Verifier:
             }
         )
         known = {**constants, **captured}
-        return [
-            _compare_site(r.site, nodes[r.site.output], known)
-            for r in self.rewrites
-            if all(n in known for n in nodes[r.site.output].input)
-        ]
+        found = []
+        for rewrite in self.rewrites:
+            site = rewrite.site
+            node = writers[site.output]
+            while node.op_type != OP:  # the layout was converted
+                node = writers[node.input[0]]
+            if not all(n in known for n in node.input[3:]):
+                continue  # a bias that the emitted graph adds up itself; the outputs tell
+            tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
+            own = {n: _rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
+            found.append(_compare_site(site, node, [*tensors, *node.input[3:]], own, known[site.output]))
+        return found
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+
+
+def _rounded(array: np.ndarray, dtype: int) -> np.ndarray:
+    """In the site's type, where the model ran widened."""
+    if dtype not in HALF or array.dtype != np.float32:
+        return array
+    return array.astype(helper.tensor_dtype_to_np_dtype(dtype))
 
 
 def _budget_ulp(array: np.ndarray) -> float:
@@ -203,7 +283,9 @@ def _budget_ulp(array: np.ndarray) -> float:
     return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))
 
 
-def _compare_outputs(case: Case, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray) -> Comparison:
+def _compare_outputs(
+    case: Case, floor: float, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray
+) -> Comparison:
     what = f"output {name!r}, {case}"
     if found.shape != plain.shape:
         return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
@@ -216,7 +298,10 @@ def _compare_outputs(case: Case, name: str, plain: np.ndarray, legal: np.ndarray
     good = np.isfinite(plain) & np.isfinite(legal)
     a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
     span = float(a.max() - a.min()) if a.size else 0.0
-    budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + 1e-6 * span
+    # Half-precision outputs come this way only from models too large to be widened.
+    if plain.dtype.name in ("float16", "bfloat16"):
+        floor = _HALF_ULP * _EPSILON[plain.dtype.name]
+    budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + floor * span
     # Either legal run may be the nearer one.
     difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))
     return Comparison(what, difference, budget, difference <= budget)
@@ -236,18 +321,27 @@ def _attributes(node: onnx.NodeProto) -> dict[str, int | float | str]:
     return found
 
 
-def _compare_site(site: AttentionSite, node: onnx.NodeProto, known: Mapping[str, np.ndarray]) -> Comparison:
+def _compare_site(
+    site: AttentionSite,
+    node: onnx.NodeProto,
+    inputs: Sequence[str],
+    known: Mapping[str, np.ndarray],
+    computed: np.ndarray,
+) -> Comparison:
+    """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
     exact, rows = site_fp64(site, known)
     original = known[site.output]
-    arrays = [np.ascontiguousarray(known[n]) for n in node.input]
+    arrays = [np.ascontiguousarray(known[n]) for n in inputs]
+    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+    attributes = {**_attributes(node), "layout": " ".join(layout.value for layout in layouts)}
     found = np.full(original.shape, np.nan, original.dtype)
     what = f"site {site.name!r}"
     try:
-        Op(OP, _attributes(node)).run(arrays, [found], threads=2)
+        Op(OP, attributes).run(arrays, [found], threads=2)
     except Exception as error:  # the message of the op says what it refused
         return Comparison(what, np.inf, 0.0, False, site.name, str(error))
     mine = _bhsd(found, site.output_layout, site.num_heads)
-    own = _bhsd(original, site.output_layout, site.num_heads)
+    own = _bhsd(computed, site.output_layout, site.num_heads)
     if not np.array_equal(np.isfinite(mine), np.isfinite(own)):
         where = tuple(int(i) for i in np.argwhere(np.isfinite(mine) != np.isfinite(own))[0])
         return Comparison(
@@ -258,7 +352,7 @@ def _compare_site(site: AttentionSite, node: onnx.NodeProto, known: Mapping[str,
     good = np.isfinite(own) & np.isfinite(target)
     errors = np.abs(mine.astype(np.float64) - target)
     base = np.abs(own.astype(np.float64) - target)
-    budget = SITE_FACTOR * float(base[good].max(initial=0.0)) + _budget_ulp(own)
+    budget = SITE_FACTOR * float(base[good].max(initial=0.0)) + _budget_ulp(original)
     worst = float(errors[good].max(initial=0.0))
     detail = ""
     if worst > budget:

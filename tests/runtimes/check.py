@@ -45,7 +45,7 @@ def main(folder: Path, library: str, version: str) -> int:
                 with np.load(file) as arrays:
                     feeds = {n: arrays[n] for n in arrays.files}
                 for value, expected, found in zip(
-                    reference.get_outputs(), reference.run(None, feeds), candidate.run(None, feeds)
+                    reference.get_outputs(), reference.run(None, feeds), candidate.run(None, feeds), strict=True
                 ):
                     if not (np.isfinite(expected).all() and found.shape == expected.shape and np.ptp(expected) > 0):
                         print(f"{file.name}: output {value.name} is no result to compare with")

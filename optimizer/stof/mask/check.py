@@ -18,6 +18,7 @@ from stof.mask.lift import LOWEST, SOFT_FORBID
 from stof.runtime import Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
+from stof.widen import widen
 
 _LONGEST = 1200
 
@@ -97,6 +98,9 @@ class MaskChecker:
         outputs = [helper.make_tensor_value_info(n, self.symbolic.dtype(n) or TensorProto.FLOAT, None) for n in names]
         graph = helper.make_graph(nodes, "mask", inputs, outputs, [self.initializers[n] for n in used])
         model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
+        model = widen(model, kinds={int(TensorProto.BFLOAT16)})
+        given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = 1

@@ -215,4 +215,8 @@ def _empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -
     finite = [f for f in fills if math.isfinite(f)]
     if len(set(finite)) > 1 or len(finite) < len(fills):
         notes.append("masks of different strength are added; a row without any key may differ")
-    return EmptyRows.MEAN if min(finite) < -1e30 or min(finite) <= -60000 else EmptyRows.ALL
+    if all(t.kind is not TermKind.ADD for t in site.terms):
+        return EmptyRows.MEAN  # every score of the row was replaced by the same number
+    # The lowest finite number of fp32 and bf16 absorbs any score that is added to it. That of fp16 absorbs only in fp16
+    # arithmetic, which runtimes replace by fp32 as they see fit.
+    return EmptyRows.MEAN if min(finite) < -1e30 else EmptyRows.ALL

@@ -95,7 +95,8 @@ def uniform(symbolic: Symbolic, tensor: str) -> float | None:
     """The number that every element of a tensor is, however it is spread."""
     array = symbolic.constant(tensor)
     if array is not None:
-        if array.size == 0 or array.dtype.kind not in "fiu" or not bool(np.all(array == array.reshape(-1)[0])):
+        # bfloat16 has no kind of NumPy's own: "V".
+        if array.size == 0 or array.dtype.kind not in "fiuV" or not bool(np.all(array == array.reshape(-1)[0])):
             return None
         return float(array.reshape(-1)[0])
     value = symbolic.value(tensor)
