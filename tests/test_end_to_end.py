@@ -152,3 +152,28 @@ def test_options_of_later_versions_say_so(narrow: Callable[[str], Path], capsys:
     for option in (["--tune", "5"], ["--sparsify", "window"], ["--target", "cuda"]):
         assert cli.main([str(path), *option]) == 1
         assert "this" in capsys.readouterr().err
+
+
+def test_a_difference_that_no_site_shows_is_traced(
+    narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = narrow("modernbert.dynamo.sdpa")
+    guilty: list[str] = []
+
+    def faulty(model: onnx.ModelProto, symbolic: Any, rewrites: Any) -> onnx.ModelProto:
+        """The third site comes out right, but what reads it reads something else."""
+        result = emit(model, symbolic, rewrites)
+        nodes = [n for n in result.graph.node if n.op_type == "StofAttention"]
+        if len(nodes) >= 3:
+            guilty.append(rewrites[2].site.name)
+            output = rewrites[2].site.output
+            reader = next(n for n in result.graph.node if output in n.input)
+            reader.input[list(reader.input).index(output)] = rewrites[1].site.output
+        return result
+
+    monkeypatch.setattr(pipeline, "emit", faulty)
+    assert cli.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "Every site alone is right" in error
+    assert f"comes with site {guilty[0]!r}" in error
+    assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -197,7 +198,7 @@ def _verify_and_write(
         try:
             with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
                 verifier = Verifier(graph, symbolic, rewrites, options.verify_budget)
-                verification = verifier.run(source, emitted, Path(scratch))
+                verification = verifier.run(source, emitted, Path(scratch), partial(emit, graph, symbolic))
         except OSError as error:
             raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
         report.verification = verification
@@ -224,5 +225,6 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
     first = failures[0]
     return (
         f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}; {first.detail}. "
-        "No single site is at fault. Nothing was written"
+        f"Every site alone is right; the difference comes with site {report.verification.suspect!r}, when those before it are "
+        "replaced, too. Nothing was written; --skip SITE leaves a site as it is"
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Verification:
     comparisons: list[Comparison] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
+    suspect: str = ""  # without a faulty site: the one whose replacement, after those before it, makes outputs differ
 
     @property
     def failures(self) -> list[Comparison]:
@@ -160,13 +161,20 @@ class Verifier:
         self.maker = InputMaker(model, symbolic, pads)
         self.cases = cases([r.mask.expression for r in rewrites])
 
-    def run(self, original: Path, emitted: onnx.ModelProto, scratch: Path) -> Verification:
+    def run(
+        self,
+        original: Path,
+        emitted: onnx.ModelProto,
+        scratch: Path,
+        emit: Callable[[Sequence[Rewrite]], onnx.ModelProto],
+    ) -> Verification:
         """Every comparison; stops early, and says so, when the budget is spent.
 
         Args:
             original: the file that the model was read from.
             emitted: the optimized model, without external data.
             scratch: a folder to write into, on a disk with room for the model.
+            emit: makes the optimized model of some of the rewrites, to find the one at fault.
         """
         start = time.monotonic()
         result = Verification()
@@ -184,15 +192,36 @@ class Verifier:
         session = sessions.make(before, optimized=True, library=False)
         legal = [session.run(None, f) for f in feeds[: len(plain)]]
         del session
+        names = [o.name for o in self.model.graph.output]
+
+        def compare(session: Any, i: int) -> list[Comparison]:
+            tensors = zip(names, plain[i], legal[i], session.run(None, feeds[i]), strict=True)
+            return [_compare_outputs(self.cases[i], floor, *t) for t in tensors]
+
         session = sessions.make(after, optimized=True, library=True)
-        names = [o.name for o in session.get_outputs()]
-        for case, feed, first, second in zip(self.cases, feeds, plain, legal, strict=False):
-            found = session.run(None, feed)
-            result.comparisons.extend(
-                _compare_outputs(case, floor, *outputs) for outputs in zip(names, first, second, found, strict=True)
-            )
+        by_case = [compare(session, i) for i in range(len(plain))]
+        del session
+        result.comparisons.extend(c for comparisons in by_case for c in comparisons)
+        wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
+        if wrong is not None and not result.faulty_sites():
+            widened = before is not original
+
+            def fails(count: int) -> bool:
+                some = emit(self.rewrites[:count])
+                model = widen(some, sessions.weights) if widened else some
+                return not all(c.ok for c in compare(sessions.make(model, optimized=True, library=True), wrong))
+
+            result.suspect = self._suspect(fails)
         result.seconds = time.monotonic() - start
         return result
+
+    def _suspect(self, fails: Callable[[int], bool]) -> str:
+        """By bisection, the site that the first failing number of rewrites ends with."""
+        low, high = 0, len(self.rewrites)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fails(middle) else (middle, high)
+        return self.rewrites[high - 1].site.name
 
     def _reference(
         self, sessions: Sessions, probed: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], result: Verification
