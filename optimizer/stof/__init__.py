@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from stof.runtime import build_info, library_path, register
 
 if TYPE_CHECKING:
+    from stof.options import Options
     from stof.pipeline import optimize
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build_info", "library_path", "optimize", "register"]
+__all__ = ["Options", "__version__", "build_info", "library_path", "optimize", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from stof.pipeline import optimize
 
         return optimize
+    if name == "Options":
+        from stof.options import Options
+
+        return Options
     raise AttributeError(f"module 'stof' has no attribute {name!r}")

@@ -15,8 +15,6 @@ _LATER = {
     "tune": "--tune needs the tuner, which this version does not have; leave the option out",
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
-    "plan": "--plan is not in this version; use --only and --skip to choose sites",
-    "save_plan": "--save-plan is not in this version; --json writes what was chosen",
 }
 
 
@@ -28,6 +26,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stof-optimize",
+        allow_abbrev=False,
         description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
         epilog="exit status: 0 written or nothing to do, 1 wrong arguments, 2 verification failed, 3 model not supported",
     )
@@ -44,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
-    parser.add_argument("--tune", type=float, metavar="SECONDS", help="measure kernels instead of predicting")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan")
-    parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices")
+    parser.add_argument("--tune", type=_seconds, metavar="SECONDS", help="measure kernels instead of predicting")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
+    parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(
         "--only", action="append", default=[], metavar="SITE", help="site name, pattern or number; repeatable"
     )
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sparsify", metavar="SPEC", help="impose a pattern on a dense model")
     parser.add_argument("--sparse-mlp", type=Path, metavar="DIR", help="sparse MLPs from predictors")
     parser.add_argument(
-        "--verify-budget", type=float, default=45.0, metavar="SECONDS", help="time for verification (45)"
+        "--verify-budget", type=_seconds, default=45.0, metavar="SECONDS", help="time for verification (45)"
     )
     parser.add_argument("--no-verify", action="store_true", help="write without running the model")
     parser.add_argument(
@@ -69,12 +68,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+_seconds.__name__ = "number of seconds"  # argparse names the type in its message
+
+
 def _pairs(items: Sequence[str], option: str) -> dict[str, str]:
     found = {}
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or not name or not value:
             raise ArgumentError(f"{option} {item!r}: expected NAME=VALUE")
+        if name in found:
+            raise ArgumentError(f"{option} names {name!r} twice; give it once")
         found[name] = value
     return found
 
@@ -101,6 +112,9 @@ def _run(arguments: argparse.Namespace) -> int:
             f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
         )
         return 0
+    if arguments.model is None and arguments.explain not in (None, "*") and Path(arguments.explain).is_file():
+        # `--explain model.onnx`: the optional SITE has taken the model's place.
+        arguments.model, arguments.explain = Path(arguments.explain), "*"
     if arguments.model is None:
         raise ArgumentError("no model given (see stof-optimize --help)")
     for name, words in _LATER.items():
@@ -111,7 +125,8 @@ def _run(arguments: argparse.Namespace) -> int:
     options = Options(
         output=arguments.output,
         json=arguments.json,
-        dry_run=arguments.dry_run or arguments.explain is not None,
+        dry_run=arguments.dry_run,
+        explain=arguments.explain,
         verify=not arguments.no_verify,
         verify_budget=arguments.verify_budget,
         only=tuple(arguments.only),
@@ -119,21 +134,17 @@ def _run(arguments: argparse.Namespace) -> int:
         shapes=_shapes(arguments.shape),
         masks=_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
+        plan=arguments.plan,
+        save_plan=arguments.save_plan,
     )
+    from stof.choice import matches
     from stof.pipeline import optimize
 
     report = optimize(arguments.model, options=options)
     print(report.to_text())
     if arguments.explain is not None:
-        print()
-        for site in report.sites:
-            verdict = "can be replaced" if site.replaced else f"stays: {site.reason}"
-            print(f"{site.site}\n  {site.form or 'no attention core'}\n  mask {site.mask or '-'}\n  {verdict}")
-    if options.json is not None:
-        try:
-            options.json.write_text(report.to_json() + "\n")
-        except OSError as error:
-            raise ArgumentError(f"{options.json} cannot be written: {error.strerror}") from error
+        chosen = [s for s in report.sites if matches(arguments.explain, s.site, s.index)]
+        print(f"\n{report.explain(chosen)}")
     return 0
 
 

@@ -14,6 +14,7 @@ class Options:
     output: Path | None = None
     json: Path | None = None
     dry_run: bool = False
+    explain: str | None = None  # "*" or a site: report only, and say how far sites got
     verify: bool = True
     verify_budget: float = 45.0  # seconds
     only: tuple[str, ...] = ()
@@ -23,4 +24,3 @@ class Options:
     ignore_empty_rows: bool = False
     plan: Path | None = None
     save_plan: Path | None = None
-    seed: int = 0

@@ -3,36 +3,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import onnx
 
-from stof.errors import ArgumentError, UnsupportedError, VerifyError
-from stof.graph import DOMAIN, load, save
-from stof.kernels.cost import Prediction, predict, why_not
-from stof.mask.check import MaskChecker, tables_of
+from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
+from stof.errors import ArgumentError, ModelError, VerifyError
+from stof.files import check_outputs, write_text
+from stof.graph import DOMAIN, external_files, load, save
+from stof.mask.check import tables_of
 from stof.mask.families import picture
-from stof.mask.lift import lift
 from stof.options import Options
 from stof.passes.attention import find_sites
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite, emit
+from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
-from stof.site import AttentionSite, EmptyRows, LiftedMask
 from stof.symbolic import Symbolic
 from stof.verify import Verifier
-
-REPORT_LENGTH = 2048
-_RANGE = (128, 8192)
 
 
 def optimize(model: str | Path, output: str | Path | None = None, options: Options | None = None) -> Report:
@@ -46,45 +42,87 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
     Raises:
         ArgumentError: wrong arguments, an output that cannot be written.
-        ModelError: the input is no model that can be read.
-        VerifyError: the result differs from the original; nothing was written.
+        ModelError: the input is no model that can be read, or none that ONNX Runtime can run.
+        VerifyError: the result differs from the original; nothing was written but the report.
     """
     options = options or Options()
     source = Path(model)
     target = Path(output or options.output or source.with_name(f"{source.stem}.stof.onnx"))
     # The interpreter follows chains of movement operators by recursion; each is as deep as the graph writes it.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
-    _check_target(source, target)
-    report = Report(str(source), length=REPORT_LENGTH, library=build_info())
-    with _timed(report, "load"):
-        graph = load(source)
-    if any(n.domain == DOMAIN and n.op_type == OP for n in graph.graph.node):
-        report.sites = [_done(n) for n in graph.graph.node if n.op_type == OP]
-        return report
-    with _timed(report, "match"):
-        symbolic = Symbolic(graph)
-        sites, findings = find_sites(graph, symbolic)
-    report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
-    with _timed(report, "lift"):
-        rewrites = _choose(graph, symbolic, sites, options, report)
-    report.nodes_before = len(graph.graph.node)
-    _pictures(report, rewrites)
-    if options.dry_run or not rewrites:
-        return report
-    with _timed(report, "emit"):
-        emitted = emit(graph, symbolic, rewrites)
-    report.nodes_after = len(emitted.graph.node)
-    _verify_and_write(report, graph, symbolic, rewrites, emitted, source, target, options)
+    report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
+    try:
+        _optimize(report, source, target, options)
+    except VerifyError:
+        _write_report(report, options)
+        raise
+    _write_report(report, options)
     return report
 
 
-def _check_target(source: Path, target: Path) -> None:
-    if target.exists() and source.exists() and target.samefile(source):
-        raise ArgumentError(f"the output {target} is the input; choose another file with -o")
-    if target.is_dir():
-        raise ArgumentError(f"the output {target} is a folder; name a file with -o")
-    if not target.parent.is_dir():
-        raise ArgumentError(f"the folder {target.parent} does not exist; make it, or choose another output with -o")
+def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
+    _check_files({"input": source}, target, options, report.dry_run)
+    if options.verify and not report.dry_run and importlib.util.find_spec("onnxruntime") is None:
+        raise ArgumentError(
+            "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
+        )
+    plan = load_plan(options.plan) if options.plan else None
+    with _timed(report, "load"):
+        graph = load(source)
+    data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
+    _check_files(data, target, options, report.dry_run)
+    if any(n.domain == DOMAIN and n.op_type == OP for n in graph.graph.node):
+        report.sites = [_done(n) for n in graph.graph.node if n.op_type == OP]
+        return
+    with _timed(report, "match"):
+        symbolic = Symbolic(graph)
+        sites, findings = find_sites(graph, symbolic)
+    check_selection(options, sites, findings)
+    check_shapes(options, graph)
+    if plan is not None:
+        check_plan(plan, sites)
+    report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
+    with _timed(report, "lift"):
+        chooser = Chooser(graph, symbolic, options, plan, str(report.library.get("cpu_isa", "")))
+        choices = [chooser.choose(site) for site in sites]
+    report.sites += [c.report for c in choices]
+    rewrites = [c.rewrite for c in choices if c.rewrite is not None]
+    report.nodes_before = len(graph.graph.node)
+    _pictures(report, rewrites)
+    if rewrites and not report.dry_run:
+        with _timed(report, "emit"):
+            emitted = emit(graph, symbolic, rewrites)
+        report.nodes_after = len(emitted.graph.node)
+        with _runtime_errors(source):
+            _verify_and_write(report, graph, symbolic, rewrites, emitted, source, target, options)
+    if options.save_plan is not None:
+        plan_of(choices).save(options.save_plan)
+
+
+def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
+    written = {"report": options.json, "saved plan": options.save_plan, "output": None if dry_run else target}
+    if options.plan is not None:
+        read = {**read, "plan": options.plan}
+    check_outputs(read, {name: path for name, path in written.items() if path is not None})
+
+
+def _write_report(report: Report, options: Options) -> None:
+    if options.json is not None:
+        write_text("report", options.json, [report.to_json()])
+
+
+@contextmanager
+def _runtime_errors(source: Path) -> Iterator[None]:
+    """What ONNX Runtime says about a model that it cannot load or run is a fact about the model, not a fault of ours."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise ModelError(
+            f"{source} cannot be verified, because ONNX Runtime's CPU provider cannot load or run it: {error}. "
+            "Where it needs operators that you register yourself, use --no-verify; nothing was written"
+        ) from error
 
 
 @contextmanager
@@ -97,81 +135,6 @@ def _timed(report: Report, step: str) -> Iterator[None]:
 def _done(node: onnx.NodeProto) -> SiteReport:
     mask = next((a.s.decode() for a in node.attribute if a.name == "mask"), "")
     return SiteReport(node.name, False, "is StofAttention already", mask=mask)
-
-
-def _chosen(site: AttentionSite, options: Options) -> str:
-    """Why a site is left out by the user's choice; empty when it is not."""
-    labels = (site.name, str(site.index))
-    if options.only and not any(fnmatch(label, p) for label in labels for p in options.only):
-        return "not among --only"
-    if any(fnmatch(label, p) for label in labels for p in options.skip):
-        return "left out by --skip"
-    return ""
-
-
-def _choose(
-    graph: onnx.ModelProto, symbolic: Symbolic, sites: list[AttentionSite], options: Options, report: Report
-) -> list[Rewrite]:
-    checker = MaskChecker(graph, symbolic)
-    rewrites = []
-    predictions: dict[tuple[object, ...], list[Prediction]] = {}
-    for site in sites:
-        try:
-            reason = _chosen(site, options)
-            if reason:
-                raise UnsupportedError(reason)
-            mask = _mask(symbolic, site, options)
-            checker.check(site, mask)
-            if reasons := why_not(site, mask):
-                raise UnsupportedError("no kernel: " + "; ".join(reasons))
-            key = (mask.expression, mask.tables, site.num_heads, site.head_size)
-            if key not in predictions:
-                predictions[key] = [predict(site, mask, n) for n in (*_lengths(options), REPORT_LENGTH)]
-            *within, shown = predictions[key]
-            worst = min(within, key=lambda p: p.gain)
-            if worst.gain < 1.0:
-                raise UnsupportedError(f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x")
-        except UnsupportedError as error:
-            report.sites.append(SiteReport(site.name, False, str(error), site.form))
-            continue
-        rewrites.append(Rewrite(site, mask))
-        report.sites.append(_replaced(site, mask, shown, str(report.library.get("cpu_isa", ""))))
-    return rewrites
-
-
-def _mask(symbolic: Symbolic, site: AttentionSite, options: Options) -> LiftedMask:
-    stated = options.masks.get(site.name, options.masks.get(str(site.index)))
-    mask = lift(symbolic, site)
-    if stated is not None:
-        mask = replace(mask, expression=stated, family="stated")
-    if options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
-        mask = replace(mask, empty_rows=EmptyRows.ZERO)
-    return mask
-
-
-def _lengths(options: Options) -> tuple[int, ...]:
-    most = max((high for _, high in options.shapes.values()), default=_RANGE[1])
-    least = min((low for low, _ in options.shapes.values()), default=_RANGE[0])
-    return tuple(sorted({least, (least + most) // 4, most}))
-
-
-def _replaced(site: AttentionSite, mask: LiftedMask, shown: Prediction, isa: str) -> SiteReport:
-    heads = f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
-    return SiteReport(
-        site.name,
-        True,
-        "replaced",
-        site.form,
-        mask.expression,
-        mask.family,
-        heads,
-        site.head_size,
-        mask.empty_rows.value,
-        f"cpu block-wise {isa}",
-        shown.tile_density,
-        shown.gain,
-        mask.notes,
-    )
 
 
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:

@@ -3,17 +3,31 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stof.verify import Verification
 
 
+class Step(str, enum.Enum):
+    """How far a softmax got: the step that kept it as it is, in order, or ``DONE``."""
+
+    MATCH = "match"
+    CHOICE = "choice"
+    LIFT = "lift"
+    CHECK = "check"
+    KERNEL = "kernel"
+    COST = "cost"
+    DONE = "done"
+
+
 @dataclass(frozen=True)
 class SiteReport:
-    """One site, or one softmax that is none."""
+    """One site, or one softmax that is none: that has no ``index``, the number by which options name a site."""
 
     site: str
     replaced: bool
@@ -28,6 +42,9 @@ class SiteReport:
     tile_density: float | None = None
     predicted_gain: float | None = None
     notes: tuple[str, ...] = ()
+    index: int | None = None
+    step: Step = Step.MATCH
+    length: int = 0  # S = T at which density and gain are given
 
 
 @dataclass
@@ -39,7 +56,7 @@ class Report:
     sites: list[SiteReport] = field(default_factory=list)
     nodes_before: int = 0
     nodes_after: int = 0
-    length: int = 0  # at which densities and gains are given
+    dry_run: bool = False
     pictures: dict[str, list[str]] = field(default_factory=dict)
     verification: Verification | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -59,10 +76,11 @@ class Report:
 
     def to_text(self) -> str:
         """A table by kind of site, a picture of each distinct mask, and what was verified."""
-        lines = [f"{self.model}: {len(self.sites)} softmax, {self.replaced} attention sites replaced"]
+        verb = "can be replaced" if self.dry_run else "replaced"
+        lines = [f"{self.model}: {len(self.sites)} softmax, {self.replaced} attention sites {verb}"]
         groups: dict[tuple[Any, ...], list[SiteReport]] = defaultdict(list)
         for s in self.sites:
-            groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason)].append(s)
+            groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason, s.length)].append(s)
         for group in groups.values():
             lines.extend(self._group(group))
         for mask, rows in self.pictures.items():
@@ -73,15 +91,25 @@ class Report:
         lines += self._verified()
         if self.output:
             lines.append(f"written: {self.output}")
+        elif not self.sites:
+            lines.append("nothing to do: the graph has no softmax, so no attention; no file was written")
         elif not self.replaced:
             lines.append("nothing to do: no attention site can be replaced; no file was written")
+        elif self.dry_run:
+            lines.append("dry run: no file was written")
+        if any(s.step is Step.LIFT for s in self.sites):
+            lines.append("hint: --mask SITE=EXPR states a mask that cannot be read off the graph; it is checked")
         return "\n".join(lines)
+
+    def explain(self, chosen: Sequence[SiteReport] | None = None) -> str:
+        """How far each site got, one line for each step that it passed and the reason where it stopped."""
+        return "\n".join(line for s in (self.sites if chosen is None else chosen) for line in _explained(s))
 
     def _group(self, group: list[SiteReport]) -> list[str]:
         first = group[0]
         if not first.replaced:
             return [f"  kept  {s.site}: {s.reason}" for s in group]
-        gain = "" if first.predicted_gain is None else f", predicted {first.predicted_gain:.1f}x at S = {self.length}"
+        gain = "" if first.predicted_gain is None else f", predicted {first.predicted_gain:.1f}x at S = {first.length}"
         density = "" if first.tile_density is None else f", {100 * first.tile_density:.1f} % of tiles"
         lines = [
             f"  {len(group):3d} x {first.family}: {first.mask or 'every pair'}",
@@ -111,3 +139,22 @@ class Report:
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'})"
             )
         return lines
+
+
+def _explained(s: SiteReport) -> list[str]:
+    order = list(Step)
+    got = order.index(s.step)
+    steps = {
+        Step.MATCH: f"{s.heads}, D = {s.head_size}; {s.form}",
+        Step.LIFT: f"{s.mask or 'every pair'}  ({s.family})",
+        Step.CHECK: "the graph's mask subgraph gives the same at several lengths and paddings",
+        Step.KERNEL: s.kernel or "there is one",
+        Step.COST: ""
+        if s.predicted_gain is None or s.tile_density is None
+        else f"{100 * s.tile_density:.1f} % of tiles, {s.predicted_gain:.1f}x predicted at S = {s.length}",
+    }
+    lines = [f"site {'-' if s.index is None else s.index}  {s.site}"]
+    lines += [f"  {step.value:<7}{words}" for step, words in steps.items() if order.index(step) < got]
+    lines += [f"  note   {note}" for note in s.notes]
+    lines.append("  -> replaced" if s.replaced else f"  {s.step.value:<7}stopped: {s.reason}")
+    return lines

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stof.runtime import Mask
+from stof.mask.check import tables_of
+from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask
 
 # Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
@@ -21,6 +22,7 @@ _PASS = 12.0
 _PASSES_CACHED = 2.0
 _PASSES = 6.0
 _CACHE_SCORES = 512 * 512
+_TILE = (48, 64)  # query rows × keys
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,20 @@ class Prediction:
     gain: float
 
 
+def tile_density(mask: LiftedMask, heads: int, length: int) -> float:
+    """The share of tiles that the static part of a mask leaves to compute, at S = T = ``length``."""
+    if not mask.expression:
+        return 1.0
+    try:
+        parsed = Mask(mask.expression, tables_of(mask))
+        return parsed.block_mask(1, heads, length, length, *_TILE).tile_density(length)
+    except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
+        return 1.0
+
+
 def predict(site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
     """The predicted gain over the runtime's own nodes at S = T = ``length``."""
-    density = 1.0
-    static = " and ".join(p for p in mask.expression.split(" and ") if not p.startswith("pad["))
-    if static and "segment_" not in static and "lengths" not in static and not mask.tables:
-        block = Mask(static).block_mask(1, site.num_heads, length, length, 48, 64)
-        density = block.tile_density(length)
+    density = tile_density(mask, site.num_heads, length)
     work = 2.0 * site.head_size + 2.0 * site.value_head_size
     own = density * work / 2 / _OWN_RATE
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED

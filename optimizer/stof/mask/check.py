@@ -5,6 +5,7 @@ lifted expression element by element. Edges through Shape carry no data: they ar
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -21,6 +22,7 @@ from stof.symbolic import Int, Symbolic
 from stof.widen import widen
 
 _LONGEST = 1200
+_VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 
 
 def lengths(expression: str) -> list[int]:
@@ -45,29 +47,82 @@ class MaskChecker:
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.passed: set[tuple[object, ...]] = set()
 
-    def check(self, site: AttentionSite, mask: LiftedMask) -> None:
+    def check(self, site: AttentionSite, mask: LiftedMask, *, stated: bool = False) -> None:
         """Compares at several sizes.
+
+        Terms that stay a bias may forbid pairs themselves: a lifted mask may leave those to them or forbid them too, a
+        stated one must forbid them.
 
         Raises:
             UnsupportedError: naming the first element at which graph and expression differ.
         """
-        terms = [t for t in site.terms if t not in mask.bias]
-        key = (tuple(terms), mask.expression, mask.tables, mask.operands, site.row_guard)
+        # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
+        terms = [t for t in site.terms if stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
+        key = (tuple(terms), mask.bias, mask.expression, mask.tables, mask.operands, site.row_guard, stated)
         if (not terms and site.row_guard is None) or key in self.passed:
             return
         for number, length in enumerate(lengths(mask.expression)):
             padding = (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3]
-            self._compare(site, mask, terms, Case(2, length, padding), seed=number)
+            self._compare(site, mask, terms, Case(2, length, padding), number, stated)
         self.passed.add(key)
 
-    def _compare(self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int) -> None:
+    def vectors(self, site: AttentionSite) -> list[str]:
+        """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
+        inputs = {i.name for i in self.model.graph.input} - set(self.initializers)
+        found: list[str] = []
+        seen: set[str] = set()
+        pending = [t.tensor for t in site.terms]
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            node = self.index.producer(name)
+            if node is not None and node.op_type != "Shape":
+                pending.extend(node.input)
+            shape = self.symbolic.shape(name) if name in inputs else None
+            if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
+                found.append(name)
+        return sorted(found)
+
+    def fills(self, site: AttentionSite, mask: LiftedMask) -> list[float]:
+        """The values of forbidden entries, of terms that could not be lifted: found by running them once.
+
+        Raises:
+            UnsupportedError: when a mask tensor cannot be run.
+        """
+        found = [-math.inf if t.fill is None else t.fill for t in site.terms if t.kind is not TermKind.ADD]
+        added = [t for t in site.terms if t.kind is TermKind.ADD]
+        if not added:
+            return found
+        feeds, sizes = self._draw(mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
+        for term, value in zip(added, self._run([t.tensor for t in added], feeds, sizes), strict=True):
+            kept = _kept(term, value, self.symbolic.dtype(term.tensor))
+            found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
+        return found
+
+    def _draw(self, mask: LiftedMask, case: Case, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         maker = InputMaker(self.model, self.symbolic, frozenset(o.tensor for o in mask.operands if o.role == "pad"))
-        feeds = maker.draw(case, np.random.default_rng(seed))
-        sizes = maker.sizes(case)
+        try:
+            return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
+        except ValueError as error:
+            raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
+
+    def _compare(
+        self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int, stated: bool
+    ) -> None:
+        feeds, sizes = self._draw(mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
+        left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
-            wanted &= _kept(term, value, self.symbolic.dtype(term.tensor))
+            kept = _kept(term, value, self.symbolic.dtype(term.tensor))
+            if term in mask.bias and not stated:
+                left &= kept
+                continue
+            if term not in mask.bias:
+                _check_no_bias(term, value, kept, case)
+            wanted &= kept
         P = T - S if site.query_offset else 0
         runtime = {}
         for operand in mask.operands:
@@ -79,16 +134,15 @@ class MaskChecker:
             empty = ~wanted.any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
                 raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
-        if not np.array_equal(found, wanted):
-            where = tuple(int(i) for i in np.argwhere(found != wanted)[0])
+        wrong = (found & ~wanted) | (~found & wanted & left)
+        if wrong.any():
+            where = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise UnsupportedError(
-                f"the lifted mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
+                f"mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
                 f"{'allowed' if wanted[where] else 'forbidden'} there"
             )
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
-        import onnxruntime as ort
-
         nodes, given, used = self._cut(tensors, feeds, sizes)
         names = list(dict.fromkeys(tensors))
         inputs = [
@@ -101,12 +155,8 @@ class MaskChecker:
         # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
         model = widen(model, kinds={int(TensorProto.BFLOAT16)})
         given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = 1
         try:
-            session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            results = session.run(names, given)
+            results = _execute(model, names, given)
         except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
             raise UnsupportedError(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
         by_name = dict(zip(names, results, strict=True))
@@ -142,6 +192,31 @@ class MaskChecker:
                 pending.extend(node.input)
         nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
         return nodes, given, used
+
+
+def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    try:
+        import onnxruntime as ort
+    except ImportError:  # with --no-verify it need not be installed
+        from onnx.reference import ReferenceEvaluator
+
+        found: list[np.ndarray] = ReferenceEvaluator(model).run(names, feeds)  # type: ignore[assignment]
+        return found
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    results: list[np.ndarray] = session.run(names, feeds)
+    return results
+
+
+def _check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:
+    """What neither forbids nor is 0 would be lost with the tensor."""
+    if term.kind is TermKind.ADD and np.any(value[kept] != 0):
+        entry = value[kept][value[kept] != 0][0]
+        raise UnsupportedError(
+            f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids"
+        )
 
 
 def _kept(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:

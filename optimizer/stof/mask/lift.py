@@ -65,7 +65,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
         operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
-        empty_rows=_empty_rows(site, fills, notes),
+        empty_rows=empty_rows(site, fills, notes),
         family=describe(expression),
         notes=tuple(notes),
     )
@@ -207,7 +207,8 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
     return role
 
 
-def _empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
+def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
+    """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if not fills or site.row_guard is not None:
         return EmptyRows.ZERO
     if all(math.isinf(f) for f in fills):

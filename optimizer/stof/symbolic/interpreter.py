@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -146,7 +146,7 @@ class Symbolic:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
             if fact.value is not None and fact.value.constant is None:
-                fact = _fold(fact)
+                fact = _fold(name, fact)
             if fact.shape is None and name in self._declared:
                 declared = self._declared[name]
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
@@ -199,8 +199,11 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
 
 
-def _fold(fact: Fact) -> Fact:
-    """Small values that turn out to be numbers become constants, so that scales and axes are found."""
+def _fold(name: str, fact: Fact) -> Fact:
+    """Small values that turn out to be numbers become constants, so that scales and axes are found.
+
+    Values that differ keep their function as well: positions of a short, fixed length stay positions, not a table.
+    """
     value = fact.value
     assert value is not None
     sizes = value.sizes()
@@ -221,4 +224,6 @@ def _fold(fact: Fact) -> Fact:
             return fact
     dtype = helper.tensor_dtype_to_np_dtype(fact.dtype)
     array = np.array(numbers, dtype=np.float64 if kind_of(np.dtype(dtype)) == "f" else dtype).reshape(sizes)
-    return Fact(fact.dtype, fact.shape, constant_tensor("", array.astype(dtype)))
+    if array.size and bool(np.all(array == array.reshape(-1)[0])):
+        return Fact(fact.dtype, fact.shape, constant_tensor(name, array.astype(dtype)))
+    return Fact(fact.dtype, fact.shape, replace(value, constant=array.astype(dtype)))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: for each site of a model whether it is replaced and how, as a file that can be kept, edited and applied again.
+
+A plan holds no time, path or machine: the same model and choices give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stof.errors import ArgumentError
+from stof.files import read_text, write_text
+from stof.site import EmptyRows
+
+FORMAT = "stof-plan"
+VERSION = 1
+TARGETS = ("cpu", "cuda", "tensorrt")
+_HINTS = ("kernel", "tile")
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The decision for one site.
+
+    ``mask`` and ``empty_rows`` are what the operator gets where the site is replaced; ``hints`` are its optional attributes
+    ``kernel`` and ``tile``. ``predicted_gain`` (original's time over ours at S = 2048, or at the model's fixed length) and
+    ``reason`` inform; nothing is decided by them when a plan is applied.
+    """
+
+    site: str
+    replace: bool
+    mask: str = ""
+    empty_rows: str = EmptyRows.ZERO.value
+    hints: tuple[tuple[str, str], ...] = ()
+    predicted_gain: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for all sites of a model, in the order of its graph."""
+
+    sites: tuple[SitePlan, ...]
+    target: str = "cpu"
+
+    def of(self, site: str) -> SitePlan | None:
+        """The decision for a site."""
+        return next((s for s in self.sites if s.site == site), None)
+
+    def to_json(self) -> str:
+        """The plan as text; :func:`parse` reads it back."""
+        data = {"format": FORMAT, "version": VERSION, "target": self.target, "sites": [_write(s) for s in self.sites]}
+        return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+
+    def save(self, path: Path) -> None:
+        """Writes the plan, whole or not at all.
+
+        Raises:
+            ArgumentError: when the file cannot be written.
+        """
+        write_text("plan", path, [self.to_json()])
+
+
+def load(path: Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        ArgumentError: when the file cannot be read or is no plan, with the entry at fault, what was found and expected.
+    """
+    return parse(read_text("plan", path), str(path))
+
+
+def parse(text: str, where: str = "plan") -> Plan:
+    """A plan from its text. ``where`` begins the messages.
+
+    Raises:
+        ArgumentError: when the text is no plan, with the entry at fault, what was found and what was expected.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{where} is no plan: it is no JSON ({error}); --save-plan writes one") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ArgumentError(f'{where} is no plan: expected an object with "format": "{FORMAT}"; --save-plan writes one')
+    if data.get("version") != VERSION:
+        raise ArgumentError(
+            f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
+        )
+    fields = _Fields(where, "", data, {"format", "version", "target", "sites"})
+    target = fields.text("target", "cpu", TARGETS)
+    entries = fields.take("sites", list, None)
+    sites: list[SitePlan] = []
+    for number, entry in enumerate(entries):
+        site = _read(where, f"sites[{number}]", entry)
+        if any(s.site == site.site for s in sites):
+            raise ArgumentError(f"{where}: sites[{number}] names {site.site!r} again; keep one entry for each site")
+        sites.append(site)
+    return Plan(tuple(sites), target)
+
+
+def _write(site: SitePlan) -> dict[str, Any]:
+    data: dict[str, Any] = {"site": site.site, "replace": site.replace}
+    if site.replace:
+        data |= {"mask": site.mask, "empty_rows": site.empty_rows, **dict(site.hints)}
+        if site.predicted_gain is not None:
+            data["predicted_gain"] = round(site.predicted_gain, 3)
+    if site.reason:
+        data["reason"] = site.reason
+    return data
+
+
+def _read(where: str, place: str, entry: object) -> SitePlan:
+    known = {"site", "replace", "mask", "empty_rows", "predicted_gain", "reason", *_HINTS}
+    fields = _Fields(where, place, entry, known)
+    gain = fields.take("predicted_gain", (int, float), 0.0)
+    return SitePlan(
+        site=fields.text("site", None),
+        replace=fields.take("replace", bool, None),
+        mask=fields.text("mask", ""),
+        empty_rows=fields.text("empty_rows", EmptyRows.ZERO.value, tuple(e.value for e in EmptyRows)),
+        hints=tuple((h, fields.text(h, "")) for h in _HINTS if h in fields.data),
+        predicted_gain=float(gain) if "predicted_gain" in fields.data else None,
+        reason=fields.text("reason", ""),
+    )
+
+
+class _Fields:
+    """The fields of one JSON object, checked as they are taken."""
+
+    def __init__(self, where: str, place: str, data: object, known: set[str]) -> None:
+        self.where = f"{where}: {place}" if place else where
+        if not isinstance(data, Mapping):
+            raise ArgumentError(f"{self.where} is {_shown(data)}, expected an object")
+        self.data = data
+        if unknown := sorted(set(data) - known):
+            raise ArgumentError(f"{self.where} has field {unknown[0]!r}, expected only {', '.join(sorted(known))}")
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        """A field of a type; without a default it must be there."""
+        if name not in self.data:
+            if default is None:
+                raise ArgumentError(f"{self.where} has no field {name!r}")
+            return default
+        value = self.data[name]
+        # bool is an int to Python, not to JSON.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ArgumentError(f"{self.where} has {name} {_shown(value)}, expected {names}")
+        return value
+
+    def text(self, name: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
+        """A string, one of the choices where there are any."""
+        value: str = self.take(name, str, default)
+        if choices and value not in choices:
+            raise ArgumentError(f"{self.where} has {name} {value!r}, expected one of {', '.join(choices)}")
+        return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [n for n, _ in pairs]
+        raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} twice in one object")
+    return found
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
