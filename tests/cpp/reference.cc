@@ -39,6 +39,7 @@ uint16_t EncodeHalf(const Format& format, double value) {
   if (std::isnan(value)) return static_cast<uint16_t>(infinity | 1 << (format.fraction - 1));
   value = std::abs(value);
   if (std::isinf(value)) return static_cast<uint16_t>(sign | infinity);
+  if (value == 0) return sign;
   int exponent = 0;
   std::frexp(value, &exponent);
   exponent = std::max(exponent - 1, 1 - format.bias);  // subnormals share the smallest exponent

@@ -414,6 +414,27 @@ void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* o
   }
 }
 
+AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, const Strided& value,
+                       const Strided& output) {
+  AttentionArgs args;
+  args.B = c.B, args.H = c.H, args.G = c.G, args.S = c.S, args.T = c.T, args.D = c.D, args.Dv = c.Dv;
+  args.dtype = c.dtype;
+  args.query = query.data, args.key = key.data, args.value = value.data, args.output = output.data;
+  args.query_stride = query.stride, args.key_stride = key.stride, args.value_stride = value.stride;
+  args.output_stride = output.stride;
+  args.scale = 1.0f / std::sqrt(static_cast<float>(c.D));
+  args.softcap = c.softcap;
+  args.empty_rows = c.empty_rows;
+  return args;
+}
+
+using Memory = std::unique_ptr<void, void (*)(void*)>;
+Memory MakeWorkspace(size_t bytes, int content) {
+  Memory memory(std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64)), std::free);
+  std::memset(memory.get(), content, bytes);
+  return memory;
+}
+
 void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   const std::string where = Text("seed ", seed, " ", Describe(c));
   Random random(seed);
@@ -426,15 +447,7 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   key.Fill(dense.key);
   value.Fill(dense.value);
 
-  AttentionArgs args;
-  args.B = c.B, args.H = c.H, args.G = c.G, args.S = c.S, args.T = c.T, args.D = c.D, args.Dv = c.Dv;
-  args.dtype = c.dtype;
-  args.query = query.data, args.key = key.data, args.value = value.data, args.output = output.data;
-  args.query_stride = query.stride, args.key_stride = key.stride, args.value_stride = value.stride;
-  args.output_stride = output.stride;
-  args.scale = static_cast<float>(dense.scale);
-  args.softcap = c.softcap;
-  args.empty_rows = c.empty_rows;
+  AttentionArgs args = MakeArgs(c, query, key, value, output);
   if (c.pad != Pad::kNone && c.mask != 12) args.pad = data.pad.data();
   if (c.bias != Bias::kNone) {
     args.bias = bias.bytes.data();
@@ -453,11 +466,8 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   std::vector<char> first;
   for (const int threads : {1, 3}) {
     output.Reset();
-    const size_t bytes = CpuAttentionWorkspace(args, config, threads);
-    const std::unique_ptr<void, void (*)(void*)> workspace(
-        std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64)), std::free);
     // NaN in one run and ordinary numbers in the other: what is found there may not matter.
-    std::memset(workspace.get(), threads == 1 ? 0xff : 0x3f, bytes);
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, threads), threads == 1 ? 0xff : 0x3f);
     const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
     CHECK(status.ok(), where, ": ", status.message());
     if (threads == 1) first = output.bytes;
@@ -608,16 +618,57 @@ void RunTable(CpuIsa isa) {
   CountCases(static_cast<int64_t>(cases.size()));
 }
 
+// Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
+// between two of the half type. No tolerance would see on which side a kernel comes down.
+void RoundHalves(CpuIsa isa) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t rows : {1, 5, 30}) {
+      Case c;
+      c.B = 1, c.S = rows, c.T = 2, c.Dv = 72, c.dtype = dtype;
+      Random random(static_cast<uint64_t>(rows));
+      Dense dense = DrawDense(c, DrawMask(c, &random), BiasTensor(), &random);
+      for (size_t i = 0; i < dense.key.size(); ++i) {
+        if (static_cast<int64_t>(i) / c.D % c.T == 1) dense.key[i] = dense.key[i - static_cast<size_t>(c.D)];
+      }
+      Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
+      Strided output(c, 3, c.H, c.S, c.Dv);
+      query.Fill(dense.query);
+      key.Fill(dense.key);
+      value.Fill(dense.value);
+      const AttentionArgs args = MakeArgs(c, query, key, value, output);
+      CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+      config.isa = isa;
+      const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+      CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+      output.ForEach([&](char* at, size_t i) {
+        const size_t pair =
+            i / static_cast<size_t>(c.S * c.Dv) * static_cast<size_t>(c.T * c.Dv) + i % static_cast<size_t>(c.Dv);
+        const double mean = (dense.value[pair] + dense.value[pair + static_cast<size_t>(c.Dv)]) / 2;
+        const double got = LoadFloat(dtype, at), want = Rounded(dtype, mean);
+        CHECK(got == want, "dtype ", static_cast<int>(dtype), " rows ", rows, ": ", got, ", expected ", want, " for ",
+              mean);
+      });
+      CountCases(c.H * c.S * c.Dv);
+    }
+  }
+}
+
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }
 void Avx512() { RunTable(CpuIsa::kAvx512); }
+void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
+void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
+void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
 
-// One row of the report for each instruction set at hand.
+// Rows of the report for each instruction set at hand.
 const bool registered = [] {
-  static constexpr Test kRows[] = {{"AttentionEqualsTheDefinition[portable]", Portable},
-                                   {"AttentionEqualsTheDefinition[avx2]", Avx2},
-                                   {"AttentionEqualsTheDefinition[avx512]", Avx512}};
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);
+  static constexpr Test kRows[][2] = {
+      {{"AttentionEqualsTheDefinition[portable]", Portable}, {"AttentionRoundsHalvesToEven[portable]", PortableHalves}},
+      {{"AttentionEqualsTheDefinition[avx2]", Avx2}, {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves}},
+      {{"AttentionEqualsTheDefinition[avx512]", Avx512}, {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves}}};
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
+  }
   return true;
 }();
 
