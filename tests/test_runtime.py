@@ -97,3 +97,9 @@ def test_build_info_names_the_backend() -> None:
     info = build_info()
     assert info["backends"] == ["cpu"]
     assert info["cpu_isa"] in ("portable", "avx2", "avx512")
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, 1e-45), (1.0, 3e38), (1e10, 1e-25), (1.0, -1.0)])
+def test_a_softcap_that_overflows_is_refused(scale: float, softcap: float) -> None:
+    with pytest.raises(LibraryError, match="softcap"):
+        Op("StofAttention", {"scale": scale, "softcap": softcap})

@@ -433,6 +433,12 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
     return Status::Error("attribute softcap is " + std::to_string(a.softcap) + ", expected 0 or more");
   }
+  // The kernels multiply by these two and log2(e).
+  constexpr float kMost = 1e30f, kLeast = 1e-30f;
+  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
+    return Status::Error("attribute softcap is " + std::to_string(a.softcap) +
+                         ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
+  }
   text = "BHSD";
   attributes.String("layout", &text);
   STOF_RETURN_IF_ERROR(ParseLayouts(text, &a.layout));
