@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes  # noqa: F401  -- makes NumPy know bfloat16
 import numpy as np
 import pytest
 
-from stof.runtime import LibraryError, Mask, Op, build_info
+from stof.runtime import LibraryError, Mask, build_info
+from stof.site import EmptyRows
+from stof.testing import assert_close, random_problem, reference
 
 EXPRESSIONS = [
     "abs(q - k) <= 9",
@@ -44,45 +49,67 @@ def test_malformed_expressions_are_refused(bad: str) -> None:
         Mask(bad)
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, allowed: np.ndarray, policy: str) -> np.ndarray:
-    """Attention in fp64, [B, H, S, D] with as many key heads as query heads."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    plain = np.einsum("bhsd,bhtd->bhst", q, k) / np.sqrt(q.shape[-1])
-    scores = np.where(allowed, plain, -np.inf)
-    with np.errstate(all="ignore"):
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-    empty = ~np.broadcast_to(allowed, scores.shape).any(-1, keepdims=True)
-    if policy == "zero":
-        weights = np.where(empty, 0.0, weights)
-    elif policy == "mean":
-        weights = np.where(empty, 1.0 / k.shape[2], weights)
-    elif policy == "all":
-        full = np.exp(plain - plain.max(-1, keepdims=True))
-        weights = np.where(empty, full / full.sum(-1, keepdims=True), weights)
-    return np.einsum("bhst,bhtd->bhsd", weights, v)
-
-
 @pytest.mark.parametrize("policy", ["zero", "nan", "mean", "all"])
 @pytest.mark.parametrize("expression", ["", "abs(q - k) <= 7", "k <= q and q - k <= 40", "k < 3 or q % 5 == 1"])
 @pytest.mark.parametrize(("S", "T", "D", "Dv"), [(70, 70, 16, 16), (97, 131, 64, 64), (1, 65, 24, 8), (49, 1, 3, 5)])
 def test_attention_against_fp64(policy: str, expression: str, S: int, T: int, D: int, Dv: int) -> None:
     rng = np.random.default_rng(S * 1000 + T)
-    B, H = 2, 4
-    q = rng.standard_normal((B, H, S, D)).astype(np.float32)
-    k = rng.standard_normal((B, H, T, D)).astype(np.float32)
-    v = rng.standard_normal((B, H, T, Dv)).astype(np.float32)
-    pad = np.ones((B, T), np.int64)
-    pad[0, : T // 3] = 0
-    pad[1, T - T // 4 :] = 0
-    mask = f"({expression}) and pad[b, k]" if expression else "pad[b, k]"
-    allowed = Mask(mask).evaluate(B, H, S, T, 0, {"pad": pad != 0})
-    wanted = reference(q, k, v, allowed, policy)
-    found = np.full((B, H, S, Dv), 12345.0, np.float32)
-    Op("StofAttention", {"mask": mask, "operands": "pad", "empty_rows": policy}).run([q, k, v, pad], [found], threads=2)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-    good = ~np.isnan(wanted)
-    assert np.abs(found - wanted)[good].max(initial=0.0) < 4e-6
+    problem = random_problem(
+        rng, 4, 4, S, D, G=2, T=T, Dv=Dv, mask=expression, padded=True, empty_rows=EmptyRows(policy)
+    )
+    assert_close(problem.run(threads=2), reference(problem))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_against_fp64(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    problem = random_problem(rng, 2, 4, 83, 32, mask="abs(q - k) <= 9", dtype=np.dtype(dtype), padded=True)
+    assert_close(problem.run(), reference(problem))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"softcap": 5.0},
+        {"scale": 0.7},
+        {"query_offset": True, "T": 90},
+        {"mask": "segment_q[b, q] == segment_k[b, k]", "segments": True},
+        {"mask": "table0[q, k]", "table": True},
+        {"bias": True},
+        {"bias": True, "T": 0},
+    ],
+    ids=str,
+)
+def test_every_setting_against_fp64(settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(7)
+    settings = dict(settings)
+    S, T = 61, settings.pop("T", 61)
+    if settings.pop("segments", False):
+        segments = np.sort(rng.integers(0, 4, (2, S)), axis=1)
+        settings["operands"] = {"segment_q": segments, "segment_k": segments}
+    if settings.pop("table", False):
+        settings["operands"] = {"table0": rng.random((S, T)) < 0.2}
+    if settings.get("bias"):
+        bias = rng.standard_normal((1, 4, S, T)).astype(np.float32)
+        bias[:, :, 7] = -np.inf
+        settings["bias"] = bias
+    problem = random_problem(rng, 2, 4, S, 16, T=T, **settings)
+    assert_close(problem.run(), reference(problem))
+
+
+def test_a_difference_is_told_with_its_place() -> None:
+    problem = random_problem(np.random.default_rng(0), 1, 2, 9, 8)
+    wanted = reference(problem)
+    found = wanted.astype(np.float32)
+    assert_close(found, wanted)
+    found[0, 1, 3, 4] += 0.5
+    with pytest.raises(AssertionError, match=r"difference 5\.0+e-01 at \(0, 1, 3, 4\)"):
+        assert_close(found, wanted)
+    found[0, 0, 2, 1] = np.nan
+    with pytest.raises(AssertionError, match=r"1 NaN or inf out of place, first at \(0, 0, 2, 1\)"):
+        assert_close(found, wanted)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close(found[:, :1], wanted)
 
 
 @pytest.mark.parametrize(
