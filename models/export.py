@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports the graphs from transformers' own classes, with pinned torch and transformers.
 
-``python models/export.py [NAME ...]`` writes graphs and manifest entries; ``--check`` exports again and shows that the nodes are
-those of the stored graphs. Needs torch 2.13.0, transformers 5.23.0 and onnxscript.
+``python models/export.py [NAME ...]`` writes graphs and manifest entries; ``--check`` exports again and shows that nodes and
+constants are those of the stored graphs. Needs torch 2.13.0, transformers 5.23.0 and onnxscript.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
+import logging
 import lzma
 import sys
 import tempfile
@@ -205,18 +207,34 @@ def forget_metadata(model: onnx.ModelProto) -> None:
 
 
 def node_hash(model: onnx.ModelProto) -> str:
-    """A hash of all nodes (operators, wiring, attributes) with tensors numbered in order of appearance."""
-    numbers: dict[str, int] = {}
-    digest = hashlib.sha256()
-
-    def number(name: str) -> str:
-        return str(numbers.setdefault(name, len(numbers))) if name else ""
-
+    """A hash of all nodes (operators, wiring, attributes) and constants, whatever they are called and in which order
+    independent ones stand: transformers computes rotary embeddings in the order of a Python set, which differs from
+    process to process. Weights count by type and shape.
+    """
+    hashes = {i.name: _digest("input", n, i.type.tensor_type.elem_type) for n, i in enumerate(model.graph.input)}
+    hashes |= {t.name: _constant_hash(t) for t in model.graph.initializer} | {"": ""}
+    nodes = []
     for node in model.graph.node:
         attributes = sorted(a.SerializeToString(deterministic=True).hex() for a in node.attribute)
-        wiring = [[number(i) for i in node.input], [number(o) for o in node.output]]
-        digest.update(json.dumps([node.domain, node.op_type, wiring, attributes]).encode())
-    return digest.hexdigest()
+        nodes.append(_digest(node.domain, node.op_type, [hashes[i] for i in node.input], attributes))
+        hashes |= {name: _digest(nodes[-1], n) for n, name in enumerate(node.output) if name}
+    return _digest(sorted(nodes), [hashes[o.name] for o in model.graph.output])
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _constant_hash(tensor: onnx.TensorProto) -> str:
+    dims = list(tensor.dims)
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return _digest("weight", tensor.data_type, dims)
+    values = onnx.numpy_helper.to_array(tensor)
+    if values.dtype.kind != "f":
+        return _digest("constant", tensor.data_type, dims, values.tobytes().hex())
+    # Vectors are norms, biases and frequencies: up to the last digits, in which processors may differ. The rest is random.
+    vector = values.size == max(dims, default=1)
+    return _digest("constant", tensor.data_type, dims, [f"{v:.4g}" for v in values.flat] if vector else "random")
 
 
 def entry(name: str, model: onnx.ModelProto) -> dict[str, Any]:
@@ -239,15 +257,54 @@ def entry(name: str, model: onnx.ModelProto) -> dict[str, Any]:
     }
 
 
+def check(name: str, model: onnx.ModelProto) -> bool:
+    """Whether a fresh export has the nodes and constants of the stored graph."""
+    same = node_hash(model) == node_hash(build.load_graph(name))
+    print(f"{'same' if same else 'DIFFERENT'} {name}: {len(model.graph.node)} nodes", flush=True)
+    return same
+
+
+def store(name: str, model: onnx.ModelProto) -> None:
+    """Writes a graph and its entry in the manifest."""
+    target = build.GRAPHS / f"{name}.onnx.xz"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(lzma.compress(model.SerializeToString(deterministic=True), preset=9 | lzma.PRESET_EXTREME))
+    path = build.ROOT / "manifest.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[name] = entry(name, model)
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    print(f"wrote {name}: {len(model.graph.node)} nodes, {target.stat().st_size} bytes", flush=True)
+
+
+def check_versions() -> None:
+    """Other versions write other graphs.
+
+    Raises:
+        SystemExit: naming the version that is installed and the one that is expected.
+    """
+    for package, expected in VERSIONS.items():
+        try:
+            found = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            raise SystemExit(f"{package} is not installed; pip install {package}=={expected} onnxscript") from None
+        if found != expected:
+            raise SystemExit(f"{package} {found} is installed, expected {expected}, which wrote the stored graphs")
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="Exports the graphs, or checks the stored ones.")
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--narrow", action="store_true", help="the narrow graphs only: 550 MB of memory, 2 minutes")
     parser.add_argument("--check", action="store_true", help="compare with the stored graphs instead of writing")
     arguments = parser.parse_args()
-    path = build.ROOT / "manifest.json"
+    if unknown := sorted(set(arguments.names) - set(all_names())):
+        parser.error(f"no graph {unknown[0]!r}; build.py --list shows the names")
+    check_versions()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here needs
+    names = arguments.names or [n for n in all_names() if n.startswith("narrow/") or not arguments.narrow]
     failures = 0
-    for name in arguments.names or all_names():
+    for name in names:
         try:
             model = export(name)
         except Exception as error:  # each exporter raises kinds of its own; the others go on
@@ -255,17 +312,11 @@ def main() -> int:
             failures += 1
             continue
         if arguments.check:
-            same = node_hash(model) == node_hash(build.load_graph(name))
-            failures += not same
-            print(f"{'same' if same else 'DIFFERENT'} {name}: {len(model.graph.node)} nodes", flush=True)
-            continue
-        target = build.GRAPHS / f"{name}.onnx.xz"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(lzma.compress(model.SerializeToString(deterministic=True), preset=9 | lzma.PRESET_EXTREME))
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[name] = entry(name, model)
-        path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-        print(f"wrote {name}: {len(model.graph.node)} nodes, {target.stat().st_size} bytes", flush=True)
+            failures += not check(name, model)
+        else:
+            store(name, model)
+    if arguments.check:
+        print(f"{len(names) - failures} of {len(names)} graphs are what torch and transformers write", flush=True)
     return 1 if failures else 0
 
 
