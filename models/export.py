@@ -134,6 +134,8 @@ def export(name: str) -> onnx.ModelProto:
     import transformers
 
     warnings.filterwarnings("ignore")
+    # Misses torchvision, which nothing here needs; torch sets the levels of its loggers when it is imported.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     architecture, exporter, attention = name.rsplit(".", 2)
     config_class, model_class, settings = CONFIGS[architecture]
     config = getattr(transformers, config_class)(**settings)
@@ -301,7 +303,6 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(all_names())):
         parser.error(f"no graph {unknown[0]!r}; build.py --list shows the names")
     check_versions()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here needs
     names = arguments.names or [n for n in all_names() if n.startswith("narrow/") or not arguments.narrow]
     failures = 0
     for name in names:

@@ -19,7 +19,7 @@ from stof.errors import ArgumentError, ModelError, VerifyError
 from stof.files import check_outputs, write_text
 from stof.graph import DOMAIN, external_files, load, save
 from stof.mask.check import tables_of
-from stof.mask.families import picture
+from stof.mask.families import picture, window
 from stof.options import Options
 from stof.passes.attention import find_sites
 from stof.passes.body import OP
@@ -140,6 +140,8 @@ def _done(node: onnx.NodeProto) -> SiteReport:
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
     for rewrite in rewrites:
         mask = rewrite.mask
+        if window(mask.expression) == (-1, -1):
+            continue  # every tile is full
         if mask.expression not in report.pictures and "segment_" not in mask.expression and len(report.pictures) < 6:
             try:
                 report.pictures[mask.expression] = picture(mask.expression, tables_of(mask))
