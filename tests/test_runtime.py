@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  -- makes NumPy know bfloat16
 import numpy as np
 import pytest
 
-from stof.runtime import LibraryError, Mask, build_info
+from stof.runtime import LibraryError, Mask, Op, build_info
 from stof.site import EmptyRows
 from stof.testing import assert_close, random_problem, reference
 
