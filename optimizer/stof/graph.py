@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import filecmp
 import heapq
+import math
 import os
 import shutil
 import tempfile
@@ -22,6 +23,14 @@ LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
 DOMAIN = "stof"
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
+
+
+# Element types with one element in each slot of their data field; complex, string and sub-byte types have others.
+_PLAIN_TYPES = frozenset(
+    [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL]
+    + [TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64]
+    + [TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64]
+)
 
 
 class GraphIndex:
@@ -95,6 +104,8 @@ def load(path: Path) -> onnx.ModelProto:
     if not model.graph.node:
         raise ModelError(f"{path} has a graph without nodes; export the model again")
     _check_opsets(path, model)
+    _check_arities(path, model)
+    _check_tensors(path, model.graph)
     _check_edges(path, model.graph)
     _check_external(path, model)
     return model
@@ -115,6 +126,60 @@ def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         if node.domain not in known:
             raise ModelError(f"{path}: {describe(node)} is of domain {node.domain!r}, which the model does not import")
+
+
+def _check_arities(path: Path, model: onnx.ModelProto) -> None:
+    """Nodes of the standard domain have as many inputs and outputs as the operator takes."""
+    opset = opset_of(model)
+    for node in model.graph.node:
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        try:
+            schema = onnx.defs.get_schema(node.op_type, opset, "")
+        except onnx.defs.SchemaError:  # newer than the onnx package, or a runtime's own
+            continue
+        for words, count, least, most in (
+            ("inputs", len(node.input), schema.min_input, schema.max_input),
+            ("outputs", len(node.output), schema.min_output, schema.max_output),
+        ):
+            if not least <= count <= most:
+                expected = (
+                    str(least) if least == most else f"{least} to {most}" if most < 1 << 20 else f"{least} or more"
+                )
+                raise ModelError(
+                    f"{path}: {describe(node)} has {count} {words}, but {node.op_type} of opset {opset} has {expected}"
+                )
+        given = {a.name for a in node.attribute}
+        for name, attribute in schema.attributes.items():
+            if attribute.required and name not in given:
+                raise ModelError(f"{path}: {describe(node)} has no attribute {name!r}, which {node.op_type} needs")
+
+
+def _check_tensors(path: Path, graph: onnx.GraphProto) -> None:
+    """Constants hold as many bytes or numbers as their shape says."""
+    for tensor in _tensors(graph):
+        if any(d < 0 for d in tensor.dims):
+            raise ModelError(f"{path}: constant {tensor.name!r} has shape {list(tensor.dims)}")
+        if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type not in _PLAIN_TYPES:
+            continue
+        count = math.prod(tensor.dims)
+        if tensor.HasField("raw_data"):
+            held = len(tensor.raw_data) / onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        else:
+            held = max(
+                len(field)
+                for field in (
+                    tensor.float_data,
+                    tensor.int32_data,
+                    tensor.int64_data,
+                    tensor.double_data,
+                    tensor.uint64_data,
+                )
+            )
+        if held != count:
+            raise ModelError(
+                f"{path}: constant {tensor.name!r} of shape {list(tensor.dims)} holds {held:g} elements, expected {count}"
+            )
 
 
 def _check_edges(path: Path, graph: onnx.GraphProto) -> None:

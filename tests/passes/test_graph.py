@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,30 @@ def test_domains_and_edges(tmp_path: Path) -> None:
     only_ml.opset_import[0].domain = "ai.onnx.ml"
     with pytest.raises(ModelError, match="no opset of the standard domain"):
         load(written(tmp_path, only_ml.SerializeToString()))
+
+
+def test_nodes_and_constants_that_contradict_themselves(tmp_path: Path) -> None:
+    good = model(PLAIN, "float[a,b,c,d] out", BODY)
+
+    def told(words: str, change: Callable[[onnx.GraphProto], object]) -> None:
+        graph = onnx.ModelProto()
+        graph.CopyFrom(good)
+        change(graph.graph)
+        with pytest.raises(ModelError, match=words):
+            load(written(tmp_path, graph.SerializeToString()))
+
+    told("has 1 inputs, but MatMul of opset 18 has 2", lambda g: g.node[1].input.pop())
+    told("has 2 outputs, but Softmax of opset 18 has 1", lambda g: g.node[2].output.append("more"))
+    told("has no attribute 'to', which Cast needs", lambda g: g.node.append(helper.make_node("Cast", ["q"], ["c"])))
+    weight = numpy_helper.from_array(np.zeros((2, 3), np.float32), "w")
+    weight.dims[0] = 4
+    told(r"'w' of shape \[4, 3\] holds 6 elements, expected 12", lambda g: g.initializer.append(weight))
+    half = helper.make_tensor("w", TensorProto.FLOAT16, [3], [1.0, 2.0, 3.0])
+    half.dims[0] = -1
+    told(r"'w' has shape \[-1\]", lambda g: g.initializer.append(half))
+    half.dims[0] = 3
+    good.graph.initializer.append(half)
+    assert load(written(tmp_path, good.SerializeToString())) == good
 
 
 def test_nodes_out_of_order_are_sorted(tmp_path: Path) -> None:

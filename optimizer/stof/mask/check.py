@@ -105,7 +105,7 @@ class MaskChecker:
         maker = InputMaker(self.model, self.symbolic, frozenset(o.tensor for o in mask.operands if o.role == "pad"))
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 
     def _compare(

@@ -138,15 +138,13 @@ class Symbolic:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
-                found = rule(context)
-            except (ValueError, IndexError, TypeError, KeyError) as error:
+                found = [_folded(name, fact) for name, fact in zip(node.output, rule(context) or [], strict=False)]
+            except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         for i, name in enumerate(node.output):
             if not name:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
-            if fact.value is not None and fact.value.constant is None:
-                fact = _fold(name, fact)
             if fact.shape is None and name in self._declared:
                 declared = self._declared[name]
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
@@ -197,6 +195,10 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     if kind is None or external or count > LARGEST_FOLDED:
         return Fact(tensor.data_type, shape, None, "a weight")
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
+
+
+def _folded(name: str, fact: Fact) -> Fact:
+    return fact if fact.value is None or fact.value.constant is not None or not name else _fold(name, fact)
 
 
 def _fold(name: str, fact: Fact) -> Fact:
