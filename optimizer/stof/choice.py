@@ -186,7 +186,7 @@ class Chooser:
             mask = self._planned(site, entry)
         else:
             mask = lift(self.symbolic, site)
-        if entry is not None:
+        if entry is not None and entry.empty_rows:
             mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
         if self.options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
             mask = replace(mask, empty_rows=EmptyRows.ZERO)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,6 +152,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
+        # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(_parser().parse_args(argv))
     except StofError as error:

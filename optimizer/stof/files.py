@@ -48,6 +48,8 @@ def check_place(name: str, path: Path) -> None:
     """
     if path.is_dir():
         raise ArgumentError(f"the {name} {path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"the {name} {path} is a device or a pipe, which would be replaced; name a file")
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} of the {name} does not exist; make it, or choose another file")
     try:

@@ -123,7 +123,8 @@ class InputMaker:
         if name in self.pads:
             return _padding(dims, case, rng).astype(dtype)
         if dtype.kind == "b":
-            return np.ones(dims, dtype)
+            # Most likely a mask, and a stated one may forget it.
+            return _padding(dims, case, rng).astype(dtype)
         if dtype.kind in "iu":
             rows = self.rows[name]
             if rows is not None:

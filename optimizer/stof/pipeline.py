@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
-from stof.errors import ArgumentError, ModelError, VerifyError
+from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
 from stof.graph import DOMAIN, external_files, load, save
 from stof.mask.check import tables_of
@@ -74,7 +74,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if any(n.domain == DOMAIN and n.op_type == OP for n in graph.graph.node):
         report.sites = [_done(n) for n in graph.graph.node if n.op_type == OP]
         return
-    with _timed(report, "match"):
+    with _timed(report, "match"), _damage(source):
         symbolic = Symbolic(graph)
         sites, findings = find_sites(graph, symbolic)
     check_selection(options, sites, findings)
@@ -82,7 +82,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if plan is not None:
         check_plan(plan, sites)
     report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
-    with _timed(report, "lift"):
+    with _timed(report, "lift"), _damage(source):
         chooser = Chooser(graph, symbolic, options, plan, str(report.library.get("cpu_isa", "")))
         choices = [chooser.choose(site) for site in sites]
     report.sites += [c.report for c in choices]
@@ -126,6 +126,20 @@ def _runtime_errors(source: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _damage(source: Path) -> Iterator[None]:
+    """A graph that breaks the standard's rules may break any assumption: that is a fact about the model, too."""
+    try:
+        yield
+    except StofError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{source} cannot be analyzed ({type(error).__name__}: {error}); onnx.checker.check_model(model, "
+            "full_check=True) may tell what is wrong with it. If it finds nothing, please report this model"
+        ) from error
+
+
+@contextmanager
 def _timed(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
     yield
@@ -162,7 +176,9 @@ def _verify_and_write(
     if options.verify:
         try:
             with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
-                verifier = Verifier(graph, symbolic, rewrites, options.verify_budget)
+                verifier = Verifier(
+                    graph, symbolic, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
+                )
                 verification = verifier.run(source, emitted, Path(scratch), partial(emit, graph, symbolic))
         except OSError as error:
             raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error

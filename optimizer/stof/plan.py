@@ -34,7 +34,7 @@ class SitePlan:
     site: str
     replace: bool
     mask: str = ""
-    empty_rows: str = EmptyRows.ZERO.value
+    empty_rows: str = ""  # "": what the graph gives
     hints: tuple[tuple[str, str], ...] = ()
     predicted_gain: float | None = None
     reason: str = ""
@@ -105,7 +105,7 @@ def parse(text: str, where: str = "plan") -> Plan:
 def _write(site: SitePlan) -> dict[str, Any]:
     data: dict[str, Any] = {"site": site.site, "replace": site.replace}
     if site.replace:
-        data |= {"mask": site.mask, "empty_rows": site.empty_rows, **dict(site.hints)}
+        data |= {"mask": site.mask, **({"empty_rows": site.empty_rows} if site.empty_rows else {}), **dict(site.hints)}
         if site.predicted_gain is not None:
             data["predicted_gain"] = round(site.predicted_gain, 3)
     if site.reason:
@@ -121,7 +121,9 @@ def _read(where: str, place: str, entry: object) -> SitePlan:
         site=fields.text("site", None),
         replace=fields.take("replace", bool, None),
         mask=fields.text("mask", ""),
-        empty_rows=fields.text("empty_rows", EmptyRows.ZERO.value, tuple(e.value for e in EmptyRows)),
+        empty_rows=fields.text("empty_rows", None, tuple(e.value for e in EmptyRows))
+        if "empty_rows" in fields.data
+        else "",
         hints=tuple((h, fields.text(h, "")) for h in _HINTS if h in fields.data),
         predicted_gain=float(gain) if "predicted_gain" in fields.data else None,
         reason=fields.text("reason", ""),

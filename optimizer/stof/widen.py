@@ -11,21 +11,32 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, external_data_helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from stof.graph import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
-# What masks add in fp16, and what takes its place: both make a weight 0, but fp32 rounds a score beside 65504 to 0.004, so
-# that rows in which everything is forbidden would compare noise.
-_FP16_FORBIDS, _FORBIDS = -60000.0, -128.0
+# What masks add in fp16, and what takes its place: both make a weight 0, but fp32 rounds a score beside 65504 to 0.004 and
+# one beside 1024 to 0.00006, which is what rows in which everything is forbidden differ by.
+_FP16_FORBIDS, _FORBIDS = -60000.0, -1024.0
 LARGEST = 1_900_000_000  # bytes of weights; a protobuf message ends at 2 GiB
 
 
 def half_bytes(model: onnx.ModelProto) -> int:
-    """Bytes that the widened model's formerly half-precision weights take; 0 when there are none."""
-    return sum(4 * int(np.prod(t.dims)) for t in model.graph.initializer if t.data_type in HALF)
+    """Bytes of the widened model's weights; 0 when none is in half precision."""
+    weights = model.graph.initializer
+    if not any(t.data_type in HALF for t in weights):
+        return 0
+    sizes = (4 if t.data_type in HALF else _size(t.data_type) for t in weights)
+    return sum(size * int(np.prod(t.dims)) for size, t in zip(sizes, weights, strict=True))
+
+
+def _size(dtype: int) -> int:
+    try:
+        return int(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)).itemsize)
+    except (KeyError, TypeError):
+        return 8
 
 
 def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[int] = HALF) -> onnx.ModelProto:

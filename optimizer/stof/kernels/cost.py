@@ -49,7 +49,7 @@ def predict(site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
     """The predicted gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(mask, site.num_heads, length)
     work = 2.0 * site.head_size + 2.0 * site.value_head_size
-    own = density * work / 2 / _OWN_RATE
+    own = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
     other = work / 2 / _DENSE_RATE + passes * _PASS
     return Prediction(length, density, other / own)

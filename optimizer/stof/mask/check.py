@@ -22,6 +22,7 @@ from stof.symbolic import Int, Symbolic
 from stof.widen import widen
 
 _LONGEST = 1200
+_LARGEST = 4200  # windows up to here are run once above their length, at batch 1: [S, S] of int64 is 140 MB then
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 
 
@@ -61,15 +62,38 @@ class MaskChecker:
         key = (tuple(terms), mask.bias, mask.expression, mask.tables, mask.operands, site.row_guard, stated)
         if (not terms and site.row_guard is None) or key in self.passed:
             return
-        for number, length in enumerate(lengths(mask.expression)):
+        # The graph's own numbers count too: a stated mask may leave out a window.
+        numbers = {int(n) for n in re.findall(r"\d+", mask.expression)} | self._numbers(site)
+        for number, length in enumerate(lengths(" ".join(map(str, numbers)))):
             padding = (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3]
             self._compare(site, mask, terms, Case(2, length, padding), number, stated)
+        for number, constant in enumerate(sorted(n for n in numbers if _LONGEST < n <= _LARGEST)):
+            self._compare(site, mask, terms, Case(1, constant + 2, Padding.NONE), number, stated)
         self.passed.add(key)
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
         inputs = {i.name for i in self.model.graph.input} - set(self.initializers)
-        found: list[str] = []
+        found = []
+        for name in self._behind(site):
+            shape = self.symbolic.shape(name) if name in inputs else None
+            if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
+                found.append(name)
+        return sorted(found)
+
+    def _numbers(self, site: AttentionSite) -> set[int]:
+        """Whole numbers among the constants behind a site's masks."""
+        found: set[int] = set()
+        for name in self._behind(site):
+            array = self.symbolic.constant(name)
+            if array is not None and array.size == 1 and array.dtype.kind in "iuf":
+                value = float(array.reshape(-1)[0])
+                if 0 < abs(value) <= _LARGEST and value == int(value):
+                    found.add(abs(int(value)))
+        return found
+
+    def _behind(self, site: AttentionSite) -> set[str]:
+        """The tensors on whose data the mask tensors of a site depend."""
         seen: set[str] = set()
         pending = [t.tensor for t in site.terms]
         while pending:
@@ -79,11 +103,8 @@ class MaskChecker:
             seen.add(name)
             node = self.index.producer(name)
             if node is not None and node.op_type != "Shape":
-                pending.extend(node.input)
-            shape = self.symbolic.shape(name) if name in inputs else None
-            if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
-                found.append(name)
-        return sorted(found)
+                pending.extend(n for n in node.input if n)
+        return seen
 
     def fills(self, site: AttentionSite, mask: LiftedMask) -> list[float]:
         """The values of forbidden entries, of terms that could not be lifted: found by running them once.

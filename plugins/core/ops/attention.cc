@@ -15,6 +15,7 @@ namespace {
 constexpr int kTypedInputs = 3;
 constexpr int kMostOperands = 13;
 constexpr int64_t kMaxHeadSize = 256;
+constexpr int64_t kMaxHeads = 65536;
 // So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
 constexpr int64_t kUncachedRows = 8;
 constexpr const char* kTensorNames[] = {"query", "key", "value", "output"};
@@ -253,8 +254,8 @@ class AttentionOp final : public Op {
     if (sizes.P < 0) {
       return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
     }
-    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args));
     if (expected.Elements() == 0) return Status();
+    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args));
     args.output = outputs[0].data;
     if (args.T == 0) {
       FillWithoutKeys(args, outputs[0]);
@@ -308,6 +309,10 @@ class AttentionOp final : public Op {
     }
     if (q.s > MaskExpr::kMaxSize || k.s > MaskExpr::kMaxSize) {
       return Status::Error("lengths must be at most 2^22: " + shapes());
+    }
+    // So that no product of sizes overflows: an empty tensor may have any batch size at no cost.
+    if (q.b > MaskExpr::kMaxSize || q.heads > kMaxHeads || k.heads > kMaxHeads) {
+      return Status::Error("batch size must be at most 2^22 and heads at most 65536: " + shapes());
     }
     args->B = q.b;
     args->H = q.heads;
@@ -445,7 +450,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   attributes.Int("num_heads", &a.num_heads);
   attributes.Int("kv_num_heads", &a.kv_num_heads);
   for (int64_t heads : {a.num_heads, a.kv_num_heads}) {
-    if (heads < 0 || heads > 65536) {
+    if (heads < 0 || heads > kMaxHeads) {
       return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
     }
   }
