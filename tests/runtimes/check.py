@@ -7,7 +7,9 @@ any version of them.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +32,63 @@ def session(path: Path, library: str | None) -> Any:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=DISABLED)
 
 
+class Kernels:
+    """Tells whether kernels of the library ran: each run asks the library's cache of block masks."""
+
+    def __init__(self, library: str) -> None:
+        self._stats = ctypes.CDLL(library).stof_block_mask_cache_stats
+        self._seen = self._count()
+
+    def _count(self) -> int:
+        stats = (ctypes.c_int64 * 5)()
+        self._stats(stats, ctypes.c_int(0))
+        return stats[2] + stats[3]  # hits and misses
+
+    def ran(self) -> bool:
+        """Since the last call."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+
 def main(folder: Path, library: str, version: str) -> int:
     """Compares every model of the folder at every input; 1 when one differs."""
     if ort.__version__ != version:
         print(f"this is onnxruntime {ort.__version__}, expected {version}")
         return 1
     originals = sorted(p for p in folder.glob("*.onnx") if not p.name.endswith(".stof.onnx"))
-    worst, count = 0.0, 0
+    worst, count = {"library": 0.0, "function body": 0.0}, 0
+    seconds = dict.fromkeys(worst, 0.0)
+    kernels = Kernels(library)
     for path in originals:
         optimized = path.with_name(path.name.replace(".onnx", ".stof.onnx"))
         reference = session(path, None)
         for how, candidate in (("library", session(optimized, library)), ("function body", session(optimized, None))):
+            kernels.ran()
             for file in sorted(folder.glob(f"{path.stem}.*.npz")):
                 with np.load(file) as arrays:
                     feeds = {n: arrays[n] for n in arrays.files}
+                start = time.perf_counter()
+                results = candidate.run(None, feeds)
+                seconds[how] += time.perf_counter() - start
                 for value, expected, found in zip(
-                    reference.get_outputs(), reference.run(None, feeds), candidate.run(None, feeds), strict=True
+                    reference.get_outputs(), reference.run(None, feeds), results, strict=True
                 ):
                     if not (np.isfinite(expected).all() and found.shape == expected.shape and np.ptp(expected) > 0):
                         print(f"{file.name}: output {value.name} is no result to compare with")
                         return 1
                     error = float(np.abs(found - expected).max() / np.ptp(expected))
-                    worst, count = max(worst, error), count + 1
+                    worst[how], count = max(worst[how], error), count + 1
                     if not error <= ALLOWED:
                         print(f"{file.name}, {how}: output {value.name} differs by {error:.1e} of its range")
                         return 1
+            if kernels.ran() != (how == "library"):
+                print(f"{optimized.name}, {how}: the library's kernels {'ran' if how != 'library' else 'did not run'}")
+                return 1
     if count == 0:
         print(f"nothing to compare in {folder}")
         return 1
-    print(f"onnxruntime {version}, numpy {np.__version__}: {len(originals)} models, {count} outputs, worst {worst:.1e}")
+    figures = ", ".join(f"{how} worst {worst[how]:.1e} in {seconds[how]:.2f} s" for how in worst)
+    print(f"onnxruntime {version}, numpy {np.__version__}: {len(originals)} models, {count} outputs, {figures}")
     return 0
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes models, their optimized forms and inputs for tests/runtimes/check.py: ``prepare.py FOLDER``.
 
-The models are narrow exports: ModernBERT from two exporters (two masks each), and one model that holds ModernBERT and Gemma 3
-side by side, so that its masks are three and more.
+The models are narrow exports: ModernBERT from two exporters (two masks each), the same with a narrower window in one layer
+(three masks), and one model that holds ModernBERT and Gemma 3 side by side (four masks, two head counts).
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import compose
+from onnx import compose, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 import build
 import stof
 
-LENGTHS = ((2, 75, 9, 0), (2, 64, 0, 30), (1, 5, 0, 0))  # batch, length, padding left of row 0, right of row 1
+# Batch, length, padding left of row 0, right of row 1. Windows are 5, 16 and 19.
+LENGTHS = ((2, 75, 9, 0), (2, 64, 0, 30), (2, 41, 12, 7), (1, 5, 0, 0), (1, 1, 0, 0))
+NARROWER = 5
+MASKS = {"modernbert": 2, "three-masks": 3, "four-masks": 4}
 
 
 def side_by_side(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto:
@@ -34,6 +37,47 @@ def side_by_side(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelP
     return found
 
 
+def with_third_mask(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which the last layer that has the window has a narrower one, computed by nodes of its own."""
+    edited = onnx.ModelProto()
+    edited.CopyFrom(model)
+    graph = edited.graph
+    start = next(i for i, n in enumerate(graph.node) if n.op_type == "LessOrEqual")
+    window = onnx.NodeProto()
+    window.CopyFrom(graph.node[start])
+    graph.initializer.append(numpy_helper.from_array(np.array(NARROWER, np.int64), "narrower"))
+    window.input[1] = "narrower"
+    # Everything that follows from the comparison, up to where layers add it to their scores.
+    renamed = {window.output[0]: "narrower_0"}
+    window.output[0] = "narrower_0"
+    window.name = "narrower_0"
+    copies = [window]
+    adds = []
+    for node in graph.node[start + 1 :]:
+        if not any(name in renamed for name in node.input):
+            continue
+        if node.op_type == "Add":
+            adds.append(node)
+            continue
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = f"narrower_{len(copies)}"
+        copy.input[:] = [renamed.get(n, n) for n in node.input]
+        copy.output[:] = [f"narrower_{len(copies)}"]
+        renamed[node.output[0]] = copy.output[0]
+        copies.append(copy)
+    assert len(adds) > 1, "two layers share the window"
+    adds[-1].input[:] = [renamed.get(n, n) for n in adds[-1].input]
+    # In front of their first reader, so that nodes stay in an order that every runtime takes.
+    place = next(i for i, n in enumerate(graph.node) if n.output[0] == adds[-1].output[0])
+    nodes = [*graph.node[:place], *copies, *graph.node[place:]]
+    nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.checker.check_model(edited)
+    return edited
+
+
 def models() -> dict[str, onnx.ModelProto]:
     """The originals by name; opset 21 at most, for the oldest runtime."""
     two = {
@@ -41,7 +85,8 @@ def models() -> dict[str, onnx.ModelProto]:
     }
     gemma = build.fill(build.load_graph("narrow/gemma3.dynamo.sdpa"), seed=4)
     found = {f"modernbert.{n}": m for n, m in two.items()}
-    found["three-masks"] = side_by_side(two["dynamo.sdpa"], gemma)
+    found |= {f"three-masks.{n}": with_third_mask(m) for n, m in two.items()}
+    found["four-masks"] = side_by_side(two["dynamo.sdpa"], gemma)
     for name, model in found.items():
         opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
         if opset > 21:
@@ -69,7 +114,7 @@ def main(folder: Path) -> None:
         onnx.save(model, str(path))
         report = stof.optimize(path, folder / f"{name}.stof.onnx")
         masks = sorted({s.mask for s in report.sites if s.replaced})
-        if report.replaced != len(report.sites) or len(masks) < (3 if name == "three-masks" else 2):
+        if report.replaced != len(report.sites) or len(masks) != MASKS[name.split(".")[0]]:
             raise SystemExit(f"{name}: {report.replaced} of {len(report.sites)} sites replaced, masks {masks}")
         print(f"{name}: {report.replaced} sites, masks {'; '.join(masks)}")
         for i, shape in enumerate(LENGTHS):
