@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper, numpy_helper
 
 import build
 import stof
@@ -154,26 +155,40 @@ def test_options_of_later_versions_say_so(narrow: Callable[[str], Path], capsys:
         assert "this" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("together", [(2,), (0, 3), (0, 1, 3)])
 def test_a_difference_that_no_site_shows_is_traced(
-    narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    together: tuple[int, ...],
+    narrow: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = narrow("modernbert.dynamo.sdpa")
     guilty: list[str] = []
 
     def faulty(model: onnx.ModelProto, symbolic: Any, rewrites: Any) -> onnx.ModelProto:
-        """The third site comes out right, but what reads it reads something else."""
+        """With these sites replaced, all come out right, but what reads the last of them reads its own query."""
         result = emit(model, symbolic, rewrites)
-        nodes = [n for n in result.graph.node if n.op_type == "StofAttention"]
-        if len(nodes) >= 3:
-            guilty.append(rewrites[2].site.name)
-            output = rewrites[2].site.output
-            reader = next(n for n in result.graph.node if output in n.input)
-            reader.input[list(reader.input).index(output)] = rewrites[1].site.output
+        sites = [r.site for r in rewrites if r.site.index in together]
+        if len(sites) == len(together):
+            guilty[:] = [s.name for s in sites]
+            node = next(n for n in result.graph.node if sites[-1].output in n.output)
+            reader = next(n for n in result.graph.node if sites[-1].output in n.input)
+            query = helper.make_node("Transpose", [node.input[0]], ["planted_t"], perm=[0, 2, 1, 3])
+            flat = helper.make_node("Reshape", ["planted_t", "planted_shape"], ["planted"])
+            reader.input[list(reader.input).index(sites[-1].output)] = "planted"
+            result.graph.initializer.append(numpy_helper.from_array(np.array([0, 0, -1], np.int64), "planted_shape"))
+            place = list(result.graph.node).index(reader)
+            nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in result.graph.node]
+            del result.graph.node[:]
+            result.graph.node.extend([*nodes[:place], query, flat, *nodes[place:]])
         return result
 
     monkeypatch.setattr(pipeline, "emit", faulty)
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert "Every site alone is right" in error
-    assert f"comes with site {guilty[0]!r}" in error
+    assert "Every site by itself computes what it should" in error
+    names = ", ".join(repr(n) for n in guilty)
+    assert len(guilty) == len(together)
+    words = f"comes with site {names} alone" if len(guilty) == 1 else f"comes when sites {names} are replaced together"
+    assert words in error
     assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]

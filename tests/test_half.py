@@ -19,7 +19,7 @@ import build
 import stof
 from stof import cli, pipeline
 from stof.passes.emit import emit
-from stof.widen import widen
+from stof.widen import Twins, widen
 
 NAMES = ("modernbert.dynamo.sdpa", "modernbert.torchscript.eager", "bert.torchscript.sdpa", "mistral.dynamo.eager")
 
@@ -28,6 +28,26 @@ def fp16(name: str) -> onnx.ModelProto:
     """A narrow export as ONNX Runtime's own tool converts it."""
     model = build.fill(build.load_graph(f"narrow/{name}"), seed=1)
     return convert_float_to_float16(model, disable_shape_infer=True)
+
+
+def with_fp32_softmax(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What exporters write for ``softmax(scores, dtype=float32).to(query.dtype)``."""
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    nodes: list[onnx.NodeProto] = []
+    for i, node in enumerate(found.graph.node):
+        if node.op_type != "Softmax":
+            nodes.append(node)
+            continue
+        scores, weights = node.input[0], node.output[0]
+        node.input[0], node.output[0] = f"wide_scores_{i}", f"wide_weights_{i}"
+        nodes.append(helper.make_node("Cast", [scores], [node.input[0]], f"widen_{i}", to=TensorProto.FLOAT))
+        nodes.append(node)
+        nodes.append(helper.make_node("Cast", [node.output[0]], [weights], f"narrow_{i}", to=TensorProto.FLOAT16))
+    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del found.graph.node[:]
+    found.graph.node.extend(copies)
+    return found
 
 
 def bf16(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -96,6 +116,23 @@ def test_fp16(name: str, tmp_path: Path) -> None:
             assert np.abs(found.astype(np.float64) - a).max() <= 4e-3 * span
 
 
+@pytest.mark.parametrize("name", ["bert.torchscript.eager", "gemma3.dynamo.eager", "modernbert.dynamo.sdpa"])
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_softmax_in_fp32(name: str, dtype: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    original = with_fp32_softmax(fp16(name))
+    if dtype == TensorProto.BFLOAT16:
+        original = bf16(original)
+    onnx.save(original, str(path))
+    optimized = check(path, dtype)
+    assert not any(n.op_type == "Softmax" for n in optimized.graph.node)
+    a, b = (outputs(widen(m))[0] for m in (original, optimized))
+    assert np.abs(a - b).max() <= 2e-5 * np.ptp(a)
+    if dtype == TensorProto.FLOAT16:
+        a, b = outputs(original)[0].astype(np.float64), outputs(optimized)[0].astype(np.float64)
+        assert np.abs(a - b).max() <= 4e-3 * np.ptp(a)
+
+
 @pytest.mark.parametrize("name", ["modernbert.dynamo.sdpa", "mistral.dynamo.eager"])
 def test_bf16(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
@@ -104,6 +141,59 @@ def test_bf16(name: str, tmp_path: Path) -> None:
     optimized = check(path, TensorProto.BFLOAT16)
     a, b = (outputs(widen(m, tmp_path))[0] for m in (original, optimized))
     assert np.abs(a - b).max() <= 2e-5 * np.ptp(a)
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("kind", [fp16, lambda name: bf16(fp16(name))])
+def test_twins_share_their_weights(kind: Callable[[str], onnx.ModelProto], external: bool, tmp_path: Path) -> None:
+    model = kind("modernbert.dynamo.sdpa")
+    model.graph.initializer.append(numpy_helper.from_array(np.random.default_rng(1).random((40, 50)), "other"))
+    wanted = {t.name: numpy_helper.to_array(t) for t in widen(model).graph.initializer}
+    path = tmp_path / "model.onnx"
+    onnx.save(model, str(path), save_as_external_data=external, location="model.data", size_threshold=0)
+    model = onnx.load(str(path), load_external_data=False)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    twins = Twins(tmp_path, scratch)
+    first = twins.of(model)
+    size = twins.file.stat().st_size
+    assert twins.of(model) == first
+    assert twins.file.stat().st_size == size
+    assert max(len(t.raw_data) for t in first.graph.initializer if t.name != "other") <= 4096
+    onnx.save(first, str(scratch / "wide.onnx"))
+    found = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(scratch / "wide.onnx")).graph.initializer}
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+def test_types_that_do_not_fit_are_caught_although_twins_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(fp16("modernbert.dynamo.sdpa"), str(path))
+
+    def faulty(*arguments: Any) -> onnx.ModelProto:
+        model = emit(*arguments)
+        node = next(n for n in model.graph.node if n.op_type == "StofAttention")
+        model.graph.node.insert(
+            list(model.graph.node).index(node),
+            helper.make_node("Cast", [node.input[0]], ["wide"], "wide", to=TensorProto.FLOAT),
+        )
+        next(n for n in model.graph.node if n.op_type == "StofAttention").input[0] = "wide"
+        return model
+
+    monkeypatch.setattr(pipeline, "emit", faulty)
+    assert cli.main([str(path)]) == 2
+    assert "the optimized model in its own types: does not run" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_the_report_says_that_twins_were_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(bf16(fp16("bert.torchscript.sdpa")), str(path))
+    assert cli.main([str(path)]) == 0
+    assert "half precision: both ran widened to fp32" in capsys.readouterr().out
 
 
 def test_planted_fault_is_caught(
@@ -125,11 +215,13 @@ def test_planted_fault_is_caught(
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_weights_in_a_folder_that_is_not_written_to(narrow: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def test_weights_in_a_folder_that_is_not_written_to(kind: str, narrow: Callable[[str], Path], tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     target.mkdir()
-    model = onnx.load(str(narrow("modernbert.dynamo.sdpa")))
+    name = "modernbert.dynamo.sdpa"
+    model = onnx.load(str(narrow(name))) if kind == "fp32" else fp16(name) if kind == "fp16" else bf16(fp16(name))
     onnx.save(model, str(source / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=64)
     source.chmod(0o555)
     before = source.stat().st_mtime_ns

@@ -22,6 +22,19 @@ from stof.errors import ArgumentError, ModelError
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
 DOMAIN = "stof"
+_SMALL_CONSTANT, _LARGEST_TABLE, _MOST_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
+_WHOLE = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
+_ITEM_SIZES = {
+    int(TensorProto.BOOL): 1,
+    int(TensorProto.UINT8): 1,
+    int(TensorProto.INT8): 1,
+    int(TensorProto.FLOAT16): 2,
+    int(TensorProto.BFLOAT16): 2,
+    int(TensorProto.FLOAT): 4,
+    int(TensorProto.INT32): 4,
+    int(TensorProto.INT64): 8,
+    int(TensorProto.DOUBLE): 8,
+}
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
 
 
@@ -278,6 +291,45 @@ def _check_external(path: Path, model: onnx.ModelProto) -> None:
             )
 
 
+def read_constants(path: Path, model: onnx.ModelProto) -> None:
+    """Reads external data that the graph cannot be understood without: axes, sizes, scalars, tables of masks. Weights stay.
+
+    Raises:
+        ModelError: when the file ends before.
+    """
+    budget = _MOST_READ
+    for tensor in _tensors(model.graph):
+        size = _bytes(tensor)
+        if tensor.data_location != TensorProto.EXTERNAL or not _is_constant(tensor, size) or size > budget:
+            continue
+        budget -= size
+        # onnx's own reader refuses links, which runtimes follow beside a linked model.
+        entries = {e.key: e.value for e in tensor.external_data}
+        with (path.parent / entries["location"]).open("rb") as file:
+            file.seek(int(entries.get("offset", "0")))
+            tensor.raw_data = file.read(size)
+        if len(tensor.raw_data) != size:
+            raise ModelError(
+                f"{path}: constant {tensor.name!r} of {size} bytes ends beyond its external data; truncated?"
+            )
+        del tensor.external_data[:]
+        tensor.data_location = TensorProto.DEFAULT
+
+
+def _is_constant(tensor: onnx.TensorProto, size: int) -> bool:
+    """Whether the graph is read with it: small ones; integers and booleans, which are no weights; masks of all batches."""
+    if tensor.data_type in _WHOLE or (len(tensor.dims) >= 3 and tensor.dims[0] == 1):
+        return 0 <= size <= _LARGEST_TABLE
+    return 0 <= size <= _SMALL_CONSTANT
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    """The size of external data, -1 for types whose elements share bytes."""
+    if tensor.data_type not in _ITEM_SIZES:
+        return -1
+    return int(math.prod(tensor.dims) * _ITEM_SIZES[tensor.data_type])
+
+
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     """Writes a model whole or not at all. External data stays where it is; for another folder it is copied.
 
@@ -316,12 +368,36 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
                 leftover.unlink(missing_ok=True)
 
 
+def check_room(model: onnx.ModelProto, path: Path, source: Path) -> None:
+    """Whether external data can be used by a new model, or brought beside it: other models' data of the same name stays.
+
+    Raises:
+        ArgumentError: naming the file that is in the way.
+    """
+    for location in sorted(external_files(model)):
+        data = source.parent / location
+        if path.parent.resolve() != source.parent.resolve():
+            _lies_there(data, path.parent / location)
+        elif not data.resolve().is_relative_to(source.parent.resolve()):
+            # As in the cache of Hugging Face's hub, where the model is a link into the same folder.
+            raise ArgumentError(
+                f"external data {data} is a link to another folder, which runtimes follow only from a linked model; "
+                "write the output to another folder with -o"
+            )
+
+
+def _lies_there(source: Path, target: Path) -> bool:
+    if not target.exists():
+        return False
+    if target.samefile(source) or (target.is_file() and filecmp.cmp(source, target, shallow=False)):
+        return True
+    raise ArgumentError(f"{target} exists and differs from {source}; move it, or choose another folder with -o")
+
+
 def _bring(source: Path, target: Path) -> bool:
     """Copies external data beside the new model: loaders refuse other folders and links. False where it lies there."""
-    if target.exists():
-        if target.samefile(source) or filecmp.cmp(source, target, shallow=False):
-            return False
-        raise ArgumentError(f"{target} exists and differs from {source}; move it, or choose another folder with -o")
+    if _lies_there(source, target):
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.part")
     try:

@@ -17,7 +17,7 @@ import onnx
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
-from stof.graph import DOMAIN, external_files, load, save
+from stof.graph import DOMAIN, check_room, external_files, load, read_constants, save
 from stof.mask.check import tables_of
 from stof.mask.families import picture, window
 from stof.options import Options
@@ -75,6 +75,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         report.sites = [_done(n) for n in graph.graph.node if n.op_type == OP]
         return
     with _timed(report, "match"), _damage(source):
+        read_constants(source, graph)
         symbolic = Symbolic(graph)
         sites, findings = find_sites(graph, symbolic)
     check_selection(options, sites, findings)
@@ -93,6 +94,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         with _timed(report, "emit"):
             emitted = emit(graph, symbolic, rewrites)
         report.nodes_after = len(emitted.graph.node)
+        check_room(emitted, target, source)
         with _runtime_errors(source):
             _verify_and_write(report, graph, symbolic, rewrites, emitted, source, target, options)
     if options.save_plan is not None:
@@ -204,8 +206,16 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
             "written; --skip SITE leaves a site as it is"
         )
     first = failures[0]
-    return (
-        f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}; {first.detail}. "
-        f"Every site alone is right; the difference comes with site {report.verification.suspect!r}, when those before it are "
-        "replaced, too. Nothing was written; --skip SITE leaves a site as it is"
-    )
+    if report.verification.suspects:
+        names = [repr(name) for name in report.verification.suspects]
+        others = "" if report.verification.suspects_suffice else " and others before them"
+        words = (
+            f"the difference comes with site {names[0]} alone"
+            if len(names) == 1
+            else f"the difference comes when sites {', '.join(names)}{others} are replaced together, not with fewer of them"
+        )
+        return (
+            f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}; {first.detail}. "
+            f"Every site by itself computes what it should; {words}. Nothing was written; --skip SITE leaves a site as it is"
+        )
+    return f"verification failed: {first.what}: {first.detail}. Nothing was written"

@@ -11,6 +11,7 @@ a site runs in the site's own type on rounded inputs.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +21,25 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import external_data_helper, helper
+from onnx import helper
 
 from stof.errors import ArgumentError
+from stof.graph import external_files
 from stof.inputs import Case, InputMaker, Padding
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.runtime import Op, register
 from stof.site import AttentionSite, Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic
-from stof.widen import HALF, LARGEST, half_bytes, widen
+from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
-# Instead of 1e-6 for half-precision models: widened, where fp16 scores stand beside 1024 (see widen.py), and as they are.
-_WIDENED_FLOORS, _HALF_ULP = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}, 8
+# Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see widen.py).
+_WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
+_FLOPS = 3e10  # a second, of two cores
+_MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 
 
@@ -58,7 +62,11 @@ class Verification:
     comparisons: list[Comparison] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
-    suspect: str = ""  # without a faulty site: the one whose replacement, after those before it, makes outputs differ
+    widened: bool = False  # a half-precision model, compared as its fp32 twin
+    # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
+    # set suffices (False: the search ended before, and others have to be replaced as well).
+    suspects: tuple[str, ...] = ()
+    suspects_suffice: bool = True
 
     @property
     def failures(self) -> list[Comparison]:
@@ -70,18 +78,29 @@ class Verification:
         return list(dict.fromkeys(c.site for c in self.failures if c.site))
 
 
-def cases(expressions: Sequence[str]) -> list[Case]:
-    """Five sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side."""
+def cases(expressions: Sequence[str], tokens: float = np.inf) -> list[Case]:
+    """Sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side.
+
+    The first and the last always run, others as far as time allows; long ones of batch 2 become batch 1 where they have more
+    than so many ``tokens``.
+    """
     numbers = [int(n) for e in expressions for n in re.findall(r"\d+", e)]
     most = max([n for n in numbers if n <= _LONGEST - 60], default=16)
     above = most + 37 if (most + 37) % 2 else most + 38
+    batch = 2 if 2 * above <= tokens else 1
     return [
-        Case(2, above, Padding.LEFT),
-        Case(2, above + 6, Padding.RIGHT),
+        Case(batch, above, Padding.LEFT),
+        Case(batch, above + 6, Padding.RIGHT),
         Case(1, max(3, most // 2), Padding.NONE),
         Case(1, above + 11, Padding.NONE),
-        Case(2, 9, Padding.NONE),
+        Case(2, 9, Padding.RIGHT),
     ]
+
+
+def _affordable(model: onnx.ModelProto, seconds: float) -> float:
+    """How many tokens a model can be given in a third of the time, one of three runs of each case, at a slow machine's rate."""
+    weights = sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer)
+    return seconds / 3 * _FLOPS / (2 * max(1, weights))
 
 
 def _runtime() -> Any:
@@ -115,37 +134,93 @@ class Sessions:
         options.add_session_config_entry("session.disable_prepacking", "1")
         if library:
             register(options)
-        providers = ["CPUExecutionProvider"]
         if isinstance(model, Path):
-            return ort.InferenceSession(str(model), options, providers=providers)
-        if not any(external_data_helper.uses_external_data(t) for t in model.graph.initializer):
+            return self._session(str(model), options)
+        files = sorted(external_files(model))
+        if all((self.scratch / name).exists() for name in files):
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.
-            return self._from_file(model, self.scratch / "model.onnx", options)
-        if tuple(int(n) for n in ort.__version__.split(".")[:2]) >= _FOLDER_OPTION:
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self.weights))
-            return ort.InferenceSession(model.SerializeToString(), options, providers=providers)
-        for tensor in model.graph.initializer:
-            if external_data_helper.uses_external_data(tensor):
-                name = external_data_helper.ExternalDataInfo(tensor).location
-                link = self.scratch / name
-                if not link.is_symlink():
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    link.symlink_to(self.weights / name)
-        return self._from_file(model, self.scratch / "model.onnx", options)
+            return self._from_file(model, options)
+        if _version() >= _FOLDER_OPTION:
+            model, folder = self._located(model, files)
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            return self._session(model.SerializeToString(), options)
+        for name in files:  # versions without that option follow links, which later ones refuse
+            link = self.scratch / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(self.weights / name)
+        return self._from_file(model, options)
 
-    @staticmethod
-    def _from_file(model: onnx.ModelProto, path: Path, options: Any) -> Any:
+    def _located(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
+        """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
+        places = {name: (self.weights / name).resolve() for name in files}
+        if all(place.is_relative_to(self.weights) for place in places.values()):
+            return model, self.weights
+        folder = Path(os.path.commonpath([place.parent for place in places.values()]))
+        located = onnx.ModelProto()
+        located.CopyFrom(model)
+        for tensor in located.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = str(places[entry.value].relative_to(folder))
+        return located, folder
+
+    def _from_file(self, model: onnx.ModelProto, options: Any) -> Any:
+        path = self.scratch / "model.onnx"
+        while path.exists():  # a link to external data of that name
+            path = path.with_name(f"{path.stem}_.onnx")
         try:
             path.write_bytes(model.SerializeToString())
-            return _runtime().InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return self._session(str(path), options)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
         finally:
             path.unlink(missing_ok=True)
 
+    @staticmethod
+    def _session(model: str | bytes, options: Any) -> Any:
+        disabled = ["AttentionFusion"] if _version() < _FUSION_ABORTS else []
+        return _runtime().InferenceSession(
+            model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+        )
 
-# The first version known to read external data from a folder that an option names.
-_FOLDER_OPTION = (1, 22)
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(n) for n in _runtime().__version__.split(".")[:2])
+
+
+# The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
+_FOLDER_OPTION = (1, 21)
+# Before it, this fusion ends the process at a LayerNormalization without bias, which ModernBERT has.
+_FUSION_ABORTS = (1, 19)
+
+
+def suspects(rewrites: Sequence[Rewrite], fails: Callable[[Sequence[Rewrite]], bool]) -> tuple[list[Rewrite], bool]:
+    """A smallest failing set of rewrites by repeated bisection, when all of them together fail.
+
+    Takes about log2(n) runs for each rewrite of the set. The set cannot lose one of its rewrites and still fail, as long as
+    a set fails that holds a failing one.
+
+    Args:
+        rewrites: all of them, in the order of the graph.
+        fails: whether the model in which these are replaced is wrong.
+
+    Returns:
+        The set in the order of the graph, and whether it fails by itself: the search ends at a few rewrites.
+    """
+    needed: list[Rewrite] = []
+    rest = list(rewrites)
+    while len(needed) < _MOST_SUSPECTS:
+        # With `needed`, all of `rest` fails, and none of it does not: search the first number that fails.
+        low, high = 0, len(rest)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fails([*rest[:middle], *needed]) else (middle, high)
+        needed.insert(0, rest[high - 1])
+        rest = rest[: high - 1]
+        if not rest or fails(needed):
+            return needed, True
+    return needed, False
 
 
 class Verifier:
@@ -175,7 +250,7 @@ class Verifier:
         self.deadline = time.monotonic() + budget
         pads = frozenset(o.tensor for r in rewrites for o in r.mask.operands if o.role == "pad")
         self.maker = InputMaker(model, symbolic, pads)
-        self.cases = cases([r.mask.expression for r in rewrites])
+        self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.
             self.cases = [Case(c.batch, c.length, Padding.NONE) for c in self.cases]
@@ -200,25 +275,32 @@ class Verifier:
         sessions = Sessions(original.parent.resolve(), scratch)
         feeds = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(self.cases)]
         before: onnx.ModelProto | Path = original
-        after, probed, floor = emitted, self.model, 1e-6
-        if any(r.site.dtype in HALF for r in self.rewrites) and half_bytes(self.model) <= LARGEST:
-            before = probed = widen(self.model, sessions.weights)
-            after = widen(emitted, sessions.weights)
+        probed, after, twin, floor = self.model, emitted, _same, 1e-6
+        if any(r.site.dtype in HALF for r in self.rewrites) or holds(self.model, BF16):
+            result.widened = True
+            result.comparisons.extend(self._as_it_is(sessions, original, emitted, feeds[-1]))
+            twin = Twins(sessions.weights, scratch).of
+            floor = max(_WIDENED_FLOORS.get(r.site.dtype, 1e-5) for r in self.rewrites)
+            before = probed = twin(self.model)
+            after = twin(emitted)
             feeds = [{n: _widened(x) for n, x in f.items()} for f in feeds]
-            floor = max(_WIDENED_FLOORS[r.site.dtype] for r in self.rewrites if r.site.dtype in HALF)
-            if any(r.site.dtype == onnx.TensorProto.FLOAT16 for r in self.rewrites):
-                # That types fit each other shows in the model as it is; the CPU provider loads fp16, not bf16.
-                sessions.make(emitted, optimized=True, library=True)
-        plain, captured = self._reference(sessions, probed, feeds, result)
+        ran, plain, captured = self._reference(sessions, probed, feeds, result)
+        feeds = [feeds[i] for i in ran]
         result.comparisons.extend(self._sites(emitted, captured))
-        session = sessions.make(before, optimized=True, library=False)
-        legal = [session.run(None, f) for f in feeds[: len(plain)]]
+        try:
+            session = sessions.make(before, optimized=True, library=False)
+        except Exception:
+            if before is not original:
+                raise
+            # Runtimes refuse files whose axes and sizes are external data; in the model that was loaded, they are not.
+            session = sessions.make(self.model, optimized=True, library=False)
+        legal = [session.run(None, f) for f in feeds]
         del session
         names = [o.name for o in self.model.graph.output]
 
         def compare(session: Any, i: int) -> list[Comparison]:
             tensors = zip(names, plain[i], legal[i], session.run(None, feeds[i]), strict=True)
-            return [_compare_outputs(self.cases[i], floor, *t) for t in tensors]
+            return [_compare_outputs(self.cases[ran[i]], floor, *t) for t in tensors]
 
         session = sessions.make(after, optimized=True, library=True)
         by_case = [compare(session, i) for i in range(len(plain))]
@@ -226,29 +308,37 @@ class Verifier:
         result.comparisons.extend(c for comparisons in by_case for c in comparisons)
         wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
         if wrong is not None and not result.faulty_sites():
-            widened = before is not original
 
-            def fails(count: int) -> bool:
-                some = emit(self.rewrites[:count])
-                model = widen(some, sessions.weights) if widened else some
-                return not all(c.ok for c in compare(sessions.make(model, optimized=True, library=True), wrong))
+            def fails(some: Sequence[Rewrite]) -> bool:
+                session = sessions.make(twin(emit(some)), optimized=True, library=True)
+                return not all(c.ok for c in compare(session, wrong))
 
-            result.suspect = self._suspect(fails)
+            found, result.suspects_suffice = suspects(self.rewrites, fails)
+            result.suspects = tuple(r.site.name for r in found)
         result.seconds = time.monotonic() - start
         return result
 
-    def _suspect(self, fails: Callable[[int], bool]) -> str:
-        """By bisection, the site that the first failing number of rewrites ends with."""
-        low, high = 0, len(self.rewrites)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fails(middle) else (middle, high)
-        return self.rewrites[high - 1].site.name
+    @staticmethod
+    def _as_it_is(
+        sessions: Sessions, original: Path, emitted: onnx.ModelProto, feed: Mapping[str, np.ndarray]
+    ) -> list[Comparison]:
+        """Whether a model that is compared widened runs in its own types where the original does, without comparing."""
+        try:
+            first = sessions.make(original, optimized=True, library=False).run(None, feed)
+        except Exception:  # the CPU provider lacks a kernel; nothing can be told then
+            return []
+        what = "the optimized model in its own types"
+        try:
+            second = sessions.make(emitted, optimized=True, library=True).run(None, feed)
+        except Exception as error:  # whatever the runtime raises
+            return [Comparison(what, np.inf, 0.0, False, detail=f"does not run: {error}")]
+        same = all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in zip(first, second, strict=True))
+        return [] if same else [Comparison(what, np.inf, 0.0, False, detail="outputs of other types or shapes")]
 
     def _reference(
         self, sessions: Sessions, probed: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], result: Verification
-    ) -> tuple[list[list[np.ndarray]], dict[str, np.ndarray]]:
-        """The original's outputs without graph optimizations, and the first case's tensors at every site."""
+    ) -> tuple[list[int], list[list[np.ndarray]], dict[str, np.ndarray]]:
+        """Which cases ran, the original's outputs without graph optimizations, the first case's tensors at every site."""
         wanted = self._site_tensors()
         outputs = [o.name for o in self.model.graph.output]
         model = onnx.ModelProto()
@@ -264,18 +354,26 @@ class Verifier:
         del model
         names = [o.name for o in session.get_outputs()]
         captured: dict[str, np.ndarray] = {}
-        plain = []
-        for i, feed in enumerate(feeds):
-            if i > 1 and time.monotonic() > self.deadline:
+        ran, plain = [], []
+        pace = 0.0  # seconds for a token
+        for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
+            tokens = case.batch * case.length
+            # Each case runs three times: here, with graph optimizations, and optimized.
+            if 0 < i < len(feeds) - 1 and time.monotonic() + 3 * pace * tokens > self.deadline:
                 result.complete = False
-                break
+                continue
+            start = time.monotonic()
             if i == 0:
                 everything = dict(zip(names, session.run(names, feed), strict=True))
                 captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
                 plain.append([everything[n] for n in outputs])
+                pace = (time.monotonic() - start) / tokens
             else:
                 plain.append(session.run(outputs, feed))
-        return plain, captured
+            # What is left of the budget also pays for the two other runs of what ran already.
+            self.deadline -= 2 * (time.monotonic() - start)
+            ran.append(i)
+        return ran, plain, captured
 
     def _site_tensors(self) -> list[str]:
         found: list[str] = []
@@ -325,6 +423,10 @@ class Verifier:
         return found
 
 
+def _same(model: onnx.ModelProto) -> onnx.ModelProto:
+    return model
+
+
 def _widened(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
 
@@ -356,9 +458,6 @@ def _compare_outputs(
     good = np.isfinite(plain) & np.isfinite(legal)
     a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
     span = float(a.max() - a.min()) if a.size else 0.0
-    # Half-precision outputs come this way only from models too large to be widened.
-    if plain.dtype.name in ("float16", "bfloat16"):
-        floor = _HALF_ULP * _EPSILON[plain.dtype.name]
     budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + floor * span
     # Either legal run may be the nearer one.
     difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))

@@ -6,37 +6,47 @@ ONNX Runtime's CPU provider has few bfloat16 kernels, and runs fp16 ones by cast
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, external_data_helper, helper, numpy_helper
+from onnx import TensorProto, external_data_helper, numpy_helper
 
 from stof.graph import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
+BF16 = frozenset({int(TensorProto.BFLOAT16)})
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 # What masks add in fp16, and what takes its place: both make a weight 0, but fp32 rounds a score beside 65504 to 0.004 and
 # one beside 1024 to 0.00006, which is what rows in which everything is forbidden differ by.
 _FP16_FORBIDS, _FORBIDS = -60000.0, -1024.0
-LARGEST = 1_900_000_000  # bytes of weights; a protobuf message ends at 2 GiB
+_SMALL = 1024  # elements of a constant that stays in the model
+_CHUNK = 1 << 22  # elements converted at a time
+_ALIGNMENT = 4096  # runtimes map weights of external data where they begin at a page
 
 
-def half_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of the widened model's weights; 0 when none is in half precision."""
-    weights = model.graph.initializer
-    if not any(t.data_type in HALF for t in weights):
-        return 0
-    sizes = (4 if t.data_type in HALF else _size(t.data_type) for t in weights)
-    return sum(size * int(np.prod(t.dims)) for size, t in zip(sizes, weights, strict=True))
+def holds(model: onnx.ModelProto, kinds: Collection[int]) -> bool:
+    """Whether a model has tensors of one of the given types."""
+    return any(_holds(g, kinds) for g in (model.graph, *model.functions))
 
 
-def _size(dtype: int) -> int:
-    try:
-        return int(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)).itemsize)
-    except (KeyError, TypeError):
-        return 8
+def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) -> bool:
+    if isinstance(graph, onnx.GraphProto):
+        infos = (*graph.input, *graph.output, *graph.value_info)
+        if any(i.type.tensor_type.elem_type in kinds for i in infos) or any(
+            t.data_type in kinds for t in graph.initializer
+        ):
+            return True
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.name in _TYPE_ATTRIBUTES and attribute.i in kinds:
+                return True
+            if attribute.HasField("t") and attribute.t.data_type in kinds:
+                return True
+        if any(_holds(inner, kinds) for inner in subgraphs(node)):
+            return True
+    return False
 
 
 def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[int] = HALF) -> onnx.ModelProto:
@@ -45,21 +55,101 @@ def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[
     found.CopyFrom(model)
     if folder is not None:
         external_data_helper.load_external_data_for_model(found, str(folder))
-    widening = _Widening(kinds)
-    widening.graph(found.graph)
-    for function in found.functions:
-        widening.nodes(function.node)
-        widening.infos(function.value_info)
+    _Widening(kinds, None).model(found)
     return found
 
 
+class Twins:
+    """Widened models of any size: their weights lie, once for all that share them, in a file beside the models.
+
+    Args:
+        weights: the folder of the original's external data, which is read piece by piece.
+        scratch: the folder that the widened models will lie in.
+    """
+
+    def __init__(self, weights: Path, scratch: Path) -> None:
+        self.weights = weights
+        self.file = scratch / "widened.data"
+        self._places: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def of(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The model in fp32, to be written into the scratch folder."""
+        found = onnx.ModelProto()
+        found.CopyFrom(model)
+        _Widening(HALF, self).model(found)
+        return found
+
+    def keep(self, tensor: onnx.TensorProto) -> None:
+        """Moves a tensor's values into the file, half-precision ones as fp32."""
+        entries = {e.key: e.value for e in tensor.external_data}
+        key: tuple[object, ...] = (tensor.data_type, *tensor.dims, *sorted(entries.items()))
+        if not entries:
+            key = (tensor.data_type, *tensor.dims, tensor.name, hash(tensor.raw_data))
+        if key not in self._places:
+            self._places[key] = self._append(_pieces(tensor, self.weights))
+        offset, length = self._places[key]
+        kind = int(TensorProto.FLOAT) if tensor.data_type in HALF else tensor.data_type
+        kept = onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=kind)
+        kept.data_location = TensorProto.EXTERNAL
+        for name, value in (("location", self.file.name), ("offset", offset), ("length", length)):
+            kept.external_data.append(onnx.StringStringEntryProto(key=name, value=str(value)))
+        tensor.CopyFrom(kept)
+
+    def _append(self, pieces: Iterable[np.ndarray]) -> tuple[int, int]:
+        with self.file.open("ab") as file:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            offset = file.tell()
+            for piece in pieces:
+                file.write(np.ascontiguousarray(piece).tobytes())
+            return offset, file.tell() - offset
+
+
+def _pieces(tensor: onnx.TensorProto, folder: Path) -> Iterator[np.ndarray]:
+    """A tensor's values, or bytes of other types than half ones, in order."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        entries = {e.key: e.value for e in tensor.external_data}
+        file = folder / entries["location"]
+        offset = int(entries.get("offset", "0"))
+        length = int(entries.get("length", "0")) or file.stat().st_size - offset
+        raw: np.ndarray = np.memmap(file, np.uint8, "r", offset, (length,))
+    elif tensor.HasField("raw_data"):
+        raw = np.frombuffer(tensor.raw_data, np.uint8)
+    else:
+        array = numpy_helper.to_array(tensor)
+        yield _forbidden(array.astype(np.float32), tensor.data_type) if tensor.data_type in HALF else array
+        return
+    step = 2 * _CHUNK
+    for start in range(0, raw.size, step):
+        piece = raw[start : start + step]
+        yield _wide(piece, tensor.data_type) if tensor.data_type in HALF else piece
+
+
+def _wide(raw: np.ndarray, data_type: int) -> np.ndarray:
+    if data_type == TensorProto.BFLOAT16:  # the upper half of an fp32 number
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return _forbidden(raw.view("<f2").astype(np.float32), data_type)
+
+
+def _forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
+    if data_type != TensorProto.FLOAT16:
+        return array
+    return np.where(np.isfinite(array) & (array <= _FP16_FORBIDS), np.float32(_FORBIDS), array)
+
+
 class _Widening:
-    def __init__(self, kinds: Collection[int]) -> None:
+    def __init__(self, kinds: Collection[int], twins: Twins | None) -> None:
         self.kinds = kinds
+        self.twins = twins
+
+    def model(self, model: onnx.ModelProto) -> None:
+        self.graph(model.graph)
+        for function in model.functions:
+            self.nodes(function.node)
+            self.infos(function.value_info)
 
     def graph(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
-            self.tensor(tensor)
+            self.tensor(tensor, movable=True)
         self.nodes(graph.node)
         for infos in (graph.input, graph.output, graph.value_info):
             self.infos(infos)
@@ -80,10 +170,11 @@ class _Widening:
             if kind.elem_type in self.kinds:
                 kind.elem_type = TensorProto.FLOAT
 
-    def tensor(self, tensor: onnx.TensorProto) -> None:
-        if tensor.data_type not in self.kinds:
-            return
-        array = numpy_helper.to_array(tensor).astype(np.float32)
-        if tensor.data_type == TensorProto.FLOAT16:
-            array = np.where(np.isfinite(array) & (array <= _FP16_FORBIDS), np.float32(_FORBIDS), array)
-        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    def tensor(self, tensor: onnx.TensorProto, movable: bool = False) -> None:
+        external = tensor.data_location == TensorProto.EXTERNAL
+        large = movable and int(np.prod(tensor.dims, dtype=np.int64)) > _SMALL
+        if self.twins is not None and (external or (large and tensor.data_type in self.kinds)):
+            self.twins.keep(tensor)
+        elif tensor.data_type in self.kinds:
+            array = _forbidden(numpy_helper.to_array(tensor).astype(np.float32), tensor.data_type)
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
