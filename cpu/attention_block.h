@@ -66,16 +66,17 @@ inline V TanhFromExponent(V x) {
   return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
 }
 
-// s[kRows, kBlock vectors] = q[kRows, size] · keys. A vector holds kWidth of the kPanel keys of a packed panel.
+// s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a packed
+// panel.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
-                                      int64_t panel_stride, float* s, int64_t lds) {
+                                      int64_t panel_stride, const float* start, float* s, int64_t lds) {
   constexpr int kPerPanel = kPanel / kWidth;
   V sum[kRows][kBlock];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(0.0f);
+    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(start[r]);
   }
 #pragma GCC unroll 4
   for (int64_t d = 0; d < size; ++d) {

@@ -22,6 +22,10 @@ constexpr int kGroup = 4;
 // The running maximum is raised only when a score exceeds it by 2^8; weights stay below 256, and the output is rescaled
 // a few times per row instead of at every new maximum.
 constexpr float kSlack = 8.0f;
+// Scores start at minus the running maximum, which saves a subtraction from each. Not where that maximum lies far below
+// scores that may follow, as a bias of -10000 leaves it: they would lose their low bits.
+constexpr float kLowestStart = -16.0f, kHighestStart = 1e30f;
+constexpr float kNoStart[kStrip] = {};
 
 // The memory of one worker.
 struct Scratch {
@@ -39,6 +43,7 @@ struct Scratch {
     o = Take<float>(rows * ldo);
     s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
     max = Take<float>(rows);
+    start = Take<float>(rows);
     sum = Take<float>(rows * kWidth);
     bias = Take<float>(problem.n);
     row = Take<float>(ldo);
@@ -57,7 +62,7 @@ struct Scratch {
   int64_t ldq, ldo;
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
-  float *ring, *ring_values, *q, *o, *s, *max, *sum, *bias, *row, *mean, *values, *keys;
+  float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
   uint32_t *words_joined, *words_dynamic, *words_tail;
   bool copy_values, copy_keys;
@@ -326,6 +331,7 @@ class Worker {
     const V zero = Simd::Set1(0.0f);
     for (int r = 0; r < PaddedRows(); ++r) {
       scratch_.max[r] = -kInf;
+      scratch_.start[r] = 0.0f;
       Simd::Store(scratch_.sum + r * kWidth, zero);
       for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
     }
@@ -502,10 +508,10 @@ class Worker {
 
   template <int kBlock>
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
-                          float* s, int64_t lds) {
-    if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, s, lds);
-    if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, s, lds);
-    Scores<2, kBlock>(q, ldq, size, keys, stride, s, lds);
+                          const float* start, float* s, int64_t lds) {
+    if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+    if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+    Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
   }
 
   void PackedScores(const Strip* strips, int count, const float* keys) const {
@@ -527,6 +533,7 @@ class Worker {
       for (int i = 0; i < count; ++i) {
         uint32_t active = strips[i].active >> p & here;
         const float* q = scratch_.q + strips[i].row * ldq;
+        const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
         const int rows = rows_ - strips[i].row;
         while (active != 0) {
           const int at = __builtin_ctz(active);
@@ -536,13 +543,13 @@ class Worker {
           float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
           if constexpr (kBlockPanels == 1) {
             for (int c = 0; c < kPanel; c += kBlockKeys) {
-              StripScores<kVectors>(rows, q, ldq, size, from + c, stride, to + c, lds);
+              StripScores<kVectors>(rows, q, ldq, size, from + c, stride, start, to + c, lds);
             }
           } else {
-            if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, to, lds);
-            if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, to, lds);
-            if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, to, lds);
-            if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, to, lds);
+            if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, start, to, lds);
+            if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, start, to, lds);
+            if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, start, to, lds);
+            if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, start, to, lds);
           }
         }
       }
@@ -551,6 +558,7 @@ class Worker {
 
   void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const {
     const float* q = scratch_.q + strip.row * scratch_.ldq;
+    const float start = args_.softcap > 0.0f ? 0.0f : scratch_.start[strip.row];
     const int64_t size = RoundUp(args_.D, kWidth);
     for (int i = 0; i < strip.run_count; ++i) {
       int k = strip.runs[i].first;
@@ -564,13 +572,13 @@ class Worker {
           for (int j = 0; j < 8; ++j) sum[j] = Simd::Fma(x, Simd::Load(keys + (k + j) * ldk + d), sum[j]);
         }
 #pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) scratch_.s[k + j] = Simd::ReduceAdd(sum[j]);
+        for (int j = 0; j < 8; ++j) scratch_.s[k + j] = start + Simd::ReduceAdd(sum[j]);
       }
       for (; k < strip.runs[i].last; ++k) {
         V sum = Simd::Set1(0.0f);
         for (int64_t d = 0; d < size; d += kWidth)
           sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
-        scratch_.s[k] = Simd::ReduceAdd(sum);
+        scratch_.s[k] = start + Simd::ReduceAdd(sum);
       }
       for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
     }
@@ -583,8 +591,10 @@ class Worker {
     if (args_.softcap > 0.0f) {
       const V cap = Simd::Set1(args_.softcap * kLog2E);
       for (int r = 0; r < rows; ++r) {
-        ForEachVector(strip, s + r * problem_.n,
-                      [&](float* at, int) { Simd::Store(at, Simd::Mul(cap, TanhFromExponent(Simd::Load(at)))); });
+        const V start = Simd::Set1(scratch_.start[strip.row + r]);
+        ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
+          Simd::Store(at, Simd::Fma(cap, TanhFromExponent(Simd::Load(at)), start));
+        });
       }
     }
     if (args_.bias != nullptr) {
@@ -635,7 +645,8 @@ class Worker {
     constexpr int kParts = kPanel / kWidth;
     const int64_t lds = problem_.n;
     const int runs = strip.run_count;
-    float* max = scratch_.max + strip.row;
+    const float* max = scratch_.max + strip.row;
+    float* start = scratch_.start + strip.row;
     const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
     V high[kRows] = {};
     auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
@@ -654,20 +665,41 @@ class Worker {
 #pragma GCC unroll 4
       for (int j = 1; j < kParts; ++j) x[0] = Simd::Max(x[0], x[j]);
       high[r] = x[0];
-      exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + kSlack)));
+      exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kSlack)));
     }
-    if (Simd::Any(exceeded)) Rescale(strip, rows, high);
+    const bool raised = Simd::Any(exceeded);
+    if (raised) Rescale(strip, rows, high);
+    float base[kRows] = {};  // what these scores still exceed their distance to the maximum by
+    bool apart = false;
+    for (int r = 0; r < rows; ++r) {
+      base[r] = max[r] == -kInf ? 0.0f : max[r] + start[r];
+      apart |= base[r] != 0.0f;
+    }
+    if (apart) {
+      Weights<true>(strip, rows, base, s);
+    } else {
+      Weights<false>(strip, rows, base, s);
+    }
+    if (!raised) return;
+    for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
+  }
+
+  template <bool kApart>
+  void Weights(const Strip& strip, int rows, const float* bases, float* s) {
+    constexpr int kParts = kPanel / kWidth;
     for (int r = 0; r < rows; ++r) {
       float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
-      const V base = Simd::Set1(max[r] == -kInf ? 0.0f : max[r]);
+      const V base = Simd::Set1(bases[r]);
       V sum = Simd::Load(sum_at);
-      for (int i = 0; i < runs; ++i) {
-        float* at = s + r * lds + strip.runs[i].first;
-        const float* const end = s + r * lds + strip.runs[i].last;
+      for (int i = 0; i < strip.run_count; ++i) {
+        float* at = s + r * problem_.n + strip.runs[i].first;
+        const float* const end = s + r * problem_.n + strip.runs[i].last;
         for (; at < end; at += kPanel) {
 #pragma GCC unroll 4
           for (int j = 0; j < kParts; ++j) {
-            const V p = Exp2(Simd::Sub(Simd::Load(at + j * kWidth), base));
+            V x = Simd::Load(at + j * kWidth);
+            if constexpr (kApart) x = Simd::Sub(x, base);
+            const V p = Exp2(x);
             Simd::Store(at + j * kWidth, p);
             sum = Simd::Add(sum, p);
           }
@@ -680,7 +712,7 @@ class Worker {
   __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high) {
     for (int r = 0; r < rows; ++r) {
       float* max = scratch_.max + strip.row + r;
-      const float old = *max, now = Simd::ReduceMax(high[r]);
+      const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
       if (!(now > old + kSlack)) continue;
       *max = now;
       if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay

@@ -22,8 +22,9 @@ namespace {
 
 enum class Arrangement { kBHSD, kBSHD, kGaps };  // kGaps: more between rows, heads and batches than they need
 enum class Pad { kNone, kLeft, kRight, kAll, kRandom };
-// kLowest: some entries are the lowest finite number, and whole rows of them; kForbids: some are -inf, and whole rows.
-enum class Bias { kNone, kPlain, kLowest, kForbids };
+// kLowest: some entries are the lowest finite number, and whole rows of them; kForbids: some are -inf, and whole rows;
+// kFarBelow: the first keys have -10000, so that the running maximum begins far below the scores that count.
+enum class Bias { kNone, kPlain, kLowest, kForbids, kFarBelow };
 // What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
 enum class Poison { kNone, kForbidden, kOneKey };
 
@@ -50,7 +51,7 @@ struct Case {
 
 std::string Describe(const Case& c) {
   static constexpr const char* kPads[] = {"none", "left", "right", "all", "random"};
-  static constexpr const char* kBiases[] = {"none", "plain", "lowest", "forbids"};
+  static constexpr const char* kBiases[] = {"none", "plain", "lowest", "forbids", "far below"};
   static constexpr const char* kPoisons[] = {"none", "forbidden", "one key"};
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
   std::string layout;
@@ -309,7 +310,11 @@ BiasTensor DrawBias(const Case& c, Random* random) {
   }
   std::vector<double> values = DrawValues(random, bias.dtype, count, 2);
   const double special = c.bias == Bias::kLowest ? Lowest(bias.dtype) : -std::numeric_limits<double>::infinity();
-  if (c.bias != Bias::kPlain) {
+  if (c.bias == Bias::kFarBelow) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (3 * (i % dims[3]) < 2 * dims[3]) values[static_cast<size_t>(i)] = -10000;
+    }
+  } else if (c.bias != Bias::kPlain) {
     bool whole_row = false;
     for (int64_t i = 0; i < count; ++i) {
       if (i % dims[3] == 0) whole_row = random->OneIn(5);
@@ -512,7 +517,8 @@ std::vector<Case> DrawnCases(int count) {
   Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
   Deck<int> masks({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, &random);
   Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
-  Deck<Bias> biases({Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids}, &random);
+  Deck<Bias> biases(
+      {Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids, Bias::kFarBelow}, &random);
   Deck<uint32_t> broadcasts({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, &random);
   Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
   Deck<float> softcaps({0, 0, 0, 2.5f, 30.0f}, &random);
@@ -576,6 +582,10 @@ std::vector<Case> ListedCases() {
     c->dtype = dtype, c->mask = 3, c->empty_rows = EmptyRows::kAll, c->pad = Pad::kAll;
     c = &add(2, 2, 97, 640, 256, 256);
     c->dtype = dtype, c->B = 1, c->rising = true, c->softcap = 30;
+    c = &add(2, 1, 65, 300, 24, 24);
+    c->dtype = dtype, c->bias = Bias::kFarBelow, c->bias_wide = true, c->bias_broadcast = 3, c->spread = 4;
+    c = &add(2, 2, 2, 300, 24, 24);
+    c->dtype = dtype, c->bias = Bias::kFarBelow, c->bias_wide = true, c->spread = 4;
     // The largest head against the smallest.
     c = &add(4, 2, 49, 65, 256, 1);
     c->dtype = dtype, c->mask = 1;
