@@ -231,7 +231,7 @@ class Worker {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
       scratch_.empty[r] = sum == 0.0f;
       if (sum != 0.0f) {
-        WriteRow(r, 1.0f / sum);
+        WriteRow(r, 1.0f / (sum + SinkWeight(r)));
       } else if (args_.empty_rows == EmptyRows::kAll) {
         all = true;
       } else {
@@ -298,6 +298,13 @@ class Worker {
     float lanes[kWidth];
     Simd::Store(lanes, Exp2(Simd::Set1(x)));
     return lanes[0];
+  }
+
+  // The share of the sink in a row's sum. Beyond 2^127 weights vanish beside it as well as at it.
+  float SinkWeight(int r) const {
+    if (args_.sink == nullptr) return 0.0f;
+    const float x = ToFloat(args_.sink, args_.sink_dtype, h_) * kLog2E - scratch_.max[r];
+    return Exp2Scalar(x > 127.0f ? 127.0f : x);
   }
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
@@ -597,7 +604,7 @@ class Worker {
         });
       }
     }
-    if (args_.bias != nullptr) {
+    if (args_.bias != nullptr || args_.relative_bias != nullptr) {
       const V lowest = Simd::Set1(-FLT_MAX), log2e = Simd::Set1(kLog2E);
       for (int r = 0; r < rows; ++r) {
         LoadBias(row0_ + strip.row + r, key0, keys);
@@ -627,7 +634,30 @@ class Worker {
     }
   }
 
+  // The sum of a row's biases.
   void LoadBias(int64_t row, int64_t key0, int keys) const {
+    if (args_.bias != nullptr) {
+      LoadPairs(row, key0, keys);
+    } else {
+      for (int k = 0; k < keys; ++k) scratch_.bias[k] = 0.0f;
+    }
+    if (args_.relative_bias != nullptr) AddRelative(row, key0, keys);
+    for (int k = keys; k % kPanel != 0; ++k) scratch_.bias[k] = 0.0f;
+  }
+
+  void AddRelative(int64_t row, int64_t key0, int keys) const {
+    const float* table = args_.relative_bias + h_ * args_.relative_bias_stride_h;
+    const int64_t size = args_.relative_bias_size;
+    const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
+    const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
+    float* to = scratch_.bias;
+    for (int k = 0; k < low; ++k) to[k] += table[0];
+    for (int k = low; k < high; ++k) to[k] += table[first + k];
+    for (int k = high; k < keys; ++k) to[k] += table[size - 1];
+  }
+  static int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+  void LoadPairs(int64_t row, int64_t key0, int keys) const {
     const int64_t at =
         b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
     float* to = scratch_.bias;
@@ -636,7 +666,6 @@ class Worker {
     } else {
       for (int k = 0; k < keys; ++k) to[k] = ToFloat(args_.bias, args_.bias_dtype, at + k * args_.bias_stride_k);
     }
-    for (int k = keys; k % kPanel != 0; ++k) to[k] = 0.0f;
   }
 
   // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow. Whole panels:

@@ -21,7 +21,8 @@ class Problem:
 
     ``mask`` is an expression (docs/mask-format.md), empty for every pair; ``operands`` are what it reads, by role: ``pad``
     [B or 1, T], ``segment_q`` [B or 1, S], ``table0`` and so on. ``scale`` None is 1/sqrt(D); ``bias`` broadcasts to
-    [B, H, S, T]. With ``query_offset`` the queries are the last S of T positions.
+    [B, H, S, T], ``relative_bias`` is [H or 1, L] and ``sink`` [H]. With ``query_offset`` the queries are the last
+    S of T positions.
     """
 
     q: np.ndarray
@@ -32,6 +33,8 @@ class Problem:
     scale: float | None = None
     softcap: float = 0.0
     bias: np.ndarray | None = None
+    relative_bias: np.ndarray | None = None
+    sink: np.ndarray | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     query_offset: bool = False
 
@@ -52,20 +55,23 @@ class Problem:
 
     def attributes(self) -> dict[str, int | float | str]:
         """The attributes of StofAttention for this problem."""
-        roles = [*self.operands, *(["bias"] if self.bias is not None else [])]
         found: dict[str, int | float | str] = {
             "mask": self.mask,
-            "operands": " ".join(roles),
+            "operands": " ".join([*self.operands, *self._added()]),
             "empty_rows": self.empty_rows.value,
             "query_offset": int(self.query_offset),
             "softcap": self.softcap,
         }
         return found if self.scale is None else {**found, "scale": self.scale}
 
+    def _added(self) -> dict[str, np.ndarray]:
+        added = {"bias": self.bias, "relative_bias": self.relative_bias, "sink": self.sink}
+        return {role: array for role, array in added.items() if array is not None}
+
     def inputs(self) -> list[np.ndarray]:
         """The inputs of StofAttention for this problem, in order."""
-        bias = [] if self.bias is None else [self.bias]
-        return [np.ascontiguousarray(a) for a in (self.q, self.k, self.v, *self.operands.values(), *bias)]
+        operands = (*self.operands.values(), *self._added().values())
+        return [np.ascontiguousarray(a) for a in (self.q, self.k, self.v, *operands)]
 
     def run(self, threads: int = 1) -> np.ndarray:
         """The operator's output [B, H, S, Dv], straight from the library."""
@@ -119,7 +125,7 @@ def random_padding(rng: np.random.Generator, B: int, T: int) -> np.ndarray:
 def reference(problem: Problem) -> np.ndarray:
     """The output [B, H, S, Dv] in fp64, by the formula of docs/operators.md; softmax less the row's maximum.
 
-    NaN rows and -inf in ``bias`` follow the same formula.
+    NaN rows and -inf in biases follow the same formula.
     """
     repeat = problem.q.shape[1] // problem.k.shape[1]
     q = problem.q.astype(np.float64)
@@ -132,9 +138,18 @@ def reference(problem: Problem) -> np.ndarray:
     if problem.softcap:
         plain = problem.softcap * np.tanh(plain / problem.softcap)
     scores = plain if problem.bias is None else plain + problem.bias.astype(np.float64)
+    if problem.relative_bias is not None:
+        S = q.shape[2]
+        radius = problem.relative_bias.shape[1] // 2
+        distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
+        scores = scores + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
     scores = np.where(problem.allowed(), scores, -np.inf)
     empty = ~(scores > -np.inf).any(-1, keepdims=True) & ~np.isnan(scores).any(-1, keepdims=True)
-    weights = _softmax(scores)
+    if problem.sink is not None:
+        column = np.broadcast_to(problem.sink.astype(np.float64)[None, :, None, None], (*scores.shape[:3], 1))
+        weights = _softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
+    else:
+        weights = _softmax(scores)
     if problem.empty_rows is EmptyRows.ZERO:
         weights = np.where(empty, 0.0, weights)
     elif problem.empty_rows is EmptyRows.MEAN:

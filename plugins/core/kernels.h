@@ -65,6 +65,13 @@ struct AttentionArgs {
   const void* bias = nullptr;    // element strides below, 0 on a broadcast axis; nullptr: none
   DType bias_dtype = DType::kUndefined;
   int64_t bias_stride_b = 0, bias_stride_h = 0, bias_stride_q = 0, bias_stride_k = 0;
+  // Added to the score of query i and key j: relative_bias[h * relative_bias_stride_h + clamp(j - (query_position + i),
+  // -R, R) + R], R = relative_bias_size / 2; nullptr: none.
+  const float* relative_bias = nullptr;
+  int64_t relative_bias_size = 0, relative_bias_stride_h = 0;
+  int64_t query_position = 0;  // of query 0
+  const void* sink = nullptr;  // [H], a logit that takes its share of each row's softmax; nullptr: none
+  DType sink_dtype = DType::kUndefined;
   const BlockMask* mask = nullptr;       // static part; nullptr: every pair is allowed
   const DynamicMask* dynamic = nullptr;  // nullptr: none
 };

@@ -79,6 +79,7 @@ class RowWriter {
   void Write(int64_t b, int64_t h, int64_t i, double* output, double* magnitude) {
     row_ = (b * p_.H + h) * p_.S + i;
     keys_ = (b * p_.G + h / (p_.H / p_.G)) * p_.T;
+    sink_ = p_.sink.empty() ? -kInf : p_.sink[static_cast<size_t>(h)];
     std::fill(output, output + p_.Dv, 0.0);
     *magnitude = 0;
     bool any = Score(true);
@@ -131,9 +132,10 @@ class RowWriter {
   }
 
   void Average(double* output, double* magnitude) {
-    double top = -kInf;
+    double top = sink_;
     for (const double score : scores_) top = score > top ? score : top;
-    double sum = 0;
+    double sum = sink_ == -kInf ? 0 : std::exp(sink_ - top);
+    *magnitude = sum * (sink_ == -kInf ? 0 : std::abs(sink_));
     for (int64_t j = 0; j < p_.T; ++j) {
       const double score = scores_[static_cast<size_t>(j)];
       if (score == -kInf) continue;
@@ -151,6 +153,7 @@ class RowWriter {
   const std::vector<double> query_norms_, key_norms_;
   std::vector<double> scores_, sizes_;
   int64_t row_ = 0, keys_ = 0;
+  double sink_ = -kInf;
 };
 
 }  // namespace

@@ -26,6 +26,7 @@ struct Dense {
   std::vector<double> value;     // [B, G, T, Dv]
   std::vector<double> bias;      // [B, H, S, T] or empty
   std::vector<uint8_t> allowed;  // [B, H, S, T], by mask and padding
+  std::vector<double> sink;      // [H] or empty
   double scale = 1, softcap = 0;
   EmptyRows empty_rows = EmptyRows::kZero;
 };

@@ -38,8 +38,11 @@ struct Case {
   int mask = 0;
   Pad pad = Pad::kNone;
   Bias bias = Bias::kNone;
-  bool bias_wide = false;       // fp32 whatever dtype
-  uint32_t bias_broadcast = 0;  // bit per axis
+  bool bias_wide = false;        // fp32 whatever dtype
+  uint32_t bias_broadcast = 0;   // bit per axis
+  int64_t relative = 0;          // entries of a relative bias; 0: none
+  bool relative_shared = false;  // by all heads
+  bool sink = false;
   EmptyRows empty_rows = EmptyRows::kZero;
   float softcap = 0;
   float spread = 1;     // of the queries: how far scores are apart
@@ -60,9 +63,10 @@ std::string Describe(const Case& c) {
   return Text("B ", c.B, " H ", c.H, " G ", c.G, " S ", c.S, " T ", c.T, " D ", c.D, " Dv ", c.Dv, " dtype ",
               static_cast<int>(c.dtype), " layout ", layout, " offset ", c.offset, " mask ", c.mask, " pad ",
               kPads[static_cast<int>(c.pad)], " bias ", kBiases[static_cast<int>(c.bias)], " wide ", c.bias_wide,
-              " broadcast ", c.bias_broadcast, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ",
-              c.softcap, " spread ", c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)],
-              " shifted ", c.shifted, " tile ", c.m, "x", c.n);
+              " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
+              c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
+              c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
+              " tile ", c.m, "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -339,6 +343,23 @@ BiasTensor DrawBias(const Case& c, Random* random) {
   return bias;
 }
 
+// The table of a relative bias, whose part in each score goes to the dense bias.
+std::vector<float> DrawRelative(const Case& c, Random* random, std::vector<double>* dense) {
+  std::vector<float> table;
+  if (c.relative == 0) return table;
+  for (const double x : DrawValues(random, DType::kF32, (c.relative_shared ? 1 : c.H) * c.relative, 2)) {
+    table.push_back(static_cast<float>(random->OneIn(9) ? -std::numeric_limits<double>::infinity() : x));
+  }
+  dense->resize(static_cast<size_t>(c.B * c.H * c.S * c.T), 0.0);
+  const int64_t radius = c.relative / 2, past = c.offset ? c.T - c.S : 0;
+  for (int64_t i = 0; i < static_cast<int64_t>(dense->size()); ++i) {
+    const int64_t k = i % c.T, q = past + i / c.T % c.S, h = i / c.T / c.S % c.H;
+    const int64_t entry = std::min(radius, std::max(-radius, k - q)) + radius;
+    (*dense)[static_cast<size_t>(i)] += table[static_cast<size_t>((c.relative_shared ? 0 : h) * c.relative + entry)];
+  }
+  return table;
+}
+
 // NaN and infinities where the result may not depend on them.
 void PoisonKeys(const Case& c, Random* random, Dense* dense) {
   if (c.poison == Poison::kNone) return;
@@ -444,8 +465,14 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   const std::string where = Text("seed ", seed, " ", Describe(c));
   Random random(seed);
   const MaskData data = DrawMask(c, &random);
-  const BiasTensor bias = DrawBias(c, &random);
-  const Dense dense = DrawDense(c, data, bias, &random);
+  BiasTensor bias = DrawBias(c, &random);
+  const std::vector<float> relative = DrawRelative(c, &random, &bias.dense);
+  Dense dense = DrawDense(c, data, bias, &random);
+  if (c.sink) dense.sink = DrawValues(&random, c.dtype, c.H, 4);
+  std::vector<char> sink(static_cast<size_t>(c.H * SizeOfFloat(c.dtype)));
+  for (size_t h = 0; h < dense.sink.size(); ++h) {
+    StoreFloat(c.dtype, dense.sink[h], &sink[h * static_cast<size_t>(SizeOfFloat(c.dtype))]);
+  }
   Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
   Strided output(c, 3, c.H, c.S, c.Dv);
   query.Fill(dense.query);
@@ -460,6 +487,13 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
     args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
     args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
   }
+  if (c.relative > 0) {
+    args.relative_bias = relative.data();
+    args.relative_bias_size = c.relative;
+    args.relative_bias_stride_h = c.relative_shared ? 0 : c.relative;
+    args.query_position = c.offset ? c.T - c.S : 0;
+  }
+  if (c.sink) args.sink = sink.data(), args.sink_dtype = c.dtype;
   CpuAttentionConfig config = ChooseCpuAttention(args, team.threads);
   config.isa = isa;
   if (c.m > 0) config.m = c.m;
@@ -520,6 +554,7 @@ std::vector<Case> DrawnCases(int count) {
   Deck<Bias> biases(
       {Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids, Bias::kFarBelow}, &random);
   Deck<uint32_t> broadcasts({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, &random);
+  Deck<int64_t> relatives({0, 0, 0, 1, 3, 33, 257, 999}, &random);
   Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
   Deck<float> softcaps({0, 0, 0, 2.5f, 30.0f}, &random);
   Deck<float> spreads({1, 1, 4, 30}, &random);
@@ -547,7 +582,11 @@ std::vector<Case> DrawnCases(int count) {
     c.bias = biases.Deal();
     c.bias_wide = random.OneIn(2);
     if (c.bias != Bias::kNone) c.bias_broadcast = broadcasts.Deal();
+    c.relative = relatives.Deal();
+    c.relative_shared = random.OneIn(4);
+    c.sink = random.OneIn(4);
     c.empty_rows = policies.Deal();
+    if (c.sink) c.empty_rows = EmptyRows::kZero;
     c.softcap = softcaps.Deal();
     c.spread = spreads.Deal();
     c.rising = random.OneIn(4);
@@ -586,6 +625,10 @@ std::vector<Case> ListedCases() {
     c->dtype = dtype, c->bias = Bias::kFarBelow, c->bias_wide = true, c->bias_broadcast = 3, c->spread = 4;
     c = &add(2, 2, 2, 300, 24, 24);
     c->dtype = dtype, c->bias = Bias::kFarBelow, c->bias_wide = true, c->spread = 4;
+    c = &add(4, 2, 130, 300, 16, 16);
+    c->dtype = dtype, c->relative = 65, c->offset = true, c->mask = 4, c->pad = Pad::kLeft, c->sink = true;
+    c = &add(4, 2, 3, 600, 16, 16);
+    c->dtype = dtype, c->relative = 1199, c->offset = true, c->sink = true, c->spread = 30;
     // The largest head against the smallest.
     c = &add(4, 2, 49, 65, 256, 1);
     c->dtype = dtype, c->mask = 1;

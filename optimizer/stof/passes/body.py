@@ -181,11 +181,16 @@ class _Body:
         minus = b.constant(-np.inf, np.float32)
         if "bias" in operands:
             scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
+        if "relative_bias" in operands:
+            scores = b.add("Add", [scores, self._relative(operands["relative_bias"], sizes)])
         masked = scores
         if v.expression:
             masked = b.add("Where", [mask_nodes(b, v.expression, sizes, operands), scores, minus])
+        if "sink" in operands:
+            return self._beside_sink(masked, operands["sink"], sizes)
         weights = b.add("Softmax", [masked], axis=-1)
-        if (not v.expression and "bias" not in operands) or v.empty_rows is EmptyRows.NAN:
+        biased = "bias" in operands or "relative_bias" in operands
+        if (not v.expression and not biased) or v.empty_rows is EmptyRows.NAN:
             return weights
         empty = b.add("Equal", [b.reduce_max(masked, -1), minus])
         if v.empty_rows is EmptyRows.ZERO:
@@ -195,6 +200,27 @@ class _Body:
         else:
             fill = b.add("Softmax", [scores], axis=-1)
         return b.add("Where", [empty, fill, weights])
+
+    def _relative(self, table: str, sizes: Sizes) -> str:
+        """[H or 1, S, T] from a table [H or 1, L] by the distance of key and query."""
+        b = self.builder
+        table = b.add("Cast", [table], to=TensorProto.FLOAT)
+        radius = b.add("Div", [self._size(table, 1), b.constant(2)])
+        zero, one = b.constant(0), b.constant(1)
+        keys = b.unsqueeze(b.add("Range", [zero, sizes.T, one]), [0])
+        queries = b.add("Add", [b.add("Range", [zero, sizes.S, one]), sizes.P])
+        distance = b.add("Sub", [keys, b.unsqueeze(queries, [1])])
+        low = b.add("Neg", [radius])
+        entry = b.add("Add", [b.add("Min", [b.add("Max", [distance, low]), radius]), radius])
+        return b.add("Gather", [table, entry], axis=1)
+
+    def _beside_sink(self, scores: str, sink: str, sizes: Sizes) -> str:
+        """The softmax over a row's scores and its head's sink, without the sink's weight."""
+        b = self.builder
+        column = b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
+        column = b.add("Expand", [column, self._vector(sizes.B, sizes.H, sizes.S, [1])])
+        weights = b.add("Softmax", [b.add("Concat", [scores, column], axis=-1)], axis=-1)
+        return b.add("Slice", [weights, b.constant([0]), b.unsqueeze(sizes.T, [0]), b.constant([-1])])
 
     def _output(self, tensor: str, heads: str, value: str) -> str:
         v, b = self.variant, self.builder

@@ -53,7 +53,8 @@ Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layout
 }
 
 bool KnownRole(const std::string& role) {
-  static constexpr const char* kRoles[] = {"pad", "bias", "segment_q", "segment_k", "lengths", "unused"};
+  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
+                                           "segment_q", "segment_k", "lengths",       "unused"};
   return std::find(std::begin(kRoles), std::end(kRoles), role) != std::end(kRoles) ||
          (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
           role.find_first_not_of("0123456789", 5) == std::string::npos);
@@ -146,6 +147,34 @@ Status BindBias(const Tensor& bias, AttentionArgs* args) {
   }
   args->bias = bias.data;
   args->bias_dtype = bias.dtype;
+  return Status();
+}
+
+Status BindRelativeBias(const Tensor& bias, AttentionArgs* args) {
+  if (bias.dtype != DType::kF32) {
+    return Status::Error("relative_bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
+                         ", expected fp32");
+  }
+  if (bias.rank != 2 || (bias.dims[0] != 1 && bias.dims[0] != args->H) || bias.dims[1] % 2 != 1) {
+    return Status::Error("relative_bias has shape " + ShapeText(bias) + ", expected [1 or " + std::to_string(args->H) +
+                         ", an odd number]");
+  }
+  args->relative_bias = static_cast<const float*>(bias.data);
+  args->relative_bias_size = bias.dims[1];
+  args->relative_bias_stride_h = bias.dims[0] == 1 ? 0 : bias.dims[1];
+  return Status();
+}
+
+Status BindSink(const Tensor& sink, AttentionArgs* args) {
+  if (sink.dtype != args->dtype && sink.dtype != DType::kF32) {
+    return Status::Error("sink has data type " + std::to_string(static_cast<int>(sink.dtype)) +
+                         ", expected that of query or fp32");
+  }
+  if (sink.rank != 1 || sink.dims[0] != args->H) {
+    return Status::Error("sink has shape " + ShapeText(sink) + ", expected [" + std::to_string(args->H) + "]");
+  }
+  args->sink = sink.data;
+  args->sink_dtype = sink.dtype;
   return Status();
 }
 
@@ -257,6 +286,7 @@ class AttentionOp final : public Op {
     if (expected.Elements() == 0) return Status();
     STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args));
     args.output = outputs[0].data;
+    args.query_position = sizes.P;
     if (args.T == 0) {
       FillWithoutKeys(args, outputs[0]);
       return Status();
@@ -338,7 +368,7 @@ class AttentionOp final : public Op {
     return Status();
   }
 
-  // Bias and pad; pad is replaced in `given` by its bytes, which a dynamic part may read too.
+  // Biases, sink and pad; pad is replaced in `given` by its bytes, which a dynamic part may read too.
   Status BindOperands(const MaskParts& parts, std::vector<std::pair<std::string, Tensor>>* given,
                       const RunContext& context, AttentionArgs* args) const {
     bool pad_seen = false;
@@ -346,6 +376,8 @@ class AttentionOp final : public Op {
       if (role == "unused") continue;
       if (tensor.dtype == DType::kUndefined) return Status::Error("operand " + role + " is missing");
       if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args));
+      if (role == "relative_bias") STOF_RETURN_IF_ERROR(BindRelativeBias(tensor, args));
+      if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args));
       if (role != "pad") continue;
       pad_seen = true;
       uint8_t* bytes = nullptr;
@@ -480,7 +512,12 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   if (!attributes.mistyped().empty()) {
     return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/operators.md says");
   }
-  return CheckRoles(a.operands);
+  STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
+  if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
+    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)]) +
+                         ", expected zero: beside a sink a row without keys is 0");
+  }
+  return Status();
 }
 
 const OpDescription* AttentionDescription() {

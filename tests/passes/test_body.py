@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function body of StofAttention, run by ONNX Runtime without the library, against the formula in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from stof.graph import DOMAIN
+from stof.passes.body import OP, Variant, make_function
+from stof.site import Layout
+from stof.testing import Problem, assert_close, random_problem, reference
+
+
+def run_body(problem: Problem, opset: int) -> np.ndarray:
+    """The output of a model whose one node is a call of the function."""
+    attributes = problem.attributes()
+    heads = {"num_heads": problem.q.shape[1], "kv_num_heads": problem.k.shape[1]}
+    variant = Variant(
+        problem.mask,
+        (Layout.BHSD,) * 4,
+        heads["num_heads"] != heads["kv_num_heads"],
+        problem.empty_rows,
+        int(problem.query_offset),
+        problem.softcap,
+        tuple(str(attributes["operands"]).split()),
+        TensorProto.FLOAT,
+    )
+    arrays = problem.inputs()
+    names = [f"x{i}" for i in range(len(arrays))]
+    inputs = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        for n, a in zip(names, arrays, strict=True)
+    ]
+    node = helper.make_node(
+        OP, names, ["y"], domain=DOMAIN, mask_id=0, scale=float(problem.q.shape[3] ** -0.5), **heads
+    )
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = helper.make_model(
+        helper.make_graph([node], "g", inputs, [output]),
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)],
+        functions=[make_function([variant], opset)],
+        ir_version=8,
+    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(None, dict(zip(names, arrays, strict=True)))[0]
+    return found
+
+
+@pytest.mark.parametrize("opset", [13, 18, 21])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mask": "abs(q - k) <= 3"},
+        {"relative": (4, 9)},
+        {"relative": (1, 31), "mask": "k <= q", "query_offset": True},
+        {"relative": (4, 1), "sink": True},
+        {"sink": True, "mask": "k <= q and q - k <= 2", "padded": True},
+        {"sink": True, "relative": (4, 13), "biased": True, "softcap": 3.0},
+    ],
+    ids=str,
+)
+def test_the_body_is_the_formula(settings: dict[str, Any], opset: int) -> None:
+    rng = np.random.default_rng(1)
+    extra: dict[str, Any] = dict(settings)
+    shape = extra.pop("relative", None)
+    if shape is not None:
+        extra["relative_bias"] = rng.standard_normal(shape).astype(np.float32) * 2
+    if extra.pop("sink", False):
+        extra["sink"] = rng.standard_normal(4).astype(np.float32) * 2
+    if extra.pop("biased", False):
+        extra["bias"] = rng.standard_normal((1, 4, 1, 19)).astype(np.float32)
+    problem = random_problem(rng, 2, 4, 13, 8, G=2, T=19, **extra)
+    wanted = reference(problem)
+    assert_close(run_body(problem, opset), wanted)
+    assert_close(problem.run(), wanted)
