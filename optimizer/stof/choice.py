@@ -14,6 +14,7 @@ from stof.inputs import evaluate
 from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
+from stof.mask.relative import with_relative_bias
 from stof.mask.stated import state
 from stof.options import Options
 from stof.passes.emit import Rewrite
@@ -132,7 +133,7 @@ class Chooser:
             if any(d.constant == 0 for d in site.dims):
                 raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
             step = Step.LIFT
-            mask = self._mask(site, entry)
+            mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
             self.checker.check(site, mask)

@@ -99,18 +99,32 @@ class RuntimeOperand:
 
 
 @dataclass(frozen=True)
+class RelativeBias:
+    """Additive terms that are a function of the head and of key minus query: a table fp32 [heads, size], size odd.
+
+    ``heads`` is H or 1; distances beyond the table have the value at its end (docs/operators.md).
+    """
+
+    terms: tuple[MaskTerm, ...]
+    heads: int
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class LiftedMask:
     """The mask of one site as an expression, with what it reads at run time.
 
     ``expression`` is the printed form ("" = every pair). ``tables`` maps table names to constants
     (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias`` lists the terms that stay an
-    additive bias.
+    additive bias, ``relative`` those that became a table by distance.
     """
 
     expression: str
     operands: tuple[RuntimeOperand, ...] = ()
     tables: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = ()
     bias: tuple[MaskTerm, ...] = ()
+    relative: RelativeBias | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     family: str = ""  # "window(64, 64)", "causal", ...
     density: float | None = None

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from stof.errors import UnsupportedError
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
+from stof.mask.relative import with_relative_bias
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
 from stof.site import AttentionSite, Finding
@@ -107,7 +108,7 @@ def rewrite(graph: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Rewrite]]:
     checker = MaskChecker(graph, symbolic)
     rewrites = []
     for site in found:
-        mask = lift(symbolic, site)
+        mask = with_relative_bias(checker, site, lift(symbolic, site))
         checker.check(site, mask)
         rewrites.append(Rewrite(site, mask))
     return emit(graph, symbolic, rewrites), rewrites

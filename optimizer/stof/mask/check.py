@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
+from stof.mask.distance import spread
 from stof.mask.lift import LOWEST, SOFT_FORBID
 from stof.runtime import Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
@@ -59,11 +61,22 @@ class MaskChecker:
         """
         # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
         terms = [t for t in site.terms if stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
-        key = (tuple(terms), mask.bias, mask.expression, mask.tables, mask.operands, site.row_guard, stated)
+        key = (
+            tuple(terms),
+            mask.bias,
+            mask.relative,
+            mask.expression,
+            mask.tables,
+            mask.operands,
+            site.row_guard,
+            stated,
+        )
         if (not terms and site.row_guard is None) or key in self.passed:
             return
         # The graph's own numbers count too: a stated mask may leave out a window.
         numbers = {int(n) for n in re.findall(r"\d+", mask.expression)} | self._numbers(site)
+        if mask.relative is not None:
+            numbers.add(mask.relative.size // 2 + 1)
         for number, length in enumerate(lengths(" ".join(map(str, numbers)))):
             padding = (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3]
             self._compare(site, mask, terms, Case(2, length, padding), number, stated)
@@ -122,6 +135,32 @@ class MaskChecker:
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
 
+    def added(
+        self, site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm], case: Case, seed: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """What additive terms add to the scores, fp64 [B, H, S, T], the pairs that the mask allows, and the past length P.
+
+        Raises:
+            UnsupportedError: when the terms cannot be run at these sizes.
+        """
+        feeds, sizes = self._draw(mask, case, seed)
+        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        total = np.zeros((B, H, S, T))
+        allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
+        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+            total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
+        return total, allowed, past
+
+    def _allowed(
+        self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
+    ) -> tuple[np.ndarray, int]:
+        P = shape[3] - shape[2] if site.query_offset else 0
+        runtime = {}
+        for operand in mask.operands:
+            array = feeds[operand.tensor]
+            runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
+        return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
+
     def _draw(self, mask: LiftedMask, case: Case, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         maker = InputMaker(self.model, self.symbolic, frozenset(o.tensor for o in mask.operands if o.role == "pad"))
         try:
@@ -141,15 +180,15 @@ class MaskChecker:
             if term in mask.bias and not stated:
                 left &= kept
                 continue
-            if term not in mask.bias:
+            if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
             wanted &= kept
-        P = T - S if site.query_offset else 0
-        runtime = {}
-        for operand in mask.operands:
-            array = feeds[operand.tensor]
-            runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
-        found = Mask(mask.expression or "True", tables_of(mask)).evaluate(B, H, S, T, P, runtime)
+        found, P = self._allowed(site, mask, feeds, (B, H, S, T))
+        if mask.relative is not None:
+            total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
+            table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)
+            if not np.allclose(total[found], table[found], rtol=1e-6, atol=0.0):
+                raise UnsupportedError(f"the bias is no function of the distance of key and query at {case}")
         if site.row_guard is not None:
             (zeroed,) = self._run([site.row_guard], feeds, sizes)
             empty = ~wanted.any(axis=-1, keepdims=True)

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 import stof
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, opset_of
+from stof.mask.distance import table_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
@@ -25,6 +26,7 @@ _LOWEST_IR = 8  # local functions
 _NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
+    "relative_bias": np.zeros((1, 1), np.float32),
     "segment_q": np.zeros((1, 1), np.int64),
     "segment_k": np.zeros((1, 1), np.int64),
     "lengths": np.zeros(1, np.int64),
@@ -86,7 +88,8 @@ def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
 
 def _roles(mask: LiftedMask) -> set[str]:
     found = {o.role for o in mask.operands} | {t[0] for t in mask.tables}
-    return found | {"bias"} if mask.bias else found
+    found |= {"bias"} if mask.bias else set()
+    return found | {"relative_bias"} if mask.relative is not None else found
 
 
 Layouts = tuple[Layout, Layout, Layout, Layout]
@@ -229,6 +232,8 @@ def _operands(
         given[name] = editing.initializer(f"stof_{name}", array)
     if mask.bias:
         given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site.dtype, extra)
+    if mask.relative is not None:
+        given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
     return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
 
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Biases that depend on the distance of key and query alone, as T5 has them: a table [H, L] instead of [H, S, T].
+
+The bias tensors of a site are run at one size and read by distance wherever the mask allows a pair. Exporters compute
+buckets with logarithms, of which no closed form is sought; beyond some distance the table has to stay constant, since no
+run shows what it does farther out. The check by execution then compares it at the sizes and paddings of the mask's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from stof.errors import UnsupportedError
+from stof.inputs import Case, Padding
+from stof.mask.check import MaskChecker
+from stof.mask.distance import by_distance, shorten
+from stof.site import AttentionSite, LiftedMask, RelativeBias
+
+_LENGTHS = (300, 1200)
+
+
+def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+    """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none."""
+    terms = tuple(t for t in mask.bias if checker.symbolic.value(t.tensor) is not None)
+    if not terms:
+        return mask
+    fixed = all(d.constant is not None for d in site.dims[2:])
+    for length in _LENGTHS[: 1 if fixed else None]:
+        try:
+            added, allowed, past = checker.added(site, mask, terms, Case(1, length, Padding.NONE))
+        except UnsupportedError:
+            return mask
+        table = by_distance(added, allowed, past)
+        if table is None:
+            return mask
+        kept = shorten(table, fixed)
+        if kept is not None:
+            bias = RelativeBias(terms, kept.shape[0], kept.shape[1], kept.astype(np.float32).tobytes())
+            names = ", ".join(dict.fromkeys(t.tensor for t in terms))
+            notes = tuple(n for n in mask.notes if not any(n.startswith(f"{t.tensor} stays") for t in terms))
+            note = f"{names} becomes a table of {kept.shape[1]} distances"
+            left = tuple(t for t in mask.bias if t not in terms)
+            return replace(mask, bias=left, relative=bias, notes=(*notes, note))
+    return mask
