@@ -49,8 +49,9 @@ _PLAIN_TYPES = frozenset(
 class GraphIndex:
     """Producers and consumers of a graph's tensors."""
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    def __init__(self, graph: onnx.GraphProto, fixed: frozenset[str] = frozenset()) -> None:
         self.graph = graph
+        self.fixed = fixed  # tensors that are written in any case: no reading goes behind them
         self.outputs = {o.name for o in graph.output}
         self.inputs = {i.name for i in graph.input}
         self._producer = {o: n for n in graph.node for o in n.output if o}

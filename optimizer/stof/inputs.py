@@ -78,12 +78,26 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 class InputMaker:
-    """Draws inputs of a model."""
+    """Draws inputs of a model.
 
-    def __init__(self, model: onnx.ModelProto, symbolic: Symbolic, pads: frozenset[str]) -> None:
+    Args:
+        model: without external data.
+        symbolic: its shapes.
+        pads: inputs that are padding masks.
+        limits: inputs that hold numbers of keys, each with the number that there are.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        pads: frozenset[str],
+        limits: Mapping[str, Int] | None = None,
+    ) -> None:
         self.model = model
         self.symbolic = symbolic
         self.pads = pads
+        self.limits = limits or {}
         index = GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
@@ -114,6 +128,10 @@ class InputMaker:
                 raise ValueError(f"input {value.name!r} is no tensor of known rank")
             dims = [evaluate(d, sizes) for d in shape]
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+            if value.name in self.limits:
+                most = evaluate(self.limits[value.name], sizes)
+                feeds[value.name] = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
+                continue
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
         return feeds
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from stof.options import Options
 from stof.passes.attention import find_sites
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite, emit
+from stof.passes.lowering import Lowered
+from stof.passes.prepare import prepare
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
@@ -76,15 +78,17 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
-        symbolic = Symbolic(graph)
-        sites, findings = find_sites(graph, symbolic)
+        prepared = prepare(graph)
+        symbolic = Symbolic(prepared.model)
+        sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
+        findings = [*prepared.findings, *findings]
     check_selection(options, sites, findings)
     check_shapes(options, graph)
     if plan is not None:
         check_plan(plan, sites)
     report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
     with _timed(report, "lift"), _damage(source):
-        chooser = Chooser(graph, symbolic, options, plan, str(report.library.get("cpu_isa", "")))
+        chooser = Chooser(prepared.model, symbolic, options, plan, str(report.library.get("cpu_isa", "")))
         choices = [chooser.choose(site) for site in sites]
     report.sites += [c.report for c in choices]
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]
@@ -92,13 +96,17 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _pictures(report, rewrites)
     if rewrites and not report.dry_run:
         with _timed(report, "emit"):
-            emitted = emit(graph, symbolic, rewrites)
+            emitted = _emit(prepared, symbolic, rewrites)
         report.nodes_after = len(emitted.graph.node)
         check_room(emitted, target, source)
         with _runtime_errors(source):
-            _verify_and_write(report, graph, symbolic, rewrites, emitted, source, target, options)
+            _verify_and_write(report, prepared, symbolic, rewrites, emitted, source, target, options)
     if options.save_plan is not None:
         plan_of(choices).save(options.save_plan)
+
+
+def _emit(prepared: Lowered, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
+    return emit(prepared.partly(r.site for r in rewrites), symbolic, rewrites)
 
 
 def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
@@ -167,7 +175,7 @@ def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
 
 def _verify_and_write(
     report: Report,
-    graph: onnx.ModelProto,
+    prepared: Lowered,
     symbolic: Symbolic,
     rewrites: list[Rewrite],
     emitted: onnx.ModelProto,
@@ -179,9 +187,9 @@ def _verify_and_write(
         try:
             with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
                 verifier = Verifier(
-                    graph, symbolic, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
+                    prepared, symbolic, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
                 )
-                verification = verifier.run(source, emitted, Path(scratch), partial(emit, graph, symbolic))
+                verification = verifier.run(source, emitted, Path(scratch), partial(_emit, prepared, symbolic))
         except OSError as error:
             raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
         report.verification = verification

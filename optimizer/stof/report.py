@@ -138,6 +138,11 @@ class Report:
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
                 f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'})"
             )
+        if v.expanded:
+            lines.append(
+                "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
+                "the nodes that the ONNX standard defines them by)"
+            )
         if v.widened:
             lines.append(
                 "          (half precision: both ran widened to fp32, the operator of each site in its own type)"

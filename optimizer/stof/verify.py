@@ -28,6 +28,7 @@ from stof.graph import external_files
 from stof.inputs import Case, InputMaker, Padding
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
+from stof.passes.lowering import Lowered
 from stof.runtime import Op, register
 from stof.site import AttentionSite, Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic
@@ -63,6 +64,7 @@ class Verification:
     seconds: float = 0.0
     complete: bool = True
     widened: bool = False  # a half-precision model, compared as its fp32 twin
+    expanded: bool = False  # the runtime refuses the original's fused nodes: it was compared with them expanded
     # Without a faulty site: a smallest set found of sites whose replacement together makes outputs differ, and whether that
     # set suffices (False: the search ended before, and others have to be replaced as well).
     suspects: tuple[str, ...] = ()
@@ -227,8 +229,8 @@ class Verifier:
     """Compares an original model with its optimized form.
 
     Args:
-        model: the original, without external data.
-        symbolic: its shapes and types.
+        prepared: the original and its working copy, without external data.
+        symbolic: shapes and types of the working copy.
         rewrites: what was replaced.
         budget: seconds after which no further case is begun.
         ignore_empty_rows: rows without a key may differ.
@@ -236,7 +238,7 @@ class Verifier:
 
     def __init__(
         self,
-        model: onnx.ModelProto,
+        prepared: Lowered,
         symbolic: Symbolic,
         rewrites: Sequence[Rewrite],
         budget: float,
@@ -244,12 +246,14 @@ class Verifier:
         ignore_empty_rows: bool = False,
     ) -> None:
         self.ignore_empty_rows = ignore_empty_rows
-        self.model = model
+        self.model = model = prepared.original
+        self.working = prepared.model
         self.symbolic = symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
         pads = frozenset(o.tensor for r in rewrites for o in r.mask.operands if o.role == "pad")
-        self.maker = InputMaker(model, symbolic, pads)
+        limits = {o.tensor: r.site.dims[3] for r in rewrites for o in r.mask.operands if o.role == "lengths"}
+        self.maker = InputMaker(self.working, symbolic, pads, limits)
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.
@@ -275,16 +279,21 @@ class Verifier:
         sessions = Sessions(original.parent.resolve(), scratch)
         feeds = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(self.cases)]
         before: onnx.ModelProto | Path = original
-        probed, after, twin, floor = self.model, emitted, _same, 1e-6
+        reference = self.model
+        after, twin, floor = emitted, _same, 1e-6
         if any(r.site.dtype in HALF for r in self.rewrites) or holds(self.model, BF16):
             result.widened = True
             result.comparisons.extend(self._as_it_is(sessions, original, emitted, feeds[-1]))
-            twin = Twins(sessions.weights, scratch).of
+            twin = Twins(sessions.weights, scratch, self._half_constants()).of
             floor = max(_WIDENED_FLOORS.get(r.site.dtype, 1e-5) for r in self.rewrites)
-            before = probed = twin(self.model)
+            before = reference = twin(self.model)
             after = twin(emitted)
             feeds = [{n: _widened(x) for n, x in f.items()} for f in feeds]
-        ran, plain, captured = self._reference(sessions, probed, feeds, result)
+        probed = reference if self.working is self.model else twin(self.working)
+        if probed is not reference and not _runs(sessions, reference, feeds[0]) and _runs(sessions, probed, feeds[0]):
+            result.expanded = True
+            before = reference = probed
+        ran, plain, captured = self._reference(sessions, reference, probed, feeds, result)
         feeds = [feeds[i] for i in ran]
         result.comparisons.extend(self._sites(emitted, captured))
         try:
@@ -318,6 +327,15 @@ class Verifier:
         result.seconds = time.monotonic() - start
         return result
 
+    def _half_constants(self) -> dict[str, np.ndarray]:
+        found = {}
+        for node in self.working.graph.node:
+            for name in node.output:
+                array = self.symbolic.constant(name) if self.symbolic.dtype(name) in HALF else None
+                if array is not None and array.size <= 16:
+                    found[name] = array
+        return found
+
     @staticmethod
     def _as_it_is(
         sessions: Sessions, original: Path, emitted: onnx.ModelProto, feed: Mapping[str, np.ndarray]
@@ -336,7 +354,12 @@ class Verifier:
         return [] if same else [Comparison(what, np.inf, 0.0, False, detail="outputs of other types or shapes")]
 
     def _reference(
-        self, sessions: Sessions, probed: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], result: Verification
+        self,
+        sessions: Sessions,
+        reference: onnx.ModelProto,
+        probed: onnx.ModelProto,
+        feeds: list[dict[str, np.ndarray]],
+        result: Verification,
     ) -> tuple[list[int], list[list[np.ndarray]], dict[str, np.ndarray]]:
         """Which cases ran, the original's outputs without graph optimizations, the first case's tensors at every site."""
         wanted = self._site_tensors()
@@ -347,7 +370,7 @@ class Verifier:
         for name in wanted:
             dtype = self.symbolic.dtype(name)
             if name not in declared and dtype:
-                if probed is not self.model and dtype in HALF:
+                if result.widened and dtype in HALF:
                     dtype = int(onnx.TensorProto.FLOAT)
                 model.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
         session = sessions.make(model, optimized=False, library=False)
@@ -355,6 +378,10 @@ class Verifier:
         names = [o.name for o in session.get_outputs()]
         captured: dict[str, np.ndarray] = {}
         ran, plain = [], []
+        if probed is not reference:  # sites inside fused nodes are seen in the working copy alone
+            everything = dict(zip(names, session.run(names, feeds[0]), strict=True))
+            captured = {**feeds[0], **{n: everything[n] for n in wanted if n in everything}}
+            session = sessions.make(reference, optimized=False, library=False)
         pace = 0.0  # seconds for a token
         for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
             tokens = case.batch * case.length
@@ -363,13 +390,14 @@ class Verifier:
                 result.complete = False
                 continue
             start = time.monotonic()
-            if i == 0:
+            if i == 0 and probed is reference:
                 everything = dict(zip(names, session.run(names, feed), strict=True))
                 captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
                 plain.append([everything[n] for n in outputs])
                 pace = (time.monotonic() - start) / tokens
             else:
                 plain.append(session.run(outputs, feed))
+                pace = pace or (time.monotonic() - start) / tokens
             # What is left of the budget also pays for the two other runs of what ran already.
             self.deadline -= 2 * (time.monotonic() - start)
             ran.append(i)
@@ -425,6 +453,15 @@ class Verifier:
 
 def _same(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
+
+
+def _runs(sessions: Sessions, model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> bool:
+    """Whether the runtime has every node of a model."""
+    try:
+        sessions.make(model, optimized=False, library=False).run(None, feed)
+    except Exception:  # whatever the runtime raises
+        return False
+    return True
 
 
 def _widened(array: np.ndarray) -> np.ndarray:

@@ -6,12 +6,12 @@ ONNX Runtime's CPU provider has few bfloat16 kernels, and runs fp16 ones by cast
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, external_data_helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from stof.graph import subgraphs
 
@@ -65,10 +65,13 @@ class Twins:
     Args:
         weights: the folder of the original's external data, which is read piece by piece.
         scratch: the folder that the widened models will lie in.
+        constants: half-precision tensors that nodes compute, whatever the inputs are: scales, for instance. Computed in fp32
+            they would be other numbers, to which no rounding of the half-precision model corresponds.
     """
 
-    def __init__(self, weights: Path, scratch: Path) -> None:
+    def __init__(self, weights: Path, scratch: Path, constants: Mapping[str, np.ndarray] | None = None) -> None:
         self.weights = weights
+        self.constants = constants or {}
         self.file = scratch / "widened.data"
         self._places: dict[tuple[object, ...], tuple[int, int]] = {}
 
@@ -76,6 +79,12 @@ class Twins:
         """The model in fp32, to be written into the scratch folder."""
         found = onnx.ModelProto()
         found.CopyFrom(model)
+        for node in found.graph.node:
+            array = self.constants.get(node.output[0]) if len(node.output) == 1 else None
+            if array is not None and node.op_type != "Constant":
+                kind = TensorProto.FLOAT16 if array.dtype == np.float16 else TensorProto.BFLOAT16
+                value = numpy_helper.from_array(_forbidden(array.astype(np.float32), kind))
+                node.CopyFrom(helper.make_node("Constant", [], list(node.output), name=node.name, value=value))
         _Widening(HALF, self).model(found)
         return found
 

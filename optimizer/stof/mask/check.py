@@ -129,7 +129,7 @@ class MaskChecker:
         added = [t for t in site.terms if t.kind is TermKind.ADD]
         if not added:
             return found
-        feeds, sizes = self._draw(mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
+        feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
         for term, value in zip(added, self._run([t.tensor for t in added], feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
@@ -143,7 +143,7 @@ class MaskChecker:
         Raises:
             UnsupportedError: when the terms cannot be run at these sizes.
         """
-        feeds, sizes = self._draw(mask, case, seed)
+        feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         total = np.zeros((B, H, S, T))
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
@@ -161,8 +161,11 @@ class MaskChecker:
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
         return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
 
-    def _draw(self, mask: LiftedMask, case: Case, seed: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        maker = InputMaker(self.model, self.symbolic, frozenset(o.tensor for o in mask.operands if o.role == "pad"))
+    def _draw(
+        self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        pads, counts = (frozenset(o.tensor for o in mask.operands if o.role == role) for role in ("pad", "lengths"))
+        maker = InputMaker(self.model, self.symbolic, pads, dict.fromkeys(counts, site.dims[3]))
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:
@@ -171,7 +174,7 @@ class MaskChecker:
     def _compare(
         self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int, stated: bool
     ) -> None:
-        feeds, sizes = self._draw(mask, case, seed)
+        feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias

@@ -195,6 +195,10 @@ def _size_names(site: AttentionSite) -> dict[str, str]:
 def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool) -> str:
     """The role of a model input that the mask reads."""
     shape = symbolic.shape(tensor)
+    if shape is not None and len(shape) == 1 and tuple(indices) in ((B,), (integer(0),)) and not boolean:
+        if operands.setdefault("lengths", tensor) != tensor:
+            raise UnsupportedError(f"the mask reads {operands['lengths']!r} and {tensor!r} as lengths; only one can be")
+        return "lengths"
     if shape is None or len(shape) != 2 or len(indices) != 2 or indices[0] not in (B, integer(0)):
         raise UnsupportedError(
             f"the mask reads model input {tensor!r} of rank {len(shape) if shape else '?'}; only vectors [B, length] "

@@ -277,7 +277,7 @@ class _Printer:
         role = self.names.operand(tensor, indices, boolean)
         texts = []
         for axis, index in enumerate(indices):
-            fixed = axis == 0 and len(indices) > 1 and index == integer(0)
+            fixed = axis == 0 and (len(indices) > 1 or role == "lengths") and index == integer(0)
             texts.append("b" if fixed else self.integer(index)[0])
         return f"{role}[{', '.join(texts)}]"
 

@@ -15,7 +15,7 @@ from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Heads, readings
 from stof.passes.weights import Forward, Output
-from stof.site import AttentionSite, Finding
+from stof.site import AttentionSite, Finding, TermKind
 from stof.symbolic import Int, Symbolic, integer
 
 _DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
@@ -30,9 +30,14 @@ class _Operands:
     output: Output
 
 
-def find_sites(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[list[AttentionSite], list[Finding]]:
-    """Every attention core of the main graph, and for every other Softmax the first obstacle."""
-    index = GraphIndex(model.graph)
+def find_sites(
+    model: onnx.ModelProto, symbolic: Symbolic, fixed: frozenset[str] = frozenset()
+) -> tuple[list[AttentionSite], list[Finding]]:
+    """Every attention core of the main graph, and for every other Softmax the first obstacle.
+
+    ``fixed`` tensors are written whatever is replaced: no operand is read from behind them.
+    """
+    index = GraphIndex(model.graph, fixed)
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
@@ -89,7 +94,8 @@ def _match(
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(softmax.input[0])
     queries, keys = _accept(index, symbolic, scores)
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
-    weighted = forward.weights(softmax, staying)
+    alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
+    weighted = forward.weights(softmax, staying, alone)
     values = _readings(index, symbolic, weighted.value, "value", transposed=False)
     found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
     query, key = found.query, found.key

@@ -10,7 +10,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
-from stof.passes.views import Chain, is_float_cast, is_move, scalar_factor, trace, uniform
+from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
@@ -201,5 +201,5 @@ def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a movement only regroups the axes in front of the last two."""
     before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
     if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
-        return node.op_type in ("Identity", "Cast")
+        return node.op_type == "Identity" or node.op_type in CASTS
     return before[-2:] == after[-2:]

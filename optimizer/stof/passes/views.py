@@ -21,6 +21,7 @@ from stof.symbolic import Int, Symbolic, integer, var
 
 ONE = integer(1)
 MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+CASTS = frozenset({"Cast", "CastLike"})
 _LONGEST = 24
 _FLOATS: dict[int, int] = {TensorProto.FLOAT16: 1, TensorProto.BFLOAT16: 1, TensorProto.FLOAT: 2}  # by width
 
@@ -50,7 +51,7 @@ def is_move(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a node only moves its first input's elements: a view, or a cast to the same type."""
     if node.domain not in ("", "ai.onnx"):
         return False
-    if node.op_type == "Cast":
+    if node.op_type in CASTS:
         dtype = symbolic.dtype(node.output[0])
         return dtype != 0 and dtype == symbolic.dtype(node.input[0])
     return node.op_type in MOVES
@@ -78,7 +79,7 @@ def chains(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[Chain]:
 
 
 def _widens(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in CASTS or node.domain not in ("", "ai.onnx"):
         return False
     source, result = (_FLOATS.get(symbolic.dtype(n), 0) for n in (node.input[0], node.output[0]))
     return bool(0 < source < result)
@@ -86,7 +87,7 @@ def _widens(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
 
 def is_float_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a node casts between the float types of the op."""
-    if node.op_type != "Cast" or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in CASTS or node.domain not in ("", "ai.onnx"):
         return False
     return all(symbolic.dtype(n) in _FLOATS for n in (node.input[0], node.output[0]))
 
@@ -145,7 +146,7 @@ def trace(symbolic: Symbolic, chain: Chain) -> Axes | None:
 
 
 def _move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[Int, ...]) -> Axes | None:
-    if node.op_type in ("Identity", "Cast"):
+    if node.op_type == "Identity" or node.op_type in CASTS:
         return axes
     if node.op_type == "Transpose":
         perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(axes)))[::-1])
@@ -243,7 +244,7 @@ def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: 
 
 
 def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
-    if tensor in index.outputs or tensor in index.captured:
+    if tensor in index.outputs or tensor in index.captured or tensor in index.fixed:
         return True
     users = [n for n in index.consumers(tensor) if n.op_type not in ("Shape", "MatMul", "FusedMatMul")]
     return any(not is_move(symbolic, n) and scalar_factor(symbolic, n) is None for n in users)

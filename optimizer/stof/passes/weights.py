@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
 from stof.site import Layout
-from stof.symbolic import Symbolic
+from stof.symbolic import Symbolic, integer
 
 _PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
@@ -28,6 +29,7 @@ class Weighted:
     product: str
     nan_guard: bool
     nodes: tuple[str, ...]
+    row_guard: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,20 @@ class Forward:
         users = self.index.consumers(tensor)
         return [n for n in users if n.op_type != "Shape" or self.teller.elements(n.output[0], staying) is None]
 
-    def weights(self, softmax: onnx.NodeProto, staying: Sequence[str]) -> Weighted:
+    def weights(self, softmax: onnx.NodeProto, staying: Sequence[str], bias: str = "") -> Weighted:
         """Up to the MatMul with the values.
+
+        Args:
+            softmax: where the walk begins.
+            staying: tensors that stay, which tell sizes.
+            bias: what is added to the scores, where nothing else masks them.
 
         Raises:
             UnsupportedError: naming the node that is in the way.
         """
         tensor = softmax.output[0]
         guard = False
+        row_guard: str | None = None
         nodes = [tensor]
         for _ in range(_DEEPEST):
             if tensor in self.index.outputs or tensor in self.index.captured:
@@ -72,6 +80,15 @@ class Forward:
                 guard = True
                 nodes += [n.output[0] for n in users]
                 continue
+            where = self._zeroing(tensor, users)
+            if where is not None and row_guard is None:
+                if self._tells_empty(where.input[0], bias):
+                    guard = True
+                else:
+                    row_guard = where.input[0]
+                tensor = where.output[0]
+                nodes.append(tensor)
+                continue
             if len(users) != 1:
                 words = ", ".join(describe(n) for n in users) or "nothing"
                 raise UnsupportedError(
@@ -79,7 +96,7 @@ class Forward:
                 )
             user = users[0]
             if self._is_product(user, tensor):
-                return Weighted(user.input[1], user.output[0], guard, (*nodes, user.output[0]))
+                return Weighted(user.input[1], user.output[0], guard, (*nodes, user.output[0]), row_guard)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):
@@ -105,6 +122,29 @@ class Forward:
         numbers = {a.name: a.f if a.name == "alpha" else a.i for a in node.attribute}
         return numbers.pop("alpha", 1.0) == 1.0 and not any(numbers.values())
 
+    def _zeroing(self, tensor: str, users: Sequence[onnx.NodeProto]) -> onnx.NodeProto | None:
+        """The Where that makes whole rows of the weights [B, H, S, T] zero; its zero may be cast like them."""
+        where = next((n for n in users if n.op_type == "Where" and n.input[2] == tensor), None)
+        if where is None or any(n is not where and n.op_type != "CastLike" for n in users):
+            return None
+        likes = [n for n in users if n is not where]
+        if any(n.input[0] == tensor or self.index.consumers(n.output[0]) != [where] for n in likes):
+            return None
+        return where if self._row_guard(where, tensor, Layout.BHSD) is not None else None
+
+    def _tells_empty(self, condition: str, bias: str) -> bool:
+        """Whether a condition is that the largest entry of the bias in a row is -inf."""
+        equal = self.index.producer(condition)
+        if not bias or equal is None or equal.op_type != "Equal":
+            return False
+        for i in (0, 1):
+            most = self.index.producer(equal.input[i])
+            if most is not None and most.op_type == "ReduceMax" and most.input[0] == bias:
+                shape, own = self.symbolic.shape(bias), self.symbolic.shape(most.output[0])
+                last = shape is not None and own == (*shape[:-1], integer(1))
+                return last and uniform(self.symbolic, equal.input[1 - i]) == -math.inf
+        return False
+
     def _nan_guard(self, tensor: str, users: list[onnx.NodeProto]) -> str:
         test = next(n for n in users if n.op_type == "IsNaN")
         where = next(n for n in users if n.op_type == "Where")
@@ -123,7 +163,7 @@ class Forward:
         found: list[Output] = []
         moves: tuple[onnx.NodeProto, ...] = ()
         passed = weighted.nodes
-        guard: str | None = None
+        guard = weighted.row_guard
         current = start
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))

@@ -106,10 +106,11 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        from stof.symbolic import contrib, rules
+        from stof.symbolic import contrib, fused, rules
 
         self._facts: dict[str, Fact] = {}
-        self._rules = {"": rules.RULES, "ai.onnx": rules.RULES, "com.microsoft": contrib.RULES}
+        standard = rules.RULES | fused.STANDARD
+        self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._counter = itertools.count()
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)

@@ -532,16 +532,22 @@ def _split(context: Context) -> list[Fact] | None:
 
 
 def _pad(context: Context) -> list[Fact] | None:
-    data, pads = context.shape(0), context.fixed_ints(1)
-    if data is None or pads is None or context.attribute("mode", "constant") != "constant" or context.has(3):
+    data, given = context.shape(0), context.ints(1)
+    if data is None or given is None or context.attribute("mode", "constant") != "constant":
         return None
     rank = len(data)
-    shape = tuple(d + integer(pads[a] + pads[a + rank]) for a, d in enumerate(data))
+    axes = context.fixed_ints(3) if context.has(3) else list(range(rank))
+    if axes is None or len(given) != 2 * len(axes):
+        return None
+    pads = [ZERO] * (2 * rank)
+    for place, axis in enumerate(axes):
+        pads[axis % rank], pads[axis % rank + rank] = given[place], given[place + len(axes)]
+    shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = tuple(i - integer(pads[a]) for a, i in enumerate(index))
+        moved = tuple(i - pads[a] for a, i in enumerate(index))
         inside = all_of(
             c for i, d in zip(moved, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
         )

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in primitive nodes, as a graph that nobody fused would hold it: what fused nodes are lowered to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from stof.errors import UnsupportedError
+from stof.mask.to_onnx import Builder
+from stof.symbolic import Int, Symbolic
+
+_FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tensor that broadcasts to the scores [B, H, S, T]: fp32 and added to them, or boolean and true where they are kept.
+
+    ``fill`` is what takes the place of the scores that a boolean mask forbids.
+    """
+
+    tensor: str
+    boolean: bool = False
+    fill: float = -np.inf
+
+
+@dataclass(frozen=True)
+class Core:
+    """What is asked of the core. query [B, H, S, D], key [B, G, T, D], value [B, G, T, Dv] of one float type."""
+
+    query: str
+    key: str
+    value: str
+    heads: int
+    groups: int
+    scale: float
+    dtype: int
+    softcap: float = 0.0
+    masks: Sequence[Mask] = field(default_factory=tuple)
+    guard: bool = False  # rows without a key give zero, where otherwise they would give NaN
+
+
+def np_type(dtype: int) -> np.dtype:
+    """The NumPy type of an ONNX element type."""
+    return np.dtype(helper.tensor_dtype_to_np_dtype(dtype))
+
+
+def attend(builder: Builder, core: Core, softmax: str) -> str:
+    """Appends the nodes; returns the result [B, H, S, Dv]. ``softmax`` is the name of the softmax node."""
+    b = builder
+    repeat = core.heads // core.groups
+    # Half types keep no scale and no softcap exactly; runtimes compute them in fp32.
+    inner = int(TensorProto.FLOAT)
+    key, value = (repeated(b, t, core.heads, repeat) for t in (core.key, core.value))
+    scores = b.add("MatMul", [core.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+    if core.dtype != inner:
+        scores = b.add("Cast", [scores], to=inner)
+    dtype = np_type(inner)
+    if core.scale != 1.0:
+        scores = b.add("Mul", [scores, b.constant(core.scale, dtype)])
+    if core.softcap:
+        cap = b.constant(core.softcap, dtype)
+        scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
+    for mask in core.masks:
+        if mask.boolean:
+            scores = b.add("Where", [mask.tensor, scores, b.constant(mask.fill, dtype)])
+        else:
+            scores = b.add("Add", [scores, mask.tensor])
+    weights = b.add("Softmax", [scores], axis=-1)
+    b.nodes[-1].name = softmax
+    if core.guard and core.masks:
+        weights = b.add("Where", [b.add("IsNaN", [weights]), b.constant(0, dtype), weights])
+    if core.dtype != inner:
+        weights = b.add("Cast", [weights], to=core.dtype)
+    return b.add("MatMul", [weights, value])
+
+
+def repeated(b: Builder, tensor: str, heads: int, repeat: int) -> str:
+    """[B, G, T, D] with every head so many times."""
+    if repeat == 1:
+        return tensor
+    wide = b.add("Expand", [b.unsqueeze(tensor, [2]), b.constant([1, 1, repeat, 1, 1])])
+    shape = [b.constant([0, heads]), size(b, tensor, 2), size(b, tensor, 3)]
+    return b.add("Reshape", [wide, b.add("Concat", shape, axis=0)])
+
+
+def size(b: Builder, tensor: str, axis: int) -> str:
+    """One axis of a shape as int64[1]."""
+    return b.add("Gather", [b.add("Shape", [tensor]), b.constant([axis])], axis=0)
+
+
+def scalar(b: Builder, vector: str) -> str:
+    """The scalar of a tensor of one element and rank 1."""
+    return b.add("Squeeze", [vector, b.constant([0])])
+
+
+def positions(b: Builder, count: str) -> str:
+    """0, 1, ... of so many (int64[1]) elements."""
+    return b.add("Range", [b.constant(0), scalar(b, count), b.constant(1)])
+
+
+def split_heads(b: Builder, tensor: str, heads: int) -> str:
+    """[B, S, H * D] as [B, H, S, D]."""
+    return b.add("Transpose", [b.add("Reshape", [tensor, b.constant([0, 0, heads, -1])])], perm=[0, 2, 1, 3])
+
+
+def merge_heads(b: Builder, tensor: str, width: int) -> str:
+    """[B, H, S, D] as [B, S, H * D]; ``width`` is H * D."""
+    moved = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
+    return b.add("Reshape", [moved, b.constant([0, 0, width])])
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which keys a query at position p may attend: p - left <= k <= p + right; None: no bound on that side."""
+
+    left: int | None = None
+    right: int | None = None
+
+
+def band(b: Builder, query: str, key: str, limits: Band, offset: str | None) -> list[Mask]:
+    """Boolean masks [.., S, T] of a band over query [B, H, S, D] and key [B, G, T, D].
+
+    ``offset`` is the position of the first query, an int64 tensor that broadcasts to [.., S, 1].
+    """
+    if limits.left is None and limits.right is None:
+        return []
+    rows = b.unsqueeze(positions(b, size(b, query, 2)), [1])
+    keys = b.unsqueeze(positions(b, size(b, key, 2)), [0])
+    if offset is not None:
+        rows = b.add("Add", [rows, offset])
+    found = []
+    if limits.right is not None:
+        last = b.add("Add", [rows, b.constant(limits.right)]) if limits.right else rows
+        found.append(Mask(b.add("LessOrEqual", [keys, last]), boolean=True))
+    if limits.left is not None:
+        first = b.add("Sub", [rows, b.constant(limits.left)]) if limits.left else rows
+        found.append(Mask(b.add("GreaterOrEqual", [keys, first]), boolean=True))
+    return found
+
+
+def known_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[int]) -> tuple[Int, ...]:
+    """The shape of an operand of a fused node.
+
+    Raises:
+        UnsupportedError: when the rank is unknown or another one.
+    """
+    shape = symbolic.shape(tensor)
+    if shape is None or len(shape) not in ranks:
+        found = "unknown rank" if shape is None else f"rank {len(shape)}"
+        raise UnsupportedError(f"{role} {tensor!r} has {found}, expected {' or '.join(map(str, ranks))}")
+    return shape
+
+
+def known_size(found: Int | None, what: str) -> int:
+    """A size that must be a number.
+
+    Raises:
+        UnsupportedError: when it is not.
+    """
+    number = None if found is None else found.constant
+    if not number:
+        raise UnsupportedError(f"{what} is not a known number but {found}")
+    return number
+
+
+def float_type(symbolic: Symbolic, tensor: str) -> int:
+    """The element type of the query.
+
+    Raises:
+        UnsupportedError: when it is none that the operator computes with.
+    """
+    dtype = symbolic.dtype(tensor)
+    if dtype not in _FLOATS:
+        name = TensorProto.DataType.Name(dtype) if dtype else "unknown"
+        raise UnsupportedError(f"{tensor!r} has element type {name}, expected fp32, fp16 or bf16")
+    return dtype

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused attention nodes in a working copy of a model: expanded to primitive nodes, which are matched as any others.
+
+A node whose site is not replaced stays in the emitted model as it was: that is made from a copy in which only the nodes
+of replaced sites are expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import onnx
+
+from stof.errors import UnsupportedError
+from stof.graph import GraphIndex, describe, node_tensors, opset_of
+from stof.mask.to_onnx import Builder
+from stof.site import AttentionSite, Finding
+from stof.symbolic import Symbolic
+
+
+@dataclass
+class Request:
+    """A fused node to expand: what it reads and is asked for, and the nodes that are appended."""
+
+    node: onnx.NodeProto
+    name: str
+    symbolic: Symbolic
+    index: GraphIndex
+    builder: Builder
+    opset: int
+    given: list[onnx.NodeProto] = field(default_factory=list)
+
+    def input(self, i: int) -> str:
+        """The name of an input, empty where it is not given."""
+        return str(self.node.input[i]) if i < len(self.node.input) else ""
+
+    def output(self, i: int) -> str:
+        """The name of an output, empty where it is not asked for."""
+        return str(self.node.output[i]) if i < len(self.node.output) else ""
+
+    def is_used(self, i: int) -> bool:
+        """Whether anything reads an output."""
+        name, index = self.output(i), self.index
+        return name in index.outputs or name in index.captured or bool(index.consumers(name))
+
+    def give(self, i: int, tensor: str) -> None:
+        """Lets a tensor be an output: the last node is made to write it, or an Identity where another reads the tensor."""
+        name = self.output(i)
+        nodes = self.builder.nodes
+        writer = next((n for n in reversed(nodes) if tensor in n.output), None)
+        if writer is None:
+            nodes.append(onnx.helper.make_node("Identity", [tensor], [name], name=f"{self.builder.prefix}out{i}"))
+            return
+        for node in nodes:
+            for field_ in (node.input, node.output):
+                for place, other in enumerate(field_):
+                    if other == tensor:
+                        field_[place] = name
+
+
+Lowerer = Callable[[Request], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A fused node and the nodes that stand for it."""
+
+    place: int  # of the node in the graph
+    nodes: tuple[onnx.NodeProto, ...]
+    softmax: str  # its output among the nodes
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model and its working copy, in which fused attention is expanded."""
+
+    original: onnx.ModelProto
+    model: onnx.ModelProto
+    groups: tuple[Group, ...] = ()
+    fixed: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads what is behind them
+    findings: tuple[Finding, ...] = ()
+
+    def partly(self, sites: Iterable[AttentionSite]) -> onnx.ModelProto:
+        """The original with the nodes expanded that these sites are of."""
+        wanted = {s.softmax for s in sites}
+        chosen = [g for g in self.groups if g.softmax in wanted]
+        if len(chosen) == len(self.groups):
+            return self.model
+        return _expanded(self.original, chosen) if chosen else self.original
+
+
+def lower(model: onnx.ModelProto, lowerers: dict[tuple[str, str], Lowerer]) -> Lowered:
+    """Expands every node of an operator (domain, type) that has a lowerer; others are findings with their reason."""
+    fused = [(i, n) for i, n in enumerate(model.graph.node) if (_domain(n), n.op_type) in lowerers]
+    if not fused:
+        return Lowered(model, model)
+    symbolic = Symbolic(model)
+    index = GraphIndex(model.graph)
+    taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
+    groups: list[Group] = []
+    findings: list[Finding] = []
+    for place, node in fused:
+        name = node.name or f"{node.op_type} of {node.output[0]}"
+        builder = Builder(opset_of(model), _prefix(node, taken))
+        request = Request(node, name, symbolic, index, builder, opset_of(model))
+        try:
+            lowerers[_domain(node), node.op_type](request)
+        except UnsupportedError as error:
+            findings.append(Finding(name, False, f"{describe(node)}: {error}"))
+            continue
+        softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
+        groups.append(Group(place, tuple(builder.nodes), softmax))
+    fixed = {o for g in groups for o in model.graph.node[g.place].output if o}
+    return Lowered(model, _expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings))
+
+
+def _domain(node: onnx.NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else str(node.domain)
+
+
+def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
+    base, i = f"{node.output[0]}/stof_", 1
+    prefix = base
+    while any(n.startswith(prefix) for n in taken):
+        i += 1
+        prefix = f"{base}{i}_"
+    return prefix
+
+
+def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
+    by_place = {g.place: g for g in groups}
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    for place, node in enumerate(model.graph.node):
+        if place in by_place:
+            result.graph.node.extend(by_place[place].nodes)
+        else:
+            result.graph.node.append(node)
+    return result
