@@ -410,12 +410,13 @@ class Verifier:
         for rewrite in self.rewrites:
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
-            found += [t.tensor for t in site.terms]
+            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
     def _sites(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
         writers = {o: n for n in emitted.graph.node for o in n.output}
+        read = {x.tensor for r in self.rewrites for x in r.site.terms} | {r.site.sink for r in self.rewrites}
         constants = {
             t.name: onnx.numpy_helper.to_array(t)
             for t in emitted.graph.initializer
@@ -425,8 +426,7 @@ class Verifier:
             {
                 t.name: onnx.numpy_helper.to_array(t)
                 for t in self.model.graph.initializer
-                if t.name in {x.tensor for r in self.rewrites for x in r.site.terms}
-                and t.data_location != onnx.TensorProto.EXTERNAL
+                if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
             }
         )
         known = {**constants, **captured}
@@ -442,6 +442,9 @@ class Verifier:
                 detail = f"the node's mask is {mask!r}"
                 found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))
                 continue
+            if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
+                place = str(_attributes(node)["operands"]).split().index("sink")
+                known[node.input[3 + place]] = known[site.sink].reshape(-1)
             if not all(n in known for n in node.input[3:]):
                 continue  # a bias that the emitted graph adds up itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
@@ -573,9 +576,13 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
     for term in site.terms:
         scores = _apply_term(scores, term, known[term.tensor])
     rows = scores.max(-1, initial=-np.inf) > -1e4
+    if site.sink is not None:
+        column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)
+        scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
     with np.errstate(all="ignore"):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
+    weights = weights[..., : k.shape[2]]
     return np.einsum("bhst,bhtd->bhsd", weights, v), rows
 
 

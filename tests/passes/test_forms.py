@@ -13,6 +13,33 @@ PAST = ({"B": 2, "S": 7, "P": 12, "T": 19}, {"B": 1, "S": 1, "P": 30, "T": 31})
 
 # name: (inputs, body, layouts of query, key, value, output)
 FORMS = {
+    "sink": (
+        PLAIN,
+        """%kt
+        %window
+        %added
+        s1 = MatMul (q, kt)
+        s2 = Add (s1, added)
+        logits = Constant <value = float[4] {0.5, -1.0, 2.0, 0.0}> ()
+        place = Constant <value = int64[4] {1, 4, 1, 1}> ()
+        logits4 = Reshape (logits, place)
+        four = Shape (s2)
+        ones = Constant <value = int64[1] {1}> ()
+        zeros = Constant <value = int64[1] {0}> ()
+        three = Constant <value = int64[1] {3}> ()
+        front = Slice (four, zeros, three)
+        wide = Concat <axis = 0> (front, ones)
+        column = Expand (logits4, wide)
+        s3 = Concat <axis = -1> (s2, column)
+        axes = Constant <value = int64[1] {-1}> ()
+        most = ReduceMax <keepdims = 1> (s3, axes)
+        s4 = Sub (s3, most)
+        p1 = Softmax <axis = -1> (s4)
+        end = Constant <value = int64[1] {-1}> ()
+        p = Slice (p1, zeros, end, axes)
+        out = MatMul (p, v)""",
+        "BHSD BHSD BHSD BHSD",
+    ),
     "plain": (
         PLAIN,
         """%kt

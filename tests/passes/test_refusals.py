@@ -229,3 +229,40 @@ def test_row_guard_is_folded_when_it_is_one(threshold: int) -> None:
     assert not wanted[0, :, :9].any()
     assert abs(found - wanted).max() < 2e-6
     assert abs(plain - wanted).max() < 2e-6
+
+
+SINK = """s2 = Identity (s1)
+logits = Constant <value = float[1,4,1,1] {0.5, -1.0, 2.0, 0.0}> ()
+four = Shape <start = 0, end = 3> (s2)
+ones = Constant <value = int64[1] {1}> ()
+wide = Concat <axis = 0> (four, ones)
+column = Expand (logits, wide)
+s3 = Concat <axis = -1> (s2, column)
+axes = Constant <value = int64[1] {-1}> ()
+p1 = Softmax <axis = -1> (s3)
+zeros = Constant <value = int64[1] {0}> ()
+end = Constant <value = int64[1] {-1}> ()
+p = Slice (p1, zeros, end, axes)
+out = MatMul (p, v)"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("", "", ""),
+        # The sink comes first: what is dropped is its weight only if the first column is.
+        ("Concat <axis = -1> (s2, column)", "Concat <axis = -1> (column, s2)", "Concat"),
+        ("Slice (p1, zeros, end, axes)", "Slice (p1, ones, rest, axes)", "Slice"),
+        # A logit per query is no sink of the head.
+        ("column = Expand (logits, wide)", "column = ReduceMax <keepdims = 1> (s2, axes0)", "Concat"),
+    ],
+    ids=["as it is", "first", "the wrong column", "per query"],
+)
+def test_only_a_logit_per_head_is_a_sink(before: str, after: str, words: str) -> None:
+    body = SINK.replace(before, after) if before else SINK
+    more = "axes0 = Constant <value = int64[1] {-1}> ()\nrest = Constant <value = int64[1] {9999}> ()\n"
+    graph = model(PLAIN, "float[a,b,c,d] out", BEGIN + more + body)
+    if words:
+        assert words in reason(graph)
+    else:
+        assert only_site(graph).sink == "logits"

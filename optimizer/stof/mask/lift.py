@@ -213,7 +213,7 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
 
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
-    if not fills or site.row_guard is not None:
+    if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
         return EmptyRows.ZERO
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN

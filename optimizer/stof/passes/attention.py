@@ -12,6 +12,7 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, GraphIndex, describe, subgraphs
 from stof.passes.scores import Scores, ScoreWalk
+from stof.passes.sinks import find_sink
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Heads, readings
 from stof.passes.weights import Forward, Output
@@ -84,18 +85,20 @@ def _unique(name: str, taken: set[str]) -> str:
 def _match(
     index: GraphIndex, symbolic: Symbolic, forward: Forward, softmax: onnx.NodeProto, name: str, number: int
 ) -> AttentionSite:
-    shape = symbolic.shape(softmax.output[0])
+    sink = find_sink(index, symbolic, softmax)
+    start = softmax.input[0] if sink is None else sink.scores
+    shape = symbolic.shape(start)
     if shape is None or len(shape) not in (3, 4):
         rank = "unknown rank" if shape is None else f"rank {len(shape)}"
         raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
-    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(softmax.input[0])
+    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
     queries, keys = _accept(index, symbolic, scores)
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    weighted = forward.weights(softmax, staying, alone)
+    weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
     values = _readings(index, symbolic, weighted.value, "value", transposed=False)
     found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
     query, key = found.query, found.key
@@ -122,12 +125,13 @@ def _match(
         terms=tuple(reversed(scores.terms)),
         softcap=scores.softcap,
         nan_guard=weighted.nan_guard,
+        sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,
         query_offset=_offset(dims),
         scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
         dims=dims,
-        nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *found.output.nodes))),
-        form=_form(scores, found, weighted.nan_guard),
+        nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
+        form=_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
     )
 
 

@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
     "relative_bias": np.zeros((1, 1), np.float32),
+    "sink": np.zeros(1, np.float32),
     "segment_q": np.zeros((1, 1), np.int64),
     "segment_k": np.zeros((1, 1), np.int64),
     "lengths": np.zeros(1, np.int64),
@@ -81,15 +82,17 @@ def _stamp(model: onnx.ModelProto) -> None:
 
 def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
     """The operand roles of the model: one slot each, in the same order at every call."""
-    roles = set().union(*(_roles(r.mask) for r in rewrites))
+    roles = set().union(*(_roles(r) for r in rewrites))
     tables = sorted((r for r in roles if r.startswith("table")), key=lambda r: (len(r), r))
     return tuple(r for r in [*_NEUTRAL, *tables] if r in roles)
 
 
-def _roles(mask: LiftedMask) -> set[str]:
+def _roles(rewrite: Rewrite) -> set[str]:
+    mask = rewrite.mask
     found = {o.role for o in mask.operands} | {t[0] for t in mask.tables}
     found |= {"bias"} if mask.bias else set()
-    return found | {"relative_bias"} if mask.relative is not None else found
+    found |= {"relative_bias"} if mask.relative is not None else set()
+    return found | {"sink"} if rewrite.site.sink is not None else found
 
 
 Layouts = tuple[Layout, Layout, Layout, Layout]
@@ -108,7 +111,7 @@ def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
 
 def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: bool) -> Variant:
     site, mask = rewrite.site, rewrite.mask
-    own = _roles(mask)
+    own = _roles(rewrite)
     return Variant(
         mask.expression,
         layouts,
@@ -234,6 +237,8 @@ def _operands(
         given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site.dtype, extra)
     if mask.relative is not None:
         given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
+    if rewrite.site.sink is not None:
+        given["sink"] = _sink(editing, symbolic, rewrite.site, extra)
     return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
 
 
@@ -258,6 +263,21 @@ def _bias(
         total = tensor if total is None else _append(editing, extra, "Add", [total, tensor])
     assert total is not None
     return total
+
+
+def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
+    """The logits of the sink, [H] of the site's type or fp32."""
+    assert site.sink is not None
+    tensor, dtype = editing.tensors[site.sink], symbolic.dtype(site.sink)
+    shape = symbolic.shape(site.sink)
+    if shape is None or len(shape) != 1:
+        out = editing.variable("stof_sink", dtype)
+        flat = editing.initializer("stof_shape", np.array([-1], np.int64))
+        extra.append(editing.node("Reshape", out.name, [tensor, flat], [out]))
+        tensor = out
+    if dtype not in (site.dtype, TensorProto.FLOAT):
+        tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+    return tensor
 
 
 def _append(

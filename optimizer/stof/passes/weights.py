@@ -16,6 +16,7 @@ from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
 from stof.site import Layout
 from stof.symbolic import Symbolic, integer
+from stof.symbolic.tensor import Shape
 
 _PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
@@ -56,13 +57,16 @@ class Forward:
         users = self.index.consumers(tensor)
         return [n for n in users if n.op_type != "Shape" or self.teller.elements(n.output[0], staying) is None]
 
-    def weights(self, softmax: onnx.NodeProto, staying: Sequence[str], bias: str = "") -> Weighted:
+    def weights(
+        self, softmax: onnx.NodeProto, staying: Sequence[str], bias: str = "", shape: Shape | None = None
+    ) -> Weighted:
         """Up to the MatMul with the values.
 
         Args:
             softmax: where the walk begins.
             staying: tensors that stay, which tell sizes.
             bias: what is added to the scores, where nothing else masks them.
+            shape: that of the weights that are kept, where the softmax has a column more for a sink.
 
         Raises:
             UnsupportedError: naming the node that is in the way.
@@ -95,7 +99,14 @@ class Forward:
                     f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values"
                 )
             user = users[0]
+            if shape is not None and self._drops_last(user, tensor, shape):
+                shape = None
+                tensor = user.output[0]
+                nodes.append(tensor)
+                continue
             if self._is_product(user, tensor):
+                if shape is not None:
+                    raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
                 return Weighted(user.input[1], user.output[0], guard, (*nodes, user.output[0]), row_guard)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
@@ -104,6 +115,17 @@ class Forward:
             tensor = user.output[0]
             nodes.append(tensor)
         raise UnsupportedError("no MatMul with the values was found after the softmax")
+
+    def _drops_last(self, node: onnx.NodeProto, tensor: str, shape: Shape) -> bool:
+        """Whether a node keeps all but the last column of the weights, in their order."""
+        if node.op_type != "Slice" or node.input[0] != tensor or self.symbolic.shape(node.output[0]) != shape:
+            return False
+        kept = self.symbolic.value(node.input[1])
+        steps = self.symbolic.value(node.input[4]) if len(node.input) > 4 and node.input[4] else None
+        starts = kept.elements() if kept is not None else None
+        ones = steps.elements() if steps is not None else [integer(1)]
+        # A column less, from column 0 on: the other axes are whole.
+        return starts == [integer(0)] * len(starts or [0]) and ones == [integer(1)] * len(ones or [0])
 
     def _passes(self, node: onnx.NodeProto) -> bool:
         if node.domain not in ("", "ai.onnx"):
