@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the generated tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from .run import report, run_cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000, help="how many cases (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="where the cases come from; drawn and printed if not given"
+    )
+    parser.add_argument("--minutes", type=float, default=None, help="stop after so many minutes, or go on so long")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--reasons", type=int, default=25, help="reasons of refused sites to print")
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else time.time_ns() % 1_000_000
+    print(f"seed {seed}", flush=True)
+    result = run_cases(
+        seed, arguments.cases, first=arguments.first, minutes=arguments.minutes, workers=arguments.workers
+    )
+    print(report(result, reasons=arguments.reasons))
+    return 1 if result.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention forms: the graph around a drawn mask, from the model's inputs to its output."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from .builder import Builder, Tensor
+from .expr import Mask
+from .styles import Renderer, Style
+
+FP32, FP16 = TensorProto.FLOAT, TensorProto.FLOAT16
+D = 4  # head size
+LOWEST = {FP32: -3.4028234663852886e38, FP16: -65504.0}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What surrounds the mask. The defaults are the plainest attention there is."""
+
+    layout: str = "bhsd"  # of inputs and output: bhsd, bshd, bsn, packed
+    lengths: str = "self"  # self, cross (S and T differ), past (the queries are the last S of T)
+    scale: str = "mul"  # mul, div, split, query, key, after (the mask is scaled, too)
+    apply: str = "add"  # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min)
+    guard: str = ""  # nan, row
+    key: str = "bhds"  # how the key is transposed: bhds, at once, 3-D
+    three: bool = False  # scores [B*H, S, T]
+    groups: int = 0  # key and value heads, 0 for as many as the query's
+    softcap: bool = False
+    shifted: bool = False  # the row's maximum is subtracted before the softmax
+    bias: bool = False  # another term, from an input, is added
+    half: bool = False
+    widened: bool = False  # fp16 with an fp32 softmax
+    fixed: bool = False
+
+
+FORMS = {
+    "4-D, Mul": Form(),
+    "scale Div": Form(scale="div"),
+    "scale split": Form(scale="split"),
+    "scale on query": Form(scale="query"),
+    "scale on key": Form(scale="key"),
+    "scale after mask": Form(scale="after"),
+    "mask + scores": Form(apply="left"),
+    "Where keeps": Form(apply="keep"),
+    "Where drops": Form(apply="drop"),
+    "scores - mask": Form(apply="sub"),
+    "Max with lowest": Form(apply="guarded"),
+    "NaN guard": Form(guard="nan"),
+    "row guard": Form(guard="row", apply="keep"),
+    "key transposed at once": Form(layout="bshd", key="at once"),
+    "key transposed in 3-D": Form(key="3-D"),
+    "[B*H, S, T]": Form(three=True),
+    "grouped heads": Form(groups=2),
+    "one key head": Form(groups=1),
+    "packed QKV": Form(layout="packed"),
+    "BSN": Form(layout="bsn"),
+    "BSHD": Form(layout="bshd"),
+    "cross": Form(lengths="cross"),
+    "past": Form(lengths="past"),
+    "softcap": Form(softcap=True),
+    "row maximum": Form(shifted=True),
+    "bias": Form(bias=True),
+    "fp16": Form(half=True),
+    "fp16, fp32 softmax": Form(half=True, widened=True),
+    "fixed sizes": Form(fixed=True),
+}
+PLAIN = "4-D, Mul"
+
+
+def vary(form: Form, rng: random.Random) -> Form:
+    """The form with a few other choices where it has the default."""
+    plain = Form()
+    options: dict[str, list[object]] = {
+        "layout": ["bshd", "bsn"],
+        "scale": ["div", "split", "query"],
+        "apply": ["left", "keep", "drop"],
+        "guard": ["nan"],
+        "groups": [2],
+        "lengths": ["cross", "past"],
+        "softcap": [True],
+        "key": ["at once", "3-D"],
+    }
+    for name, values in options.items():
+        if getattr(form, name) == getattr(plain, name) and rng.random() < 0.12:
+            form = replace(form, **{name: rng.choice(values)})  # type: ignore[arg-type]
+    return form
+
+
+def legal(form: Form, mask: Mask, style: Style) -> Form:
+    """The form with choices dropped that the mask, the style or other choices rule out."""
+    if mask.length or style.fold == "constant":
+        form = replace(form, fixed=True)
+    if mask.length and form.lengths != "self":
+        form = replace(form, lengths="self")
+    if form.layout == "packed" and (form.lengths != "self" or form.groups):
+        form = replace(form, lengths="self", groups=0)
+    if form.key == "at once" and (form.groups or form.lengths == "past" or form.layout == "bhsd"):
+        form = replace(form, key="bhds")
+    if form.three and (form.groups or form.guard == "row"):
+        form = replace(form, groups=0, guard="")
+    if form.softcap and form.scale == "after":
+        form = replace(form, scale="mul")
+    return form
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is known of it. ``terms`` are the mask's tensors in the graph, ``kinds`` how each applies."""
+
+    model: onnx.ModelProto
+    form: Form
+    heads: int
+    terms: list[tuple[str, str]]
+    fill: float
+    inputs: dict[str, list[str | int]] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+
+def build(
+    rng: random.Random, mask: Mask, style: Style, form: Form, *, opset: int, heads: int, sizes: dict[str, int],
+    fill: float, pad_kind: str, plain: bool = False,
+) -> Case:  # fmt: skip
+    """The model of a case. ``sizes`` are the numbers of fixed shapes."""
+    return _Maker(rng, mask, style, form, opset, heads, sizes, fill, pad_kind, plain).build()
+
+
+class _Maker:
+    def __init__(
+        self, rng: random.Random, mask: Mask, style: Style, form: Form, opset: int, heads: int, sizes: dict[str, int],
+        fill: float, pad_kind: str, plain: bool,
+    ) -> None:  # fmt: skip
+        self.rng, self.mask, self.style, self.form = rng, mask, style, form
+        self.heads, self.numbers, self.fill, self.pad_kind = heads, sizes, fill, pad_kind
+        self.groups = form.groups or heads
+        self.b = Builder(rng, opset, plain=plain)
+        self.dtype = FP16 if form.half else FP32
+        self.inputs: dict[str, tuple[int, list[str | int]]] = {}
+        self.outputs: list[tuple[str, int]] = []
+        self.terms: list[tuple[str, str]] = []
+
+    # ---- inputs ----
+
+    def dims(self, *letters: str | int) -> list[str | int]:
+        """A shape of the model's interface: numbers where it is fixed, names where it is not."""
+        form = self.form
+        found: list[str | int] = []
+        for x in letters:
+            if isinstance(x, int):
+                found.append(x)
+            elif form.fixed and x != "B":
+                found.append(self.numbers[x])
+            else:
+                total = {"T": "S" if form.lengths == "self" else "P + S" if form.lengths == "past" else "T"}
+                found.append(total.get(x, x))
+        return found
+
+    def feed(self, name: str, dtype: int, *letters: str | int) -> str:
+        self.inputs[name] = (dtype, self.dims(*letters))
+        return name
+
+    def place(self, letter: str, tensor: str, axis: int) -> None:
+        """Says where a size can be read."""
+        known = self.b.sizes.setdefault(letter, [])
+        if isinstance(known, list):
+            known.append((tensor, axis))
+
+    def mask_inputs(self) -> dict[str, tuple[str, str]]:
+        """Padding and segment ids, as far as the mask reads them."""
+        kinds = {e.kind for e in self.mask.expr.walk()}
+        found = {}
+        if kinds & {"padk", "padq"}:
+            dtype = {"i": TensorProto.INT64, "b": TensorProto.BOOL, "f": FP32}[self.pad_kind]
+            found["pad"] = (self.feed("attention_mask", dtype, "B", "T"), self.pad_kind)
+            self.place("B", "attention_mask", 0)
+            self.place("T", "attention_mask", 1)
+        if kinds & {"segq", "segk"}:
+            same = self.form.lengths == "self"
+            for role, letter in (("segq", "S"), ("segk", "T")):
+                name = "segment_ids" if same else f"segment_{role[3]}"
+                found[role] = (self.feed(name, TensorProto.INT64, "B", letter), "i")
+        return found
+
+    def operands(self) -> tuple[str, str, str]:
+        """Query [B, H, S, D], key and value [B, G, T, D]."""
+        b, form, H, G = self.b, self.form, self.heads, self.groups
+        if form.layout == "packed":
+            x = self.feed("x", self.dtype, "B", "S", 3 * H * D)
+            self.place("B", x, 0)
+            self.place("S", x, 1)
+            self.place("T", x, 1)
+            parts = self._split(x, 3 * H * D)
+            return tuple(self._heads(p, H) for p in parts)  # type: ignore[return-value]
+        keys = "S" if form.lengths != "cross" else "T"
+        q = self._operand("q", "S", H)
+        k, v = self._operand("k", keys, G), self._operand("v", keys, G)
+        if form.lengths == "past":
+            past = [self.feed(n, self.dtype, "B", G, "P", D) for n in ("past_k", "past_v")]
+            self.place("P", past[0], 2)
+            k, v = (b.op("Concat", p, x, axis=2) for p, x in zip(past, (k, v), strict=True))
+            self.place("T", k, 2)
+            self.outputs += [(k, self.dtype), (v, self.dtype)]
+        return q, k, v
+
+    def _operand(self, name: str, letter: str, heads: int) -> str:
+        axis = {"bhsd": 2, "bshd": 1, "bsn": 1}[self.form.layout]
+        match self.form.layout:
+            case "bhsd":
+                self.feed(name, self.dtype, "B", heads, letter, D)
+            case "bshd":
+                self.feed(name, self.dtype, "B", letter, heads, D)
+            case "bsn":
+                self.feed(name, self.dtype, "B", letter, heads * D)
+        self.place("B", name, 0)
+        if name == "q":
+            self.place("S", name, axis)
+        if self.form.lengths != "past" and letter == ("T" if self.form.lengths == "cross" else "S"):
+            self.place("T", name, axis)
+        if self.form.layout == "bhsd":
+            return name
+        if self.form.layout == "bshd":
+            return self.b.op("Transpose", name, perm=[0, 2, 1, 3])
+        return self._heads(name, heads)
+
+    def _heads(self, x: str, heads: int) -> str:
+        """[B, S, H*D] -> [B, H, S, D]."""
+        b = self.b
+        way = b.choice(["zeros", "minus", "sizes"])
+        if way == "zeros":
+            shape = b.constant([0, 0, heads, D])
+        elif way == "minus":
+            shape = b.constant([0, -1, heads, D])
+        else:
+            dims = b.op("Shape", x)
+            lead = b.op("Slice", dims, b.constant([0]), b.constant([2]), b.constant([0]))
+            shape = b.op("Concat", lead, b.constant([heads, D]), axis=0)
+        return b.op("Transpose", b.op("Reshape", x, shape), perm=[0, 2, 1, 3])
+
+    def _split(self, x: str, width: int) -> list[str]:
+        b, third = self.b, width // 3
+        if b.chance(0.5):
+            ends = [(i * third, (i + 1) * third) for i in range(3)]
+            return [b.op("Slice", x, b.constant([s]), b.constant([e]), b.constant([2])) for s, e in ends]
+        return b.ops("Split", x, b.constant([third] * 3), outputs=3, axis=2)
+
+    # ---- scores ----
+
+    def number(self, value: float, dtype: int | None = None) -> str:
+        wide = np.float16 if (dtype or self.dtype) == FP16 else np.float32
+        return self.b.constant(value, wide)
+
+    def scores(self, q: str, k: str) -> str:
+        b, form = self.b, self.form
+        scale = self.rng.choice([1 / math.sqrt(D), 0.35, 0.8])
+        if form.scale == "split":
+            q, k = (b.op("Mul", x, self.number(math.sqrt(scale))) for x in (q, k))
+        elif form.scale == "query":
+            q = b.op("Mul", q, self.number(scale))
+        k = self._repeated(k)
+        kt = self._transposed(k)
+        if form.scale == "key":
+            kt = b.op("Mul", kt, self.number(scale))
+        if form.three:
+            q = b.op("Reshape", q, b.op("Concat", b.constant([-1]), b.dim("S"), b.constant([D]), axis=0))
+            kt = b.op("Reshape", kt, b.op("Concat", b.constant([-1, D]), b.dim("T"), axis=0))
+        x = b.op("MatMul", q, kt)
+        if form.scale == "div":
+            x = b.op("Div", x, self.number(1 / scale))
+        elif form.scale == "mul":
+            x = b.op("Mul", x, self.number(scale))
+        if form.softcap:
+            x = b.op("Mul", b.op("Tanh", b.op("Div", x, self.number(3.0))), self.number(3.0))
+        self.later = scale if form.scale == "after" else 1.0
+        return x
+
+    def _repeated(self, x: str) -> str:
+        """Key or value heads, each as often as query heads share it."""
+        b = self.b
+        if self.groups in (self.heads, 1):
+            return x
+        repeat = self.heads // self.groups
+        wide = b.op("Unsqueeze", x, b.constant([2]))
+        head, tail = (
+            b.op("Concat", b.dim("B"), b.constant([self.groups, repeat]), axis=0),
+            b.op("Concat", b.dim("T"), b.constant([D]), axis=0),
+        )
+        wide = b.op("Expand", wide, b.op("Concat", head, tail, axis=0))
+        return b.op(
+            "Reshape", wide, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("T"), b.constant([D]), axis=0)
+        )
+
+    def _transposed(self, k: str) -> str:
+        b = self.b
+        if self.form.key == "at once":
+            source = next((n for n in b.nodes if n.output[0] == k and n.op_type == "Transpose"), None)
+            if source is not None:  # [B, T, H, D] -> [B, H, D, T]
+                return b.op("Transpose", source.input[0], perm=[0, 2, 3, 1])
+        if self.form.key == "3-D":
+            heads = self.groups if self.groups == 1 else self.heads
+            flat = b.op("Reshape", k, b.op("Concat", b.constant([-1]), b.dim("T"), b.constant([D]), axis=0))
+            turned = b.op("Transpose", flat, perm=[0, 2, 1])
+            shape = b.op("Concat", b.dim("B"), b.constant([heads, D]), b.dim("T"), axis=0)
+            return b.op("Reshape", turned, shape)
+        return b.op("Transpose", k, perm=[0, 1, 3, 2])
+
+    # ---- masks ----
+
+    def masked(self, x: str, renderer: Renderer) -> str:
+        b, form = self.b, self.form
+        if form.bias:
+            bias = self.feed("bias", self.dtype, 1, self.heads, "S", "T")
+            x = b.op("Add", x, self._three(Tensor(bias, "f", 4, frozenset("hqk"))) if form.three else bias)
+        if form.widened:
+            x = b.op("Cast", x, to=FP32)
+        if form.apply in ("keep", "drop"):
+            allowed = renderer.allowed()
+            if form.apply == "drop":
+                allowed = b.join("Not", "b", allowed)
+            name = self._three(allowed) if form.three else allowed.name
+            fill = self.number(self.fill, FP32 if form.widened else None)
+            self.terms.append((allowed.name, form.apply))
+            x = b.op("Where", name, x, fill) if form.apply == "keep" else b.op("Where", name, fill, x)
+            self.allowed = allowed if form.apply == "keep" else b.join("Not", "b", allowed)
+        else:
+            for t in renderer.additive(self.fill):
+                x = self._added(x, t)
+        if form.scale == "after":
+            x = b.op("Mul", x, self.number(self.later))
+        return x
+
+    def _added(self, x: str, t: Tensor) -> str:
+        b, form = self.b, self.form
+        if self.dtype == FP16 and not form.widened:
+            t = replace(t, name=b.op("Cast", t.name, to=FP16))
+        if form.apply == "sub":
+            t = replace(t, name=b.op("Neg", t.name))
+        self.terms.append((t.name, "sub" if form.apply == "sub" else "add"))
+        name = self._three(t) if form.three else t.name
+        if form.apply == "sub":
+            return b.op("Sub", x, name)
+        x = b.op("Add", name, x) if form.apply == "left" else b.op("Add", x, name)
+        if form.apply == "guarded":
+            lowest = LOWEST[FP16 if self.dtype == FP16 and not form.widened else FP32]
+            x = b.op("Max", x, self.number(lowest, FP32 if form.widened else None))
+        return x
+
+    def _three(self, t: Tensor) -> str:
+        """A mask for scores [B*H, S, T]."""
+        b = self.b
+        if not t.axes & {"b", "h"} and t.rank <= 3:
+            return t.name
+        whole = Tensor("", t.kind, 4, frozenset("bhqk"))
+        spread = b.op("Expand", t.name, b.shape(b.letters(whole)))
+        return b.op("Reshape", spread, b.op("Concat", b.constant([-1]), b.dim("S"), b.dim("T"), axis=0))
+
+    # ---- the rest ----
+
+    def weights(self, x: str) -> str:
+        b, form = self.b, self.form
+        if form.shifted:
+            if b.opset >= 18:
+                top = b.op("ReduceMax", x, b.constant([-1]), keepdims=1)
+            else:
+                top = b.op("ReduceMax", x, axes=[-1], keepdims=1)
+            x = b.op("Sub", x, top)
+        p = b.op("Softmax", x, axis=self.rng.choice([-1, 2 if form.three else 3]))
+        if form.guard == "nan":
+            p = b.op("Where", b.op("IsNaN", p), self.number(0.0, FP32 if form.widened else None), p)
+        if form.widened:
+            p = b.op("Cast", p, to=FP16)
+        return p
+
+    def output(self, p: str, v: str) -> str:
+        b, form = self.b, self.form
+        v = self._repeated(v)
+        if form.three:
+            v = b.op("Reshape", v, b.op("Concat", b.constant([-1]), b.dim("T"), b.constant([D]), axis=0))
+        o = b.op("MatMul", p, v)
+        if form.guard == "row":
+            o = self._row_guard(o)
+        if form.three:
+            o = b.op(
+                "Reshape", o, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([D]), axis=0)
+            )
+        if form.layout == "bhsd":
+            return o
+        o = b.op("Transpose", o, perm=[0, 2, 1, 3])
+        return o if form.layout == "bshd" else b.op("Reshape", o, b.constant([0, 0, self.heads * D]))
+
+    def _row_guard(self, o: str) -> str:
+        """Rows without a key give 0."""
+        b = self.b
+        whole = Tensor("", "b", 4, self.allowed.axes | {"q", "k"})
+        grown = b.op("Expand", self.allowed.name, b.shape(b.letters(whole)))
+        ints = b.op("Cast", grown, to=TensorProto.INT32)
+        if b.opset >= 18:
+            some = b.op("ReduceMax", ints, b.constant([-1]), keepdims=1)
+        else:
+            some = b.op("ReduceMax", ints, axes=[-1], keepdims=1)
+        none = b.op("Not", b.op("Cast", some, to=TensorProto.BOOL))
+        return b.op("Where", none, self.number(0.0), o)
+
+    def build(self) -> Case:
+        b, form = self.b, self.form
+        for letter in "BSTP":
+            if form.fixed and letter != "B":
+                b.sizes[letter] = self.numbers[letter]
+        b.sizes["H"] = self.heads
+        if form.lengths != "past":
+            b.sizes["P"] = 0
+        inputs = self.mask_inputs()
+        q, k, v = self.operands()
+        # Masks are written before or after the scores, as exporters do.
+        early = b.choice([False, True])
+        renderer = Renderer(b, self.style, self.mask, inputs)
+        if early:
+            place = len(b.nodes)
+            x = self.scores(q, k)
+            made = b.nodes[place:]
+            del b.nodes[place:]
+            end = len(b.nodes)
+            x = self.masked(x, renderer)
+            mask_nodes = b.nodes[end:]
+            b.nodes[end:] = _ordered(made, mask_nodes)
+        else:
+            x = self.masked(self.scores(q, k), renderer)
+        out = self.output(self.weights(x), v)
+        return self._case(out)
+
+    def _case(self, out: str) -> Case:
+        infos = [helper.make_tensor_value_info(n, t, dims) for n, (t, dims) in self.inputs.items()]
+        outputs = [helper.make_tensor_value_info(n, t, None) for n, t in [(out, self.dtype), *self.outputs]]
+        graph = helper.make_graph(self.b.nodes, "generated", infos, outputs, self.b.initializers)
+        opsets = [helper.make_opsetid("", self.b.opset)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        dims = {n: d for n, (_, d) in self.inputs.items()}
+        return Case(model, self.form, self.heads, self.terms, self.fill, dims, self.numbers)
+
+
+def _ordered(scores: list[onnx.NodeProto], mask: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The mask's nodes first, as far as they need no scores; every node behind those that it reads."""
+    waiting = {o for n in scores for o in n.output}
+    first, last = [], []
+    for node in mask:
+        late = any(i in waiting for i in node.input)
+        (last if late else first).append(node)
+        if late:
+            waiting.update(node.output)
+    return [*first, *scores, *last]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the generated tests that CI runs; ``python -m tests.generated`` runs any other."""
+
+from __future__ import annotations
+
+import os
+
+from .attention import FORMS
+from .families import FAMILIES
+from .run import report, run_cases
+from .styles import STYLES
+
+CASES = 2000
+SEED = int(os.environ.get("STOF_GENERATED_SEED", "20250"))
+
+
+def test_drawn_masks_are_lifted_and_computed_exactly() -> None:
+    result = run_cases(SEED, CASES)
+    text = report(result)
+    print(text)
+    assert not result.faults, text
+    assert len(result.outcomes) == CASES
+    assert {(o.plan.family, o.plan.style) for o in result.outcomes} >= {(f, s) for f in FAMILIES for s in STYLES}
+    assert {(o.plan.style, o.plan.form) for o in result.outcomes} >= {(s, f) for s in STYLES for f in FORMS}
+    # A mask that the check by execution had to catch was lifted wrongly.
+    caught = [o for o in result.refused if o.verdict is not None and o.verdict.caught]
+    assert not caught, text
+    assert len(result.lifted) > 0.85 * CASES, text
+    for names, which in ((FAMILIES, "family"), (STYLES, "style"), (FORMS, "form")):
+        for name in names:
+            own = [o for o in result.outcomes if getattr(o.plan, which) == name]
+            lifted = sum(getattr(o.plan, which) == name for o in result.lifted)
+            assert lifted > len(own) / 2, f"of {which} {name!r} only {lifted} of {len(own)} are lifted\n{text}"
