@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import Shape, SymTensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Int, integer, size
 
@@ -183,7 +184,11 @@ def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
     if not tensor.HasField("shape"):
         return None
     return tuple(
-        integer(d.dim_value) if d.HasField("dim_value") else size(d.dim_param or f"{name}#{i}")
+        integer(d.dim_value)
+        if d.HasField("dim_value")
+        else dimension(d.dim_param)
+        if d.dim_param
+        else size(f"{name}#{i}")
         for i, d in enumerate(tensor.shape.dim)
     )
 

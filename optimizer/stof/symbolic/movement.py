@@ -10,6 +10,7 @@ from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
     Int,
+    Real,
     Scalar,
     all_of,
     bound,
@@ -179,7 +180,7 @@ def _clamp(position: Int, n: Int) -> Int:
         return position
     if c is not None and n.constant is not None:
         return integer(min(c, n.constant))
-    if c is not None and c >= 1 << 31:
+    if c is not None and c >= (1 << 31) - 1:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
@@ -429,9 +430,13 @@ def _transpose(context: Context) -> list[Fact] | None:
 def _range(context: Context) -> list[Fact] | None:
     values = [context.value(i) for i in range(3)]
     dtype = context.fact(0).dtype
-    if any(v is None for v in values) or dtype_kind(dtype) != "i":
+    kind = dtype_kind(dtype)
+    if any(v is None for v in values) or kind not in ("i", "f"):
         return None
-    start, limit, delta = (to_int(v.at(() if v.rank == 0 else (ZERO,))) for v in values if v is not None)
+    scalars = [v.at(() if v.rank == 0 else (ZERO,)) for v in values if v is not None]
+    if kind == "f" and any(isinstance(x, Real) and not _holds_integer(x) for x in scalars):
+        return None
+    start, limit, delta = (to_int(x) for x in scalars)
     if delta.constant is None or delta.constant == 0:
         return None
     span = limit - start if delta.constant > 0 else start - limit
@@ -441,7 +446,11 @@ def _range(context: Context) -> list[Fact] | None:
             return None
         span = integer(-(-span.constant // step))
     shape = (span if span.constant is None else integer(max(0, span.constant)),)
-    return [Fact(dtype, shape, SymTensor(shape, "i", lambda index: start + index[0] * delta))]
+    return [Fact(dtype, shape, SymTensor(shape, kind, lambda index: start + index[0] * delta))]
+
+
+def _holds_integer(value: Real) -> bool:
+    return value.kind == "int" or (value.kind == "const" and float(str(value.args[0])).is_integer())
 
 
 def _constant_of_shape(context: Context) -> list[Fact] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import movement
+from stof.symbolic import counting, floats, movement
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -81,6 +81,8 @@ def _elementwise(
 
 def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
     left, right = to_real(x), to_real(y)
+    if kind != "div" and "int" in (left.kind, right.kind) and (whole := floats.whole(kind, left, right)) is not None:
+        return whole
     if left.kind == "const" and right.kind == "const":
         a, b = left.args[0], right.args[0]
         assert isinstance(a, float)
@@ -108,6 +110,10 @@ def _negative(x: Scalar) -> Scalar:
         number = value.args[0]
         assert isinstance(number, float)
         return real(-number)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_real(-inner)
     return Real("neg", (value,))
 
 
@@ -147,6 +153,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return of_atom("mod", x, y.constant)
+        if isinstance(x, Int) and isinstance(y, Int) and bound(x, upper=False) >= 0:
+            return of_atom("opaque", "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
     return modulo
@@ -239,6 +247,8 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     from stof.symbolic.terms import FALSE, TRUE, cases
 
+    if kind == "eq" and (found_read := floats.equals_zero(x, y)) is not None:
+        return found_read
     if x.kind == "int" and y.kind == "const":  # an integer against a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
@@ -264,9 +274,17 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 def _real_function(name: str, function: Callable[[float], float]) -> Callable[[Scalar], Scalar]:
     def apply(x: Scalar) -> Scalar:
         value = to_real(x)
+        if value.kind == "bool":
+            cond = value.args[0]
+            assert isinstance(cond, Cond)
+            return select(cond, apply(real(1.0)), apply(real(0.0)))
+        if name == "Floor" and (floor := floats.floor(value)) is not None:
+            return floor
         if value.kind == "const":
             number = value.args[0]
             assert isinstance(number, float)
+            if name == "Log" and number == 0:
+                return real(-math.inf)
             try:
                 return real(function(number))
             except (ValueError, ZeroDivisionError, OverflowError):
@@ -288,7 +306,9 @@ def _cast(context: Context) -> list[Fact] | None:
     to = context.number("to", FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
     table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
-    convert = table.get(kind or "")
+    convert = floats.to_half if to in floats.EXACT else table.get(kind or "")
+    if convert is floats.to_half:
+        return _elementwise(context, lambda x: floats.to_half(x, floats.EXACT[to]), to, 1)
     if convert is None:
         return [Fact(to, context.shape(0))]
     return _elementwise(context, convert, to, 1)
@@ -433,7 +453,6 @@ RULES: dict[str, Rule] = {
     "LayerNormalization": _norm,
     "RMSNormalization": _norm,
     "BatchNormalization": _norm,
-    "CumSum": _same_shape,
 }
 _REAL: dict[str, Callable[[float], float]] = {
     "Sqrt": math.sqrt,
@@ -471,3 +490,4 @@ for _name in [
 for _name in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceSumSquare"]:
     RULES[_name] = _reduce
 RULES.update(movement.RULES)
+RULES.update(counting.RULES)

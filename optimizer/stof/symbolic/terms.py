@@ -228,7 +228,15 @@ def less_equal(left: Int, right: Int) -> Cond:
         return TRUE
     if bound(difference, upper=False) > 0:
         return FALSE
-    return Cond("le", (difference,))
+    return _by_cases(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
+
+
+def _by_cases(value: Int, test: Callable[[Int], Cond]) -> Cond | None:
+    """A test of an integer that depends on conditions, as an or over them."""
+    from stof.symbolic.casework import split
+
+    found = split(value)
+    return None if found is None else any_of(all_of([cond, test(x)]) for cond, x in found)
 
 
 def equal(left: Int, right: Int) -> Cond:
@@ -238,6 +246,8 @@ def equal(left: Int, right: Int) -> Cond:
         return TRUE if difference.constant == 0 else FALSE
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
+    if (found := _by_cases(difference, lambda x: equal(x, integer(0)))) is not None:
+        return found
     first = next(c for m, c in difference.terms if m != ())
     return Cond("eq", (difference if first > 0 else -difference,))
 
@@ -376,6 +386,13 @@ def to_int(value: Scalar) -> Int:
         cond = value.args[0]
         assert isinstance(cond, Cond)
         return to_int(cond)
+    found = cases(value)
+    if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
+        total = integer(0)
+        for own, x in found:
+            assert isinstance(x, float)
+            total = total + to_int(own) * integer(int(x))
+        return total
     return of_atom("trunc", value)
 
 
@@ -390,6 +407,8 @@ def to_cond(value: Scalar) -> Cond:
             assert isinstance(cond, Cond)
             return cond
         return negate(equal(value, integer(0)))
+    if value.kind == "read":
+        return Cond("read", value.args)
     return split_cond(value, lambda x: x != 0)
 
 
@@ -454,19 +473,20 @@ def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
 
 
 def _int_cases(inner: Int, value: Real) -> list[tuple[Cond, float | Real]]:
+    from stof.symbolic.casework import split
+
     atoms = inner.atoms()
-    flat = all(len(m) <= 1 for m, _ in inner.terms)
-    if not flat or not 1 <= len(atoms) <= 3 or any(a.kind not in ("bool", "read") for a in atoms):
+    if any(a.kind != "bool" for a in atoms) and (parts := split(inner)) is not None:
+        return [(all_of([c, d]), x) for c, part in parts for d, x in _cases(to_real(part))]
+    if not 1 <= len(atoms) <= 4 or any(a.kind not in ("bool", "read") for a in atoms):
         return [(TRUE, value)]
-    found: list[tuple[Cond, int]] = [(TRUE, inner.offset)]
-    for m, c in inner.terms:
-        if m == ():
-            continue
-        arg = m[0].args[0]
-        on = arg if m[0].kind == "bool" else Cond("ne", (Int(((m, 1),)),))
+    found: list[tuple[Cond, tuple[Atom, ...]]] = [(TRUE, ())]  # with the atoms that are 1
+    for atom in sorted(atoms, key=_atom_key):
+        arg = atom.args[0]
+        on = arg if atom.kind == "bool" else Cond("ne", (Int((((atom,), 1),)),))
         assert isinstance(on, Cond)
-        found = [(all_of([k, s]), x + d) for k, x in found for s, d in ((on, c), (negate(on), 0))]
-    return [(k, float(x)) for k, x in found]
+        found = [(all_of([k, s]), ones + own) for k, ones in found for s, own in ((on, (atom,)), (negate(on), ()))]
+    return [(k, float(sum(c for m, c in inner.terms if set(m) <= set(ones)))) for k, ones in found]
 
 
 def _pair_cases(kind: str, left: Real, right: Real) -> list[tuple[Cond, float | Real]]:

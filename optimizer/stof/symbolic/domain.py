@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions simplified by what indices are: below their sizes. ``k + 1 <= T`` always holds, ``(q * T + k) // T`` is q."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stof.symbolic.casework import rebuilt
+from stof.symbolic.terms import (
+    FALSE,
+    TRUE,
+    Atom,
+    Cond,
+    Int,
+    all_of,
+    any_of,
+    bound,
+    children,
+    equal,
+    integer,
+    less_equal,
+    negate,
+    of_atom,
+)
+
+ZERO = integer(0)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """``limits``: of index variables by name, the least and the largest value."""
+
+    limits: Mapping[str, tuple[Int, Int]]
+    memo: dict[Cond, Cond] = field(default_factory=dict)
+
+    def simplify(self, cond: Cond) -> Cond:
+        """An equal condition for indices within their limits."""
+        found = self.memo.get(cond)
+        if found is None:
+            found = self.memo[cond] = self._simplify(cond)
+        return found
+
+    def _simplify(self, cond: Cond) -> Cond:
+        if cond.kind in ("and", "or"):
+            join = all_of if cond.kind == "and" else any_of
+            return join(self.simplify(c) for c in children(cond))
+        if cond.kind in ("le", "eq", "ne"):
+            value = cond.args[0]
+            assert isinstance(value, Int)
+            return self._test(cond.kind, self.integer(value))
+        if cond.kind in ("read", "unread", "table", "untable"):
+            name, indices = cond.args
+            assert isinstance(indices, tuple)
+            return Cond(cond.kind, (name, tuple(self.integer(i) for i in indices)))
+        return cond
+
+    def _test(self, kind: str, value: Int) -> Cond:
+        high, low = self.bound(value, upper=True), self.bound(value, upper=False)
+        if kind == "le":
+            if high <= 0:
+                return TRUE
+            if low > 0:
+                return FALSE
+            return self._extremes(value) or less_equal(value, ZERO)
+        if low > 0 or high < 0:
+            return FALSE if kind == "eq" else TRUE
+        same = equal(value, ZERO)
+        return same if kind == "eq" else negate(same)
+
+    def _extremes(self, value: Int) -> Cond | None:
+        """A sum with min(a, b) is at most 0 where the sums with a and with b are, and so on."""
+        for monomial, coefficient in value.terms:
+            if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
+                continue
+            rest = value - Int(((monomial, coefficient),))
+            parts = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
+            both = (monomial[0].kind == "max") == (coefficient > 0)
+            return (all_of if both else any_of)(self._test("le", p) for p in parts)
+        return None
+
+    def bound(self, value: Int, *, upper: bool) -> float:
+        """A bound of an integer for indices within their limits."""
+        total = ZERO
+        for monomial, coefficient in value.terms:
+            term = Int(((monomial, coefficient),))
+            indices = [a for a in monomial if a.kind == "var" and str(a.args[0]) in self.limits]
+            if len(indices) == 1 and all(a.kind == "size" for a in monomial if a is not indices[0]):
+                rest = list(monomial)
+                rest.remove(indices[0])
+                limit = self.limits[str(indices[0].args[0])][(coefficient > 0) == upper]
+                term = Int(((tuple(rest), coefficient),)) * limit
+            total = total + term
+        # The variables' own bounds may be the better ones where sizes that are left have opposite signs.
+        return (min if upper else max)(bound(total, upper), bound(value, upper))
+
+    def integer(self, value: Int) -> Int:
+        """An equal integer."""
+        if all(a.kind in ("var", "size") for a in value.atoms()):
+            return value
+        total = ZERO
+        for monomial, coefficient in value.terms:
+            product = integer(coefficient)
+            for atom in monomial:
+                product = product * self._atom(atom)
+            total = total + product
+        return total
+
+    def _atom(self, atom: Atom) -> Int:
+        args = tuple(self._argument(a) for a in atom.args)
+        if atom.kind == "opaque" and len(args) == 3 and args[0] in ("division", "modulo"):
+            _, value, divisor = args
+            assert isinstance(value, Int)
+            assert isinstance(divisor, Int)
+            return self._divided(str(args[0]), value, divisor)
+        if atom.kind in ("min", "max", "abs"):
+            return self._ordered(atom.kind, args)
+        return of_atom(atom.kind, *args)
+
+    def _argument(self, arg: object) -> object:
+        if isinstance(arg, Int):
+            return self.integer(arg)
+        if isinstance(arg, Cond):
+            return self.simplify(arg)
+        return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _ordered(self, kind: str, args: tuple[object, ...]) -> Int:
+        first, second = args[0], args[1] if len(args) > 1 else ZERO
+        assert isinstance(first, Int)
+        assert isinstance(second, Int)
+        if kind == "abs":
+            if self.bound(first, upper=False) >= 0:
+                return first
+            return -first if self.bound(first, upper=True) <= 0 else rebuilt(kind, args)
+        if self.bound(first - second, upper=True) <= 0:
+            return first if kind == "min" else second
+        if self.bound(second - first, upper=True) <= 0:
+            return second if kind == "min" else first
+        return rebuilt(kind, args)
+
+    def _divided(self, kind: str, value: Int, divisor: Int) -> Int:
+        """Quotient or remainder by a size, or of a value that is not negative after all."""
+        if divisor.constant is not None and divisor.constant > 0 and self.bound(value, upper=False) >= 0:
+            return rebuilt("div" if kind == "division" else "mod", (value, divisor.constant))
+        quotient, rest = ZERO, ZERO
+        for term in value.terms:
+            exact = Int((term,)).divide(divisor)
+            if exact is None:
+                rest = rest + Int((term,))
+            else:
+                quotient = quotient + exact
+        whole = self.bound(quotient, upper=False) >= 0  # ONNX truncates
+        if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
+            return quotient if kind == "division" else rest
+        return of_atom("opaque", kind, value, divisor)
