@@ -18,14 +18,20 @@ from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
 from stof.mask.lift import LOWEST, SOFT_FORBID
-from stof.runtime import Mask
+from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
 from stof.widen import widen
 
 _LONGEST = 1200
 _LARGEST = 4200  # windows up to here are run once above their length, at batch 1: [S, S] of int64 is 140 MB then
+_SHORT = (3, 5, 10, 13)
+_ENOUGH = 3  # lengths that a mask must be compared at
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
+
+
+class _DoesNotRun(UnsupportedError):
+    """The subgraph that makes a mask cannot be run at a length."""
 
 
 def lengths(expression: str) -> list[int]:
@@ -49,6 +55,7 @@ class MaskChecker:
         self.index = GraphIndex(model.graph)
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.passed: set[tuple[object, ...]] = set()
+        self.seen: set[int] = set()  # lengths at which masks were compared
 
     def check(self, site: AttentionSite, mask: LiftedMask, *, stated: bool = False) -> None:
         """Compares at several sizes.
@@ -77,11 +84,26 @@ class MaskChecker:
         numbers = {int(n) for n in re.findall(r"\d+", mask.expression)} | self._numbers(site)
         if mask.relative is not None:
             numbers.add(mask.relative.size // 2 + 1)
-        for number, length in enumerate(lengths(" ".join(map(str, numbers)))):
-            padding = (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3]
-            self._compare(site, mask, terms, Case(2, length, padding), number, stated)
-        for number, constant in enumerate(sorted(n for n in numbers if _LONGEST < n <= _LARGEST)):
-            self._compare(site, mask, terms, Case(1, constant + 2, Padding.NONE), number, stated)
+        chosen = lengths(" ".join(map(str, numbers)))
+        cases = [
+            Case(2, length, (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3])
+            for number, length in enumerate(chosen)
+        ]
+        cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
+        # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
+        short = [Case(2, length, Padding.RIGHT) for length in _SHORT if length not in chosen]
+        compared, limit = 0, _LARGEST + 3
+        failure: _DoesNotRun | None = None
+        for number, case in enumerate([*cases, *short]):
+            if case.length >= limit or (number >= len(cases) and compared >= _ENOUGH):
+                continue
+            try:
+                self._compare(site, mask, terms, case, number, stated)
+                compared += 1
+            except _DoesNotRun as error:
+                failure, limit = error, case.length
+        if failure is not None and compared < _ENOUGH:
+            raise failure
         self.passed.add(key)
 
     def vectors(self, site: AttentionSite) -> list[str]:
@@ -159,7 +181,11 @@ class MaskChecker:
         for operand in mask.operands:
             array = feeds[operand.tensor]
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
-        return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
+        try:
+            return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
+        except LibraryError as error:
+            sizes = ", ".join(f"{name} = {n}" for name, n in zip("BHST", shape, strict=True))
+            raise UnsupportedError(f"mask {mask.expression!r} cannot be evaluated at {sizes}: {error}") from error
 
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
@@ -174,6 +200,7 @@ class MaskChecker:
     def _compare(
         self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int, stated: bool
     ) -> None:
+        self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
@@ -221,7 +248,7 @@ class MaskChecker:
         try:
             results = _execute(model, names, given)
         except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
-            raise UnsupportedError(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
+            raise _DoesNotRun(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
         by_name = dict(zip(names, results, strict=True))
         return [by_name[n] for n in tensors]
 
@@ -290,6 +317,6 @@ def _kept(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
     scaled = value.astype(np.float64) * term.scale
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     others = np.unique(scaled[scaled != 0])
-    soft = len(others) == 1 and others[0] <= SOFT_FORBID
+    soft = bool(others.size) and bool(others.max() <= SOFT_FORBID)
     kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled <= SOFT_FORBID)))
     return kept

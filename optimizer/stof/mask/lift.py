@@ -20,6 +20,7 @@ from stof.mask.families import describe
 from stof.mask.text import B, H, K, Names, Q, band_condition, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
+from stof.symbolic.domain import Domain
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
 
@@ -30,6 +31,7 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
+_ABSORBS = -1e8
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     """
     tables: dict[str, np.ndarray] = {}
     terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
-    allowed = all_of(t.allowed for t in terms)
+    domain = _domain(site)
+    allowed = domain.simplify(all_of(t.allowed for t in terms))
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),
@@ -60,6 +63,8 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     expression = print_condition(allowed, names)
     notes = [t.note for t in terms if t.note]
     fills = [f for t in terms for f in t.fills]
+    if any(t.bias for t in terms) and any(math.isfinite(f) for f in fills):
+        notes.append("a bias may forbid as well; a row without any key may differ")
     return LiftedMask(
         expression=expression,
         operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
@@ -83,6 +88,20 @@ def _table(symbolic: Symbolic, derived: dict[str, np.ndarray], name: str) -> np.
 def _index(site: AttentionSite) -> tuple[Int, Int, Int, Int]:
     past = site.dims[3] - site.dims[2] if site.query_offset else integer(0)
     return (B, H, Q - past, K)
+
+
+def _domain(site: AttentionSite) -> Domain:
+    """What indices are: below their sizes; ``q`` counts from the past length."""
+    past = site.dims[3] - site.dims[2] if site.query_offset else integer(0)
+    zero, one = integer(0), integer(1)
+    return Domain(
+        {
+            "b": (zero, site.dims[0] - one),
+            "h": (zero, site.dims[1] - one),
+            "q": (past, past + site.dims[2] - one),
+            "k": (zero, site.dims[3] - one),
+        }
+    )
 
 
 def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
@@ -120,7 +139,7 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = {x * term.scale for _, x in split if isinstance(x, float)}
     others = {x for x in numbers if x != 0}
-    soft = len(others) == 1 and all(isinstance(x, float) for _, x in split) and min(others) <= SOFT_FORBID
+    soft = bool(others) and all(isinstance(x, float) for _, x in split) and max(others) <= SOFT_FORBID
 
     def forbids(x: float) -> bool:
         return x <= limit or (soft and x <= SOFT_FORBID)
@@ -130,6 +149,10 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     if any(isinstance(x, float) and math.isnan(x) for _, x in split):
         raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")
     allowed = negate(any_of(c for c, _ in dropped))
+    # The cases exclude each other and leave nothing out: what is not dropped says the same, often in fewer words.
+    dropping = {c for c, _ in dropped}
+    other = any_of(c for c, _ in split if c not in dropping)
+    allowed = min(allowed, other, key=lambda c: len(str(c)))
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
     note = f"{term.tensor} stays a bias" if bias else ""
@@ -147,7 +170,7 @@ def _table_cases(
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     rest = array[array > limit]
     values = set(np.unique(rest[rest != 0]).tolist()) if rest.size < 1 << 24 else set()
-    soft = len(values) == 1 and min(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
+    soft = bool(values) and max(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
     forbidden = (array <= limit) | (soft & (array <= SOFT_FORBID))
     if not forbidden.any():
         return [(TRUE, read)]
@@ -218,10 +241,13 @@ def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) ->
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
     finite = [f for f in fills if math.isfinite(f)]
-    if len(set(finite)) > 1 or len(finite) < len(fills):
+    # Two tensors that are added forbid some pairs twice: those are lower than the others.
+    added = sum(t.kind is TermKind.ADD for t in site.terms)
+    if len(set(finite)) > 1 or len(finite) < len(fills) or (added > 1 and len(finite) > 1):
         notes.append("masks of different strength are added; a row without any key may differ")
     if all(t.kind is not TermKind.ADD for t in site.terms):
         return EmptyRows.MEAN  # every score of the row was replaced by the same number
-    # The lowest finite number of fp32 and bf16 absorbs any score that is added to it. That of fp16 absorbs only in fp16
-    # arithmetic, which runtimes replace by fp32 as they see fit.
-    return EmptyRows.MEAN if min(finite) < -1e30 else EmptyRows.ALL
+    # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half
+    # the distance of fp32 numbers there). That of fp16 absorbs only in fp16 arithmetic, which runtimes replace by fp32 as
+    # they see fit.
+    return EmptyRows.MEAN if min(finite) <= _ABSORBS else EmptyRows.ALL
