@@ -110,6 +110,21 @@ def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+    """One term; a tensor that is added stays a bias where no expression says which pairs it leaves."""
+    found = _read_term(symbolic, site, term, tables)
+    if found.allowed == TRUE:
+        return found
+    names = Names(_size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n))
+    try:
+        print_condition(_domain(site).simplify(found.allowed), names)
+    except UnsupportedError as error:
+        if term.kind is not TermKind.ADD:
+            raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
+        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}")
+    return found
+
+
+def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
     if tensor is None or shape is None or len(shape) > 4:
