@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -39,6 +39,16 @@ def lengths(expression: str) -> list[int]:
     numbers = [int(n) for n in re.findall(r"\d+", expression) if 0 < int(n) <= _LONGEST]
     most = max(numbers, default=16)
     return sorted({2, 7, most, most + 1, min(_LONGEST, most + most // 2 + 3)})
+
+
+def read_by(
+    masks: Iterable[tuple[AttentionSite, LiftedMask]],
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, as numbers of keys, as segments."""
+    read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
+    pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
+    limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
+    return pads, limits, frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
 
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
@@ -168,6 +178,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         total = np.zeros((B, H, S, T))
+        feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -187,11 +198,17 @@ class MaskChecker:
             sizes = ", ".join(f"{name} = {n}" for name, n in zip("BHST", shape, strict=True))
             raise UnsupportedError(f"mask {mask.expression!r} cannot be evaluated at {sizes}: {error}") from error
 
+    def _with_computed(
+        self, mask: LiftedMask, feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> dict[str, np.ndarray]:
+        """The inputs and the operands that the graph computes from them."""
+        names = list(dict.fromkeys(o.tensor for o in mask.operands if o.tensor not in feeds))
+        return {**feeds, **dict(zip(names, self._run(names, feeds, sizes), strict=True))} if names else feeds
+
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        pads, counts = (frozenset(o.tensor for o in mask.operands if o.role == role) for role in ("pad", "lengths"))
-        maker = InputMaker(self.model, self.symbolic, pads, dict.fromkeys(counts, site.dims[3]))
+        maker = InputMaker(self.model, self.symbolic, *read_by([(site, mask)]))
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:
@@ -202,10 +219,16 @@ class MaskChecker:
     ) -> None:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
+        if not terms:
+            raise UnsupportedError(
+                f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
+            )
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+            if not _broadcasts(value, wanted):
+                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
@@ -213,7 +236,7 @@ class MaskChecker:
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
             wanted &= kept
-        found, P = self._allowed(site, mask, feeds, (B, H, S, T))
+        found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
             table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)
@@ -282,6 +305,13 @@ class MaskChecker:
                 pending.extend(node.input)
         nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
         return nodes, given, used
+
+
+def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:
+    try:
+        return np.broadcast_shapes(value.shape, target.shape) == target.shape
+    except ValueError:
+        return False
 
 
 def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:

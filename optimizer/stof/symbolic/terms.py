@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Monomial = tuple["Atom", ...]
+ANY = "any integer"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Atom:
 
     Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
     ``div`` and ``mod`` (Int, int; floor semantics), ``min``/``max`` (Int, Int), ``select`` (Cond, Int, Int),
-    ``bool`` (Cond), ``read`` (tensor, indices), ``table`` (tensor, indices).
+    ``bool`` (Cond), ``read`` (tensor, indices; a third argument ``ANY`` where it is not taken for 0 or 1), ``table``
+    (tensor, indices).
     """
 
     kind: str
@@ -95,21 +97,37 @@ class Int:
         return {a for m, _ in self.terms for a in m}
 
     def divide(self, other: Int) -> Int | None:
-        """The exact quotient by a monomial, or None."""
-        if len(other.terms) != 1:
-            return integer(1) if self == other else None
-        (monomial, coefficient) = other.terms[0]
-        quotient = []
-        for m, c in self.terms:
-            rest = list(m)
-            for a in monomial:
-                if a not in rest:
-                    return None
-                rest.remove(a)
-            if c % coefficient:
-                return None
-            quotient.append((tuple(rest), c // coefficient))
-        return _collect(quotient)
+        """The exact quotient, or None."""
+        if not other.terms:
+            return None
+        quotient, rest = self.divmod(other)
+        return None if rest.terms else quotient
+
+    def divmod(self, other: Int) -> tuple[Int, Int]:
+        """Quotient and remainder of polynomials: terms that the leading one of ``other`` divides are taken off in turn."""
+        lead, coefficient = max(other.terms, key=_degree)
+        quotient, rest, kept = integer(0), self, integer(0)
+        while rest.terms:
+            term = max(rest.terms, key=_degree)
+            found = _quotient(*term, lead, coefficient)
+            if found is None:
+                kept, rest = kept + Int((term,)), rest - Int((term,))
+            else:
+                quotient, rest = quotient + Int((found,)), rest - other * Int((found,))
+        return quotient, kept
+
+
+def _degree(term: tuple[Monomial, int]) -> tuple[int, list[str]]:
+    return len(term[0]), [_atom_key(a) for a in term[0]]
+
+
+def _quotient(monomial: Monomial, c: int, by: Monomial, coefficient: int) -> tuple[Monomial, int] | None:
+    rest = list(monomial)
+    for a in by:
+        if a not in rest:
+            return None
+        rest.remove(a)
+    return None if c % coefficient else (tuple(rest), c // coefficient)
 
 
 def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
@@ -472,13 +490,17 @@ def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
     return [(TRUE, value)]
 
 
+def _zero_or_one(atom: Atom) -> bool:
+    return atom.kind == "bool" or (atom.kind == "read" and ANY not in atom.args)
+
+
 def _int_cases(inner: Int, value: Real) -> list[tuple[Cond, float | Real]]:
     from stof.symbolic.casework import split
 
     atoms = inner.atoms()
     if any(a.kind != "bool" for a in atoms) and (parts := split(inner)) is not None:
         return [(all_of([c, d]), x) for c, part in parts for d, x in _cases(to_real(part))]
-    if not 1 <= len(atoms) <= 4 or any(a.kind not in ("bool", "read") for a in atoms):
+    if not 1 <= len(atoms) <= 4 or any(not _zero_or_one(a) for a in atoms):
         return [(TRUE, value)]
     found: list[tuple[Cond, tuple[Atom, ...]]] = [(TRUE, ())]  # with the atoms that are 1
     for atom in sorted(atoms, key=_atom_key):
