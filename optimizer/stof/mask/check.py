@@ -181,8 +181,23 @@ class MaskChecker:
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+            if not _broadcasts(value, total):
+                raise _DoesNotReach(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
+
+    def terms(
+        self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """The mask tensors of a site, and the pairs [B, H, S, T] that the lifted mask allows.
+
+        Raises:
+            UnsupportedError: when they cannot be run at these sizes.
+        """
+        feeds, sizes = self._draw(site, mask, case, seed)
+        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
+        return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -244,7 +259,7 @@ class MaskChecker:
                 raise UnsupportedError(f"the bias is no function of the distance of key and query at {case}")
         if site.row_guard is not None:
             (zeroed,) = self._run([site.row_guard], feeds, sizes)
-            empty = ~wanted.any(axis=-1, keepdims=True)
+            empty = ~(wanted & left).any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
                 raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
         wrong = (found & ~wanted) | (~found & wanted & left)

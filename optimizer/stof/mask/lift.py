@@ -9,7 +9,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOpe
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.domain import Domain
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, children, integer, negate, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -52,8 +52,9 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     """
     tables: dict[str, np.ndarray] = {}
     terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
+    banded = _banded(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
-    allowed = domain.simplify(all_of(t.allowed for t in terms))
+    allowed = domain.simplify(banded)
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),
@@ -198,6 +199,23 @@ def _table_cases(
         cond = Cond("table", (derived, indices))
     plain = bool(np.all(array[kept] == 0))
     return [(cond, 0.0 if plain else read), (negate(cond), fill)]
+
+
+def _banded(cond: Cond, table: Callable[[str], np.ndarray]) -> Cond:
+    """The condition with boolean tables that depend on q - k alone as bands: a stored causal mask, a stored window."""
+    if cond.kind in ("and", "or"):
+        join = all_of if cond.kind == "and" else any_of
+        return join(_banded(c, table) for c in children(cond))
+    if cond.kind not in ("table", "untable"):
+        return cond
+    name, indices = cond.args
+    assert isinstance(name, str)
+    assert isinstance(indices, tuple)
+    array = table(name)
+    band = _band_of(array, indices) if array.dtype.kind == "b" else None
+    if band is None:
+        return cond
+    return band if cond.kind == "table" else negate(band)
 
 
 def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
