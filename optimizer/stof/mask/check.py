@@ -182,7 +182,7 @@ class MaskChecker:
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
             if not _broadcasts(value, total):
-                raise _DoesNotReach(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
+                raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
 

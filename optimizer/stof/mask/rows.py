@@ -24,7 +24,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
-    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None:
+    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None or site.sink is not None:
         return
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return
@@ -59,7 +59,7 @@ def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
     top = row.max()
     if np.isneginf(top):
         return EmptyRows.ZERO if nan_guard else EmptyRows.NAN
-    if top + np.float32(1e4) == top:  # scores vanish beside it
+    if top + np.float32(32) == top:  # scores vanish beside it
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
     return EmptyRows.ALL if float(top - row.min()) < 1e4 else None
