@@ -5,10 +5,26 @@ from __future__ import annotations
 
 import onnx
 
+from stof.errors import UnsupportedError
 from stof.passes.lower_attention import lower_attention
-from stof.passes.lowering import Lowered, Lowerer, lower
+from stof.passes.lower_contrib import lower_multi_head, lower_projecting
+from stof.passes.lowering import Lowered, Lowerer, Request, lower
 
-_LOWERERS: dict[tuple[str, str], Lowerer] = {("", "Attention"): lower_attention}
+_MICROSOFT = "com.microsoft"
+
+
+def _quantized(_: Request) -> None:
+    raise UnsupportedError(
+        "its scores are computed from quantized projections inside of it; leave it, or use a float model"
+    )
+
+
+_LOWERERS: dict[tuple[str, str], Lowerer] = {
+    ("", "Attention"): lower_attention,
+    (_MICROSOFT, "Attention"): lower_projecting,
+    (_MICROSOFT, "MultiHeadAttention"): lower_multi_head,
+    (_MICROSOFT, "QAttention"): _quantized,
+}
 
 
 def prepare(model: onnx.ModelProto) -> Lowered:
