@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a model before sites are searched: the forms that other tools fused are expanded."""
+"""What is done to a model before sites are searched: functions with attention are inlined, fused forms are expanded."""
 
 from __future__ import annotations
 
 import onnx
 
 from stof.errors import UnsupportedError
+from stof.passes.inline import inline, inline_all
 from stof.passes.lower_attention import lower_attention
 from stof.passes.lower_contrib import lower_multi_head, lower_projecting
 from stof.passes.lowering import Lowered, Lowerer, Request, lower
+from stof.symbolic import Symbolic
 
 _MICROSOFT = "com.microsoft"
 
@@ -29,4 +31,6 @@ _LOWERERS: dict[tuple[str, str], Lowerer] = {
 
 def prepare(model: onnx.ModelProto) -> Lowered:
     """The working copy of a model in which sites are searched."""
-    return lower(model, _LOWERERS)
+    base = inline(model, {("", "Softmax"), *_LOWERERS})
+    whole = inline_all(base)
+    return lower(model, base, _LOWERERS, None if whole is base else Symbolic(whole))

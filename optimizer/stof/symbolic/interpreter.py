@@ -116,12 +116,17 @@ class Symbolic:
     ``name#axis`` where the model gives none). ``value(name)`` is a function of the indices, for whatever depends on
     shapes, constants and reads of model inputs; compute nodes (MatMul, Softmax, ...) have shapes but no value.
     Initializers that are also graph inputs can be overridden by the caller and count as inputs.
+
+    Args:
+        model: without external data.
+        known: of the same model with its functions inlined: tells shapes of what calls of functions give.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
         from stof.symbolic import contrib, fused, rules
 
         self._facts: dict[str, Fact] = {}
+        self._known = known
         standard = rules.RULES | fused.STANDARD
         self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
@@ -159,6 +164,8 @@ class Symbolic:
             if not name:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
+            if rule is None and self._known is not None:
+                fact = Fact(self._known.dtype(name), self._known.shape(name))
             if fact.shape is None and name in self._declared:
                 declared = self._declared[name]
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
