@@ -36,12 +36,16 @@ _ABSORBS = -1e8
 
 @dataclass(frozen=True)
 class _TermMask:
-    """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains."""
+    """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains.
+
+    ``by_data``: it may forbid as well, by data of which no expression can be made.
+    """
 
     allowed: Cond
     fills: tuple[float, ...]
     bias: bool
     note: str = ""
+    by_data: bool = False
 
 
 def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
@@ -71,6 +75,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
         operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
+        by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
         empty_rows=empty_rows(site, fills, notes),
         family=describe(expression),
         notes=tuple(notes),
@@ -121,7 +126,7 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     except UnsupportedError as error:
         if term.kind is not TermKind.ADD:
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
-        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}")
+        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}", by_data=True)
     return found
 
 
