@@ -205,8 +205,8 @@ def test_a_stated_mask_finds_its_padding_and_fill(put: Callable[..., Path], caps
     biased = added.replace("{0.0}", "{0.5}")
     path = put(text(OPAQUE + biased + sum_of_both, more=", int64[1,S] am"))
     assert cli.main([str(path), "--mask", "0=abs(q - k) <= 4 and pad[b, k]"]) == 0
-    assert "note: added becomes a table of 1 distances" in capsys.readouterr().out
-    assert list(attention(path.with_name("model.stof.onnx")).input) == ["q", "k", "v", "am", "stof_relative_bias"]
+    assert "note: added stays a bias" in capsys.readouterr().out
+    assert list(attention(path.with_name("model.stof.onnx")).input) == ["q", "k", "v", "am", "added"]
 
 
 def test_outputs_that_cannot_be_written(put: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
