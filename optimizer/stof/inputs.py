@@ -152,9 +152,12 @@ class InputMaker:
                 if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
                     sizes[lengths[0]] = case.length // 2 + 1
                 try:
-                    sizes[name] = evaluate(other, sizes)
+                    found = evaluate(other, sizes)
                 except UnsupportedError:
                     continue
+                if found < 1:
+                    continue
+                sizes[name] = found
                 solved |= {name, *used}
                 break
 
