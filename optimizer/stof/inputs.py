@@ -124,9 +124,8 @@ class InputMaker:
                     found[name] = case.batch if name in self.batch_names else case.length
         for size in self._lengths():
             names = size_names(size) - self.batch_names
-            if len(names) == 1:
-                (name,) = names
-                found[name] = max(found.get(name, 1), _least(size, name, case.length))
+            least = _least(size, names, case)
+            found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
         return found
 
@@ -236,11 +235,12 @@ def size_names(size: Int) -> set[str]:
     return found
 
 
-def _least(size: Int, name: str, wanted: int) -> int:
-    """The least value of a dimension with which a size that grows with it is as large as wanted."""
+def _least(size: Int, names: set[str], case: Case) -> int:
+    """The least value of dimensions with which a size that grows with them is as large as the length of a case."""
 
     def reaches(n: int) -> bool:
-        return evaluate(size, {name: n}) >= wanted
+        others = dict.fromkeys(size_names(size), case.batch)
+        return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= case.length
 
     try:
         high = 1

@@ -176,7 +176,7 @@ class MaskChecker:
             UnsupportedError: when the terms cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
@@ -195,7 +195,7 @@ class MaskChecker:
             UnsupportedError: when they cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
 
@@ -238,7 +238,7 @@ class MaskChecker:
             raise UnsupportedError(
                 f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
             )
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
@@ -320,6 +320,18 @@ class MaskChecker:
                 pending.extend(node.input)
         nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
         return nodes, given, used
+
+
+def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """The sizes of a site's scores.
+
+    Raises:
+        _DoesNotRun: when one of them is negative, as strides and slices of short inputs can make it.
+    """
+    B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+    if min(B, H, S, T) < 0:
+        raise _DoesNotRun(f"scores of shape [{B}, {H}, {S}, {T}]")
+    return B, H, S, T
 
 
 def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:

@@ -202,6 +202,16 @@ def _absolute(x: Scalar) -> Scalar:
     return Real("opaque", ("Abs", value))
 
 
+def _sign(x: Scalar) -> Scalar:
+    if not isinstance(x, Int):
+        value = to_real(x)
+        if value.kind == "const" and isinstance(value.args[0], float):
+            return real(float(np.sign(value.args[0])))
+        return Real("opaque", ("Sign", value))
+    positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
+    return select(positive, integer(1), select(negative, integer(-1), integer(0)))
+
+
 def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     """A comparison of two integers, of two conditions, or of floats that stand for integers."""
 
@@ -431,6 +441,7 @@ RULES: dict[str, Rule] = {
     "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
     "Neg": _pointwise(_negative),
     "Abs": _pointwise(_absolute),
+    "Sign": _pointwise(_sign),
     "Min": _pointwise(_extreme("min")),
     "Max": _pointwise(_extreme("max")),
     "Clip": _clip,
@@ -487,7 +498,6 @@ for _name in [
     "Swish",
     "QuickGelu",
     "Softsign",
-    "Sign",
 ]:
     RULES[_name] = _same_shape
 for _name in ["Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp"]:
