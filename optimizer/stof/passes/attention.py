@@ -116,6 +116,7 @@ def _match(
         value=found.value.operand,
         output=found.output.tensor,
         output_layout=found.output.layout,
+        output_perm=found.output.perm,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,

@@ -42,6 +42,7 @@ class Output:
     dtype: int
     row_guard: str | None
     nodes: tuple[str, ...]
+    perm: tuple[int, ...] = ()
 
 
 class Forward:
@@ -189,9 +190,10 @@ class Forward:
         current = start
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))
-            layout = None if axes is None else output_layout(shape, axes, heads)
+            view = None if axes is None else output_layout(shape, axes, heads)
+            layout, perm = view if view is not None else (None, ())
             if layout is not None:
-                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed))
+                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed, perm))
             users = self._users(current, staying)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break

@@ -42,6 +42,7 @@ def _conv(context: Context) -> list[Fact] | None:
     kernel = [d.constant for d in weight[2:]]
     if any(k is None for k in kernel):
         return None
+    context.equate(data[1], weight[1] * integer(context.number("group", 1)))
     sizes = _window(context, data[2:], [k for k in kernel if k is not None])
     return None if sizes is None else [Fact(context.fact(0).dtype, (data[0], weight[0], *sizes))]
 

@@ -313,7 +313,20 @@ def _reshape(context: Context) -> list[Fact] | None:
     shape = None if data is None else _target_shape(context, data)
     if data is None or shape is None:
         return None
+    _equate_counts(context, product(data), product(shape))
     return _reshaped(context, data, shape)
+
+
+def _equate_counts(context: Context, before: Int, after: Int) -> None:
+    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
+    if before == after or len(after.terms) != 1:
+        return
+    for atom in after.terms[0][0]:
+        factor = Int((((atom,), 1),))
+        rest = before.divide(factor)
+        if rest is not None:
+            before, after = rest, after.divide(factor) or after
+    context.equate(before, after)
 
 
 def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:

@@ -142,8 +142,12 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         exact = x.divide(y)
         if exact is not None:
             return exact
-        if y.constant and y.constant > 0 and bound(x, upper=False) >= 0:
-            return of_atom("div", x, y.constant)
+        if y.constant and y.constant > 0:
+            floor = of_atom("div", x, y.constant)
+            if bound(x, upper=False) >= 0:
+                return floor
+            rest = of_atom("mod", x, y.constant)
+            return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
     return _fold_real("div", x, y)
 
