@@ -99,7 +99,7 @@ def _match(
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
-    values = _readings(index, symbolic, weighted.value, "value", transposed=False)
+    values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
     found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
@@ -136,8 +136,10 @@ def _match(
     )
 
 
-def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, transposed: bool) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed)
+def _readings(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, order: tuple[int, ...], transposed: bool = False
+) -> list[Heads]:
+    found = readings(index, symbolic, tensor, transposed=transposed, order=order)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -146,8 +148,8 @@ def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, 
 
 
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
-    queries = _readings(index, symbolic, scores.query, "query", transposed=False)
-    return queries, _readings(index, symbolic, scores.key, "key", transposed=scores.key_transposed)
+    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:

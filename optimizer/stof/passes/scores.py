@@ -10,6 +10,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
+from stof.passes.einsum import Order, products
 from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic
@@ -26,6 +27,8 @@ class Scores:
     query: str = ""
     key: str = ""
     key_transposed: bool = True  # the operand is [.., D, T]
+    query_order: Order = ()  # of axes in which an operand is [.., S, D] or [.., T, D], where it is not its own
+    key_order: Order = ()
     factor: float = 1.0
     softcap: float = 0.0
     terms: tuple[MaskTerm, ...] = ()
@@ -88,6 +91,16 @@ class ScoreWalk:
     def _matmul(self, node: onnx.NodeProto, scores: Scores) -> Scores | None:
         if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
             return replace(scores.passed(node), query=node.input[0], key=node.input[1])
+        for product in products(self.symbolic, node):
+            if product.result == tuple(range(len(product.result))):
+                return replace(
+                    scores.passed(node),
+                    query=product.left,
+                    key=product.right,
+                    key_transposed=False,
+                    query_order=product.left_order,
+                    key_order=product.right_order,
+                )
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return None
         attributes = {a.name: a for a in node.attribute}

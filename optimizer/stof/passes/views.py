@@ -219,8 +219,12 @@ def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:
     return [a for a in group if a.size != ONE]
 
 
-def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool) -> list[Heads]:
+def readings(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool, order: tuple[int, ...] = ()
+) -> list[Heads]:
     """Legal readings of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``), the best of a type last.
+
+    ``order`` is the order of axes in which the tensor is that, where it is not its own.
 
     The farther the source the more copies fold into the op; but a tensor that the graph writes anyway, for another
     reader, is as good as its source and ends the search.
@@ -232,6 +236,7 @@ def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: 
             break
         if axes is None or len(axes) < 3:
             continue
+        axes = tuple(axes[i] for i in order) if order else axes
         rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
         batch = [a for group in axes[:-2] for a in group]
         heads = _classify(symbolic, chain, batch, rows, size)
@@ -323,16 +328,19 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
     return None
 
 
-def output_layout(shape: tuple[Int, ...], axes: Axes, heads: int) -> tuple[Layout, tuple[int, ...]] | None:
+def output_layout(
+    shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = ()
+) -> tuple[Layout, tuple[int, ...]] | None:
     """The layout of a view of the result [.., S, Dv] of the second MatMul, and the transposition of it that the view is.
 
-    None when it is no legal one.
+    None when it is no legal one. ``order`` is the order of axes in which the result is that, where it is not its own.
     """
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+    whole = [whole[i] for i in order] if order else whole
     groups = [_strip(g) for g in axes]
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
-    elif len(shape) == 3 and len(axes) in (3, 4):  # [B*H, S, Dv]
+    elif len(shape) == 3 and len(axes) in (3, 4) and not order:  # [B*H, S, Dv]
         first = _strip([a for g in axes for a in g if a.axis == 0])
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
