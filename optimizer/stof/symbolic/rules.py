@@ -143,10 +143,10 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         if exact is not None:
             return exact
         if y.constant and y.constant > 0:
-            floor = of_atom("div", x, y.constant)
+            floor = movement.floor_div(x, y.constant)
             if bound(x, upper=False) >= 0:
                 return floor
-            rest = of_atom("mod", x, y.constant)
+            rest = movement.floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
     return _fold_real("div", x, y)
@@ -158,7 +158,7 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if x.constant is not None:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
-                return of_atom("mod", x, y.constant)
+                return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
         if isinstance(x, Int) and isinstance(y, Int) and bound(x, upper=False) >= 0:
             return of_atom("opaque", "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))

@@ -337,7 +337,22 @@ def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) 
         return neutral
     if len(members) == 1:
         return members.pop()
+    if kind == "and" and _is_zero_without(members):
+        return FALSE
     return Cond(kind, tuple(sorted(members, key=_cond_key)))
+
+
+def _is_zero_without(conds: set[Cond]) -> bool:
+    """Whether conditions ask for a number that is 0 and leaves a remainder: how floor division tells negative numbers."""
+    for cond in conds:
+        if cond.kind != "ne" or not isinstance(cond.args[0], Int):
+            continue
+        atom = cond.args[0].atom
+        if atom is None or atom.kind != "mod" or not isinstance(atom.args[0], Int):
+            continue
+        if Cond("le", (atom.args[0],)) in conds and bound(atom.args[0], upper=False) >= 0:
+            return True
+    return False
 
 
 # ---- floats ----
