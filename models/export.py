@@ -60,7 +60,8 @@ def export(name: str) -> onnx.ModelProto:
         strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else ())
     # Node names and metadata stay where users' files are most likely to have them.
     if name.startswith("zoo/") or not (exporter == "dynamo" and attention == "sdpa"):
-        forget_metadata(model)
+        # Of graphs of transformers' exporter, in which every size is dynamic, the names of sizes are part.
+        forget_metadata(model, shapes=exporter == "transformers")
     return model
 
 

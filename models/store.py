@@ -55,11 +55,14 @@ def _placeholder(tensor: onnx.TensorProto) -> None:
     tensor.external_data.append(onnx.StringStringEntryProto(key="location", value=build.PLACEHOLDER))
 
 
-def forget_metadata(model: onnx.ModelProto) -> None:
-    """Drops metadata, doc strings and value_info, which a runtime does not need."""
+def forget_metadata(model: onnx.ModelProto, shapes: bool = False) -> None:
+    """Drops metadata, doc strings and, unless ``shapes`` are to stay, value_info: what a runtime does not need."""
     del model.metadata_props[:]
     del model.graph.metadata_props[:]
-    del model.graph.value_info[:]
+    if not shapes:
+        del model.graph.value_info[:]
+    for value in model.graph.value_info:
+        del value.metadata_props[:]
     for node in model.graph.node:
         del node.metadata_props[:]
         node.doc_string = ""
