@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stof.symbolic.terms import Int
 
 
@@ -58,6 +60,11 @@ class MaskTerm:
     tensor: str
     fill: float | None = None  # KEEP and DROP
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
+    merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
+
+    def spread(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value as it broadcasts to [B, H, S, T]."""
+        return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class MaskChecker:
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._run([t.tensor for t in added], feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -180,7 +180,7 @@ class MaskChecker:
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -197,7 +197,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
+        return self._values(site.terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -241,7 +241,7 @@ class MaskChecker:
         B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
@@ -269,6 +269,12 @@ class MaskChecker:
                 f"mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
                 f"{'allowed' if wanted[where] else 'forbidden'} there"
             )
+
+    def _values(
+        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> list[np.ndarray]:
+        """The tensors of terms as they broadcast to [B, H, S, T]."""
+        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx
@@ -123,7 +123,7 @@ def _match(
         value_head_size=found.value.size,
         scale=scale,
         dtype=query.dtype,
-        terms=tuple(reversed(scores.terms)),
+        terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
         nan_guard=weighted.nan_guard,
         sink=None if sink is None else sink.logits,

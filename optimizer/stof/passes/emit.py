@@ -270,6 +270,8 @@ def _bias(
     total: gs.Tensor | None = None
     for term in terms:
         tensor = editing.tensors[term.tensor]
+        if term.merged:
+            tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
         if not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
             tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
         if term.scale != 1.0:
@@ -293,6 +295,23 @@ def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list
     if dtype not in (site.dtype, TensorProto.FLOAT):
         tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor
+
+
+def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
+    """[B*H, .., ..] as [B, H, .., ..]."""
+
+    def add(op: str, name: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
+        out = editing.variable(f"stof_bias_{name}", kind)
+        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
+        return out
+
+    def numbers(*values: int) -> gs.Tensor:
+        return editing.initializer("stof_bias_sizes", np.array(values, np.int64))
+
+    sizes = add("Shape", "shape", [tensor], TensorProto.INT64)
+    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)], TensorProto.INT64)
+    target = add("Concat", "target", [numbers(-1, heads), rest], TensorProto.INT64, axis=0)
+    return add("Reshape", "spread", [tensor, target], dtype)
 
 
 def _append(
