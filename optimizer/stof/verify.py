@@ -499,6 +499,8 @@ def _compare_outputs(
     a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
     # The range of a few numbers can be small by chance, and of one it is 0.
     span = float(a.max() - a.min()) if a.size >= _ENOUGH else float(np.abs(a).max(initial=0.0))
+    # Of a few numbers, two legal runs that happen to agree tell little.
+    floor *= MODEL_FACTOR if a.size < _ENOUGH else 1.0
     budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + floor * span
     # Either legal run may be the nearer one.
     difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))
