@@ -24,14 +24,15 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
-    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None or site.sink is not None:
+    several = len(forbidding) > 1 or any("different strength" in note for note in mask.notes)
+    if not several or not mask.operands or site.row_guard is not None or site.sink is not None:
         return
-    if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
-        return
+    # What is computed from activations is no larger than scores are.
+    known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
     most = lengths(mask.expression)[-1]
     for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
-        values, allowed = checker.terms(site, mask, Case(2, length, padding), seed)
-        levels = _levels(site.terms, values, allowed.shape)
+        values, allowed = checker.terms(site, mask, known, Case(2, length, padding), seed)
+        levels = _levels(known, values, allowed.shape)
         for row in levels[~allowed.any(axis=-1)]:
             found = _kind(row, site.nan_guard)
             if found is not mask.empty_rows:
