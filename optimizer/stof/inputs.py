@@ -122,11 +122,12 @@ class InputMaker:
                 for atom in dim.atoms():
                     name = str(atom.args[0])
                     found[name] = case.batch if name in self.batch_names else case.length
+                    if name.isdigit():  # what some exporters call a size that they took for dynamic and found fixed
+                        found[name] = int(name)
         for size in self._lengths():
             names = size_names(size) - self.batch_names
-            if len(names) == 1:
-                (name,) = names
-                found[name] = max(found.get(name, 1), _least(size, name, case.length))
+            least = _least(size, names, case.batch, case.length)
+            found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
         return found
 
@@ -143,6 +144,8 @@ class InputMaker:
         solved: set[str] = set()
         for pair in self.symbolic.equalities:
             for alone, other in (pair, pair[::-1]):
+                if alone.constant is not None:
+                    solved |= self._fix(other, alone.constant, sizes, solved, case)
                 atom = alone.atom
                 name = "" if atom is None or atom.kind != "size" else str(atom.args[0])
                 used = {str(a.args[0]) for a in other.atoms() if a.kind == "size"}
@@ -152,11 +155,26 @@ class InputMaker:
                 if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
                     sizes[lengths[0]] = case.length // 2 + 1
                 try:
-                    sizes[name] = evaluate(other, sizes)
+                    found = evaluate(other, sizes)
                 except UnsupportedError:
                     continue
+                if found < 1:
+                    continue
+                sizes[name] = found
                 solved |= {name, *used}
                 break
+
+    def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
+        """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
+        names = size_names(size) - self.batch_names
+        if not names or names & solved or not names <= set(sizes):
+            return set()
+        least = _least(size, names, case.batch, wanted)
+        others = dict.fromkeys(size_names(size), case.batch)
+        if evaluate(size, {**others, **dict.fromkeys(names, least)}) != wanted:
+            return set()
+        sizes |= dict.fromkeys(names, least)
+        return names
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -233,11 +251,12 @@ def size_names(size: Int) -> set[str]:
     return found
 
 
-def _least(size: Int, name: str, wanted: int) -> int:
-    """The least value of a dimension with which a size that grows with it is as large as wanted."""
+def _least(size: Int, names: set[str], batch: int, wanted: int) -> int:
+    """The least value of dimensions with which a size that grows with them is as large as wanted."""
 
     def reaches(n: int) -> bool:
-        return evaluate(size, {name: n}) >= wanted
+        others = dict.fromkeys(size_names(size), batch)
+        return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
 
     try:
         high = 1

@@ -31,7 +31,7 @@ from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.lowering import Lowered
 from stof.runtime import Op, register
-from stof.site import AttentionSite, Layout, MaskTerm, TermKind
+from stof.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
 from stof.symbolic import Symbolic
 from stof.widen import BF16, HALF, Twins, holds
 
@@ -40,6 +40,7 @@ SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 # Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see widen.py).
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
+_ENOUGH = 64  # elements whose range tells how large an output is
 _FLOPS = 3e10  # a second, of two cores
 _MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
@@ -496,11 +497,19 @@ def _compare_outputs(
         return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
     good = np.isfinite(plain) & np.isfinite(legal)
     a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
-    span = float(a.max() - a.min()) if a.size else 0.0
+    # The range of a few numbers can be small by chance, and of one it is 0.
+    span = float(a.max() - a.min()) if a.size >= _ENOUGH else float(np.abs(a).max(initial=0.0))
+    # Of a few numbers, two legal runs that happen to agree tell little.
+    floor *= MODEL_FACTOR if a.size < _ENOUGH else 1.0
     budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + floor * span
     # Either legal run may be the nearer one.
     difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))
     return Comparison(what, difference, budget, difference <= budget)
+
+
+def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
+    array = known[operand.tensor]
+    return np.transpose(array, operand.perm) if operand.perm else array
 
 
 def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -528,7 +537,11 @@ def _compare_site(
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
     exact, rows = site_fp64(site, known)
     original = known[site.output]
-    arrays = [np.ascontiguousarray(known[n]) for n in inputs]
+    if site.output_perm:
+        back = np.argsort(site.output_perm)
+        original, computed = np.transpose(original, back), np.transpose(computed, back)
+    operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
+    arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
     attributes = {**_attributes(node), "layout": " ".join(layout.value for layout in layouts)}
     found = np.full(original.shape, np.nan, original.dtype)
@@ -564,16 +577,16 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
 
     Reads what the graph itself adds to the scores, never the lifted expression.
     """
-    q = _bhsd(known[site.query.tensor], site.query.layout, site.num_heads).astype(np.float64)
-    k = _bhsd(known[site.key.tensor], site.key.layout, site.kv_num_heads).astype(np.float64)
-    v = _bhsd(known[site.value.tensor], site.value.layout, site.kv_num_heads).astype(np.float64)
+    q = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads).astype(np.float64)
+    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads).astype(np.float64)
+    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads).astype(np.float64)
     repeat = site.num_heads // site.kv_num_heads
     k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
     scores = np.einsum("bhsd,bhtd->bhst", q, k) * site.scale
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
-        scores = _apply_term(scores, term, known[term.tensor])
+        scores = _apply_term(scores, term, term.spread(known[term.tensor]))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
         column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)

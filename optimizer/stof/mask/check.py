@@ -162,7 +162,7 @@ class MaskChecker:
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._run([t.tensor for t in added], feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -176,11 +176,11 @@ class MaskChecker:
             UnsupportedError: when the terms cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -195,9 +195,9 @@ class MaskChecker:
             UnsupportedError: when they cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
+        return self._values(site.terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -238,10 +238,10 @@ class MaskChecker:
             raise UnsupportedError(
                 f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
             )
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
@@ -269,6 +269,12 @@ class MaskChecker:
                 f"mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
                 f"{'allowed' if wanted[where] else 'forbidden'} there"
             )
+
+    def _values(
+        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> list[np.ndarray]:
+        """The tensors of terms as they broadcast to [B, H, S, T]."""
+        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)
@@ -320,6 +326,18 @@ class MaskChecker:
                 pending.extend(node.input)
         nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
         return nodes, given, used
+
+
+def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """The sizes of a site's scores.
+
+    Raises:
+        _DoesNotRun: when one of them is negative, as strides and slices of short inputs can make it.
+    """
+    B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+    if min(B, H, S, T) < 0:
+        raise _DoesNotRun(f"scores of shape [{B}, {H}, {S}, {T}]")
+    return B, H, S, T
 
 
 def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:

@@ -110,9 +110,12 @@ def _domain(site: AttentionSite) -> Domain:
     )
 
 
-def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
-    """The tensor, broadcast to the scores, at (b, h, q, k)."""
-    return tensor.at(project(_index(site), tensor.shape))
+def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Cond | Real:
+    """The tensor, broadcast to the scores, at (b, h, q, k); ``merged`` is H where it is [B*H, .., ..]."""
+    index: tuple[Int, ...] = _index(site)
+    if merged:
+        index = (index[0] * integer(merged) + index[1], *index[2:])
+    return tensor.at(project(index, tensor.shape))
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -140,7 +143,7 @@ def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
-    value = element(tensor, site)
+    value = element(tensor, site, term.merged)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
         fill = -math.inf if term.fill is None else term.fill

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx
@@ -99,7 +99,7 @@ def _match(
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
-    values = _readings(index, symbolic, weighted.value, "value", transposed=False)
+    values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
     found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
@@ -116,13 +116,14 @@ def _match(
         value=found.value.operand,
         output=found.output.tensor,
         output_layout=found.output.layout,
+        output_perm=found.output.perm,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
         value_head_size=found.value.size,
         scale=scale,
         dtype=query.dtype,
-        terms=tuple(reversed(scores.terms)),
+        terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
         nan_guard=weighted.nan_guard,
         sink=None if sink is None else sink.logits,
@@ -135,8 +136,10 @@ def _match(
     )
 
 
-def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, transposed: bool) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed)
+def _readings(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, order: tuple[int, ...], transposed: bool = False
+) -> list[Heads]:
+    found = readings(index, symbolic, tensor, transposed=transposed, order=order)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -145,8 +148,8 @@ def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, 
 
 
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
-    queries = _readings(index, symbolic, scores.query, "query", transposed=False)
-    return queries, _readings(index, symbolic, scores.key, "key", transposed=scores.key_transposed)
+    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
