@@ -30,10 +30,9 @@ from stof.mask.check import read_by
 from stof.noise import Noisy, perturbed, quantizes
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
-from stof.passes.lowering import Lowered
+from stof.passes.scopes import Scope, graph_at
 from stof.runtime import Op, register
 from stof.site import AttentionSite, Layout, MaskTerm, TermKind
-from stof.symbolic import Symbolic
 from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
@@ -232,8 +231,7 @@ class Verifier:
     """Compares an original model with its optimized form.
 
     Args:
-        prepared: the original and its working copy, without external data.
-        symbolic: shapes and types of the working copy.
+        scopes: the main graph, with the original and its working copy, and subgraphs with sites.
         rewrites: what was replaced.
         budget: seconds after which no further case is begun.
         ignore_empty_rows: rows without a key may differ.
@@ -241,20 +239,20 @@ class Verifier:
 
     def __init__(
         self,
-        prepared: Lowered,
-        symbolic: Symbolic,
+        scopes: Sequence[Scope],
         rewrites: Sequence[Rewrite],
         budget: float,
         *,
         ignore_empty_rows: bool = False,
     ) -> None:
         self.ignore_empty_rows = ignore_empty_rows
-        self.model = model = prepared.original
-        self.working = prepared.model
-        self.symbolic = symbolic
+        self.scopes = scopes
+        self.model = model = scopes[0].prepared.original
+        self.working = scopes[0].prepared.model
+        self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
-        self.maker = InputMaker(self.working, symbolic, *read_by((r.site, r.mask) for r in rewrites))
+        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites))
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.
@@ -296,7 +294,10 @@ class Verifier:
             before = reference = probed
         ran, plain, captured = self._reference(sessions, reference, probed, feeds, result)
         feeds = [feeds[i] for i in ran]
-        result.comparisons.extend(self._sites(emitted, captured))
+        result.comparisons.extend(self._sites(self.scopes[0], emitted, captured))
+        for scope in self.scopes[1:]:
+            if scope.rewrites(self.rewrites):
+                result.comparisons.extend(self._inside(sessions, scope, emitted, twin, result.widened))
         try:
             session = sessions.make(before, optimized=True, library=False)
         except Exception:
@@ -383,7 +384,7 @@ class Verifier:
         result: Verification,
     ) -> tuple[list[int], list[list[np.ndarray]], dict[str, np.ndarray]]:
         """Which cases ran, the original's outputs without graph optimizations, the first case's tensors at every site."""
-        wanted = self._site_tensors()
+        wanted = self._site_tensors(self.scopes[0])
         outputs = [o.name for o in self.model.graph.output]
         model = onnx.ModelProto()
         model.CopyFrom(probed)
@@ -424,35 +425,63 @@ class Verifier:
             ran.append(i)
         return ran, plain, captured
 
-    def _site_tensors(self) -> list[str]:
+    def _inside(
+        self,
+        sessions: Sessions,
+        scope: Scope,
+        emitted: onnx.ModelProto,
+        twin: Callable[[onnx.ModelProto], onnx.ModelProto],
+        widened: bool,
+    ) -> list[Comparison]:
+        """The sites of a subgraph, which is run by itself: whether an input leads into it or not."""
+        some = scope.rewrites(self.rewrites)
+        model = onnx.ModelProto()
+        model.CopyFrom(scope.prepared.model)
+        del model.graph.output[:]
+        wanted = self._site_tensors(scope)
+        for name in wanted:
+            model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
+        try:
+            maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
+            feeds = maker.draw(self.cases[0], np.random.default_rng(0))
+            feeds = {n: _widened(x) for n, x in feeds.items()} if widened else feeds
+            found = sessions.make(twin(model), optimized=False, library=False).run(wanted, feeds)
+        except Exception as error:  # whatever the runtime raises
+            detail = f"the {scope.words} cannot be run by itself: {error}"
+            return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
+        return self._sites(scope, emitted, {**feeds, **dict(zip(wanted, found, strict=True))})
+
+    def _site_tensors(self, scope: Scope) -> list[str]:
         found: list[str] = []
-        inputs = {i.name for i in self.model.graph.input}
-        initializers = {t.name for t in self.model.graph.initializer}
-        for rewrite in self.rewrites:
+        inputs = {i.name for i in scope.prepared.base.graph.input}
+        initializers = {t.name for t in scope.prepared.base.graph.initializer}
+        for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
             found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
-    def _sites(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
-        writers = {o: n for n in emitted.graph.node for o in n.output}
-        read = {x.tensor for r in self.rewrites for x in r.site.terms} | {r.site.sink for r in self.rewrites}
+    def _sites(self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+        graph = graph_at(emitted, scope.path)
+        rewrites = scope.rewrites(self.rewrites)
+        writers = {o: n for n in graph.node for o in n.output}
+        read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
         constants = {
             t.name: onnx.numpy_helper.to_array(t)
-            for t in emitted.graph.initializer
+            for t in graph.initializer
             if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
         }
         constants.update(
             {
                 t.name: onnx.numpy_helper.to_array(t)
-                for t in self.model.graph.initializer
+                for t in scope.prepared.base.graph.initializer
                 if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
             }
         )
         known = {**constants, **captured}
         found = []
-        for rewrite in self.rewrites:
+        for rewrite in rewrites:
             site = rewrite.site
             node = writers[site.output]
             while node.op_type != OP:  # the layout was converted

@@ -38,7 +38,7 @@ def optimized_by_scripts(source: Path, target: Path) -> None:
 
 
 def fused_by_onnxscript(source: Path, target: Path) -> None:
-    """onnxscript's fusions for ONNX Runtime."""
+    """Onnxscript's fusions for ONNX Runtime."""
     import onnx_ir
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 

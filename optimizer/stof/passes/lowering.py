@@ -128,7 +128,7 @@ def lower(
         try:
             lowerers[_domain(node), node.op_type](request)
         except UnsupportedError as error:
-            findings.append(Finding(name, False, f"{describe(node)}: {error}"))
+            findings.append(Finding(name, False, f"{describe(node)}: {error}", {"output": node.output[0]}))
             continue
         softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
         groups.append(Group(place, tuple(builder.nodes), softmax))
@@ -149,14 +149,18 @@ def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
     return prefix
 
 
-def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
+def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[onnx.NodeProto]:
+    """Nodes with those of some groups in place of their fused ones."""
     by_place = {g.place: g for g in groups}
+    found: list[onnx.NodeProto] = []
+    for place, node in enumerate(nodes):
+        found.extend(by_place[place].nodes if place in by_place else [node])
+    return found
+
+
+def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.node[:]
-    for place, node in enumerate(model.graph.node):
-        if place in by_place:
-            result.graph.node.extend(by_place[place].nodes)
-        else:
-            result.graph.node.append(node)
+    result.graph.node.extend(expanded(model.graph.node, groups))
     return result

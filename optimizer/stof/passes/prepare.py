@@ -34,3 +34,13 @@ def prepare(model: onnx.ModelProto) -> Lowered:
     base = inline(model, {("", "Softmax"), *_LOWERERS})
     whole = inline_all(base)
     return lower(model, base, _LOWERERS, None if whole is base else Symbolic(whole))
+
+
+def expand_fused(model: onnx.ModelProto, known: Symbolic | None) -> Lowered:
+    """The same for a subgraph that was made a model; ``known`` is of the model that it is part of."""
+    return lower(model, model, _LOWERERS, known)
+
+
+def is_fused(node: onnx.NodeProto) -> bool:
+    """Whether a node is fused attention, expandable or not."""
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _LOWERERS
