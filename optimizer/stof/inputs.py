@@ -105,7 +105,8 @@ class InputMaker:
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
-        self.pads = _behind(index, pads, given)
+        # Numbers of keys that are counted are counted in padding masks.
+        self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {

@@ -9,6 +9,7 @@ from stof.errors import UnsupportedError
 from stof.passes.inline import inline, inline_all
 from stof.passes.lower_attention import lower_attention
 from stof.passes.lower_contrib import lower_multi_head, lower_projecting
+from stof.passes.lower_gqa import lower_grouped
 from stof.passes.lowering import Lowered, Lowerer, Request, lower
 from stof.symbolic import Symbolic
 
@@ -24,6 +25,7 @@ def _quantized(_: Request) -> None:
 _LOWERERS: dict[tuple[str, str], Lowerer] = {
     ("", "Attention"): lower_attention,
     (_MICROSOFT, "Attention"): lower_projecting,
+    (_MICROSOFT, "GroupQueryAttention"): lower_grouped,
     (_MICROSOFT, "MultiHeadAttention"): lower_multi_head,
     (_MICROSOFT, "QAttention"): _quantized,
 }
