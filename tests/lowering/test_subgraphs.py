@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.compose
 import pytest
 from fused import MICROSOFT, forced, run, same
-from onnx import parser
+from onnx import helper, parser
 
 from stof.graph import all_nodes, subgraphs
 
@@ -266,3 +268,50 @@ def test_planted_fault(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     onnx.save(parser.parse_model(MERGED), path)
     with pytest.raises(VerifyError, match=("then_softmax", "else_softmax")[index]):
         stof.optimize(path, tmp_path / "out.onnx", Options())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gemma3.torchscript.sdpa", "gemma3.torchscript.eager"),
+        ("modernbert.dynamo.sdpa", "modernbert.torchscript.eager"),
+    ],
+)
+def test_merged_exports(names: tuple[str, str], narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    """Whole exports as the branches of one If: every site of both, with the masks that it has in its own graph."""
+    parts = [onnx.load(narrow(name)) for name in names]
+    masks = []
+    for i, part in enumerate(parts):
+        folder = tmp_path / f"alone{i}"
+        folder.mkdir()
+        masks.append([s.mask for s in forced(part, folder)[0].sites])
+    branches = []
+    initializers: list[onnx.TensorProto] = []
+    for part, prefix in zip(parts, ("then/", "else/"), strict=True):
+        given = [i.name for i in part.graph.input]
+        graph = onnx.compose.add_prefix_graph(part.graph, prefix, rename_inputs=False, rename_outputs=True)
+        initializers.extend(graph.initializer)
+        del graph.initializer[:], graph.input[:], graph.value_info[:]
+        assert given == [i.name for i in parts[0].graph.input]
+        branches.append(graph)
+    flag = helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
+    outputs = [o.name for o in parts[0].graph.output]
+    node = helper.make_node("If", [flag.name], outputs, name="choice", then_branch=branches[0], else_branch=branches[1])
+    graph = helper.make_graph(
+        [node], "merged", [*parts[0].graph.input, flag], list(parts[0].graph.output), initializers
+    )
+    opset = max(e.version for p in parts for e in p.opset_import if e.domain == "")
+    merged = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    report, target = forced(merged, folder)
+    assert all(s.replaced for s in report.sites), [s.reason for s in report.sites]
+    assert [s.mask for s in report.sites] == [*masks[0], *masks[1]]
+    assert not any(n.op_type == "Softmax" for n in all_nodes(onnx.load(target).graph.node))
+    ids = np.random.default_rng(0).integers(1, 60, (2, 33))
+    mask = np.ones((2, 33), np.int64)
+    mask[1, 20:] = 0
+    for flag_value in (True, False):
+        given_all = {"input_ids": ids, "attention_mask": mask, flag.name: np.array([flag_value])}
+        wanted, found = run(merged, given_all), run(target, given_all, library=True)
+        same([f[mask.astype(bool)] for f in found], [w[mask.astype(bool)] for w in wanted], tolerance=1e-4)

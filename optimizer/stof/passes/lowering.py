@@ -18,6 +18,8 @@ from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
+_MARK = "/stof_"  # in the names of tensors that stand for a fused node
+
 
 @dataclass
 class Request:
@@ -119,6 +121,7 @@ def lower(
     symbolic = Symbolic(model, known)
     index = GraphIndex(model.graph)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
+    taken = {n for n in taken if _MARK in n}  # usually none
     groups: list[Group] = []
     findings: list[Finding] = []
     for place, node in fused:
@@ -141,7 +144,7 @@ def _domain(node: onnx.NodeProto) -> str:
 
 
 def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
-    base, i = f"{node.output[0]}/stof_", 1
+    base, i = f"{node.output[0]}{_MARK}", 1
     prefix = base
     while any(n.startswith(prefix) for n in taken):
         i += 1
