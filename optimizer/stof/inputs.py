@@ -105,7 +105,8 @@ class InputMaker:
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
-        self.pads = _behind(index, pads, given)
+        # Numbers of keys that are counted are counted in padding masks.
+        self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
@@ -198,6 +199,10 @@ class InputMaker:
     ) -> np.ndarray:
         if name in self.pads:
             return _padding(dims, case, rng).astype(dtype)
+        if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
+            # A switch, which an If reads: on in the first case of all, off in the last one.
+            on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
+            return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
             return _padding(dims, case, rng).astype(dtype)
@@ -210,7 +215,7 @@ class InputMaker:
             if rows is not None:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
-            return np.broadcast_to(np.arange(dims[-1] if dims else 1), dims).astype(dtype)
+            return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
         return rng.standard_normal(dims).astype(dtype)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
 from stof.mask.lift import LOWEST, SOFT_FORBID
+from stof.mask.signature import Signatures
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
@@ -64,8 +66,28 @@ class MaskChecker:
         self.symbolic = symbolic
         self.index = GraphIndex(model.graph)
         self.initializers = {t.name: t for t in model.graph.initializer}
+        self.signatures = Signatures(self.index, symbolic)
         self.passed: set[tuple[object, ...]] = set()
+        self.rows: set[tuple[object, ...]] = set()  # masks of which rows without a key were compared
         self.seen: set[int] = set()  # lengths at which masks were compared
+
+    def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
+        """Equal for sites of the same sizes with the same mask, made of tensors that are computed alike."""
+        known = [(t, self.symbolic.value(t.tensor) is not None) for t in site.terms]
+        return (
+            # What has no value may depend on the whole network before it.
+            tuple((t.kind, t.fill, t.scale, self.signatures.of(t.tensor) if own else t.tensor) for t, own in known),
+            tuple(t in mask.bias for t in site.terms),
+            None if mask.relative is None else replace(mask.relative, terms=()),
+            mask.expression,
+            mask.tables,
+            tuple((o.role, self.signatures.of(o.tensor)) for o in mask.operands),
+            None if site.row_guard is None else self.signatures.of(site.row_guard),
+            mask.empty_rows,
+            site.dims,
+            site.query_offset,
+            site.nan_guard,
+        )
 
     def check(self, site: AttentionSite, mask: LiftedMask, *, stated: bool = False) -> None:
         """Compares at several sizes.
@@ -78,16 +100,7 @@ class MaskChecker:
         """
         # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
         terms = [t for t in site.terms if stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
-        key = (
-            tuple(terms),
-            mask.bias,
-            mask.relative,
-            mask.expression,
-            mask.tables,
-            mask.operands,
-            site.row_guard,
-            stated,
-        )
+        key = (*self.key(site, mask), len(terms), stated)
         if (not terms and site.row_guard is None) or key in self.passed:
             return
         # The graph's own numbers count too: a stated mask may leave out a window.

@@ -9,7 +9,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
+_WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 _ABSORBS = -1e8
 
 
@@ -48,14 +49,19 @@ class _TermMask:
     by_data: bool = False
 
 
-def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
-    """The mask of a site as an expression.
+def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
+    """The mask of a site as an expression; tensors that are ``kept`` stay a bias, whatever they forbid.
 
     Raises:
         UnsupportedError: with the tensor and what its value depends on.
     """
     tables: dict[str, np.ndarray] = {}
-    terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
+    terms = [
+        _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
+        if term in kept
+        else _lift_term(symbolic, site, term, tables)
+        for term in site.terms
+    ]
     banded = _banded(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
     allowed = domain.simplify(banded)
@@ -116,6 +122,26 @@ def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Co
     if merged:
         index = (index[0] * integer(merged) + index[1], *index[2:])
     return tensor.at(project(index, tensor.shape))
+
+
+def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
+    """Tensors [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for what is to come.
+
+    A query whose keys are all forbidden by one of them attends to those that only they forbid. As biases they say that.
+    """
+    found = []
+    strongest = 0.0
+    for term in site.terms:
+        try:
+            fills = _read_term(symbolic, site, term, {}).fills
+        except UnsupportedError:
+            return []
+        strongest = min((strongest, *fills))
+        shape = symbolic.shape(term.tensor) or ()
+        flat = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
+        if term.kind is TermKind.ADD and flat and fills and min(fills) > _WEAK:
+            found.append(term)
+    return found if strongest <= _WEAK else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:

@@ -28,6 +28,9 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         return
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return
+    key = checker.key(site, mask)
+    if key in checker.rows:
+        return
     most = lengths(mask.expression)[-1]
     for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
         values, allowed = checker.terms(site, mask, Case(2, length, padding), seed)
@@ -40,6 +43,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
+    checker.rows.add(key)
 
 
 def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

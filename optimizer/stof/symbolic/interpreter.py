@@ -143,12 +143,16 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
-        from stof.symbolic import contrib, fused, rules
+        from stof.symbolic import contrib, fused, quantized, rules
 
         self._facts: dict[str, Fact] = {}
         self._known = known
-        standard = rules.RULES | fused.STANDARD
-        self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
+        standard = rules.RULES | fused.STANDARD | quantized.STANDARD
+        self._rules = {
+            "": standard,
+            "ai.onnx": standard,
+            "com.microsoft": contrib.RULES | fused.CONTRIB | quantized.CONTRIB,
+        }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
