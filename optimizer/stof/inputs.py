@@ -85,6 +85,7 @@ class InputMaker:
         symbolic: its shapes.
         pads: inputs that are padding masks.
         limits: inputs that hold numbers of keys, each with the number that there are.
+        segments: inputs that hold numbers of documents: one document without padding, several with.
     """
 
     def __init__(
@@ -93,11 +94,13 @@ class InputMaker:
         symbolic: Symbolic,
         pads: frozenset[str],
         limits: Mapping[str, Int] | None = None,
+        segments: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.symbolic = symbolic
         self.pads = pads
         self.limits = limits or {}
+        self.segments = segments
         index = GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
@@ -145,6 +148,9 @@ class InputMaker:
             return _padding(dims, case, rng).astype(dtype)
         if dtype.kind in "iu":
             rows = self.rows[name]
+            if name in self.segments:
+                starts = rng.random(dims) < (0.0 if case.padding is Padding.NONE else 0.2)
+                return (np.cumsum(starts, axis=-1) % (rows or 1 << 30)).astype(dtype)
             if rows is not None:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.

@@ -253,7 +253,8 @@ class Verifier:
         self.deadline = time.monotonic() + budget
         pads = frozenset(o.tensor for r in rewrites for o in r.mask.operands if o.role == "pad")
         limits = {o.tensor: r.site.dims[3] for r in rewrites for o in r.mask.operands if o.role == "lengths"}
-        self.maker = InputMaker(self.working, symbolic, pads, limits)
+        segments = {o.tensor for r in rewrites for o in r.mask.operands if o.role.startswith("segment")}
+        self.maker = InputMaker(self.working, symbolic, pads, limits, frozenset(segments))
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from .builder import Builder, Tensor
-from .expr import Mask
+from .expr import K, Mask, Q, make
 from .styles import Renderer, Style
 
 FP32, FP16 = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -34,7 +34,9 @@ class Form:
     groups: int = 0  # key and value heads, 0 for as many as the query's
     softcap: bool = False
     shifted: bool = False  # the row's maximum is subtracted before the softmax
-    bias: bool = False  # another term, from an input, is added
+    bias: str = ""  # another term is added: input, or by distance (ALiBi)
+    node: str = ""  # one Attention node of opset 23: bool, float, causal (the mask is and-ed with k <= q by the node)
+    sink: bool = False  # a column of logits beside the scores, dropped after the softmax
     half: bool = False
     widened: bool = False  # fp16 with an fp32 softmax
     fixed: bool = False
@@ -66,7 +68,10 @@ FORMS = {
     "past": Form(lengths="past"),
     "softcap": Form(softcap=True),
     "row maximum": Form(shifted=True),
-    "bias": Form(bias=True),
+    "bias": Form(bias="input"),
+    "ALiBi": Form(bias="distance"),
+    "Attention, bool mask": Form(node="bool"),
+    "Attention, float mask": Form(node="float"),
     "fp16": Form(half=True),
     "fp16, fp32 softmax": Form(half=True, widened=True),
     "fixed sizes": Form(fixed=True),
@@ -107,6 +112,12 @@ def legal(form: Form, mask: Mask, style: Style) -> Form:
         form = replace(form, groups=0, guard="")
     if form.softcap and form.scale == "after":
         form = replace(form, scale="mul")
+    if form.sink:
+        form = replace(form, three=False, guard="", shifted=False)
+    if form.node:
+        form = replace(
+            form, half=False, bias="", sink=False, guard="", three=False, apply="add", key="bhds", scale="mul"
+        )
     return form
 
 
@@ -314,7 +325,7 @@ class _Maker:
     def masked(self, x: str, renderer: Renderer) -> str:
         b, form = self.b, self.form
         if form.bias:
-            bias = self.feed("bias", self.dtype, 1, self.heads, "S", "T")
+            bias = self.bias(renderer)
             x = b.op("Add", x, self._three(Tensor(bias, "f", 4, frozenset("hqk"))) if form.three else bias)
         if form.widened:
             x = b.op("Cast", x, to=FP32)
@@ -333,6 +344,18 @@ class _Maker:
         if form.scale == "after":
             x = b.op("Mul", x, self.number(self.later))
         return x
+
+    def bias(self, renderer: Renderer) -> str:
+        """A tensor [1 or none, H, S, T] that is added besides the mask."""
+        b = self.b
+        if self.form.bias == "input":
+            return self.feed("bias", self.dtype, 1, self.heads, "S", "T")
+        d = renderer.indices.integer(make("sub", K, Q))
+        slopes = b.constant((0.5 ** np.arange(1, self.heads + 1)).reshape(-1, 1, 1), np.float32)
+        if b.chance(0.5):
+            d = b.join("Neg", d.kind, b.join("Abs", d.kind, d))
+        bias = b.op("Mul", b.cast(d, "f").name, slopes)
+        return bias if self.dtype == FP32 else b.op("Cast", bias, to=FP16)
 
     def _added(self, x: str, t: Tensor) -> str:
         b, form = self.b, self.form
@@ -369,12 +392,51 @@ class _Maker:
             else:
                 top = b.op("ReduceMax", x, axes=[-1], keepdims=1)
             x = b.op("Sub", x, top)
+        if form.sink:
+            column = self.sink(x)
+            x = b.op("Concat", x, column, axis=-1)
         p = b.op("Softmax", x, axis=self.rng.choice([-1, 2 if form.three else 3]))
+        if form.sink:
+            end = b.constant([-1]) if b.chance(0.5) else b.dim("T")
+            p = b.op("Slice", p, b.constant([0]), end, b.constant([-1]))
         if form.guard == "nan":
             p = b.op("Where", b.op("IsNaN", p), self.number(0.0, FP32 if form.widened else None), p)
         if form.widened:
             p = b.op("Cast", p, to=FP16)
         return p
+
+    def sink(self, x: str) -> str:
+        """One logit of each head, for every row."""
+        b = self.b
+        dtype = FP32 if self.form.widened else self.dtype
+        logits = self.number(0.3 * np.arange(1, self.heads + 1).reshape(1, -1, 1, 1), dtype)
+        return b.op(
+            "Expand", logits, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([1]), axis=0)
+        )
+
+    def node_output(self, q: str, k: str, v: str, renderer: Renderer) -> str:
+        """All of it as one node."""
+        b, form = self.b, self.form
+        if form.node == "bool":
+            allowed = renderer.allowed()
+            self.terms.append((allowed.name, "keep"))
+            mask = b.bigger(allowed)
+            mask = b.lift_rank(mask, 2) if mask.rank < 2 else mask
+        else:
+            parts = renderer.additive(self.fill)
+            total = parts[0]
+            for part in parts[1:]:
+                total = b.join("Add", "f", total, part)
+            if self.dtype == FP16:
+                total = replace(total, name=b.op("Cast", total.name, to=FP16))
+            self.terms.append((total.name, "add"))
+            mask = b.bigger(total)
+        if not mask.axes >= {"k"} or mask.rank < 2:
+            whole = Tensor("", mask.kind, max(mask.rank, 2), mask.axes | {"q", "k"})
+            mask = replace(whole, name=b.op("Expand", mask.name, b.shape(b.letters(whole))))
+        scale = {"scale": 0.35} if b.chance(0.5) else {}
+        softcap = {"softcap": 3.0} if form.softcap else {}
+        return b.op("Attention", q, k, v, mask.name, **scale, **softcap)
 
     def output(self, p: str, v: str) -> str:
         b, form = self.b, self.form
@@ -388,6 +450,11 @@ class _Maker:
             o = b.op(
                 "Reshape", o, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([D]), axis=0)
             )
+        return self._merged(o)
+
+    def _merged(self, o: str) -> str:
+        """The result [B, H, S, D] in the model's layout."""
+        b, form = self.b, self.form
         if form.layout == "bhsd":
             return o
         o = b.op("Transpose", o, perm=[0, 2, 1, 3])
@@ -419,6 +486,8 @@ class _Maker:
         # Masks are written before or after the scores, as exporters do.
         early = b.choice([False, True])
         renderer = Renderer(b, self.style, self.mask, inputs)
+        if form.node:
+            return self._case(self._merged(self.node_output(q, k, v, renderer)))
         if early:
             place = len(b.nodes)
             x = self.scores(q, k)

@@ -17,8 +17,10 @@ from stof.errors import UnsupportedError
 from stof.kernels.cost import why_not
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
+from stof.mask.relative import with_relative_bias
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
+from stof.passes.prepare import prepare
 from stof.site import AttentionSite, LiftedMask
 from stof.symbolic import Symbolic
 
@@ -74,19 +76,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     """
     verdict = Verdict()
     before = case.model.SerializeToString()
-    symbolic = Symbolic(case.model)
-    sites, findings = find_sites(case.model, symbolic)
+    prepared = prepare(case.model)
+    symbolic = Symbolic(prepared.model)
+    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
+    findings = [*prepared.findings, *findings]
     rewrite: Rewrite | None = None
     seen: set[int] = set()
     if sites:
-        rewrite = _lifted(case, symbolic, sites[0], verdict, seen)
+        rewrite = _lifted(prepared.model, symbolic, sites[0], verdict, seen)
     elif not findings:
         raise Fault("no finding", "the softmax was neither matched nor reported")
     else:
         verdict.reason = findings[0].reason
     if rewrite is None and len(verdict.reason) < 20:
         raise Fault("no reason", f"refused because of {verdict.reason!r}")
-    optimized = None if rewrite is None else emit(case.model, symbolic, [rewrite])
+    optimized = None if rewrite is None else emit(prepared.partly([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
     original = _with_terms(case)
@@ -108,13 +112,15 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     return verdict
 
 
-def _lifted(case: Case, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]) -> Rewrite | None:
+def _lifted(
+    model: onnx.ModelProto, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]
+) -> Rewrite | None:
+    checker = MaskChecker(model, symbolic)
     try:
-        found = lift(symbolic, site)
+        found = with_relative_bias(checker, site, lift(symbolic, site))
     except UnsupportedError as error:
         verdict.reason = str(error)
         return None
-    checker = MaskChecker(case.model, symbolic)
     try:
         checker.check(site, found)
     except UnsupportedError as error:
@@ -127,7 +133,7 @@ def _lifted(case: Case, symbolic: Symbolic, site: AttentionSite, verdict: Verdic
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression
-    if found.bias and not found.expression:
+    if (found.bias or found.relative is not None) and not found.expression:
         verdict.reason = f"bias: {'; '.join(found.notes)}"
     return Rewrite(site, found)
 
@@ -230,8 +236,8 @@ def _check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], fe
         array = feeds[operand.tensor]
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
     found = oracle.evaluate(mask.expression, sizes, operands)
-    # What a bias forbids may be left to it.
-    wrong = drawn & ~found if mask.bias else found != drawn
+    # What a bias forbids (a finite one: by much) may be left to it.
+    wrong = drawn & ~found if mask.bias or mask.relative is not None else found != drawn
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise Fault(

@@ -89,14 +89,14 @@ def spec(plan: Plan) -> Spec:
     T = rng.randint(3, 16) if form.lengths == "cross" else P + S
     lowest = LOWEST[10 if form.half and not form.widened else 1]
     fills = [lowest, lowest, float("-inf"), -1e4 if form.half else -1e9, -1e4]
-    if form.apply in ("keep", "drop"):
+    if form.apply in ("keep", "drop") or form.node == "bool":
         fills = [lowest, float("-inf")]
     if form.guard == "nan":
         fills = [float("-inf")]
     if form.apply == "guarded":
         fills = [lowest]
     return Spec(
-        plan, mask, style, form, rng.randint(14, 23), 2 if _reads_heads(mask) else rng.choice([2, 4]),
+        plan, mask, style, form, 23 if form.node else rng.randint(14, 23), 2 if _reads_heads(mask) else rng.choice([2, 4]),
         {"S": S, "T": T, "P": P}, rng.choice(fills), rng.choice(["i", "i", "i", "b", "b", "f"]),
     )  # fmt: skip
 

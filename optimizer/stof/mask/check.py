@@ -191,7 +191,8 @@ class MaskChecker:
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         pads, counts = (frozenset(o.tensor for o in mask.operands if o.role == role) for role in ("pad", "lengths"))
-        maker = InputMaker(self.model, self.symbolic, pads, dict.fromkeys(counts, site.dims[3]))
+        segments = frozenset(o.tensor for o in mask.operands if o.role.startswith("segment"))
+        maker = InputMaker(self.model, self.symbolic, pads, dict.fromkeys(counts, site.dims[3]), segments)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:

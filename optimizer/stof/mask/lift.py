@@ -17,7 +17,8 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.mask.families import describe
-from stof.mask.text import B, H, K, Names, Q, band_condition, print_condition
+from stof.mask.tables import band_of, with_bands
+from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.domain import Domain
@@ -53,7 +54,8 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     tables: dict[str, np.ndarray] = {}
     terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
     domain = _domain(site)
-    allowed = domain.simplify(all_of(t.allowed for t in terms))
+    stored = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
+    allowed = domain.simplify(stored)
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),
@@ -70,7 +72,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
         operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
-        empty_rows=empty_rows(site, fills, notes),
+        empty_rows=_with_bias(site, empty_rows(site, fills, notes), bool(fills), any(t.bias for t in terms)),
         family=describe(expression),
         notes=tuple(notes),
     )
@@ -176,31 +178,13 @@ def _table_cases(
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
     kept = ~forbidden
-    cond = _band_of(kept, indices)
+    cond = band_of(kept, indices)
     if cond is None:
         derived = f"{name} allows"
         tables[derived] = kept
         cond = Cond("table", (derived, indices))
     plain = bool(np.all(array[kept] == 0))
     return [(cond, 0.0 if plain else read), (negate(cond), fill)]
-
-
-def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
-    """The band of a constant [.., S, T] mask that depends on q - k alone."""
-    if kept.ndim < 2 or any(n != 1 for n in kept.shape[:-2]) or indices[-2:] != (Q, K):
-        return None
-    plane = kept.reshape(kept.shape[-2:])
-    rows, columns = kept.shape[-2:]
-    diagonal = np.concatenate([plane[:0:-1, 0], plane[0]])  # q - k from rows - 1 down to -(columns - 1)
-    place = np.arange(columns)[None, :] - np.arange(rows)[:, None] + rows - 1
-    if not np.array_equal(diagonal[place], plane):
-        return None
-    inside = np.flatnonzero(diagonal)
-    if inside.size == 0 or inside.size != inside[-1] - inside[0] + 1:
-        return None
-    high = rows - 1 - int(inside[0])
-    low = rows - 1 - int(inside[-1])
-    return band_condition(None if low == -(columns - 1) else low, None if high == rows - 1 else high)
 
 
 def _size_names(site: AttentionSite) -> dict[str, str]:
@@ -232,6 +216,12 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
     if operands.setdefault(role, tensor) != tensor:
         raise UnsupportedError(f"the mask reads {operands[role]!r} and {tensor!r} as {role}; only one can be")
     return role
+
+
+def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool) -> EmptyRows:
+    """A bias that is -inf throughout a row makes it NaN."""
+    guarded = site.nan_guard or site.row_guard is not None
+    return EmptyRows.NAN if bias and not forbids and not guarded else found
 
 
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stof.symbolic.casework import rebuilt
@@ -25,6 +25,7 @@ from stof.symbolic.terms import (
 )
 
 ZERO = integer(0)
+_STEPS = 16  # of a division of polynomials
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Domain:
 
     def _atom(self, atom: Atom) -> Int:
         args = tuple(self._argument(a) for a in atom.args)
-        if atom.kind == "opaque" and len(args) == 3 and args[0] in ("division", "modulo"):
+        if atom.kind == "opaque" and len(args) == 3 and args[0] in ("division", "modulo", "remainder"):
             _, value, divisor = args
             assert isinstance(value, Int)
             assert isinstance(divisor, Int)
@@ -142,14 +143,22 @@ class Domain:
         """Quotient or remainder by a size, or of a value that is not negative after all."""
         if divisor.constant is not None and divisor.constant > 0 and self.bound(value, upper=False) >= 0:
             return rebuilt("div" if kind == "division" else "mod", (value, divisor.constant))
-        quotient, rest = ZERO, ZERO
-        for term in value.terms:
-            exact = Int((term,)).divide(divisor)
-            if exact is None:
-                rest = rest + Int((term,))
-            else:
-                quotient = quotient + exact
-        whole = self.bound(quotient, upper=False) >= 0  # ONNX truncates
-        if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
-            return quotient if kind == "division" else rest
+        for quotient, rest in divisions(value, divisor):
+            whole = kind == "modulo" or self.bound(quotient, upper=False) >= 0  # the others truncate
+            if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
+                return quotient if kind == "division" else rest
         return of_atom("opaque", kind, value, divisor)
+
+
+def divisions(value: Int, divisor: Int) -> Iterator[tuple[Int, Int]]:
+    """Ways to write a polynomial as quotient * divisor + rest, one for each term of the divisor taken as the leading one."""
+    for lead in divisor.terms:
+        if not lead[0] or abs(lead[1]) != 1:
+            continue
+        quotient, rest = ZERO, value
+        for _ in range(_STEPS):
+            step = next((x for t in rest.terms if (x := Int((t,)).divide(Int((lead,)))) is not None), None)
+            if step is None:
+                break
+            quotient, rest = quotient + step, rest - step * divisor
+        yield quotient, rest

@@ -20,6 +20,7 @@ from stof.symbolic.terms import (
     all_of,
     any_of,
     bound,
+    cases,
     equal,
     integer,
     less_equal,
@@ -153,8 +154,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return of_atom("mod", x, y.constant)
-        if isinstance(x, Int) and isinstance(y, Int) and bound(x, upper=False) >= 0:
-            return of_atom("opaque", "modulo", x, y)
+        if isinstance(x, Int) and isinstance(y, Int):
+            return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
     return modulo
@@ -245,7 +246,7 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 
 
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
-    from stof.symbolic.terms import FALSE, TRUE, cases
+    from stof.symbolic.terms import FALSE, TRUE
 
     if kind == "eq" and (found_read := floats.equals_zero(x, y)) is not None:
         return found_read
@@ -274,10 +275,6 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 def _real_function(name: str, function: Callable[[float], float]) -> Callable[[Scalar], Scalar]:
     def apply(x: Scalar) -> Scalar:
         value = to_real(x)
-        if value.kind == "bool":
-            cond = value.args[0]
-            assert isinstance(cond, Cond)
-            return select(cond, apply(real(1.0)), apply(real(0.0)))
         if name == "Floor" and (floor := floats.floor(value)) is not None:
             return floor
         if value.kind == "const":
@@ -289,6 +286,14 @@ def _real_function(name: str, function: Callable[[float], float]) -> Callable[[S
                 return real(function(number))
             except (ValueError, ZeroDivisionError, OverflowError):
                 return real(math.nan)
+        found = cases(value)
+        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # of a mask
+            result: Scalar = real(math.nan)
+            for number, (cond, case) in enumerate(found):
+                assert isinstance(case, float)
+                own = apply(real(case))
+                result = select(cond, own, result) if number else own
+            return result
         return Real("opaque", (name, value))
 
     return apply

@@ -95,9 +95,9 @@ class Int:
         return {a for m, _ in self.terms for a in m}
 
     def divide(self, other: Int) -> Int | None:
-        """The exact quotient by a monomial, or None."""
+        """The exact quotient, or None."""
         if len(other.terms) != 1:
-            return integer(1) if self == other else None
+            return _long_division(self, other)
         (monomial, coefficient) = other.terms[0]
         quotient = []
         for m, c in self.terms:
@@ -119,6 +119,22 @@ def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
     kept = [(m, c) for m, c in total.items() if c]
     kept.sort(key=lambda t: [_atom_key(a) for a in t[0]])
     return Int(tuple(kept))
+
+
+def _long_division(value: Int, divisor: Int) -> Int | None:
+    """The exact quotient by a sum: its first term is divided out until nothing is left."""
+    if not divisor.terms:
+        return None
+    lead = Int(divisor.terms[-1:])
+    quotient, rest = Int(()), value
+    for _ in range(len(value.terms)):
+        if not rest.terms:
+            return quotient
+        step = next((x for t in rest.terms if (x := Int((t,)).divide(lead)) is not None), None)
+        if step is None:
+            return None
+        quotient, rest = quotient + step, rest - step * divisor
+    return None if rest.terms else quotient
 
 
 @lru_cache(maxsize=10_000)
