@@ -170,7 +170,7 @@ class MaskChecker:
         total = np.zeros((B, H, S, T))
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
-            total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
+            total += np.broadcast_to(_fitting(term, value, total.shape).astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
 
     def _allowed(
@@ -207,7 +207,7 @@ class MaskChecker:
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
-            kept = _kept(term, value, self.symbolic.dtype(term.tensor))
+            kept = _kept(term, _fitting(term, value, wanted.shape), self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
                 continue
@@ -299,6 +299,14 @@ def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarr
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     results: list[np.ndarray] = session.run(names, feeds)
     return results
+
+
+def _fitting(term: MaskTerm, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The value, which must broadcast to the scores: a mask cut out of a stored one is too small beyond its length."""
+    own = (1,) * (len(shape) - value.ndim) + value.shape
+    if len(own) > len(shape) or any(n not in (1, size) for n, size in zip(own, shape, strict=True)):
+        raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {list(value.shape)} where scores have {list(shape)}")
+    return value
 
 
 def _check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:

@@ -66,7 +66,7 @@ class Domain:
             return self._extremes(value) or less_equal(value, ZERO)
         if low > 0 or high < 0:
             return FALSE if kind == "eq" else TRUE
-        same = equal(value, ZERO)
+        same = self._equal_extreme(value) or equal(value, ZERO)
         return same if kind == "eq" else negate(same)
 
     def _extremes(self, value: Int) -> Cond | None:
@@ -78,6 +78,20 @@ class Domain:
             parts = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
             both = (monomial[0].kind == "max") == (coefficient > 0)
             return (all_of if both else any_of)(self._test("le", p) for p in parts)
+        return None
+
+    def _equal_extreme(self, value: Int) -> Cond | None:
+        """max(a, b) == x is a == x where b <= a, and b == x elsewhere."""
+        for monomial, coefficient in value.terms:
+            if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
+                continue
+            rest = value - Int(((monomial, coefficient),))
+            first, second = monomial[0].args
+            assert isinstance(first, Int)
+            assert isinstance(second, Int)
+            chosen = self._test("le", second - first if monomial[0].kind == "max" else first - second)
+            parts = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
+            return any_of([all_of([chosen, parts[0]]), all_of([negate(chosen), parts[1]])])
         return None
 
     def bound(self, value: Int, *, upper: bool) -> float:
