@@ -119,7 +119,7 @@ class Domain:
             for atom in monomial:
                 product = product * self._atom(atom)
             total = total + product
-        return total
+        return _remainders(total)
 
     def _atom(self, atom: Atom) -> Int:
         args = tuple(self._argument(a) for a in atom.args)
@@ -162,6 +162,23 @@ class Domain:
             if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
                 return quotient if kind == "division" else rest
         return of_atom("opaque", kind, value, divisor)
+
+
+def _remainders(value: Int) -> Int:
+    """X - n * (x // n) as x % n."""
+    for monomial, coefficient in value.terms:
+        if len(monomial) != 1 or monomial[0].kind != "div":
+            continue
+        inner, divisor = monomial[0].args
+        assert isinstance(inner, Int)
+        assert isinstance(divisor, int)
+        if coefficient % divisor:
+            continue
+        times = integer(coefficient // divisor)
+        other = value - Int(((monomial, coefficient),)) + inner * times - of_atom("mod", inner, divisor) * times
+        if len(other.terms) < len(value.terms):
+            return _remainders(other)
+    return value
 
 
 def divisions(value: Int, divisor: Int) -> Iterator[tuple[Int, Int]]:

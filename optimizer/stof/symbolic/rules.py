@@ -80,7 +80,8 @@ def _elementwise(
     return [Fact(out, shape, SymTensor(shape, kind, at))]
 
 
-def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+    """A float operation, computed where its operands are known."""
     left, right = to_real(x), to_real(y)
     if kind != "div" and "int" in (left.kind, right.kind) and (whole := floats.whole(kind, left, right)) is not None:
         return whole
@@ -100,10 +101,21 @@ def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
                     return real(min(a, b))
                 case "max":
                     return real(max(a, b))
-    return Real(kind, (left, right))
+    return neutral(kind, left, right) or Real(kind, (left, right))
 
 
-def _negative(x: Scalar) -> Scalar:
+def neutral(kind: str, left: Real, right: Real) -> Real | None:
+    """The other operand of a neutral one. Not 0 * x: x may be infinite."""
+    zero, one = real(0.0), real(1.0)
+    if kind == "add":
+        return right if left == zero else left if right == zero else None
+    if kind == "mul" and left == one:
+        return right
+    return left if kind in ("mul", "div") and right == one else None
+
+
+def negative(x: Scalar) -> Scalar:
+    """-x."""
     if isinstance(x, Int):
         return -x
     value = to_real(x)
@@ -120,17 +132,17 @@ def _negative(x: Scalar) -> Scalar:
 
 def add(x: Scalar, y: Scalar) -> Scalar:
     """X + y."""
-    return x + y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, y)
+    return x + y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, y)
 
 
 def sub(x: Scalar, y: Scalar) -> Scalar:
     """X - y."""
-    return x - y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, _negative(y))
+    return x - y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, negative(y))
 
 
 def mul(x: Scalar, y: Scalar) -> Scalar:
     """X * y."""
-    return x * y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("mul", x, y)
+    return x * y if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
@@ -144,7 +156,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         if y.constant and y.constant > 0 and bound(x, upper=False) >= 0:
             return of_atom("div", x, y.constant)
         return of_atom("opaque", "division", x, y)
-    return _fold_real("div", x, y)
+    return fold_real("div", x, y)
 
 
 def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
@@ -175,7 +187,7 @@ def _extreme(kind: str) -> Callable[..., Scalar]:
                 else:
                     result = of_atom(kind, result, value)
             else:
-                result = _fold_real(kind, result, value)
+                result = fold_real(kind, result, value)
         return result
 
     return fold
@@ -431,7 +443,7 @@ RULES: dict[str, Rule] = {
     "Mul": _pointwise(mul),
     "Div": _pointwise(div),
     "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
-    "Neg": _pointwise(_negative),
+    "Neg": _pointwise(negative),
     "Abs": _pointwise(_absolute),
     "Min": _pointwise(_extreme("min")),
     "Max": _pointwise(_extreme("max")),
