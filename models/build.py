@@ -68,7 +68,7 @@ def _weights(model: onnx.ModelProto, seed: int) -> Iterator[tuple[onnx.TensorPro
             for start in range(0, flat.size, _BLOCK):
                 rng.standard_normal(dtype=np.float32, out=flat[start : start + _BLOCK])
             flat *= np.float32(0.7 / np.sqrt(min(shape)))
-            yield tensor, flat.reshape(shape)
+            yield tensor, flat.reshape(shape).astype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
         elif tensor.data_location != TensorProto.EXTERNAL and _uniform_vector(tensor):
             array = onnx.numpy_helper.to_array(tensor)
             yield tensor, (array + 0.02 * rng.standard_normal(array.shape, np.float32)).astype(np.float32)

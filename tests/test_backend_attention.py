@@ -51,7 +51,6 @@ def why_kept(name: str) -> str:
     fused = CASES[name.removesuffix("_expanded")].model.graph
     node = fused.node[0]
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    types = {i.name: i.type.tensor_type.elem_type for i in fused.input}
     if len(node.output) > 3 and node.output[3]:
         if not name.endswith("_expanded"):
             return "its output qk_matmul_output"
@@ -61,8 +60,6 @@ def why_kept(name: str) -> str:
             return (
                 "the attention weights"  # other modes' outputs are scores, which a MatMul beside the site still gives
             )
-    if len(node.input) > 3 and types.get(node.input[3]) == TensorProto.BOOL:
-        return "the mask reads model input"
     return ""
 
 

@@ -15,6 +15,7 @@ from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
+from stof.mask.rows import check_rows
 from stof.mask.stated import state
 from stof.options import Options
 from stof.passes.emit import Rewrite
@@ -137,6 +138,8 @@ class Chooser:
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
             self.checker.check(site, mask)
+            if not self.options.ignore_empty_rows:
+                check_rows(self.checker, site, mask)
             step = Step.KERNEL
             if reasons := why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
@@ -76,6 +76,14 @@ def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs in a node's attributes."""
     found = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
     return found + [g for a in node.attribute for g in a.graphs]
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes with those of their subgraphs."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from all_nodes(graph.node)
 
 
 def _captures(node: onnx.NodeProto) -> set[str]:

@@ -16,6 +16,7 @@ from stof.graph import GraphIndex
 from stof.symbolic import Symbolic
 from stof.symbolic.terms import Atom, Int
 
+_LARGEST_INPUT = 1 << 22
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 
 
@@ -82,10 +83,10 @@ class InputMaker:
 
     Args:
         model: without external data.
-        symbolic: its shapes.
-        pads: inputs that are padding masks.
+        symbolic: its shapes and values.
+        pads: tensors that masks read as padding: model inputs, or what is computed from them.
         limits: inputs that hold numbers of keys, each with the number that there are.
-        segments: inputs that hold numbers of documents: one document without padding, several with.
+        segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
     """
 
     def __init__(
@@ -98,13 +99,15 @@ class InputMaker:
     ) -> None:
         self.model = model
         self.symbolic = symbolic
-        self.pads = pads
         self.limits = limits or {}
-        self.segments = segments
         index = GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
+        given = {i.name for i in self.inputs}
+        self.pads = _behind(index, pads, given)
+        self.documents = (segments & given) - self.pads
+        self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
             str(shape[0].atom.args[0])
             for i in self.inputs
@@ -119,7 +122,41 @@ class InputMaker:
                 for atom in dim.atoms():
                     name = str(atom.args[0])
                     found[name] = case.batch if name in self.batch_names else case.length
+        for size in self._lengths():
+            names = size_names(size) - self.batch_names
+            if len(names) == 1:
+                (name,) = names
+                found[name] = max(found.get(name, 1), _least(size, name, case.length))
+        self._agree(found, case)
         return found
+
+    def _lengths(self) -> list[Int]:
+        """Lengths of scores that strides make shorter than the input: samples that become frames."""
+        found: dict[Int, None] = {}
+        for node in self.model.graph.node:
+            shape = self.symbolic.shape(node.output[0]) if node.op_type == "Softmax" else None
+            found |= {d: None for d in (shape or ())[-2:] if any(a.kind == "div" for a in d.atoms())}
+        return list(found)
+
+    def _agree(self, sizes: dict[str, int], case: Case) -> None:
+        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say."""
+        solved: set[str] = set()
+        for pair in self.symbolic.equalities:
+            for alone, other in (pair, pair[::-1]):
+                atom = alone.atom
+                name = "" if atom is None or atom.kind != "size" else str(atom.args[0])
+                used = {str(a.args[0]) for a in other.atoms() if a.kind == "size"}
+                if name not in sizes or name in solved | used or not used <= set(sizes) or name in self.batch_names:
+                    continue
+                lengths = sorted(used - self.batch_names - solved)
+                if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
+                    sizes[lengths[0]] = case.length // 2 + 1
+                try:
+                    sizes[name] = evaluate(other, sizes)
+                except UnsupportedError:
+                    continue
+                solved |= {name, *used}
+                break
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -146,11 +183,12 @@ class InputMaker:
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
             return _padding(dims, case, rng).astype(dtype)
+        if name in self.documents or name in self.restarting:
+            ids, places = _documents(dims, rng)
+            limit = self.rows[name] or 1 << 30
+            return ((ids if name in self.documents else places) % limit).astype(dtype)
         if dtype.kind in "iu":
             rows = self.rows[name]
-            if name in self.segments:
-                starts = rng.random(dims) < (0.0 if case.padding is Padding.NONE else 0.2)
-                return (np.cumsum(starts, axis=-1) % (rows or 1 << 30)).astype(dtype)
             if rows is not None:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
@@ -169,6 +207,69 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarra
         else:
             row[-count:] = 0
     return mask
+
+
+def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of documents that lie side by side in each row, and positions that begin again with each."""
+    ids, places = np.zeros(dims, np.int64), np.zeros(dims, np.int64)
+    length = dims[-1] if dims else 0
+    if length:
+        for row, at in zip(ids.reshape(-1, length), places.reshape(-1, length), strict=True):
+            starts = np.union1d([0], rng.integers(0, length, int(rng.integers(1, 4))))
+            row[:] = np.searchsorted(starts, np.arange(length), side="right") - 1
+            at[:] = np.arange(length) - starts[row]
+    return ids, places
+
+
+def size_names(size: Int) -> set[str]:
+    """The dimensions that a size depends on."""
+    found: set[str] = set()
+    for atom in size.atoms():
+        if atom.kind == "size":
+            found.add(str(atom.args[0]))
+        for inner in atom.args:
+            if isinstance(inner, Int):
+                found |= size_names(inner)
+    return found
+
+
+def _least(size: Int, name: str, wanted: int) -> int:
+    """The least value of a dimension with which a size that grows with it is as large as wanted."""
+
+    def reaches(n: int) -> bool:
+        return evaluate(size, {name: n}) >= wanted
+
+    try:
+        high = 1
+        while not reaches(high):
+            high *= 2
+            if high > _LARGEST_INPUT:
+                return 1
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reaches(middle) else (middle, high)
+    except UnsupportedError:
+        return 1
+    return high
+
+
+def _behind(index: GraphIndex, tensors: frozenset[str], given: set[str]) -> frozenset[str]:
+    """The model inputs on whose data tensors depend."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    pending = list(tensors)
+    while pending:
+        name = pending.pop()
+        if name in seen or not name:
+            continue
+        seen.add(name)
+        node = index.producer(name)
+        if name in given:
+            found.add(name)
+        elif node is not None and node.op_type != "Shape":
+            pending.extend(node.input)
+    return frozenset(found)
 
 
 def _table_rows(index: GraphIndex, symbolic: Symbolic, name: str) -> int | None:

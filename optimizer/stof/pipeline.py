@@ -17,7 +17,7 @@ import onnx
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
-from stof.graph import DOMAIN, check_room, external_files, load, read_constants, save
+from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read_constants, save
 from stof.mask.check import tables_of
 from stof.mask.families import picture, window
 from stof.options import Options
@@ -73,13 +73,13 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     _check_files(data, target, options, report.dry_run)
-    if any(n.domain == DOMAIN and n.op_type == OP for n in graph.graph.node):
-        report.sites = [_done(n) for n in graph.graph.node if n.op_type == OP]
+    if done := [n for n in all_nodes(graph.graph.node) if n.domain == DOMAIN and n.op_type == OP]:
+        report.sites = [_done(n) for n in done]
         return
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
         prepared = prepare(graph)
-        symbolic = Symbolic(prepared.model)
+        symbolic = prepared.symbolic()
         sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
         findings = [*prepared.findings, *findings]
     check_selection(options, sites, findings)

@@ -125,6 +125,7 @@ class LiftedMask:
     operands: tuple[RuntimeOperand, ...] = ()
     tables: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = ()
     bias: tuple[MaskTerm, ...] = ()
+    by_data: tuple[MaskTerm, ...] = ()  # those of ``bias`` that forbid by data of which no expression can be made
     relative: RelativeBias | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     family: str = ""  # "window(64, 64)", "causal", ...

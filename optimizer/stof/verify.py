@@ -26,6 +26,7 @@ from onnx import helper
 from stof.errors import ArgumentError
 from stof.graph import external_files
 from stof.inputs import Case, InputMaker, Padding
+from stof.mask.check import read_by
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.lowering import Lowered
@@ -251,10 +252,7 @@ class Verifier:
         self.symbolic = symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
-        pads = frozenset(o.tensor for r in rewrites for o in r.mask.operands if o.role == "pad")
-        limits = {o.tensor: r.site.dims[3] for r in rewrites for o in r.mask.operands if o.role == "lengths"}
-        segments = {o.tensor for r in rewrites for o in r.mask.operands if o.role.startswith("segment")}
-        self.maker = InputMaker(self.working, symbolic, pads, limits, frozenset(segments))
+        self.maker = InputMaker(self.working, symbolic, *read_by((r.site, r.mask) for r in rewrites))
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.

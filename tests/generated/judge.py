@@ -18,6 +18,7 @@ from stof.kernels.cost import why_not
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
+from stof.mask.rows import check_rows
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
 from stof.passes.prepare import prepare
@@ -123,6 +124,7 @@ def _lifted(
         return None
     try:
         checker.check(site, found)
+        check_rows(checker, site, found)
     except UnsupportedError as error:
         verdict.reason = str(error)
         verdict.caught = "differs" in str(error) or "zeroes other rows" in str(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -39,6 +39,16 @@ def lengths(expression: str) -> list[int]:
     numbers = [int(n) for n in re.findall(r"\d+", expression) if 0 < int(n) <= _LONGEST]
     most = max(numbers, default=16)
     return sorted({2, 7, most, most + 1, min(_LONGEST, most + most // 2 + 3)})
+
+
+def read_by(
+    masks: Iterable[tuple[AttentionSite, LiftedMask]],
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, as numbers of keys, as segments."""
+    read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
+    pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
+    limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
+    return pads, limits, frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
 
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
@@ -168,10 +178,26 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         total = np.zeros((B, H, S, T))
+        feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
-            total += np.broadcast_to(_fitting(term, value, total.shape).astype(np.float64) * term.scale, total.shape)
+            if not _broadcasts(value, total):
+                raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
+            total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
+
+    def terms(
+        self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """The mask tensors of a site, and the pairs [B, H, S, T] that the lifted mask allows.
+
+        Raises:
+            UnsupportedError: when they cannot be run at these sizes.
+        """
+        feeds, sizes = self._draw(site, mask, case, seed)
+        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
+        return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -187,12 +213,17 @@ class MaskChecker:
             sizes = ", ".join(f"{name} = {n}" for name, n in zip("BHST", shape, strict=True))
             raise UnsupportedError(f"mask {mask.expression!r} cannot be evaluated at {sizes}: {error}") from error
 
+    def _with_computed(
+        self, mask: LiftedMask, feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> dict[str, np.ndarray]:
+        """The inputs and the operands that the graph computes from them."""
+        names = list(dict.fromkeys(o.tensor for o in mask.operands if o.tensor not in feeds))
+        return {**feeds, **dict(zip(names, self._run(names, feeds, sizes), strict=True))} if names else feeds
+
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        pads, counts = (frozenset(o.tensor for o in mask.operands if o.role == role) for role in ("pad", "lengths"))
-        segments = frozenset(o.tensor for o in mask.operands if o.role.startswith("segment"))
-        maker = InputMaker(self.model, self.symbolic, pads, dict.fromkeys(counts, site.dims[3]), segments)
+        maker = InputMaker(self.model, self.symbolic, *read_by([(site, mask)]))
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:
@@ -203,18 +234,24 @@ class MaskChecker:
     ) -> None:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
+        if not terms:
+            raise UnsupportedError(
+                f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
+            )
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
-            kept = _kept(term, _fitting(term, value, wanted.shape), self.symbolic.dtype(term.tensor))
+            if not _broadcasts(value, wanted):
+                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
+            kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
             wanted &= kept
-        found, P = self._allowed(site, mask, feeds, (B, H, S, T))
+        found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
             table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)
@@ -222,7 +259,7 @@ class MaskChecker:
                 raise UnsupportedError(f"the bias is no function of the distance of key and query at {case}")
         if site.row_guard is not None:
             (zeroed,) = self._run([site.row_guard], feeds, sizes)
-            empty = ~wanted.any(axis=-1, keepdims=True)
+            empty = ~(wanted & left).any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
                 raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
         wrong = (found & ~wanted) | (~found & wanted & left)
@@ -285,6 +322,13 @@ class MaskChecker:
         return nodes, given, used
 
 
+def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:
+    try:
+        return np.broadcast_shapes(value.shape, target.shape) == target.shape
+    except ValueError:
+        return False
+
+
 def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     try:
         import onnxruntime as ort
@@ -299,14 +343,6 @@ def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarr
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     results: list[np.ndarray] = session.run(names, feeds)
     return results
-
-
-def _fitting(term: MaskTerm, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The value, which must broadcast to the scores: a mask cut out of a stored one is too small beyond its length."""
-    own = (1,) * (len(shape) - value.ndim) + value.shape
-    if len(own) > len(shape) or any(n not in (1, size) for n, size in zip(own, shape, strict=True)):
-        raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {list(value.shape)} where scores have {list(shape)}")
-    return value
 
 
 def _check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:

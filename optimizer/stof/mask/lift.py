@@ -37,12 +37,16 @@ _ABSORBS = -1e8
 
 @dataclass(frozen=True)
 class _TermMask:
-    """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains."""
+    """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains.
+
+    ``by_data``: it may forbid as well, by data of which no expression can be made.
+    """
 
     allowed: Cond
     fills: tuple[float, ...]
     bias: bool
     note: str = ""
+    by_data: bool = False
 
 
 def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
@@ -53,9 +57,9 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
     """
     tables: dict[str, np.ndarray] = {}
     terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
+    banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
-    stored = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
-    allowed = domain.simplify(stored)
+    allowed = domain.simplify(banded)
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),
@@ -72,6 +76,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
         operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
+        by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
         empty_rows=_with_bias(site, empty_rows(site, fills, notes), bool(fills), any(t.bias for t in terms)),
         family=describe(expression),
         notes=tuple(notes),
@@ -112,6 +117,21 @@ def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+    """One term; a tensor that is added stays a bias where no expression says which pairs it leaves."""
+    found = _read_term(symbolic, site, term, tables)
+    if found.allowed == TRUE:
+        return found
+    names = Names(_size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n))
+    try:
+        print_condition(_domain(site).simplify(found.allowed), names)
+    except UnsupportedError as error:
+        if term.kind is not TermKind.ADD:
+            raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
+        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}", by_data=True)
+    return found
+
+
+def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
     if tensor is None or shape is None or len(shape) > 4:

@@ -24,7 +24,7 @@ _LENGTHS = (300, 1200)
 
 def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none."""
-    terms = tuple(t for t in mask.bias if checker.symbolic.value(t.tensor) is not None)
+    terms = tuple(t for t in mask.bias if checker.symbolic.value(t.tensor) is not None and t not in mask.by_data)
     if not terms:
         return mask
     widest = replace(mask, expression=static_part(mask.expression), operands=())

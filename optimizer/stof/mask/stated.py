@@ -46,15 +46,14 @@ def state(symbolic: Symbolic, site: AttentionSite, expression: str, checker: Mas
     except LibraryError as error:
         raise ArgumentError(f"{what} is refused: {error}; docs/mask-format.md has the grammar") from None
     try:
-        mask = _confirmed(site, mask, checker)
+        mask = _confirmed(site, mask, checker, opaque=lifted is None or any(t in mask.bias for t in site.terms))
     except UnsupportedError as error:
         raise VerifyError(f"{what} is not the graph's: {error}. Nothing was written") from error
     return replace(mask, family=f"{describe(mask.expression)}, stated")
 
 
-def _confirmed(site: AttentionSite, mask: LiftedMask, checker: MaskChecker) -> LiftedMask:
+def _confirmed(site: AttentionSite, mask: LiftedMask, checker: MaskChecker, *, opaque: bool) -> LiftedMask:
     """The mask, checked. A term that could not be lifted counts as a bias, unless running it shows that it only masks."""
-    opaque = any(checker.symbolic.value(t.tensor) is None for t in site.terms)
     if opaque:
         # Lifting saw too little of the values that forbid.
         mask = replace(mask, empty_rows=empty_rows(site, checker.fills(site, mask), []))

@@ -28,7 +28,6 @@ from stof.passes.core import (
 )
 from stof.passes.lowering import Request
 from stof.symbolic import Int
-from stof.symbolic.terms import cases
 
 _MODES = ("the scaled scores", "the capped scores", "the masked scores", "the attention weights")
 
@@ -154,7 +153,9 @@ class _Attention:
                 tensor = b.add("Cast", [tensor], to=TensorProto.FLOAT)
         if shape[-1] != keys and (self.request.opset >= 24 or None not in (shape[-1].constant, keys.constant)):
             tensor = self._lengthened(tensor, shape, keys, boolean)
-        return [Mask(tensor, boolean)]
+        if boolean:  # added, it can stay a bias where it is data that no expression describes
+            tensor = b.add("Where", [tensor, b.constant(0, np.float32), b.constant(-np.inf, np.float32)])
+        return [Mask(tensor)]
 
     def _lengthened(self, tensor: str, shape: tuple[Int, ...], keys: Int, boolean: bool) -> str:
         """A mask that ends before the keys forbids what is beyond it."""
@@ -180,23 +181,14 @@ class _Attention:
     def _as_zero(self, tensor: str, kind: int) -> str:
         """The lowest finite number as -inf: ONNX Runtime gives zeros for rows that hold nothing else.
 
-        The specification promises them for -inf alone; where the original runs is what counts. Masks whose values are
-        data besides are left, as the comparison would hide what they are.
+        The specification promises them for -inf alone; where the original runs is what counts.
         """
         if kind not in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
             return tensor
-        value = self.symbolic.value(tensor)
         lowest = _lowest(kind)
         array = self.symbolic.constant(tensor)
-        if array is not None:
-            if not bool(np.any(array.astype(np.float64) <= lowest)):
-                return tensor
-        elif value is not None:
-            from stof.symbolic.terms import var
-
-            found = cases(value.at(tuple(var(f"any{i}") for i in range(value.rank))))  # type: ignore[arg-type]
-            if not all(isinstance(x, float) for _, x in found):
-                return tensor
+        if array is not None and not bool(np.any(array.astype(np.float64) <= lowest)):
+            return tensor
         b = self.builder
         own = np_type(kind)
         low = b.add("LessOrEqual", [tensor, b.constant(lowest, own)])

@@ -73,29 +73,50 @@ class Group:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A model and its working copy, in which fused attention is expanded."""
+    """A model and its working copy, in which fused attention is expanded.
+
+    ``base`` is what a rewrite begins with: the original, with functions inlined that hold attention.
+    """
 
     original: onnx.ModelProto
+    base: onnx.ModelProto
     model: onnx.ModelProto
     groups: tuple[Group, ...] = ()
     fixed: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads what is behind them
     findings: tuple[Finding, ...] = ()
+    known: Symbolic | None = None
+
+    def symbolic(self) -> Symbolic:
+        """Shapes and values of the working copy."""
+        return Symbolic(self.model, self.known)
 
     def partly(self, sites: Iterable[AttentionSite]) -> onnx.ModelProto:
-        """The original with the nodes expanded that these sites are of."""
+        """The base with the nodes expanded that these sites are of."""
         wanted = {s.softmax for s in sites}
         chosen = [g for g in self.groups if g.softmax in wanted]
         if len(chosen) == len(self.groups):
             return self.model
-        return _expanded(self.original, chosen) if chosen else self.original
+        return _expanded(self.base, chosen) if chosen else self.base
 
 
-def lower(model: onnx.ModelProto, lowerers: dict[tuple[str, str], Lowerer]) -> Lowered:
-    """Expands every node of an operator (domain, type) that has a lowerer; others are findings with their reason."""
+def lower(
+    original: onnx.ModelProto,
+    model: onnx.ModelProto,
+    lowerers: dict[tuple[str, str], Lowerer],
+    known: Symbolic | None = None,
+) -> Lowered:
+    """Expands every node of an operator (domain, type) that has a lowerer; others are findings with their reason.
+
+    Args:
+        original: as it was loaded.
+        model: the same with functions inlined.
+        lowerers: what expands a node of an operator.
+        known: of the model with all functions inlined, where some are left.
+    """
     fused = [(i, n) for i, n in enumerate(model.graph.node) if (_domain(n), n.op_type) in lowerers]
     if not fused:
-        return Lowered(model, model)
-    symbolic = Symbolic(model)
+        return Lowered(original, model, model, known=known)
+    symbolic = Symbolic(model, known)
     index = GraphIndex(model.graph)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
     groups: list[Group] = []
@@ -112,7 +133,7 @@ def lower(model: onnx.ModelProto, lowerers: dict[tuple[str, str], Lowerer]) -> L
         softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
         groups.append(Group(place, tuple(builder.nodes), softmax))
     fixed = {o for g in groups for o in model.graph.node[g.place].output if o}
-    return Lowered(model, _expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings))
+    return Lowered(original, model, _expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings), known)
 
 
 def _domain(node: onnx.NodeProto) -> str:

@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a model before sites are searched: the forms that other tools fused are expanded."""
+"""What is done to a model before sites are searched: functions with attention are inlined, fused forms are expanded."""
 
 from __future__ import annotations
 
 import onnx
 
+from stof.errors import UnsupportedError
+from stof.passes.inline import inline, inline_all
 from stof.passes.lower_attention import lower_attention
-from stof.passes.lowering import Lowered, Lowerer, lower
+from stof.passes.lower_contrib import lower_multi_head, lower_projecting
+from stof.passes.lowering import Lowered, Lowerer, Request, lower
+from stof.symbolic import Symbolic
 
-_LOWERERS: dict[tuple[str, str], Lowerer] = {("", "Attention"): lower_attention}
+_MICROSOFT = "com.microsoft"
+
+
+def _quantized(_: Request) -> None:
+    raise UnsupportedError(
+        "its scores are computed from quantized projections inside of it; leave it, or use a float model"
+    )
+
+
+_LOWERERS: dict[tuple[str, str], Lowerer] = {
+    ("", "Attention"): lower_attention,
+    (_MICROSOFT, "Attention"): lower_projecting,
+    (_MICROSOFT, "MultiHeadAttention"): lower_multi_head,
+    (_MICROSOFT, "QAttention"): _quantized,
+}
 
 
 def prepare(model: onnx.ModelProto) -> Lowered:
     """The working copy of a model in which sites are searched."""
-    return lower(model, _LOWERERS)
+    base = inline(model, {("", "Softmax"), *_LOWERERS})
+    whole = inline_all(base)
+    return lower(model, base, _LOWERERS, None if whole is base else Symbolic(whole))

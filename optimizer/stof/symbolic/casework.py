@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from stof.symbolic.terms import (
+    ANY,
     FALSE,
     TRUE,
     Atom,
@@ -173,7 +174,7 @@ def condition_of_real(value: Real) -> Cond | None:
 
 def _is_one(value: Int) -> Cond | None:
     atoms = value.atoms()
-    if not atoms or any(a.kind != "read" for a in atoms):
+    if not atoms or any(a.kind != "read" or ANY in a.args for a in atoms):
         return None
     if len({c > 0 for m, c in value.terms if len(m) == 1}) > 1:
         return None  # a difference of two reads compares numbers of documents, which may be any

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,10 +11,15 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
-from stof.symbolic.tensor import EQUALS, Shape, SymTensor, constant_tensor, input_tensor, kind_of
+from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Int, integer, size
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
+# Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
+# is computed at run time from shapes and inputs, too: what reads it reads it by its own name, as it does a model input.
+_REDUCING = frozenset(
+    {"CumSum", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceMean", "ArgMax", "ArgMin", "TopK", "OneHot"}
+)
 
 
 def dtype_kind(dtype: int) -> str | None:
@@ -43,8 +47,11 @@ class Fact:
 class Context:
     """What a rule may ask: facts of a node's inputs, attributes, fresh symbols."""
 
-    def __init__(self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int) -> None:
+    def __init__(
+        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, same: dict[tuple[Int, Int], None]
+    ) -> None:
         self.facts = facts
+        self.same = same
         self.node = node
         self.opset = opset
         self.attributes = {a.name: a for a in node.attribute}
@@ -52,6 +59,11 @@ class Context:
     def has(self, i: int) -> bool:
         """Whether input ``i`` is given."""
         return i < len(self.node.input) and bool(self.node.input[i])
+
+    def equate(self, one: Int, other: Int) -> None:
+        """Notes that a valid graph has two equal sizes, both other than 1."""
+        if one != other:
+            self.same[one, other] = None
 
     def fact(self, i: int) -> Fact:
         """The fact of input ``i``; an empty one when it is not given."""
@@ -104,16 +116,21 @@ class Symbolic:
     ``name#axis`` where the model gives none). ``value(name)`` is a function of the indices, for whatever depends on
     shapes, constants and reads of model inputs; compute nodes (MatMul, Softmax, ...) have shapes but no value.
     Initializers that are also graph inputs can be overridden by the caller and count as inputs.
+
+    Args:
+        model: without external data.
+        known: of the same model with its functions inlined: tells shapes of what calls of functions give.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
         from stof.symbolic import contrib, fused, rules
 
         self._facts: dict[str, Fact] = {}
+        self._known = known
         standard = rules.RULES | fused.STANDARD
         self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
-        self._counter = itertools.count()
+        self._same: dict[tuple[Int, Int], None] = {}
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
         self._read_graph(model.graph)
         for node in model.graph.node:
@@ -132,7 +149,7 @@ class Symbolic:
                 self._facts[initializer.name] = _initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
-        context = Context(self._facts, node, self._opset)
+        context = Context(self._facts, node, self._opset, self._same)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
@@ -147,15 +164,32 @@ class Symbolic:
             if not name:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
+            if rule is None and self._known is not None:
+                fact = Fact(self._known.dtype(name), self._known.shape(name))
             if fact.shape is None and name in self._declared:
                 declared = self._declared[name]
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
+            if fact.value is None and node.op_type in _REDUCING:
+                fact = self._computed(name, node, fact)
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
                 ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
+
+    def _computed(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
+        """The fact of a tensor that is computed at run time from tensors with values."""
+        kind = dtype_kind(fact.dtype)
+        known = all(n in self._facts and self._facts[n].value is not None for n in node.input if n)
+        if kind is None or fact.shape is None or not known:
+            return fact
+        return replace(fact, value=computed_tensor(name, fact.shape, kind))
+
+    @property
+    def equalities(self) -> list[tuple[Int, Int]]:
+        """Pairs of sizes that are written differently and that a valid run has equal (``past + sequence`` and ``total``)."""
+        return list(self._same)
 
     def dtype(self, name: str) -> int:
         """The ONNX element type, 0 when unknown."""

@@ -21,6 +21,7 @@ from stof.symbolic.terms import (
     of_atom,
     select,
     to_int,
+    var,
 )
 
 INT64 = TensorProto.INT64
@@ -84,12 +85,34 @@ def _gather(context: Context) -> list[Fact] | None:
     if source is None or where is None:
         return [Fact(context.fact(0).dtype, shape)]
     rank = len(indices)
+    _equate_read(context, where, data[axis])
 
     def at(index: Index) -> Scalar:
         picked = _wrap(to_int(where.at(index[axis : axis + rank])), data[axis])
         return source.at((*index[:axis], picked, *index[axis + rank :]))
 
     return [_make(context, shape, at)]
+
+
+def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None = None) -> None:
+    """Where positions 0, 1, ... are looked up in an axis (or in the last of two that were merged), it most likely has as many
+    of them: so a mask's length is told to be that of the keys.
+    """
+    if size.constant is not None or all(d.constant is not None for d in where.shape):
+        return
+    rank = where.rank - (part is not None)
+    probe = tuple(ZERO if where.shape[a] == ONE else var(f"place{a}") for a in range(rank))
+    place = to_int(where.at(probe if part is None else (*probe, integer(part))))
+    for variable, length in zip(probe, where.shape, strict=False):
+        if variable == ZERO:
+            continue
+        if place == variable:
+            context.equate(length, size)
+        row = place - variable
+        for outer, count in zip(probe, where.shape, strict=False):
+            width = row.divide(outer)
+            if width is not None and width.constant is None and size == width * count:
+                context.equate(length, width)
 
 
 def _wrap(index: Int, limit: Int) -> Int:
@@ -108,6 +131,8 @@ def _gather_nd(context: Context) -> list[Fact] | None:
     if source is None or where is None:
         return [Fact(context.fact(0).dtype, shape)]
     rank = len(indices) - 1
+    for i in range(depth):
+        _equate_read(context, where, data[i], i)
 
     def at(index: Index) -> Scalar:
         picked = tuple(_wrap(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
@@ -345,22 +370,18 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
     below it (``b * S + k``); the check by execution would catch it if not.
     """
     if n.constant is not None:
-        return _div(flat, n.constant), _mod(flat, n.constant)
-    quotient, rest = ZERO, ZERO
-    for term in flat.terms:
-        exact = Int((term,)).divide(n)
-        if exact is None:
-            rest = rest + Int((term,))
-        else:
-            quotient = quotient + exact
-    return quotient, rest
+        return floor_div(flat, n.constant), _mod(flat, n.constant)
+    return flat.divmod(n)
 
 
 def _mod(x: Int, n: int) -> Int:
     return integer(x.constant % n) if x.constant is not None else of_atom("mod", x, n)
 
 
-def _div(x: Int, n: int) -> Int:
+def floor_div(x: Int, n: int) -> Int:
+    """The floor of x / n, for n > 0."""
+    if n == 1:
+        return x
     return integer(x.constant // n) if x.constant is not None else of_atom("div", x, n)
 
 
@@ -578,8 +599,6 @@ def _scatter_nd(context: Context) -> list[Fact] | None:
     rank = indices.rank - 1
     if depth is None or depth != rank:
         return [Fact(context.fact(0).dtype, data)]
-    from stof.symbolic.terms import var
-
     probe = tuple(var(f"scatter{a}") for a in range(rank))
     shifts = []
     for a in range(depth):

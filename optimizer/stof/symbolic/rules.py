@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import counting, floats, movement
+from stof.symbolic import compute, counting, floats, movement
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -36,7 +36,7 @@ from stof.symbolic.terms import (
 BOOL, INT64, FLOAT = TensorProto.BOOL, TensorProto.INT64, TensorProto.FLOAT
 
 
-def broadcast(shapes: list[Shape]) -> Shape:
+def broadcast(shapes: list[Shape], context: Context | None = None) -> Shape:
     """The broadcast shape; symbolic sizes that differ are taken for equal, as the graph must be valid."""
     rank = max(len(s) for s in shapes)
     one = integer(1)
@@ -46,6 +46,8 @@ def broadcast(shapes: list[Shape]) -> Shape:
         for s in shapes:
             place = axis - rank + len(s)
             d = s[place] if place >= 0 else one
+            if one not in (d, found) and context is not None:
+                context.equate(found, d)
             if d != one and (found == one or (found.constant is None and d.constant is not None)):
                 found = d
         result.append(found)
@@ -66,7 +68,7 @@ def _elementwise(
     if any(s is None for s in shapes):
         return None
     known = [s for s in shapes if s is not None]
-    shape = broadcast(known)
+    shape = broadcast(known, context)
     out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
     kind = dtype_kind(out)
     values = [f.value for f in inputs]
@@ -389,7 +391,8 @@ def _matmul(context: Context) -> list[Fact] | None:
         return None
     if len(a) == 1 or len(b) == 1:
         return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
-    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]))]
+    context.equate(a[-1], b[-2])
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
 
 
 def _gemm(context: Context) -> list[Fact] | None:
@@ -504,7 +507,8 @@ for _name in [
     "Sign",
 ]:
     RULES[_name] = _same_shape
-for _name in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceSumSquare"]:
-    RULES[_name] = _reduce
+for _name in ["Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp"]:
+    RULES[f"Reduce{_name}"] = _reduce
 RULES.update(movement.RULES)
+RULES.update(compute.RULES)
 RULES.update(counting.RULES)

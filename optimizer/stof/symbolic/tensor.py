@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from stof.symbolic.terms import (
+    ANY,
     FALSE,
     TRUE,
     Cond,
@@ -143,5 +144,16 @@ def input_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
         if kind == "b":
             return Cond("read", (name, index))
         return of_atom("read", name, index) if kind == "i" else Real("read", (name, index))
+
+    return SymTensor(shape, kind, function)
+
+
+def computed_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
+    """A tensor that is computed at run time: every element is a read, and integers may be any, not 0 and 1 alone."""
+
+    def function(index: Index) -> Scalar:
+        if kind == "b":
+            return Cond("read", (name, index))
+        return of_atom("read", name, index, ANY) if kind == "i" else Real("read", (name, index))
 
     return SymTensor(shape, kind, function)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Monomial = tuple["Atom", ...]
+ANY = "any integer"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Atom:
 
     Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
     ``div`` and ``mod`` (Int, int; floor semantics), ``min``/``max`` (Int, Int), ``select`` (Cond, Int, Int),
-    ``bool`` (Cond), ``read`` (tensor, indices), ``table`` (tensor, indices).
+    ``bool`` (Cond), ``read`` (tensor, indices; a third argument ``ANY`` where it is not taken for 0 or 1), ``table``
+    (tensor, indices).
     """
 
     kind: str
@@ -96,20 +98,36 @@ class Int:
 
     def divide(self, other: Int) -> Int | None:
         """The exact quotient, or None."""
-        if len(other.terms) != 1:
-            return _long_division(self, other)
-        (monomial, coefficient) = other.terms[0]
-        quotient = []
-        for m, c in self.terms:
-            rest = list(m)
-            for a in monomial:
-                if a not in rest:
-                    return None
-                rest.remove(a)
-            if c % coefficient:
-                return None
-            quotient.append((tuple(rest), c // coefficient))
-        return _collect(quotient)
+        if not other.terms:
+            return None
+        quotient, rest = self.divmod(other)
+        return None if rest.terms else quotient
+
+    def divmod(self, other: Int) -> tuple[Int, Int]:
+        """Quotient and remainder of polynomials: terms that the leading one of ``other`` divides are taken off in turn."""
+        lead, coefficient = max(other.terms, key=_degree)
+        quotient, rest, kept = integer(0), self, integer(0)
+        while rest.terms:
+            term = max(rest.terms, key=_degree)
+            found = _quotient(*term, lead, coefficient)
+            if found is None:
+                kept, rest = kept + Int((term,)), rest - Int((term,))
+            else:
+                quotient, rest = quotient + Int((found,)), rest - other * Int((found,))
+        return quotient, kept
+
+
+def _degree(term: tuple[Monomial, int]) -> tuple[int, list[str]]:
+    return len(term[0]), [_atom_key(a) for a in term[0]]
+
+
+def _quotient(monomial: Monomial, c: int, by: Monomial, coefficient: int) -> tuple[Monomial, int] | None:
+    rest = list(monomial)
+    for a in by:
+        if a not in rest:
+            return None
+        rest.remove(a)
+    return None if c % coefficient else (tuple(rest), c // coefficient)
 
 
 def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
@@ -119,22 +137,6 @@ def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
     kept = [(m, c) for m, c in total.items() if c]
     kept.sort(key=lambda t: [_atom_key(a) for a in t[0]])
     return Int(tuple(kept))
-
-
-def _long_division(value: Int, divisor: Int) -> Int | None:
-    """The exact quotient by a sum: its first term is divided out until nothing is left."""
-    if not divisor.terms:
-        return None
-    lead = Int(divisor.terms[-1:])
-    quotient, rest = Int(()), value
-    for _ in range(len(value.terms)):
-        if not rest.terms:
-            return quotient
-        step = next((x for t in rest.terms if (x := Int((t,)).divide(lead)) is not None), None)
-        if step is None:
-            return None
-        quotient, rest = quotient + step, rest - step * divisor
-    return None if rest.terms else quotient
 
 
 @lru_cache(maxsize=10_000)

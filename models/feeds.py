@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an architecture is fed with while it is exported: example tensors, and which of their axes are dynamic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+B, S, T, P = "batch", "sequence", "target", "past"
+
+
+@dataclass
+class Feed:
+    """Example inputs in order, their dynamic axes, the outputs' names, and how the core is called."""
+
+    tensors: dict[str, Any]
+    axes: dict[str, dict[int, str]]
+    outputs: tuple[str, ...]
+    call: Callable[..., Any]  # (core, *tensors) -> tensor or tuple
+    output_axes: dict[str, dict[int, str]] = field(default_factory=dict)
+
+
+def _ids(torch: Any, rows: int, length: int) -> Any:
+    return torch.randint(3, 90, (rows, length))
+
+
+def _mask(torch: Any, rows: int, length: int) -> Any:
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, :3] = 0
+    return mask
+
+
+def _text(torch: Any, config: Any) -> Feed:
+    tensors = {"input_ids": _ids(torch, 2, 20), "attention_mask": _mask(torch, 2, 20)}
+
+    def call(core: Any, input_ids: Any, attention_mask: Any) -> Any:
+        return core(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+    return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, ("last_hidden_state",), call)
+
+
+def _packed(torch: Any, config: Any) -> Feed:
+    """Documents side by side: positions that begin again are what keeps them apart."""
+    ids = _ids(torch, 2, 20)
+    places = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, 20).contiguous()
+
+    def call(core: Any, input_ids: Any, position_ids: Any) -> Any:
+        return core(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+
+    tensors = {"input_ids": ids, "position_ids": places}
+    return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, ("last_hidden_state",), call)
+
+
+def _cached(torch: Any, config: Any) -> Feed:
+    """A later step of generation: past keys and values in, those with the new ones appended out."""
+    from transformers import DynamicCache
+
+    layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    tensors = {"input_ids": _ids(torch, 2, 5), "attention_mask": _mask(torch, 2, 15)}
+    axes: dict[str, dict[int, str]] = {"input_ids": {0: B, 1: S}, "attention_mask": {0: B, 1: "total"}}
+    outputs = ["last_hidden_state"]
+    output_axes = {}
+    for i in range(layers):
+        for part in ("key", "value"):
+            tensors[f"past.{i}.{part}"] = torch.randn(2, heads, 10, size)
+            axes[f"past.{i}.{part}"] = {0: B, 2: P}
+            outputs.append(f"present.{i}.{part}")
+            output_axes[f"present.{i}.{part}"] = {0: B, 2: "total"}
+
+    def call(core: Any, input_ids: Any, attention_mask: Any, *past: Any) -> Any:
+        cache = DynamicCache()
+        for i in range(layers):
+            cache.update(past[2 * i], past[2 * i + 1], i)
+        given = core(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        present = [x for layer in given.past_key_values.layers for x in (layer.keys, layer.values)]
+        return (given.last_hidden_state, *present)
+
+    return Feed(tensors, axes, tuple(outputs), call, output_axes)
+
+
+def _seq2seq(torch: Any, config: Any) -> Feed:
+    tensors = {
+        "input_ids": _ids(torch, 2, 20),
+        "attention_mask": _mask(torch, 2, 20),
+        "decoder_input_ids": _ids(torch, 2, 14),
+        "decoder_attention_mask": torch.ones(2, 14, dtype=torch.int64),
+    }
+
+    def call(core: Any, input_ids: Any, attention_mask: Any, decoder_ids: Any, decoder_mask: Any) -> Any:
+        return core(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_ids,
+            decoder_attention_mask=decoder_mask,
+            use_cache=False,
+        ).last_hidden_state
+
+    axes = {n: {0: B, 1: T if n.startswith("decoder") else S} for n in tensors}
+    return Feed(tensors, axes, ("last_hidden_state",), call, {"last_hidden_state": {0: B, 1: T}})
+
+
+def _whisper(torch: Any, config: Any) -> Feed:
+    frames = 2 * config.max_source_positions
+    tensors = {
+        "input_features": torch.randn(2, config.num_mel_bins, frames),
+        "decoder_input_ids": _ids(torch, 2, 14),
+    }
+
+    def call(core: Any, features: Any, decoder_ids: Any) -> Any:
+        return core(input_features=features, decoder_input_ids=decoder_ids, use_cache=False).last_hidden_state
+
+    axes = {"input_features": {0: B}, "decoder_input_ids": {0: B, 1: T}}
+    return Feed(tensors, axes, ("last_hidden_state",), call, {"last_hidden_state": {0: B, 1: T}})
+
+
+def _pixels(torch: Any, config: Any) -> Feed:
+    tensors = {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+
+    def call(core: Any, pixel_values: Any) -> Any:
+        return core(pixel_values=pixel_values).last_hidden_state
+
+    return Feed(tensors, {"pixel_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
+
+
+def _clip(torch: Any, config: Any) -> Feed:
+    size = config.vision_config.image_size
+    tensors = {
+        "input_ids": _ids(torch, 2, 20),
+        "attention_mask": _mask(torch, 2, 20).flip(1),
+        "pixel_values": torch.randn(3, 3, size, size),
+    }
+
+    def call(core: Any, input_ids: Any, attention_mask: Any, pixel_values: Any) -> Any:
+        given = core(input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values)
+        return (given.text_model_output.last_hidden_state, given.image_embeds)
+
+    axes = {"input_ids": {0: B, 1: S}, "attention_mask": {0: B, 1: S}, "pixel_values": {0: "images"}}
+    names = ("text_hidden_state", "image_embeds")
+    return Feed(tensors, axes, names, call, {names[0]: {0: B, 1: S}, names[1]: {0: "images"}})
+
+
+def _wave(torch: Any, config: Any) -> Feed:
+    tensors = {"input_values": torch.randn(2, 640)}
+
+    def call(core: Any, input_values: Any) -> Any:
+        return core(input_values=input_values).last_hidden_state
+
+    axes = {"input_values": {0: B, 1: "samples"}}
+    return Feed(tensors, axes, ("last_hidden_state",), call, {"last_hidden_state": {0: B, 1: "frames"}})
+
+
+def _spectrogram(torch: Any, config: Any) -> Feed:
+    tensors = {"input_values": torch.randn(2, config.max_length, config.num_mel_bins)}
+
+    def call(core: Any, input_values: Any) -> Any:
+        return core(input_values=input_values).last_hidden_state
+
+    return Feed(tensors, {"input_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
+
+
+_KINDS: dict[str, Callable[[Any, Any], Feed]] = {
+    "text": _text,
+    "packed": _packed,
+    "cached": _cached,
+    "seq2seq": _seq2seq,
+    "whisper": _whisper,
+    "pixels": _pixels,
+    "clip": _clip,
+    "wave": _wave,
+    "spectrogram": _spectrogram,
+}
+
+
+def feed(kind: str, torch: Any, config: Any, dtype: str) -> Feed:
+    """The example inputs of a kind for a configuration; floating ones in its type."""
+    found = _KINDS[kind](torch, config)
+    for name, tensor in found.tensors.items():
+        if tensor.is_floating_point():
+            found.tensors[name] = tensor.to(getattr(torch, dtype))
+    return found

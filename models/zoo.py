@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architectures of the zoo: tiny, with windows of 20 and less, so that lengths of 40 exceed them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from architectures import ALL, EAGER, TORCH, Architecture, Forms, without
+
+_NARROW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 512}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
+_ENCODER = {**_NARROW, **_LAYERS}
+_DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+_SEQ2SEQ = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": 256,
+    "use_cache": False,
+    **_TOKENS,
+    "decoder_start_token_id": 2,
+}
+_T5 = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+    "decoder_start_token_id": 0,
+}
+_VISION = {"image_size": 48, "patch_size": 8, "hidden_size": 32, "intermediate_size": 40, **_LAYERS}
+_SPEECH = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    **_LAYERS,
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "feat_extract_norm": "layer",
+    "apply_spec_augment": False,
+}
+
+
+def _decoder(config: str, model: str, inputs: str = "text", forms: Forms = ALL, **settings: Any) -> Architecture:
+    return Architecture(config, model, {**_DECODER, **settings}, inputs, forms)
+
+
+ZOO: dict[str, Architecture] = {
+    # Decoders: causal, and causal with windows or chunks.
+    "llama": _decoder("LlamaConfig", "LlamaModel"),
+    "llama-cached": _decoder("LlamaConfig", "LlamaModel", "cached", TORCH, use_cache=True),
+    "llama-packed": _decoder("LlamaConfig", "LlamaModel", "packed", without(ALL, "torchscript")),
+    "mistral-cached": _decoder("MistralConfig", "MistralModel", "cached", TORCH, sliding_window=20, use_cache=True),
+    "mixtral": _decoder(
+        "MixtralConfig", "MixtralModel", "text", without(ALL, "torchscript"), sliding_window=20, num_local_experts=2
+    ),
+    "ministral": _decoder("MinistralConfig", "MinistralModel", **_MIXED),
+    "gemma2": _decoder("Gemma2Config", "Gemma2Model", "text", EAGER, **_MIXED, query_pre_attn_scalar=8),
+    "gemma3-cached": _decoder("Gemma3TextConfig", "Gemma3TextModel", "cached", TORCH, **(_MIXED | {"use_cache": True})),
+    "gpt-oss": _decoder(
+        "GptOssConfig",
+        "GptOssModel",
+        "text",
+        without(EAGER, "torchscript"),
+        **_MIXED,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    ),
+    "qwen2": _decoder("Qwen2Config", "Qwen2Model", use_sliding_window=True, **_MIXED, max_window_layers=1),
+    "qwen3": _decoder("Qwen3Config", "Qwen3Model", use_sliding_window=True, **_MIXED, max_window_layers=1),
+    "phi3": _decoder("Phi3Config", "Phi3Model", sliding_window=20),
+    "starcoder2": _decoder("Starcoder2Config", "Starcoder2Model", sliding_window=20),
+    "cohere2": _decoder("Cohere2Config", "Cohere2Model", "text", without(ALL, "torchscript"), **_MIXED),
+    "olmo3": _decoder("Olmo3Config", "Olmo3Model", **_MIXED),
+    "exaone4": _decoder("Exaone4Config", "Exaone4Model", **_MIXED),
+    "smollm3": _decoder("SmolLM3Config", "SmolLM3Model", use_sliding_window=True, **_MIXED, no_rope_layers=[1, 0]),
+    "granite-swa": _decoder("GraniteSWAConfig", "GraniteSWAModel", "text", EAGER, **_MIXED),
+    "llama4": _decoder(
+        "Llama4TextConfig",
+        "Llama4TextModel",
+        "text",
+        without(ALL, "torchscript"),
+        attention_chunk_size=16,
+        intermediate_size_mlp=40,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[0, 0],
+    ),
+    "doge": _decoder("DogeConfig", "DogeModel", keep_window_size=20),
+    "gpt-neo": Architecture(
+        "GPTNeoConfig",
+        "GPTNeoModel",
+        {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 40,
+            "max_position_embeddings": 256,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 20,
+            "use_cache": False,
+        },
+        forms=EAGER,
+    ),
+    "gpt2": Architecture(
+        "GPT2Config",
+        "GPT2Model",
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "use_cache": False},
+    ),
+    "gpt-neox": Architecture("GPTNeoXConfig", "GPTNeoXModel", {**_ENCODER, "use_cache": False}),
+    "opt": Architecture(
+        "OPTConfig",
+        "OPTModel",
+        {**_ENCODER, "ffn_dim": 40, "word_embed_proj_dim": 32, "use_cache": False, "pad_token_id": 1},
+    ),
+    "bloom": Architecture(
+        "BloomConfig",
+        "BloomModel",
+        {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4, "use_cache": False},
+        forms=EAGER,
+    ),
+    "mpt": Architecture(
+        "MptConfig",
+        "MptModel",
+        {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "use_cache": False},
+        forms=EAGER,
+    ),
+    "falcon-alibi": Architecture(
+        "FalconConfig",
+        "FalconModel",
+        {**_ENCODER, "alibi": True, "use_cache": False},
+        forms=without(ALL, "torchscript"),
+    ),
+    # Encoders.
+    "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", {**_ENCODER, "pad_token_id": 1}),
+    "distilbert": Architecture(
+        "DistilBertConfig",
+        "DistilBertModel",
+        {"vocab_size": 96, "dim": 32, "hidden_dim": 40, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 256},
+    ),
+    "eurobert": Architecture("EuroBertConfig", "EuroBertModel", {**_ENCODER, **_TOKENS, "mask_token_id": 3}),
+    "mpnet": Architecture("MPNetConfig", "MPNetModel", {**_ENCODER, "pad_token_id": 1}, forms=EAGER),
+    "deberta-v2": Architecture(
+        "DebertaV2Config",
+        "DebertaV2Model",
+        {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16},
+        forms=EAGER,
+    ),
+    "longformer": Architecture(
+        "LongformerConfig", "LongformerModel", {**_ENCODER, "attention_window": [8, 8]}, forms=EAGER
+    ),
+    "big-bird": Architecture(
+        "BigBirdConfig", "BigBirdModel", {**_ENCODER, "attention_type": "original_full"}, forms=EAGER
+    ),
+    "modernbert-decoder": Architecture(
+        "ModernBertDecoderConfig",
+        "ModernBertDecoderModel",
+        {
+            **_ENCODER,
+            **_TOKENS,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "local_attention": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_cache": False,
+        },
+    ),
+    # Encoder-decoders.
+    "t5": Architecture("T5Config", "T5Model", _T5, "seq2seq"),
+    "mt5": Architecture("MT5Config", "MT5Model", {**_T5, "feed_forward_proj": "gated-gelu"}, "seq2seq"),
+    "longt5": Architecture("LongT5Config", "LongT5Model", {**_T5, "local_radius": 7}, "seq2seq", EAGER),
+    "bart": Architecture("BartConfig", "BartModel", _SEQ2SEQ, "seq2seq"),
+    "marian": Architecture("MarianConfig", "MarianModel", _SEQ2SEQ, "seq2seq"),
+    "pegasus": Architecture("PegasusConfig", "PegasusModel", _SEQ2SEQ, "seq2seq"),
+    "m2m-100": Architecture("M2M100Config", "M2M100Model", _SEQ2SEQ, "seq2seq"),
+    "led": Architecture("LEDConfig", "LEDModel", {**_SEQ2SEQ, "attention_window": 8}, "seq2seq", EAGER),
+    "prophetnet": Architecture(
+        "ProphetNetConfig",
+        "ProphetNetModel",
+        {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "encoder_ffn_dim": 40,
+            "decoder_ffn_dim": 40,
+            "num_encoder_layers": 1,
+            "num_decoder_layers": 1,
+            "num_encoder_attention_heads": 4,
+            "num_decoder_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "use_cache": False,
+        },
+        "seq2seq",
+        EAGER,
+    ),
+    "whisper": Architecture(
+        "WhisperConfig",
+        "WhisperModel",
+        {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 128},
+        "whisper",
+    ),
+    # Vision and audio.
+    "vit": Architecture("ViTConfig", "ViTModel", _VISION, "pixels"),
+    "dinov2": Architecture("Dinov2Config", "Dinov2Model", _VISION, "pixels"),
+    "siglip": Architecture("SiglipVisionConfig", "SiglipVisionModel", _VISION, "pixels"),
+    "clip": Architecture(
+        "CLIPConfig",
+        "CLIPModel",
+        {"text_config": {**_ENCODER, **_TOKENS}, "vision_config": _VISION, "projection_dim": 16},
+        "clip",
+    ),
+    "swin": Architecture(
+        "SwinConfig",
+        "SwinModel",
+        {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+        "pixels",
+    ),
+    "swinv2": Architecture(
+        "Swinv2Config",
+        "Swinv2Model",
+        {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+        "pixels",
+        EAGER,
+    ),
+    "sam": Architecture(
+        "SamVisionConfig",
+        "SamVisionModel",
+        {
+            **_VISION,
+            "image_size": 64,
+            "mlp_dim": 40,
+            "output_channels": 16,
+            "window_size": 5,
+            "global_attn_indexes": [1],
+            "num_pos_feats": 16,
+        },
+        "pixels",
+    ),
+    "wav2vec2": Architecture("Wav2Vec2Config", "Wav2Vec2Model", _SPEECH, "wave"),
+    "hubert": Architecture("HubertConfig", "HubertModel", _SPEECH, "wave"),
+    "ast": Architecture(
+        "ASTConfig", "ASTModel", {**_VISION, "num_mel_bins": 32, "max_length": 64, "patch_size": 8}, "spectrogram"
+    ),
+}

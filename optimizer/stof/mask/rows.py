@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a query without an allowed key gives in the graph, found by running its masks.
+
+A mask that is added to another has levels: a key that one of them forbids still stands above a key that both forbid, and a
+row in which every key is forbidden attends to the highest. The op knows four answers (docs/operators.md); a graph that has
+another is left alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stof.errors import UnsupportedError
+from stof.inputs import Case, Padding
+from stof.mask.check import MaskChecker, lengths
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
+
+
+def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
+    """Compares what rows without a key give with what the op gives, where several masks forbid.
+
+    Raises:
+        UnsupportedError: when a padded input shows a row of another kind.
+    """
+    # One mask alone has one level; a guard gives zeros whatever the levels are.
+    forbidding = [t for t in site.terms if t not in mask.bias]
+    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None or site.sink is not None:
+        return
+    if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
+        return
+    most = lengths(mask.expression)[-1]
+    for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
+        values, allowed = checker.terms(site, mask, Case(2, length, padding), seed)
+        levels = _levels(site.terms, values, allowed.shape)
+        for row in levels[~allowed.any(axis=-1)]:
+            found = _kind(row, site.nan_guard)
+            if found is not mask.empty_rows:
+                words = "another mixture of values" if found is None else repr(found.value)
+                raise UnsupportedError(
+                    f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
+                    f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
+                )
+
+
+def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Scores of 0 after all masks, fp32 [B, H, S, T]."""
+    levels = np.zeros(shape, np.float32)
+    with np.errstate(over="ignore"):
+        for term, value in zip(terms, values, strict=True):
+            if term.kind is TermKind.ADD:
+                levels = levels + value.astype(np.float32) * np.float32(term.scale)
+                continue
+            keep = value.astype(bool) if term.kind is TermKind.KEEP else ~value.astype(bool)
+            levels = np.where(keep, levels, np.float32(-np.inf if term.fill is None else term.fill))
+    return levels
+
+
+def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
+    top = row.max()
+    if np.isneginf(top):
+        return EmptyRows.ZERO if nan_guard else EmptyRows.NAN
+    if top + np.float32(32) == top:  # scores vanish beside it
+        return EmptyRows.MEAN if bool(np.all(row == top)) else None
+    # Scores keep their differences; ordinary biases among the masks only add to them.
+    return EmptyRows.ALL if float(top - row.min()) < 1e4 else None

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of operators that compute: what they give depends on weights or activations, so that only sizes are known."""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.movement import floor_div
+from stof.symbolic.tensor import Shape
+from stof.symbolic.terms import Int, integer
+
+ONE = integer(1)
+
+
+def _numbers(context: Context, name: str, default: list[int]) -> list[int]:
+    found = context.attribute(name)
+    return default if found is None else [int(n) for n in found]  # type: ignore[attr-defined]
+
+
+def _window(context: Context, sizes: Shape, kernel: list[int]) -> Shape | None:
+    """The sizes after a window has moved over them (Conv, pooling)."""
+    rank = len(sizes)
+    strides, dilations = (_numbers(context, n, [1] * rank) for n in ("strides", "dilations"))
+    automatic = context.attribute("auto_pad", "NOTSET")
+    if automatic in ("SAME_UPPER", "SAME_LOWER"):
+        return tuple(floor_div(d + integer(s - 1), s) for d, s in zip(sizes, strides, strict=True))
+    pads = [0] * (2 * rank) if automatic == "VALID" else _numbers(context, "pads", [0] * (2 * rank))
+    if context.number("ceil_mode", 0):
+        return None
+    result = []
+    for i, d in enumerate(sizes):
+        covered = dilations[i] * (kernel[i] - 1) + 1
+        result.append(floor_div(d + integer(pads[i] + pads[i + rank] - covered), strides[i]) + ONE)
+    return tuple(result)
+
+
+def _conv(context: Context) -> list[Fact] | None:
+    data, weight = context.shape(0), context.shape(1)
+    if data is None or weight is None or len(data) < 3:
+        return None
+    kernel = [d.constant for d in weight[2:]]
+    if any(k is None for k in kernel):
+        return None
+    sizes = _window(context, data[2:], [k for k in kernel if k is not None])
+    return None if sizes is None else [Fact(context.fact(0).dtype, (data[0], weight[0], *sizes))]
+
+
+def _pool(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    kernel = _numbers(context, "kernel_shape", [])
+    if data is None or len(data) != len(kernel) + 2:
+        return None
+    sizes = _window(context, data[2:], kernel)
+    if sizes is None:
+        return None
+    shape = (*data[:2], *sizes)
+    return [Fact(context.fact(0).dtype, shape), Fact(TensorProto.INT64, shape)]
+
+
+def _global_pool(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    return None if data is None else [Fact(context.fact(0).dtype, (*data[:2], *([ONE] * (len(data) - 2))))]
+
+
+def _conv_transpose(context: Context) -> list[Fact] | None:
+    data, weight = context.shape(0), context.shape(1)
+    if data is None or weight is None or context.attribute("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    rank = len(data) - 2
+    strides, dilations = (_numbers(context, n, [1] * rank) for n in ("strides", "dilations"))
+    pads, extra = _numbers(context, "pads", [0] * (2 * rank)), _numbers(context, "output_padding", [0] * rank)
+    if context.attribute("output_shape") is not None:
+        return None
+    sizes = []
+    for i, (d, k) in enumerate(zip(data[2:], weight[2:], strict=True)):
+        if k.constant is None:
+            return None
+        rest = extra[i] + dilations[i] * (k.constant - 1) + 1 - pads[i] - pads[i + rank]
+        sizes.append((d - ONE) * integer(strides[i]) + integer(rest))
+    channels = weight[1] * integer(context.number("group", 1))
+    return [Fact(context.fact(0).dtype, (data[0], channels, *sizes))]
+
+
+def _einsum(context: Context) -> list[Fact] | None:
+    equation = str(context.attribute("equation", "")).replace(" ", "")
+    if "..." in equation:
+        return None
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    sizes: dict[str, Int] = {}
+    for i, term in enumerate(terms):
+        shape = context.shape(i)
+        if shape is None or len(shape) != len(term):
+            return None
+        for letter, d in zip(term, shape, strict=True):
+            if letter not in sizes or sizes[letter] == ONE:
+                sizes[letter] = d
+    if not arrow:
+        right = "".join(sorted(c for c in sizes if left.count(c) == 1))
+    return [Fact(context.fact(0).dtype, tuple(sizes[c] for c in right))]
+
+
+def _resize(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None or context.attribute("axes") is not None or context.attribute("keep_aspect_ratio_policy"):
+        return None
+    if context.has(3):
+        sizes = context.ints(3)
+        return None if sizes is None else [Fact(context.fact(0).dtype, tuple(sizes))]
+    scales = context.value(2)
+    if scales is None or scales.constant is None:
+        return None
+    result = []
+    for d, scale in zip(data, scales.constant.tolist(), strict=True):
+        if scale == 1.0:
+            result.append(d)
+        elif d.constant is not None:
+            result.append(integer(int(d.constant * scale)))
+        elif float(scale).is_integer():
+            result.append(d * integer(int(scale)))
+        else:
+            return None
+    return [Fact(context.fact(0).dtype, tuple(result))]
+
+
+def _top_k(context: Context) -> list[Fact] | None:
+    data, count = context.shape(0), context.ints(1)
+    if data is None or not count:
+        return None
+    axis = context.number("axis", -1) % len(data)
+    shape = (*data[:axis], count[0], *data[axis + 1 :])
+    return [Fact(context.fact(0).dtype, shape), Fact(TensorProto.INT64, shape)]
+
+
+def _arg(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axis = context.number("axis", 0) % len(data)
+    kept = (ONE,) if context.number("keepdims", 1) else ()
+    return [Fact(TensorProto.INT64, (*data[:axis], *kept, *data[axis + 1 :]))]
+
+
+def _one_hot(context: Context) -> list[Fact] | None:
+    indices, depth = context.shape(0), context.ints(1)
+    if indices is None or not depth:
+        return None
+    axis = context.number("axis", -1) % (len(indices) + 1)
+    return [Fact(context.fact(2).dtype, (*indices[:axis], depth[0], *indices[axis:]))]
+
+
+def _as_first(context: Context) -> list[Fact]:
+    return [Fact(context.fact(0).dtype, context.shape(0))]
+
+
+RULES: dict[str, Rule] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "AveragePool": _pool,
+    "MaxPool": _pool,
+    "LpPool": _pool,
+    "GlobalAveragePool": _global_pool,
+    "GlobalMaxPool": _global_pool,
+    "Einsum": _einsum,
+    "Resize": _resize,
+    "TopK": _top_k,
+    "ArgMax": _arg,
+    "ArgMin": _arg,
+    "OneHot": _one_hot,
+    "InstanceNormalization": _as_first,
+    "GroupNormalization": _as_first,
+    "LpNormalization": _as_first,
+    "MeanVarianceNormalization": _as_first,
+    "ScatterElements": _as_first,
+    "ReverseSequence": _as_first,
+    "Hardmax": _as_first,
+    "CumSum": _as_first,
+    "CumProd": _as_first,
+    "RotaryEmbedding": _as_first,
+}

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused nodes expanded to primitive ones: the same outputs in ONNX Runtime, and the same again when they are replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fused import BOOL, FLOAT, INT32, INT64, Fused, Given, expanded, forced, run, same
+from onnx.reference import ReferenceEvaluator
+
+SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def qkv(keys: str = "S", width: int = 8, values: int = 8) -> tuple[Given, Given, Given]:
+    """Query, key and value [B, length, heads * size]."""
+    return Given("q", ("B", "S", width)), Given("k", ("B", keys, width)), Given("v", ("B", keys, values))
+
+
+PAST = (Given("past_key", ("B", 2, "P", 4)), Given("past_value", ("B", 2, "P", 4)))
+BIAS = Given("bias", (24,))
+TWO = {"num_heads": 2}
+
+# name: (node, the lifted mask)
+MULTI_HEAD = {
+    "plain": (Fused("MultiHeadAttention", qkv("U"), TWO), ""),
+    "values of another size": (Fused("MultiHeadAttention", qkv("U", 8, 12), {"num_heads": 2, "scale": 0.3}), ""),
+    "projection bias": (Fused("MultiHeadAttention", (*qkv(), BIAS), TWO), ""),
+    "keys and values of a cache": (
+        Fused(
+            "MultiHeadAttention",
+            (Given("q", ("B", "S", 8)), Given("k", ("B", 2, "U", 4)), Given("v", ("B", 2, "U", 4))),
+            TWO,
+        ),
+        "",
+    ),
+    "lengths": (
+        Fused("MultiHeadAttention", (*qkv("U"), None, Given("lengths", ("B",), INT32, 1, "U")), TWO),
+        "k + 1 <= lengths[b]",
+    ),
+    "padding of keys": (
+        Fused("MultiHeadAttention", (*qkv("U"), None, Given("pad", ("B", "U"), INT32)), TWO),
+        "pad[b, k]",
+    ),
+    "padding of keys, another fill": (
+        Fused(
+            "MultiHeadAttention",
+            (*qkv("U"), None, Given("pad", ("B", "U"), INT32)),
+            {"num_heads": 2, "mask_filter_value": LOWEST},
+        ),
+        "pad[b, k]",
+    ),
+    "attention bias": (
+        Fused("MultiHeadAttention", (*qkv("U"), None, None, Given("added", (1, 2, "S", "U"), masked=0.3)), TWO),
+        "",
+    ),
+    "unidirectional": (Fused("MultiHeadAttention", qkv(), {"num_heads": 2, "unidirectional": 1}), "k <= q"),
+    "past": (Fused("MultiHeadAttention", (*qkv(), None, None, None, *PAST), TWO, outputs=3), ""),
+    "unidirectional, past": (
+        Fused(
+            "MultiHeadAttention",
+            (*qkv(), None, None, None, *PAST),
+            {"num_heads": 2, "unidirectional": 1},
+            outputs=3,
+        ),
+        "k <= q",
+    ),
+}
+
+WEIGHTS = (Given("x", ("B", "S", 6)), Given("weights", (6, 24)), Given("bias", (24,)))
+PROJECTING = {
+    "plain": (Fused("Attention", WEIGHTS, TWO), ""),
+    "values of another size": (
+        Fused(
+            "Attention",
+            (WEIGHTS[0], Given("weights", (6, 28)), Given("bias", (28,))),
+            {"num_heads": 2, "qkv_hidden_sizes": [8, 8, 12]},
+        ),
+        "",
+    ),
+    "padding of keys": (Fused("Attention", (*WEIGHTS, Given("pad", ("B", "S"), INT32)), TWO), "pad[b, k]"),
+    "lengths": (
+        Fused("Attention", (*WEIGHTS, Given("lengths", ("B",), INT32, 1, "S")), TWO),
+        "k + 1 <= lengths[b]",
+    ),
+    "unidirectional": (Fused("Attention", WEIGHTS, {"num_heads": 2, "unidirectional": 1}), "k <= q"),
+    "past": (
+        Fused(
+            "Attention",
+            (*WEIGHTS, None, Given("past", (2, "B", 2, "P", 4))),
+            {"num_heads": 2, "unidirectional": 1},
+            outputs=2,
+        ),
+        "k <= q",
+    ),
+    "attention bias": (
+        Fused("Attention", (*WEIGHTS, None, None, Given("added", (1, 2, "S", "S"), masked=0.2)), TWO),
+        "",
+    ),
+}
+
+
+def standard(
+    inputs: tuple[Given | None, ...], attributes: dict[str, object], outputs: int = 1, opset: int = 24, rank: int = 4
+) -> Fused:
+    """An Attention of the standard domain."""
+    return Fused("Attention", inputs, attributes, outputs, rank, "", opset)
+
+
+FOUR = (Given("q", ("B", 4, "S", 8)), Given("k", ("B", 2, "U", 8)), Given("v", ("B", 2, "U", 6)))
+SELF = (Given("q", ("B", 4, "S", 8)), Given("k", ("B", 4, "S", 8)), Given("v", ("B", 4, "S", 8)))
+KEPT = (Given("past_key", ("B", 4, "P", 8)), Given("past_value", ("B", 4, "P", 8)))
+PACKED_HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
+STANDARD = {
+    "grouped, values of another size": (standard(FOUR, {}, opset=23), ""),
+    "rank 3": (
+        standard(
+            (Given("q", ("B", "S", 32)), Given("k", ("B", "U", 16)), Given("v", ("B", "U", 12))),
+            PACKED_HEADS,
+            rank=3,
+            opset=23,
+        ),
+        "",
+    ),
+    "causal": (standard(SELF, {"is_causal": 1}, opset=23), "k <= q"),
+    "causal, more or fewer keys": (standard(FOUR, {"is_causal": 1}), "k <= q"),
+    "softcap and scale": (standard(SELF, {"softcap": 2.5, "scale": 0.7, "is_causal": 1}), "k <= q"),
+    "float mask with empty rows": (standard((*FOUR, Given("m", ("S", "U"), masked=0.8)), {}), ""),
+    "float mask with lowest rows": (standard((*FOUR, Given("m", ("S", "U"), masked=0.8, fill=LOWEST)), {}), ""),
+    "float mask per head, causal": (
+        standard((*FOUR, Given("m", (4, "S", "U"), masked=0.2)), {"is_causal": 1}),
+        "k <= q",
+    ),
+    "boolean mask as data, causal": (standard((*FOUR, Given("m", (1, 1, "S", "U"), BOOL)), {"is_causal": 1}), "k <= q"),
+    "past and present, causal": (
+        standard((*SELF, None, *KEPT), {"is_causal": 1}, outputs=3),
+        "k <= q",
+    ),
+    "present without past": (standard(SELF, {}, outputs=3), ""),
+    "lengths of a cache": (
+        standard((*FOUR, None, None, None, Given("n", ("B",), INT64, 1, "U")), {}),
+        "k + 1 <= lengths[b]",
+    ),
+    "causal at the end of a cache": (
+        standard((*FOUR, None, None, None, Given("n", ("B",), INT64, 1, "U")), {"is_causal": 1}),
+        "S + k <= lengths[b] + q and k + 1 <= lengths[b]",
+    ),
+    "a softmax of another precision": (standard(SELF, {"softmax_precision": 1, "is_causal": 1}), "k <= q"),
+}
+CASES = (
+    {f"standard Attention, {n}": c for n, c in STANDARD.items()}
+    | {f"MultiHeadAttention, {n}": c for n, c in MULTI_HEAD.items()}
+    | {f"Attention, {n}": c for n, c in PROJECTING.items()}
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_expanded(name: str) -> None:
+    """The working copy gives what the fused node gives."""
+    node, _ = CASES[name]
+    model = node.model()
+    working = expanded(model).model
+    assert not any(n.op_type == node.op for n in working.graph.node)
+    for seed, sizes in enumerate(SIZES):
+        feeds = node.feeds(sizes, seed)
+        same(run(working, feeds), run(model, feeds))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replaced(name: str, tmp_path: Path) -> None:
+    """The site is replaced with the mask that the node means, and gives what the fused node gives."""
+    node, mask = CASES[name]
+    model = node.model()
+    report, target = forced(model, tmp_path)
+    (site,) = report.sites
+    assert site.replaced, site.reason
+    assert (site.site, site.mask) == (node.name, mask)
+    for seed, sizes in enumerate(SIZES):
+        feeds = node.feeds(sizes, seed)
+        for library in (True, False):
+            same(run(target, feeds, library=library), run(model, feeds))
+
+
+WINDOWS = {
+    "causal": ({"is_causal": 1, "left_window_size": 3}, "k <= q and q - k <= 3"),
+    "both sides": ({"left_window_size": 2, "right_window_size": 1}, "k - q <= 1 and q - k <= 2"),
+    "right side": ({"right_window_size": 4}, "k - q <= 4"),
+    "left side": ({"left_window_size": 0}, "q <= k"),
+    "causal beats right": ({"is_causal": 1, "right_window_size": 4}, "k <= q"),
+}
+
+
+@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str, past: bool, tmp_path: Path) -> None:
+    """Windows of opset 25, which ONNX Runtime has no kernel for: held against the onnx package's evaluator."""
+    attributes, mask = WINDOWS[name]
+    node = standard((*SELF, None, *KEPT) if past else SELF, attributes, 3 if past else 1, opset=25)
+    model = node.model()
+    report, target = forced(model, tmp_path)
+    (site,) = report.sites
+    assert site.replaced, site.reason
+    assert site.mask == mask
+    assert report.verification is not None
+    assert report.verification.expanded
+    assert "ONNX Runtime refuses" in report.to_text()
+    for seed, sizes in enumerate(SIZES):
+        feeds = node.feeds(sizes, seed)
+        wanted = ReferenceEvaluator(model).run(None, feeds)
+        for library in (True, False):
+            same(run(target, feeds, library=library), wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_packed(parts: int, tmp_path: Path) -> None:
+    """Packed operands, which ONNX Runtime's CPU provider has no kernel for: the same as operands of their own."""
+    first = Given("q", ("B", "S", 2, 3, 4)) if parts == 3 else Given("q", ("B", "S", 8))
+    inputs = (first,) if parts == 3 else (first, Given("kv", ("B", "U", 2, 2, 4)))
+    node = Fused("MultiHeadAttention", inputs, TWO)
+    report, target = forced(node.model(), tmp_path)
+    assert report.sites[0].replaced, report.sites[0].reason
+    apart = Fused("MultiHeadAttention", qkv("U"), TWO).model()
+    for seed, sizes in enumerate(SIZES):
+        feeds = node.feeds(sizes, seed)
+        packed = feeds["q"] if parts == 3 else feeds["kv"]
+        split = [np.ascontiguousarray(packed[:, :, :, i]).reshape(*packed.shape[:2], -1) for i in range(parts)]
+        operands = split if parts == 3 else [feeds["q"], *split]
+        wanted = run(apart, dict(zip(("q", "k", "v"), operands, strict=True)))
+        same(run(target, feeds, library=True), wanted)
+
+
+def test_kinds_are_distinct() -> None:
+    """No case is there twice."""
+    assert len({(c[0].op, c[0].domain, str(c[0].inputs), str(c[0].attributes)) for c in CASES.values()}) == len(CASES)
+    assert all(i is None or i.dtype in (BOOL, FLOAT, INT32, INT64) for c in CASES.values() for i in c[0].inputs)
