@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -49,11 +52,24 @@ class MutantOutcome:
     matters: bool = False  # its outputs are not those of the unchanged graph
 
 
+def _build() -> Any:
+    """The module that fills stored graphs, which lies outside the package."""
+    folder = str(Path(__file__).resolve().parents[2] / "models")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("build")
+
+
+def graphs() -> list[str]:
+    """The narrow stored graphs."""
+    return [n.removeprefix("narrow/") for n in _build().names(True) if n.startswith("narrow/")]
+
+
 @cache
 def _graph(name: str) -> onnx.ModelProto:
-    import build
-
-    return build.fill(build.load_graph(f"narrow/{name}"), seed=3)
+    build = _build()
+    found: onnx.ModelProto = build.fill(build.load_graph(f"narrow/{name}"), seed=3)
+    return found
 
 
 def _feeds(model: onnx.ModelProto, batch: int, length: int, side: str) -> dict[str, np.ndarray]:
@@ -146,15 +162,28 @@ def _stopped(model: onnx.ModelProto) -> bool:
         path = Path(folder) / "model.onnx"
         onnx.save(model, str(path))
         try:
-            report = optimize(path, options=Options())
+            optimize(path, options=Options())
         except StofError:
             return True
         written = path.with_name("model.stof.onnx")
         if not written.exists():
             return True
         found = onnx.load(str(written))
-        del report
         return not _difference(_outputs(model, library=False), _outputs(found, library=True))
+
+
+def _run(task: tuple[str, int, int]) -> MutantOutcome:
+    return run_mutant(*task)
+
+
+def run_mutants(seed: int, count: int, *, workers: int = 2) -> list[MutantOutcome]:
+    """Changes that many graphs: each of the stored ones in turn, each kind of change in turn."""
+    names = graphs()
+    tasks = [(names[i % len(names)], seed, i) for i in range(count)]
+    if workers <= 1:
+        return [_run(t) for t in tasks]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        return pool.map(_run, tasks, chunksize=4)
 
 
 def mutant_report(outcomes: list[MutantOutcome]) -> str:
