@@ -17,7 +17,7 @@ from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
-from stof.mask.lift import LOWEST, SOFT_FORBID
+from stof.mask.lift import LOWEST, forbids_softly
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
@@ -361,7 +361,7 @@ def _kept(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
         return ~value.astype(bool)
     scaled = value.astype(np.float64) * term.scale
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
-    others = np.unique(scaled[scaled != 0])
-    soft = bool(others.size) and bool(others.max() <= SOFT_FORBID)
-    kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled <= SOFT_FORBID)))
+    others = np.unique(value[value != 0].astype(np.float64))
+    soft = bool(others.size) and forbids_softly([float(others.min()), float(others.max())], term.scale)
+    kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))
     return kept

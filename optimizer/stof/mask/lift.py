@@ -21,6 +21,7 @@ from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
+from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
@@ -32,6 +33,7 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
+_UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _ABSORBS = -1e8
 
 
@@ -39,7 +41,7 @@ _ABSORBS = -1e8
 class _TermMask:
     """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains.
 
-    ``by_data``: it may forbid as well, by data of which no expression can be made.
+    ``by_data``: it depends on data of a run, of which no expression can be made.
     """
 
     allowed: Cond
@@ -159,12 +161,11 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
         else:
             split.append((cond, x))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
-    numbers = {x * term.scale for _, x in split if isinstance(x, float)}
-    others = {x for x in numbers if x != 0}
-    soft = bool(others) and all(isinstance(x, float) for _, x in split) and max(others) <= SOFT_FORBID
+    numbers = [x for _, x in split if isinstance(x, float) and x != 0]
+    soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
 
     def forbids(x: float) -> bool:
-        return x <= limit or (soft and x <= SOFT_FORBID)
+        return x <= limit or (soft and x < 0)
 
     dropped = [(c, x * term.scale) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
     bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
@@ -178,7 +179,15 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
     note = f"{term.tensor} stays a bias" if bias else ""
-    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note)
+    kept = [(c, x) for c, x in split if c not in dropping]
+    by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
+    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note, by_data=bias and by_data)
+
+
+def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
+    """Whether the values of a mask besides 0 are so low that they forbid, times ``scale`` as well."""
+    strengths = [x if scale > 0 else -x for x in numbers]
+    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= _UNDERFLOW
 
 
 def _table_cases(

@@ -24,7 +24,10 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
-    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None or site.sink is not None:
+    summed = any("different strength" in n for n in mask.notes)  # within one tensor
+    if not summed and (len(forbidding) < 2 or not mask.operands):
+        return
+    if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return

@@ -227,3 +227,12 @@ def _with(value: Int, read: object, number: int) -> Int:
             product = product * (integer(number) if atom == read.atom else Int((((atom,), 1),)))
         total = total + product
     return total
+
+
+def reads_input(value: object) -> bool:
+    """Whether a scalar depends on what a model input holds."""
+    if isinstance(value, Int):
+        return any(reads_input(a) for a in value.atoms())
+    if isinstance(value, Atom | Cond | Real):
+        return value.kind in ("read", "unread") or any(reads_input(a) for a in value.args)
+    return isinstance(value, tuple) and any(reads_input(a) for a in value)

@@ -128,6 +128,11 @@ class Domain:
             assert isinstance(value, Int)
             assert isinstance(divisor, Int)
             return self._divided(str(args[0]), value, divisor)
+        if atom.kind in ("bool", "select") and args[0] in (TRUE, FALSE):
+            yes, no = args[1:] if atom.kind == "select" else (integer(1), ZERO)
+            found = yes if args[0] == TRUE else no
+            assert isinstance(found, Int)
+            return found
         if atom.kind in ("min", "max", "abs"):
             return self._ordered(atom.kind, args)
         return of_atom(atom.kind, *args)

@@ -259,6 +259,11 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
+def to_real_case(value: float | Real) -> Real:
+    """The value of a case."""
+    return real(value) if isinstance(value, float) else value
+
+
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     from stof.symbolic.terms import FALSE, TRUE
 
@@ -280,6 +285,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         for c2, b in cases(y):
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
+            elif (left := _as_int(to_real_case(a))) is not None and (right := _as_int(to_real_case(b))) is not None:
+                holds = to_cond(compare(kind)(left, right))
             else:
                 holds = Cond("opaque", (kind, x, y))
             found.append(all_of([c1, c2, holds]))

@@ -403,6 +403,16 @@ def to_int(value: Scalar) -> Int:
         cond = value.args[0]
         assert isinstance(cond, Cond)
         return to_int(cond)
+    if value.kind == "select":
+        cond, yes, no = value.args
+        assert isinstance(cond, Cond)
+        assert isinstance(yes, Real)
+        assert isinstance(no, Real)
+        parts = [to_int(x) for x in (yes, no)]
+        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
+            chosen = select(cond, *parts)
+            assert isinstance(chosen, Int)
+            return chosen
     found = cases(value)
     if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
         total = integer(0)
