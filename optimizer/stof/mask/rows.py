@@ -33,7 +33,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         return
     most = lengths(mask.expression)[-1]
     for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
-        values, allowed = checker.terms(site, mask, Case(2, length, padding), seed)
+        values, allowed = checker.terms(site, mask, Case(3, length, padding), seed)
         levels = _levels(site.terms, values, allowed.shape)
         for row in levels[~allowed.any(axis=-1)]:
             found = _kind(row, site.nan_guard)
