@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forms: the graph around a drawn mask, from the model's inputs to its output."""
+"""The graph around a drawn mask, from the model's inputs to its output."""
 
 from __future__ import annotations
 
@@ -13,112 +13,12 @@ from onnx import TensorProto, helper
 
 from .builder import Builder, Tensor
 from .expr import K, Mask, Q, make
+from .forms import Form
 from .styles import Renderer, Style
 
 FP32, FP16 = TensorProto.FLOAT, TensorProto.FLOAT16
 D = 4  # head size
 LOWEST = {FP32: -3.4028234663852886e38, FP16: -65504.0}
-
-
-@dataclass(frozen=True)
-class Form:
-    """What surrounds the mask. The defaults are the plainest attention there is."""
-
-    layout: str = "bhsd"  # of inputs and output: bhsd, bshd, bsn, packed
-    lengths: str = "self"  # self, cross (S and T differ), past (the queries are the last S of T)
-    scale: str = "mul"  # mul, div, split, query, key, after (the mask is scaled, too)
-    apply: str = "add"  # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min)
-    guard: str = ""  # nan, row
-    key: str = "bhds"  # how the key is transposed: bhds, at once, 3-D
-    three: bool = False  # scores [B*H, S, T]
-    groups: int = 0  # key and value heads, 0 for as many as the query's
-    softcap: bool = False
-    shifted: bool = False  # the row's maximum is subtracted before the softmax
-    bias: str = ""  # another term is added: input, or by distance (ALiBi)
-    node: str = ""  # one Attention node of opset 23: bool, float, causal (the mask is and-ed with k <= q by the node)
-    sink: bool = False  # a column of logits beside the scores, dropped after the softmax
-    half: bool = False
-    widened: bool = False  # fp16 with an fp32 softmax
-    fixed: bool = False
-
-
-FORMS = {
-    "4-D, Mul": Form(),
-    "scale Div": Form(scale="div"),
-    "scale split": Form(scale="split"),
-    "scale on query": Form(scale="query"),
-    "scale on key": Form(scale="key"),
-    "scale after mask": Form(scale="after"),
-    "mask + scores": Form(apply="left"),
-    "Where keeps": Form(apply="keep"),
-    "Where drops": Form(apply="drop"),
-    "scores - mask": Form(apply="sub"),
-    "Max with lowest": Form(apply="guarded"),
-    "NaN guard": Form(guard="nan"),
-    "row guard": Form(guard="row", apply="keep"),
-    "key transposed at once": Form(layout="bshd", key="at once"),
-    "key transposed in 3-D": Form(key="3-D"),
-    "[B*H, S, T]": Form(three=True),
-    "grouped heads": Form(groups=2),
-    "one key head": Form(groups=1),
-    "packed QKV": Form(layout="packed"),
-    "BSN": Form(layout="bsn"),
-    "BSHD": Form(layout="bshd"),
-    "cross": Form(lengths="cross"),
-    "past": Form(lengths="past"),
-    "softcap": Form(softcap=True),
-    "row maximum": Form(shifted=True),
-    "bias": Form(bias="input"),
-    "ALiBi": Form(bias="distance"),
-    "Attention, bool mask": Form(node="bool"),
-    "Attention, float mask": Form(node="float"),
-    "fp16": Form(half=True),
-    "fp16, fp32 softmax": Form(half=True, widened=True),
-    "fixed sizes": Form(fixed=True),
-}
-PLAIN = "4-D, Mul"
-
-
-def vary(form: Form, rng: random.Random) -> Form:
-    """The form with a few other choices where it has the default."""
-    plain = Form()
-    options: dict[str, list[object]] = {
-        "layout": ["bshd", "bsn"],
-        "scale": ["div", "split", "query"],
-        "apply": ["left", "keep", "drop"],
-        "guard": ["nan"],
-        "groups": [2],
-        "lengths": ["cross", "past"],
-        "softcap": [True],
-        "key": ["at once", "3-D"],
-    }
-    for name, values in options.items():
-        if getattr(form, name) == getattr(plain, name) and rng.random() < 0.12:
-            form = replace(form, **{name: rng.choice(values)})  # type: ignore[arg-type]
-    return form
-
-
-def legal(form: Form, mask: Mask, style: Style) -> Form:
-    """The form with choices dropped that the mask, the style or other choices rule out."""
-    if mask.length or style.fold == "constant":
-        form = replace(form, fixed=True)
-    if mask.length and form.lengths != "self":
-        form = replace(form, lengths="self")
-    if form.layout == "packed" and (form.lengths != "self" or form.groups):
-        form = replace(form, lengths="self", groups=0)
-    if form.key == "at once" and (form.groups or form.lengths == "past" or form.layout == "bhsd"):
-        form = replace(form, key="bhds")
-    if form.three and (form.groups or form.guard == "row"):
-        form = replace(form, groups=0, guard="")
-    if form.softcap and form.scale == "after":
-        form = replace(form, scale="mul")
-    if form.sink:
-        form = replace(form, three=False, guard="", shifted=False)
-    if form.node:
-        form = replace(
-            form, half=False, bias="", sink=False, guard="", three=False, apply="add", key="bhds", scale="mul"
-        )
-    return form
 
 
 @dataclass(frozen=True)
@@ -196,6 +96,8 @@ class _Maker:
             for role, letter in (("segq", "S"), ("segk", "T")):
                 name = "segment_ids" if same else f"segment_{role[3]}"
                 found[role] = (self.feed(name, TensorProto.INT64, "B", letter), "i")
+        if "len" in kinds:
+            found["len"] = (self.feed("lengths", TensorProto.INT64, "B"), "i")
         return found
 
     def operands(self) -> tuple[str, str, str]:
@@ -233,7 +135,7 @@ class _Maker:
             self.place("S", name, axis)
         if self.form.lengths != "past" and letter == ("T" if self.form.lengths == "cross" else "S"):
             self.place("T", name, axis)
-        if self.form.layout == "bhsd":
+        if self.form.layout == "bhsd" or self.form.node == "multi":
             return name
         if self.form.layout == "bshd":
             return self.b.op("Transpose", name, perm=[0, 2, 1, 3])
@@ -414,6 +316,26 @@ class _Maker:
             "Expand", logits, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([1]), axis=0)
         )
 
+    def multi_head(self, renderer: Renderer) -> str:
+        """All of it as one MultiHeadAttention of domain com.microsoft, whose operands are the inputs [B, length, H*D]."""
+        b = self.b
+        mask = b.lift_rank(self.float_mask(renderer), 4)
+        whole = replace(mask, axes=mask.axes | {"q", "k"})
+        name = b.op("Expand", mask.name, b.shape(b.letters(whole)))
+        scale = {"scale": 0.35} if b.chance(0.5) else {}
+        heads = {"num_heads": self.heads, "domain": "com.microsoft"}
+        return b.op("MultiHeadAttention", "q", "k", "v", "", "", name, **heads, **scale)
+
+    def float_mask(self, renderer: Renderer) -> Tensor:
+        """The whole mask as one float tensor, which is noted as a term."""
+        b = self.b
+        parts = renderer.additive(self.fill)
+        total = parts[0]
+        for part in parts[1:]:
+            total = b.join("Add", "f", total, part)
+        self.terms.append((total.name, "add"))
+        return total
+
     def node_output(self, q: str, k: str, v: str, renderer: Renderer) -> str:
         """All of it as one node."""
         b, form = self.b, self.form
@@ -423,14 +345,7 @@ class _Maker:
             mask = b.bigger(allowed)
             mask = b.lift_rank(mask, 2) if mask.rank < 2 else mask
         else:
-            parts = renderer.additive(self.fill)
-            total = parts[0]
-            for part in parts[1:]:
-                total = b.join("Add", "f", total, part)
-            if self.dtype == FP16:
-                total = replace(total, name=b.op("Cast", total.name, to=FP16))
-            self.terms.append((total.name, "add"))
-            mask = b.bigger(total)
+            mask = b.bigger(self.float_mask(renderer))
         if not mask.axes >= {"k"} or mask.rank < 2:
             whole = Tensor("", mask.kind, max(mask.rank, 2), mask.axes | {"q", "k"})
             mask = replace(whole, name=b.op("Expand", mask.name, b.shape(b.letters(whole))))
@@ -486,6 +401,8 @@ class _Maker:
         # Masks are written before or after the scores, as exporters do.
         early = b.choice([False, True])
         renderer = Renderer(b, self.style, self.mask, inputs)
+        if form.node == "multi":
+            return self._case(self.multi_head(renderer))
         if form.node:
             return self._case(self._merged(self.node_output(q, k, v, renderer)))
         if early:
@@ -506,7 +423,7 @@ class _Maker:
         infos = [helper.make_tensor_value_info(n, t, dims) for n, (t, dims) in self.inputs.items()]
         outputs = [helper.make_tensor_value_info(n, t, None) for n, t in [(out, self.dtype), *self.outputs]]
         graph = helper.make_graph(self.b.nodes, "generated", infos, outputs, self.b.initializers)
-        opsets = [helper.make_opsetid("", self.b.opset)]
+        opsets = [helper.make_opsetid("", self.b.opset), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
         dims = {n: d for n, (_, d) in self.inputs.items()}
         return Case(model, self.form, self.heads, self.terms, self.fill, dims, self.numbers)

@@ -184,6 +184,8 @@ def _feeds(case: Case, sizes: dict[str, int], number: int, rng: random.Random) -
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
         if value.name == "attention_mask":
             feeds[value.name] = _padding(shape, number, draw).astype(dtype)
+        elif value.name == "lengths":
+            feeds[value.name] = draw.integers(1, sizes["T"], shape, endpoint=True).astype(dtype)
         elif value.name.startswith("segment"):
             feeds[value.name] = np.cumsum(draw.random(shape) < 0.3, axis=-1).astype(dtype)
         else:
@@ -213,6 +215,7 @@ def _values(case: Case, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> 
         pad=feeds.get("attention_mask"),
         segq=feeds.get("segment_q", same),
         segk=feeds.get("segment_k", same),
+        lengths=feeds.get("lengths"),
     )
 
 

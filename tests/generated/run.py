@@ -15,8 +15,8 @@ from itertools import islice
 
 import onnx.printer
 
-from .attention import FORMS
 from .families import FAMILIES
+from .forms import FORMS
 from .judge import Fault, Verdict, judge
 from .schedule import Plan, Spec, plans, spec
 from .shrink import shrink

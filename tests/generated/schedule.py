@@ -7,9 +7,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .attention import FORMS, LOWEST, Case, Form, build, legal, vary
+from .attention import LOWEST, Case, build
 from .expr import PADK, PADQ, H, Mask, make
 from .families import FAMILIES, draw
+from .forms import FORMS, Form, legal, vary
 from .styles import STYLES, Style
 
 
@@ -94,11 +95,18 @@ def spec(plan: Plan) -> Spec:
     if form.guard == "nan":
         fills = [float("-inf")]
     if form.apply == "guarded":
-        fills = [lowest]
+        fills = [lowest, float("-inf")]
     return Spec(
-        plan, mask, style, form, 23 if form.node else rng.randint(14, 23), 2 if _reads_heads(mask) else rng.choice([2, 4]),
-        {"S": S, "T": T, "P": P}, rng.choice(fills), rng.choice(["i", "i", "i", "b", "b", "f"]),
-    )  # fmt: skip
+        plan,
+        mask,
+        style,
+        form,
+        opset=23 if form.node in ("bool", "float") else rng.randint(14, 23),
+        heads=2 if _reads_heads(mask) else rng.choice([2, 4]),
+        sizes={"S": S, "T": T, "P": P},
+        fill=rng.choice(fills),
+        pad_kind=rng.choice(["i", "i", "i", "b", "b", "f"]),
+    )
 
 
 def _reads_heads(mask: Mask) -> bool:

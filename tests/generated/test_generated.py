@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from .attention import FORMS
 from .families import FAMILIES
+from .forms import FORMS
 from .run import report, run_cases
 from .styles import STYLES
 

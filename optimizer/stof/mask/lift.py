@@ -34,6 +34,7 @@ LOWEST: dict[int, float] = {
 }
 SOFT_FORBID = -1e4
 _UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
+_FLOOR = -LOWEST[TensorProto.FLOAT]
 _ABSORBS = -1e8
 
 
@@ -249,14 +250,21 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
 
 def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool) -> EmptyRows:
     """A bias that is -inf throughout a row makes it NaN."""
-    guarded = site.nan_guard or site.row_guard is not None
-    return EmptyRows.NAN if bias and not forbids and not guarded else found
+    if not bias or forbids or site.row_guard is not None or site.sink is not None:
+        return found
+    if site.floored:
+        return EmptyRows.MEAN
+    return found if site.nan_guard else EmptyRows.NAN
 
 
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
         return EmptyRows.ZERO
+    if site.floored:
+        fills = [max(f, _FLOOR) for f in fills]
+        if set(fills) == {_FLOOR}:
+            return EmptyRows.MEAN
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
     finite = [f for f in fills if math.isfinite(f)]

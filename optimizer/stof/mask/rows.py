@@ -35,6 +35,8 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
         values, allowed = checker.terms(site, mask, Case(3, length, padding), seed)
         levels = _levels(site.terms, values, allowed.shape)
+        if site.floored:
+            levels = np.maximum(levels, np.finfo(np.float32).min)
         for row in levels[~allowed.any(axis=-1)]:
             found = _kind(row, site.nan_guard)
             if found is not mask.empty_rows:

@@ -124,6 +124,7 @@ def _match(
         dtype=query.dtype,
         terms=tuple(reversed(scores.terms)),
         softcap=scores.softcap,
+        floored=scores.floored,
         nan_guard=weighted.nan_guard,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,
