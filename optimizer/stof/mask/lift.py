@@ -33,7 +33,7 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
-_UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
+UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _FLOOR = -LOWEST[TensorProto.FLOAT]
 _ABSORBS = -1e8
 
@@ -188,7 +188,7 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
 def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
     """Whether the values of a mask besides 0 are so low that they forbid, times ``scale`` as well."""
     strengths = [x if scale > 0 else -x for x in numbers]
-    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= _UNDERFLOW
+    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= UNDERFLOW
 
 
 def _table_cases(

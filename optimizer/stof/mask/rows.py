@@ -13,6 +13,7 @@ import numpy as np
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
 from stof.mask.check import MaskChecker, lengths
+from stof.mask.lift import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 
 
@@ -67,4 +68,4 @@ def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
     if top + np.float32(32) == top:  # scores vanish beside it
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
-    return EmptyRows.ALL if float(top - row.min()) < 1e4 else None
+    return EmptyRows.ALL if float(top - row.min()) < -UNDERFLOW else None
