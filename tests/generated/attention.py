@@ -123,6 +123,8 @@ class _Maker(Operands):
         else:
             for t in renderer.additive(self.fill):
                 x = self._added(x, t)
+            if form.guard == "row":
+                self.allowed = renderer.allowed()
         if form.scale == "after":
             x = b.op("Mul", x, self.number(self.later))
         return x

@@ -46,6 +46,7 @@ FORMS = {
     "Max with lowest": Form(apply="guarded"),
     "NaN guard": Form(guard="nan"),
     "row guard": Form(guard="row", apply="keep"),
+    "row guard, mask added": Form(guard="row"),
     "key transposed at once": Form(layout="bshd", key="at once"),
     "key transposed in 3-D": Form(key="3-D"),
     "[B*H, S, T]": Form(three=True),

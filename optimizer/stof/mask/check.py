@@ -241,12 +241,14 @@ class MaskChecker:
         B, H, S, T = (evaluate(d, sizes) for d in site.dims)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
+        reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
         for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
+                reached &= ~np.isneginf(value.astype(np.float64) * term.scale)
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
@@ -259,7 +261,8 @@ class MaskChecker:
                 raise UnsupportedError(f"the bias is no function of the distance of key and query at {case}")
         if site.row_guard is not None:
             (zeroed,) = self._run([site.row_guard], feeds, sizes)
-            empty = ~(wanted & left).any(axis=-1, keepdims=True)
+            # What the operator takes for empty: a bias counts where it is -inf, not where it is merely low.
+            empty = ~(found & reached).any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
                 raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
         wrong = (found & ~wanted) | (~found & wanted & left)
