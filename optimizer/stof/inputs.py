@@ -35,10 +35,12 @@ class Case:
     batch: int
     length: int
     padding: Padding
+    other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
 
     def __str__(self) -> str:
         pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
-        return f"batch {self.batch}, length {self.length}{pad}"
+        other = "".join(f", {name} {size}" for name, size in self.other)
+        return f"batch {self.batch}, length {self.length}{other}{pad}"
 
 
 def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
@@ -128,6 +130,7 @@ class InputMaker:
                 (name,) = names
                 found[name] = max(found.get(name, 1), _least(size, name, case.length))
         self._agree(found, case)
+        found.update((name, size) for name, size in case.other if name in found)
         return found
 
     def _lengths(self) -> list[Int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
-from stof.mask.check import MaskChecker, lengths
+from stof.mask.check import MaskChecker, lengths, uneven
 from stof.mask.lift import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 
@@ -33,8 +33,14 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return
     most = lengths(mask.expression)[-1]
-    for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
-        values, allowed = checker.terms(site, mask, Case(3, length, padding), seed)
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
+    for seed, case in enumerate(cases):
+        try:
+            values, allowed = checker.terms(site, mask, case, seed)
+        except UnsupportedError:
+            if case.other:  # not a valid pair of lengths
+                continue
+            raise
         levels = _levels(site.terms, values, allowed.shape)
         if site.floored:
             levels = np.maximum(levels, np.finfo(np.float32).min)
