@@ -43,7 +43,14 @@ ctest --preset dev
 end
 
 begin 'unit (Python)'
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q --ignore tests/generated
+end
+
+begin 'generated'
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -s tests/generated
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then # other seeds, for half an hour
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python -m tests.generated --minutes 28 --mutants 400
+fi
 end
 
 begin 'old runtimes'

@@ -35,10 +35,12 @@ class Case:
     batch: int
     length: int
     padding: Padding
+    other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
 
     def __str__(self) -> str:
         pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
-        return f"batch {self.batch}, length {self.length}{pad}"
+        other = "".join(f", {name} {size}" for name, size in self.other)
+        return f"batch {self.batch}, length {self.length}{other}{pad}"
 
 
 def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
@@ -130,6 +132,7 @@ class InputMaker:
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
+        found.update((name, size) for name, size in case.other if name in found)
         return found
 
     def _lengths(self) -> list[Int]:
@@ -223,8 +226,10 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarra
     mask = np.ones(dims, np.int64)
     if case.padding is Padding.NONE or not dims or dims[-1] < 2:
         return mask
-    for row in mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]:
+    for number, row in enumerate(mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]):
         count = int(rng.integers(1, max(2, dims[-1] // 2)))
+        if number == 1:  # a third one has one key left, so that rows of a window have none
+            count = dims[-1] - 1
         if case.padding is Padding.LEFT:
             row[:count] = 0
         else:

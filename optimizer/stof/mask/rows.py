@@ -12,7 +12,8 @@ import numpy as np
 
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
-from stof.mask.check import MaskChecker, lengths
+from stof.mask.check import MaskChecker, lengths, uneven
+from stof.mask.lift import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 
 
@@ -24,7 +25,10 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
-    if len(forbidding) < 2 or not mask.operands or site.row_guard is not None or site.sink is not None:
+    summed = any("different strength" in n for n in mask.notes)  # within one tensor
+    if not summed and (len(forbidding) < 2 or not mask.operands):
+        return
+    if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return
@@ -32,9 +36,17 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     if key in checker.rows:
         return
     most = lengths(mask.expression)[-1]
-    for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
-        values, allowed = checker.terms(site, mask, Case(2, length, padding), seed)
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
+    for seed, case in enumerate(cases):
+        try:
+            values, allowed = checker.terms(site, mask, case, seed)
+        except UnsupportedError:
+            if case.other:  # not a valid pair of lengths
+                continue
+            raise
         levels = _levels(site.terms, values, allowed.shape)
+        if site.floored:
+            levels = np.maximum(levels, np.finfo(np.float32).min)
         for row in levels[~allowed.any(axis=-1)]:
             found = _kind(row, site.nan_guard)
             if found is not mask.empty_rows:
@@ -66,4 +78,4 @@ def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
     if top + np.float32(32) == top:  # scores vanish beside it
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
-    return EmptyRows.ALL if float(top - row.min()) < 1e4 else None
+    return EmptyRows.ALL if float(top - row.min()) < -UNDERFLOW else None

@@ -137,6 +137,7 @@ def _match(
         dtype=query.dtype,
         terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
+        floored=scores.floored,
         nan_guard=weighted.nan_guard,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
-from stof.symbolic.tensor import Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
+from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Atom, Int, integer, size
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
@@ -233,6 +233,10 @@ class Symbolic:
 
     def constant(self, name: str) -> np.ndarray | None:
         """The value where it is the same for every size and input."""
+        base, derived, value = name.partition(EQUALS)
+        if derived:
+            array = self.constant(base)
+            return None if array is None else np.asarray(array == float(value))
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
 
