@@ -21,7 +21,7 @@ end
 begin lint
 ruff check optimizer models tests tools
 ruff format --check optimizer models tests tools
-git ls-files -z '*.cc' '*.h' | xargs -0 clang-format --dry-run --Werror
+git ls-files -z '*.cc' '*.h' '*.cu' '*.cuh' | xargs -0 clang-format --dry-run --Werror
 mypy
 end
 
@@ -30,12 +30,27 @@ cmake --preset dev
 cmake --build --preset dev
 end
 
+# The kernels run only where there is a GPU; that they compile for two architectures shows wherever nvcc is.
+if command -v nvcc >/dev/null; then
+  begin 'build (CUDA)'
+  cmake --preset cuda
+  cmake --build --preset cuda --target stof_ort stof_cuda_tests bench_cuda_attention
+  end
+fi
+
 begin 'unit (C++)'
 ctest --preset dev
 end
 
 begin 'unit (Python)'
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q --ignore tests/generated
+end
+
+begin 'generated'
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -s tests/generated
+if [ "${STOF_TEST_ALL:-0}" = 1 ]; then # other seeds, for half an hour
+  STOF_LIBRARY=$PWD/build/dev/libstof_ort.so PYTHONPATH=optimizer python -m tests.generated --minutes 28 --mutants 400
+fi
 end
 
 begin 'old runtimes'

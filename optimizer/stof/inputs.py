@@ -35,10 +35,12 @@ class Case:
     batch: int
     length: int
     padding: Padding
+    other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
 
     def __str__(self) -> str:
         pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
-        return f"batch {self.batch}, length {self.length}{pad}"
+        other = "".join(f", {name} {size}" for name, size in self.other)
+        return f"batch {self.batch}, length {self.length}{other}{pad}"
 
 
 def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
@@ -123,7 +125,8 @@ class InputMaker:
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
-        self.pads = _behind(index, pads, given)
+        # Numbers of keys that are counted are counted in padding masks.
+        self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
@@ -147,6 +150,7 @@ class InputMaker:
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
+        found.update((name, size) for name, size in case.other if name in found)
         return found
 
     def _lengths(self) -> list[Int]:
@@ -220,6 +224,10 @@ class InputMaker:
     ) -> np.ndarray:
         if name in self.pads:
             return _padding(dims, case, rng).astype(dtype)
+        if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
+            # A switch, which an If reads: on in the first case of all, off in the last one.
+            on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
+            return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
             return _padding(dims, case, rng).astype(dtype)
@@ -232,7 +240,7 @@ class InputMaker:
             if rows is not None:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
-            return np.broadcast_to(np.arange(dims[-1] if dims else 1), dims).astype(dtype)
+            return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
         return rng.standard_normal(dims).astype(dtype)
 
 
@@ -240,8 +248,10 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarra
     mask = np.ones(dims, np.int64)
     if case.padding is Padding.NONE or not dims or dims[-1] < 2:
         return mask
-    for row in mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]:
+    for number, row in enumerate(mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]):
         count = int(rng.integers(1, max(2, dims[-1] // 2)))
+        if number == 1:  # a third one has one key left, so that rows of a window have none
+            count = dims[-1] - 1
         if case.padding is Padding.LEFT:
             row[:count] = 0
         else:

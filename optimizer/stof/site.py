@@ -93,6 +93,7 @@ class AttentionSite:
     dtype: int  # onnx.TensorProto data type of query
     terms: tuple[MaskTerm, ...] = ()
     softcap: float = 0.0
+    floored: bool = False  # Max with the lowest finite number before the softmax: no -inf enters it
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)

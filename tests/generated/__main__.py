@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 
+from .mutated import mutant_report, run_mutants
 from .run import report, run_cases
 
 
@@ -19,6 +20,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=None, help="stop after so many minutes, or go on so long")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--workers", type=int, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--mutants", type=int, default=0, help="how many changed exports besides (default %(default)s)")
     parser.add_argument("--reasons", type=int, default=25, help="reasons of refused sites to print")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else time.time_ns() % 1_000_000
@@ -27,7 +29,10 @@ def main() -> int:
         seed, arguments.cases, first=arguments.first, minutes=arguments.minutes, workers=arguments.workers
     )
     print(report(result, reasons=arguments.reasons))
-    return 1 if result.faults else 0
+    mutants = run_mutants(seed, arguments.mutants, workers=arguments.workers)
+    if mutants:
+        print(mutant_report(mutants))
+    return 1 if result.faults or result.caught or any(o.state == "wrong" for o in mutants) else 0
 
 
 if __name__ == "__main__":

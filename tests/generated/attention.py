@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forms: the graph around a drawn mask, from the model's inputs to its output."""
+"""The graph around a drawn mask, from the model's inputs to its output."""
 
 from __future__ import annotations
 
@@ -11,103 +11,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from .builder import Builder, Tensor
-from .expr import Mask
+from .builder import Tensor
+from .expr import K, Mask, Q, make
+from .forms import Form
+from .operands import FP16, FP32, D, Operands
 from .styles import Renderer, Style
 
-FP32, FP16 = TensorProto.FLOAT, TensorProto.FLOAT16
-D = 4  # head size
 LOWEST = {FP32: -3.4028234663852886e38, FP16: -65504.0}
-
-
-@dataclass(frozen=True)
-class Form:
-    """What surrounds the mask. The defaults are the plainest attention there is."""
-
-    layout: str = "bhsd"  # of inputs and output: bhsd, bshd, bsn, packed
-    lengths: str = "self"  # self, cross (S and T differ), past (the queries are the last S of T)
-    scale: str = "mul"  # mul, div, split, query, key, after (the mask is scaled, too)
-    apply: str = "add"  # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min)
-    guard: str = ""  # nan, row
-    key: str = "bhds"  # how the key is transposed: bhds, at once, 3-D
-    three: bool = False  # scores [B*H, S, T]
-    groups: int = 0  # key and value heads, 0 for as many as the query's
-    softcap: bool = False
-    shifted: bool = False  # the row's maximum is subtracted before the softmax
-    bias: bool = False  # another term, from an input, is added
-    half: bool = False
-    widened: bool = False  # fp16 with an fp32 softmax
-    fixed: bool = False
-
-
-FORMS = {
-    "4-D, Mul": Form(),
-    "scale Div": Form(scale="div"),
-    "scale split": Form(scale="split"),
-    "scale on query": Form(scale="query"),
-    "scale on key": Form(scale="key"),
-    "scale after mask": Form(scale="after"),
-    "mask + scores": Form(apply="left"),
-    "Where keeps": Form(apply="keep"),
-    "Where drops": Form(apply="drop"),
-    "scores - mask": Form(apply="sub"),
-    "Max with lowest": Form(apply="guarded"),
-    "NaN guard": Form(guard="nan"),
-    "row guard": Form(guard="row", apply="keep"),
-    "key transposed at once": Form(layout="bshd", key="at once"),
-    "key transposed in 3-D": Form(key="3-D"),
-    "[B*H, S, T]": Form(three=True),
-    "grouped heads": Form(groups=2),
-    "one key head": Form(groups=1),
-    "packed QKV": Form(layout="packed"),
-    "BSN": Form(layout="bsn"),
-    "BSHD": Form(layout="bshd"),
-    "cross": Form(lengths="cross"),
-    "past": Form(lengths="past"),
-    "softcap": Form(softcap=True),
-    "row maximum": Form(shifted=True),
-    "bias": Form(bias=True),
-    "fp16": Form(half=True),
-    "fp16, fp32 softmax": Form(half=True, widened=True),
-    "fixed sizes": Form(fixed=True),
-}
-PLAIN = "4-D, Mul"
-
-
-def vary(form: Form, rng: random.Random) -> Form:
-    """The form with a few other choices where it has the default."""
-    plain = Form()
-    options: dict[str, list[object]] = {
-        "layout": ["bshd", "bsn"],
-        "scale": ["div", "split", "query"],
-        "apply": ["left", "keep", "drop"],
-        "guard": ["nan"],
-        "groups": [2],
-        "lengths": ["cross", "past"],
-        "softcap": [True],
-        "key": ["at once", "3-D"],
-    }
-    for name, values in options.items():
-        if getattr(form, name) == getattr(plain, name) and rng.random() < 0.12:
-            form = replace(form, **{name: rng.choice(values)})  # type: ignore[arg-type]
-    return form
-
-
-def legal(form: Form, mask: Mask, style: Style) -> Form:
-    """The form with choices dropped that the mask, the style or other choices rule out."""
-    if mask.length or style.fold == "constant":
-        form = replace(form, fixed=True)
-    if mask.length and form.lengths != "self":
-        form = replace(form, lengths="self")
-    if form.layout == "packed" and (form.lengths != "self" or form.groups):
-        form = replace(form, lengths="self", groups=0)
-    if form.key == "at once" and (form.groups or form.lengths == "past" or form.layout == "bhsd"):
-        form = replace(form, key="bhds")
-    if form.three and (form.groups or form.guard == "row"):
-        form = replace(form, groups=0, guard="")
-    if form.softcap and form.scale == "after":
-        form = replace(form, scale="mul")
-    return form
 
 
 @dataclass(frozen=True)
@@ -131,124 +41,7 @@ def build(
     return _Maker(rng, mask, style, form, opset, heads, sizes, fill, pad_kind, plain).build()
 
 
-class _Maker:
-    def __init__(
-        self, rng: random.Random, mask: Mask, style: Style, form: Form, opset: int, heads: int, sizes: dict[str, int],
-        fill: float, pad_kind: str, plain: bool,
-    ) -> None:  # fmt: skip
-        self.rng, self.mask, self.style, self.form = rng, mask, style, form
-        self.heads, self.numbers, self.fill, self.pad_kind = heads, sizes, fill, pad_kind
-        self.groups = form.groups or heads
-        self.b = Builder(rng, opset, plain=plain)
-        self.dtype = FP16 if form.half else FP32
-        self.inputs: dict[str, tuple[int, list[str | int]]] = {}
-        self.outputs: list[tuple[str, int]] = []
-        self.terms: list[tuple[str, str]] = []
-
-    # ---- inputs ----
-
-    def dims(self, *letters: str | int) -> list[str | int]:
-        """A shape of the model's interface: numbers where it is fixed, names where it is not."""
-        form = self.form
-        found: list[str | int] = []
-        for x in letters:
-            if isinstance(x, int):
-                found.append(x)
-            elif form.fixed and x != "B":
-                found.append(self.numbers[x])
-            else:
-                total = {"T": "S" if form.lengths == "self" else "P + S" if form.lengths == "past" else "T"}
-                found.append(total.get(x, x))
-        return found
-
-    def feed(self, name: str, dtype: int, *letters: str | int) -> str:
-        self.inputs[name] = (dtype, self.dims(*letters))
-        return name
-
-    def place(self, letter: str, tensor: str, axis: int) -> None:
-        """Says where a size can be read."""
-        known = self.b.sizes.setdefault(letter, [])
-        if isinstance(known, list):
-            known.append((tensor, axis))
-
-    def mask_inputs(self) -> dict[str, tuple[str, str]]:
-        """Padding and segment ids, as far as the mask reads them."""
-        kinds = {e.kind for e in self.mask.expr.walk()}
-        found = {}
-        if kinds & {"padk", "padq"}:
-            dtype = {"i": TensorProto.INT64, "b": TensorProto.BOOL, "f": FP32}[self.pad_kind]
-            found["pad"] = (self.feed("attention_mask", dtype, "B", "T"), self.pad_kind)
-            self.place("B", "attention_mask", 0)
-            self.place("T", "attention_mask", 1)
-        if kinds & {"segq", "segk"}:
-            same = self.form.lengths == "self"
-            for role, letter in (("segq", "S"), ("segk", "T")):
-                name = "segment_ids" if same else f"segment_{role[3]}"
-                found[role] = (self.feed(name, TensorProto.INT64, "B", letter), "i")
-        return found
-
-    def operands(self) -> tuple[str, str, str]:
-        """Query [B, H, S, D], key and value [B, G, T, D]."""
-        b, form, H, G = self.b, self.form, self.heads, self.groups
-        if form.layout == "packed":
-            x = self.feed("x", self.dtype, "B", "S", 3 * H * D)
-            self.place("B", x, 0)
-            self.place("S", x, 1)
-            self.place("T", x, 1)
-            parts = self._split(x, 3 * H * D)
-            return tuple(self._heads(p, H) for p in parts)  # type: ignore[return-value]
-        keys = "S" if form.lengths != "cross" else "T"
-        q = self._operand("q", "S", H)
-        k, v = self._operand("k", keys, G), self._operand("v", keys, G)
-        if form.lengths == "past":
-            past = [self.feed(n, self.dtype, "B", G, "P", D) for n in ("past_k", "past_v")]
-            self.place("P", past[0], 2)
-            k, v = (b.op("Concat", p, x, axis=2) for p, x in zip(past, (k, v), strict=True))
-            self.place("T", k, 2)
-            self.outputs += [(k, self.dtype), (v, self.dtype)]
-        return q, k, v
-
-    def _operand(self, name: str, letter: str, heads: int) -> str:
-        axis = {"bhsd": 2, "bshd": 1, "bsn": 1}[self.form.layout]
-        match self.form.layout:
-            case "bhsd":
-                self.feed(name, self.dtype, "B", heads, letter, D)
-            case "bshd":
-                self.feed(name, self.dtype, "B", letter, heads, D)
-            case "bsn":
-                self.feed(name, self.dtype, "B", letter, heads * D)
-        self.place("B", name, 0)
-        if name == "q":
-            self.place("S", name, axis)
-        if self.form.lengths != "past" and letter == ("T" if self.form.lengths == "cross" else "S"):
-            self.place("T", name, axis)
-        if self.form.layout == "bhsd":
-            return name
-        if self.form.layout == "bshd":
-            return self.b.op("Transpose", name, perm=[0, 2, 1, 3])
-        return self._heads(name, heads)
-
-    def _heads(self, x: str, heads: int) -> str:
-        """[B, S, H*D] -> [B, H, S, D]."""
-        b = self.b
-        way = b.choice(["zeros", "minus", "sizes"])
-        if way == "zeros":
-            shape = b.constant([0, 0, heads, D])
-        elif way == "minus":
-            shape = b.constant([0, -1, heads, D])
-        else:
-            dims = b.op("Shape", x)
-            lead = b.op("Slice", dims, b.constant([0]), b.constant([2]), b.constant([0]))
-            shape = b.op("Concat", lead, b.constant([heads, D]), axis=0)
-        return b.op("Transpose", b.op("Reshape", x, shape), perm=[0, 2, 1, 3])
-
-    def _split(self, x: str, width: int) -> list[str]:
-        b, third = self.b, width // 3
-        if b.chance(0.5):
-            ends = [(i * third, (i + 1) * third) for i in range(3)]
-            return [b.op("Slice", x, b.constant([s]), b.constant([e]), b.constant([2])) for s, e in ends]
-        return b.ops("Split", x, b.constant([third] * 3), outputs=3, axis=2)
-
+class _Maker(Operands):
     # ---- scores ----
 
     def number(self, value: float, dtype: int | None = None) -> str:
@@ -314,7 +107,7 @@ class _Maker:
     def masked(self, x: str, renderer: Renderer) -> str:
         b, form = self.b, self.form
         if form.bias:
-            bias = self.feed("bias", self.dtype, 1, self.heads, "S", "T")
+            bias = self.bias(renderer)
             x = b.op("Add", x, self._three(Tensor(bias, "f", 4, frozenset("hqk"))) if form.three else bias)
         if form.widened:
             x = b.op("Cast", x, to=FP32)
@@ -330,9 +123,23 @@ class _Maker:
         else:
             for t in renderer.additive(self.fill):
                 x = self._added(x, t)
+            if form.guard == "row":
+                self.allowed = renderer.allowed()
         if form.scale == "after":
             x = b.op("Mul", x, self.number(self.later))
         return x
+
+    def bias(self, renderer: Renderer) -> str:
+        """A tensor [1 or none, H, S, T] that is added besides the mask."""
+        b = self.b
+        if self.form.bias == "input":
+            return self.feed("bias", self.dtype, 1, self.heads, "S", "T")
+        d = renderer.indices.integer(make("sub", K, Q))
+        slopes = b.constant((0.5 ** np.arange(1, self.heads + 1)).reshape(-1, 1, 1), np.float32)
+        if b.chance(0.5):
+            d = b.join("Neg", d.kind, b.join("Abs", d.kind, d))
+        bias = b.op("Mul", b.cast(d, "f").name, slopes)
+        return bias if self.dtype == FP32 else b.op("Cast", bias, to=FP16)
 
     def _added(self, x: str, t: Tensor) -> str:
         b, form = self.b, self.form
@@ -369,12 +176,64 @@ class _Maker:
             else:
                 top = b.op("ReduceMax", x, axes=[-1], keepdims=1)
             x = b.op("Sub", x, top)
+        if form.sink:
+            column = self.sink(x)
+            x = b.op("Concat", x, column, axis=-1)
         p = b.op("Softmax", x, axis=self.rng.choice([-1, 2 if form.three else 3]))
+        if form.sink:
+            end = b.constant([-1]) if b.chance(0.5) else b.dim("T")
+            p = b.op("Slice", p, b.constant([0]), end, b.constant([-1]))
         if form.guard == "nan":
             p = b.op("Where", b.op("IsNaN", p), self.number(0.0, FP32 if form.widened else None), p)
         if form.widened:
             p = b.op("Cast", p, to=FP16)
         return p
+
+    def sink(self, x: str) -> str:
+        """One logit of each head, for every row."""
+        b = self.b
+        dtype = FP32 if self.form.widened else self.dtype
+        logits = self.number(0.3 * np.arange(1, self.heads + 1).reshape(1, -1, 1, 1), dtype)
+        return b.op(
+            "Expand", logits, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([1]), axis=0)
+        )
+
+    def multi_head(self, renderer: Renderer) -> str:
+        """All of it as one MultiHeadAttention of domain com.microsoft, whose operands are the inputs [B, length, H*D]."""
+        b = self.b
+        mask = b.lift_rank(self.float_mask(renderer), 4)
+        whole = replace(mask, axes=mask.axes | {"q", "k"})
+        name = b.op("Expand", mask.name, b.shape(b.letters(whole)))
+        scale = {"scale": 0.35} if b.chance(0.5) else {}
+        heads = {"num_heads": self.heads, "domain": "com.microsoft"}
+        return b.op("MultiHeadAttention", "q", "k", "v", "", "", name, **heads, **scale)
+
+    def float_mask(self, renderer: Renderer) -> Tensor:
+        """The whole mask as one float tensor, which is noted as a term."""
+        b = self.b
+        parts = renderer.additive(self.fill)
+        total = parts[0]
+        for part in parts[1:]:
+            total = b.join("Add", "f", total, part)
+        self.terms.append((total.name, "add"))
+        return total
+
+    def node_output(self, q: str, k: str, v: str, renderer: Renderer) -> str:
+        """All of it as one node."""
+        b, form = self.b, self.form
+        if form.node == "bool":
+            allowed = renderer.allowed()
+            self.terms.append((allowed.name, "keep"))
+            mask = b.bigger(allowed)
+            mask = b.lift_rank(mask, 2) if mask.rank < 2 else mask
+        else:
+            mask = b.bigger(self.float_mask(renderer))
+        if not mask.axes >= {"k"} or mask.rank < 2:
+            whole = Tensor("", mask.kind, max(mask.rank, 2), mask.axes | {"q", "k"})
+            mask = replace(whole, name=b.op("Expand", mask.name, b.shape(b.letters(whole))))
+        scale = {"scale": 0.35} if b.chance(0.5) else {}
+        softcap = {"softcap": 3.0} if form.softcap else {}
+        return b.op("Attention", q, k, v, mask.name, **scale, **softcap)
 
     def output(self, p: str, v: str) -> str:
         b, form = self.b, self.form
@@ -388,6 +247,11 @@ class _Maker:
             o = b.op(
                 "Reshape", o, b.op("Concat", b.dim("B"), b.constant([self.heads]), b.dim("S"), b.constant([D]), axis=0)
             )
+        return self._merged(o)
+
+    def _merged(self, o: str) -> str:
+        """The result [B, H, S, D] in the model's layout."""
+        b, form = self.b, self.form
         if form.layout == "bhsd":
             return o
         o = b.op("Transpose", o, perm=[0, 2, 1, 3])
@@ -419,6 +283,10 @@ class _Maker:
         # Masks are written before or after the scores, as exporters do.
         early = b.choice([False, True])
         renderer = Renderer(b, self.style, self.mask, inputs)
+        if form.node == "multi":
+            return self._case(self.multi_head(renderer))
+        if form.node:
+            return self._case(self._merged(self.node_output(q, k, v, renderer)))
         if early:
             place = len(b.nodes)
             x = self.scores(q, k)
@@ -437,7 +305,7 @@ class _Maker:
         infos = [helper.make_tensor_value_info(n, t, dims) for n, (t, dims) in self.inputs.items()]
         outputs = [helper.make_tensor_value_info(n, t, None) for n, t in [(out, self.dtype), *self.outputs]]
         graph = helper.make_graph(self.b.nodes, "generated", infos, outputs, self.b.initializers)
-        opsets = [helper.make_opsetid("", self.b.opset)]
+        opsets = [helper.make_opsetid("", self.b.opset), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
         dims = {n: d for n, (_, d) in self.inputs.items()}
         return Case(model, self.form, self.heads, self.terms, self.fill, dims, self.numbers)

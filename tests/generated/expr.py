@@ -15,7 +15,7 @@ class Expr:
     """A node: ``kind`` and its arguments, which are nodes, integers or names.
 
     Integers: ``num`` (n), ``q`` (absolute), ``k``, ``h``, ``T``, ``add``, ``sub``, ``mul``, ``abs``, ``mod``, ``div`` (by a
-    positive number, floor), ``min``, ``max``, ``itable`` (name, index), ``segq``, ``segk`` (of b and q or k).
+    positive number, floor), ``min``, ``max``, ``itable`` (name, index), ``segq``, ``segk`` (of b and q or k), ``len`` (of b).
     Booleans: ``le``, ``lt``, ``ge``, ``gt``, ``eq``, ``ne``, ``and``, ``or`` (two or more), ``not``, ``padk``, ``padq``,
     ``btable`` (name, indices ...).
     """
@@ -32,6 +32,8 @@ class Expr:
                 return self.kind
             case "padk" | "padq" | "segk" | "segq":
                 return f"{self.kind[:3]}[b, {self.kind[3]}]"
+            case "len":
+                return "lengths[b]"
             case "itable" | "btable":
                 return f"{text[0]}[{', '.join(text[1:])}]"
             case "not":
@@ -56,7 +58,7 @@ class Expr:
     @property
     def reads_input(self) -> bool:
         """Whether it depends on a model input."""
-        return any(e.kind in ("padk", "padq", "segk", "segq") for e in self.walk())
+        return any(e.kind in ("padk", "padq", "segk", "segq", "len") for e in self.walk())
 
     @property
     def axes(self) -> frozenset[str]:
@@ -65,6 +67,8 @@ class Expr:
             return frozenset(self.kind)
         if self.kind in ("padk", "segk", "padq", "segq"):
             return frozenset({"b", self.kind[3]})
+        if self.kind == "len":
+            return frozenset("b")
         return frozenset(a for arg in self.args if isinstance(arg, Expr) for a in arg.axes)
 
 
@@ -112,6 +116,7 @@ class Values:
     pad: np.ndarray | None = None
     segq: np.ndarray | None = None
     segk: np.ndarray | None = None
+    lengths: np.ndarray | None = None
 
 
 _INTEGER = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -155,6 +160,9 @@ def _value(e: Expr, tables: Mapping[str, np.ndarray], v: Values) -> np.ndarray:
         case "segk":
             assert v.segk is not None
             return v.segk[:, None, None, :]
+        case "len":
+            assert v.lengths is not None
+            return v.lengths[:, None, None, None]
     args = [_value(a, tables, v) for a in e.args if isinstance(a, Expr)]
     match e.kind:
         case "abs":

@@ -160,6 +160,15 @@ def segments(rng: random.Random) -> Mask:
     return Mask(_joined(rng, "and", same, _causal_text(rng)) if rng.random() < 0.5 else same)
 
 
+def lengths(rng: random.Random) -> Mask:
+    """Numbers of keys, or of keys that all queries see, from an input."""
+    count = Expr("len")
+    valid = rng.choice([make("lt", K, count), make("gt", count, K), make("not", make("ge", K, count))])
+    if rng.random() < 0.4:
+        return Mask(_joined(rng, "or", valid, _causal_text(rng)))
+    return Mask(_joined(rng, "and", valid, _near(rng, rng.randint(1, 5))) if rng.random() < 0.5 else valid)
+
+
 def block_table(rng: random.Random) -> Mask:
     block = rng.choice([2, 3, 5])
     count = -(-LONGEST // block)
@@ -234,6 +243,7 @@ FAMILIES: dict[str, Callable[[random.Random], Mask]] = {
     "prefix": prefix,
     "documents": documents,
     "segment ids": segments,
+    "lengths": lengths,
     "block table": block_table,
     "arbitrary": arbitrary,
     "chunked": chunked,

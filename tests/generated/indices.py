@@ -40,6 +40,9 @@ class Indices:
                 return Tensor(b.size("T"), "i", 0, frozenset())
             case "itable" | "segq" | "segk":
                 return self.read(e)
+            case "len":
+                name = b.op("Unsqueeze", self.inputs["len"][0], b.constant([1, 2, 3]))
+                return Tensor(name, "i", 4, frozenset("b"))
         args = [self.integer(a) for a in e.args if isinstance(a, Expr)]
         kind = "f" if any(a.kind == "f" for a in args) else "i"
         if e.kind in ("mod", "div"):

@@ -17,8 +17,11 @@ from stof.errors import UnsupportedError
 from stof.kernels.cost import why_not
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
+from stof.mask.relative import with_relative_bias
+from stof.mask.rows import check_rows
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
+from stof.passes.prepare import prepare
 from stof.site import AttentionSite, LiftedMask
 from stof.symbolic import Symbolic
 
@@ -74,19 +77,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     """
     verdict = Verdict()
     before = case.model.SerializeToString()
-    symbolic = Symbolic(case.model)
-    sites, findings = find_sites(case.model, symbolic)
+    prepared = prepare(case.model)
+    symbolic = Symbolic(prepared.model)
+    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
+    findings = [*prepared.findings, *findings]
     rewrite: Rewrite | None = None
     seen: set[int] = set()
     if sites:
-        rewrite = _lifted(case, symbolic, sites[0], verdict, seen)
+        rewrite = _lifted(prepared.model, symbolic, sites[0], verdict, seen)
     elif not findings:
         raise Fault("no finding", "the softmax was neither matched nor reported")
     else:
         verdict.reason = findings[0].reason
     if rewrite is None and len(verdict.reason) < 20:
         raise Fault("no reason", f"refused because of {verdict.reason!r}")
-    optimized = None if rewrite is None else emit(case.model, symbolic, [rewrite])
+    optimized = None if rewrite is None else emit(prepared.partly([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
     original = _with_terms(case)
@@ -108,15 +113,18 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     return verdict
 
 
-def _lifted(case: Case, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]) -> Rewrite | None:
+def _lifted(
+    model: onnx.ModelProto, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]
+) -> Rewrite | None:
+    checker = MaskChecker(model, symbolic)
     try:
-        found = lift(symbolic, site)
+        found = with_relative_bias(checker, site, lift(symbolic, site))
     except UnsupportedError as error:
         verdict.reason = str(error)
         return None
-    checker = MaskChecker(case.model, symbolic)
     try:
         checker.check(site, found)
+        check_rows(checker, site, found)
     except UnsupportedError as error:
         verdict.reason = str(error)
         verdict.caught = "differs" in str(error) or "zeroes other rows" in str(error)
@@ -127,7 +135,7 @@ def _lifted(case: Case, symbolic: Symbolic, site: AttentionSite, verdict: Verdic
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression
-    if found.bias and not found.expression:
+    if (found.bias or found.relative is not None) and not found.expression:
         verdict.reason = f"bias: {'; '.join(found.notes)}"
     return Rewrite(site, found)
 
@@ -176,6 +184,8 @@ def _feeds(case: Case, sizes: dict[str, int], number: int, rng: random.Random) -
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
         if value.name == "attention_mask":
             feeds[value.name] = _padding(shape, number, draw).astype(dtype)
+        elif value.name == "lengths":
+            feeds[value.name] = draw.integers(1, sizes["T"], shape, endpoint=True).astype(dtype)
         elif value.name.startswith("segment"):
             feeds[value.name] = np.cumsum(draw.random(shape) < 0.3, axis=-1).astype(dtype)
         else:
@@ -205,6 +215,7 @@ def _values(case: Case, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> 
         pad=feeds.get("attention_mask"),
         segq=feeds.get("segment_q", same),
         segk=feeds.get("segment_k", same),
+        lengths=feeds.get("lengths"),
     )
 
 
@@ -230,8 +241,8 @@ def _check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], fe
         array = feeds[operand.tensor]
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
     found = oracle.evaluate(mask.expression, sizes, operands)
-    # What a bias forbids may be left to it.
-    wrong = drawn & ~found if mask.bias else found != drawn
+    # What a bias forbids (a finite one: by much) may be left to it.
+    wrong = drawn & ~found if mask.bias or mask.relative is not None else found != drawn
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise Fault(
@@ -253,7 +264,7 @@ def _check_outputs(
     empty = ~drawn.any(-1)
     half = case.form.half
     for rows, name in ((~empty, "rows with keys"), (empty, "rows without a key")):
-        if rows is empty and any("row without any key may differ" in n for n in rewrite.mask.notes):
+        if rows is empty and any("a bias may forbid as well" in n for n in rewrite.mask.notes):
             continue  # the pipeline's verification decides about these
         a, b = out[rows].astype(np.float64), mine[rows].astype(np.float64)
         if not np.array_equal(np.isnan(a), np.isnan(b)):

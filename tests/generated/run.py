@@ -15,8 +15,8 @@ from itertools import islice
 
 import onnx.printer
 
-from .attention import FORMS
 from .families import FAMILIES
+from .forms import FORMS
 from .judge import Fault, Verdict, judge
 from .schedule import Plan, Spec, plans, spec
 from .shrink import shrink
@@ -57,6 +57,11 @@ class Result:
     def refused(self) -> list[Outcome]:
         """The cases that were left alone."""
         return [o for o in self.outcomes if o.verdict is not None and o.verdict.lifted is None]
+
+    @property
+    def caught(self) -> list[Outcome]:
+        """The cases of a lifted mask that the check by execution had to catch."""
+        return [o for o in self.refused if o.verdict is not None and o.verdict.caught]
 
     @property
     def trivial(self) -> list[Outcome]:
@@ -115,11 +120,11 @@ def run_cases(seed: int, count: int, *, first: int = 0, minutes: float | None = 
     if workers <= 1:
         result.outcomes = [run_one(p) for p in todo()]
     else:
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
             if minutes:  # in batches: a pool takes all that it can get at once
                 source = todo()
                 while batch := list(islice(source, 64 * workers)):
-                    result.outcomes += pool.map(run_one, batch, chunksize=8)
+                    result.outcomes += pool.map(run_one, batch, chunksize=4)
             else:
                 result.outcomes = list(pool.imap(run_one, todo(), chunksize=8))
     result.seconds = time.monotonic() - start

@@ -7,9 +7,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .attention import FORMS, LOWEST, Case, Form, build, legal, vary
+from .attention import LOWEST, Case, build
 from .expr import PADK, PADQ, H, Mask, make
 from .families import FAMILIES, draw
+from .forms import FORMS, Form, legal, vary
 from .styles import STYLES, Style
 
 
@@ -89,16 +90,23 @@ def spec(plan: Plan) -> Spec:
     T = rng.randint(3, 16) if form.lengths == "cross" else P + S
     lowest = LOWEST[10 if form.half and not form.widened else 1]
     fills = [lowest, lowest, float("-inf"), -1e4 if form.half else -1e9, -1e4]
-    if form.apply in ("keep", "drop"):
+    if form.apply in ("keep", "drop") or form.node == "bool":
         fills = [lowest, float("-inf")]
     if form.guard == "nan":
         fills = [float("-inf")]
     if form.apply == "guarded":
-        fills = [lowest]
+        fills = [lowest, float("-inf")]
     return Spec(
-        plan, mask, style, form, rng.randint(14, 23), 2 if _reads_heads(mask) else rng.choice([2, 4]),
-        {"S": S, "T": T, "P": P}, rng.choice(fills), rng.choice(["i", "i", "i", "b", "b", "f"]),
-    )  # fmt: skip
+        plan,
+        mask,
+        style,
+        form,
+        opset=23 if form.node in ("bool", "float") else rng.randint(14, 23),
+        heads=2 if _reads_heads(mask) else rng.choice([2, 4]),
+        sizes={"S": S, "T": T, "P": P},
+        fill=rng.choice(fills),
+        pad_kind=rng.choice(["i", "i", "i", "b", "b", "f"]),
+    )
 
 
 def _reads_heads(mask: Mask) -> bool:

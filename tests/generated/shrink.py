@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from .attention import Form
 from .expr import Expr, make
+from .forms import Form
 from .judge import Fault
 from .schedule import Spec
 from .styles import Style

@@ -9,7 +9,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,14 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.mask.families import describe
-from stof.mask.text import B, H, K, Names, Q, band_condition, print_condition
+from stof.mask.tables import band_of, with_bands
+from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
+from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, children, integer, negate, to_cond
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -31,6 +33,9 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
+_WEAK = -1e8  # what forbids less does not hide the scores that it is added to
+UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
+_FLOOR = -LOWEST[TensorProto.FLOAT]
 _ABSORBS = -1e8
 
 
@@ -38,7 +43,7 @@ _ABSORBS = -1e8
 class _TermMask:
     """One term: the condition that it leaves to attend, the constants that forbid, whether a bias remains.
 
-    ``by_data``: it may forbid as well, by data of which no expression can be made.
+    ``by_data``: it depends on data of a run, of which no expression can be made.
     """
 
     allowed: Cond
@@ -48,15 +53,20 @@ class _TermMask:
     by_data: bool = False
 
 
-def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
-    """The mask of a site as an expression.
+def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
+    """The mask of a site as an expression; tensors that are ``kept`` stay a bias, whatever they forbid.
 
     Raises:
         UnsupportedError: with the tensor and what its value depends on.
     """
     tables: dict[str, np.ndarray] = {}
-    terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
-    banded = _banded(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
+    terms = [
+        _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
+        if term in kept
+        else _lift_term(symbolic, site, term, tables)
+        for term in site.terms
+    ]
+    banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
     allowed = domain.simplify(banded)
     operands: dict[str, str] = {}
@@ -76,7 +86,7 @@ def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
         by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
-        empty_rows=empty_rows(site, fills, notes),
+        empty_rows=_with_bias(site, empty_rows(site, fills, notes), bool(fills), any(t.bias for t in terms)),
         family=describe(expression),
         notes=tuple(notes),
     )
@@ -116,6 +126,26 @@ def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Co
     if merged:
         index = (index[0] * integer(merged) + index[1], *index[2:])
     return tensor.at(project(index, tensor.shape))
+
+
+def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
+    """Tensors [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for what is to come.
+
+    A query whose keys are all forbidden by one of them attends to those that only they forbid. As biases they say that.
+    """
+    found = []
+    strongest = 0.0
+    for term in site.terms:
+        try:
+            fills = _read_term(symbolic, site, term, {}).fills
+        except UnsupportedError:
+            return []
+        strongest = min((strongest, *fills))
+        shape = symbolic.shape(term.tensor) or ()
+        flat = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
+        if term.kind is TermKind.ADD and flat and fills and min(fills) > _WEAK:
+            found.append(term)
+    return found if strongest <= _WEAK else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -161,12 +191,11 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
         else:
             split.append((cond, x))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
-    numbers = {x * term.scale for _, x in split if isinstance(x, float)}
-    others = {x for x in numbers if x != 0}
-    soft = bool(others) and all(isinstance(x, float) for _, x in split) and max(others) <= SOFT_FORBID
+    numbers = [x for _, x in split if isinstance(x, float) and x != 0]
+    soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
 
     def forbids(x: float) -> bool:
-        return x <= limit or (soft and x <= SOFT_FORBID)
+        return x <= limit or (soft and x < 0)
 
     dropped = [(c, x * term.scale) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
     bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
@@ -180,7 +209,15 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
     note = f"{term.tensor} stays a bias" if bias else ""
-    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note)
+    kept = [(c, x) for c, x in split if c not in dropping]
+    by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
+    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note, by_data=bias and by_data)
+
+
+def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
+    """Whether the values of a mask besides 0 are so low that they forbid, times ``scale`` as well."""
+    strengths = [x if scale > 0 else -x for x in numbers]
+    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= UNDERFLOW
 
 
 def _table_cases(
@@ -200,48 +237,13 @@ def _table_cases(
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
     kept = ~forbidden
-    cond = _band_of(kept, indices)
+    cond = band_of(kept, indices)
     if cond is None:
         derived = f"{name} allows"
         tables[derived] = kept
         cond = Cond("table", (derived, indices))
     plain = bool(np.all(array[kept] == 0))
     return [(cond, 0.0 if plain else read), (negate(cond), fill)]
-
-
-def _banded(cond: Cond, table: Callable[[str], np.ndarray]) -> Cond:
-    """The condition with boolean tables that depend on q - k alone as bands: a stored causal mask, a stored window."""
-    if cond.kind in ("and", "or"):
-        join = all_of if cond.kind == "and" else any_of
-        return join(_banded(c, table) for c in children(cond))
-    if cond.kind not in ("table", "untable"):
-        return cond
-    name, indices = cond.args
-    assert isinstance(name, str)
-    assert isinstance(indices, tuple)
-    array = table(name)
-    band = _band_of(array, indices) if array.dtype.kind == "b" else None
-    if band is None:
-        return cond
-    return band if cond.kind == "table" else negate(band)
-
-
-def _band_of(kept: np.ndarray, indices: tuple[Int, ...]) -> Cond | None:
-    """The band of a constant [.., S, T] mask that depends on q - k alone."""
-    if kept.ndim < 2 or any(n != 1 for n in kept.shape[:-2]) or indices[-2:] != (Q, K):
-        return None
-    plane = kept.reshape(kept.shape[-2:])
-    rows, columns = kept.shape[-2:]
-    diagonal = np.concatenate([plane[:0:-1, 0], plane[0]])  # q - k from rows - 1 down to -(columns - 1)
-    place = np.arange(columns)[None, :] - np.arange(rows)[:, None] + rows - 1
-    if not np.array_equal(diagonal[place], plane):
-        return None
-    inside = np.flatnonzero(diagonal)
-    if inside.size == 0 or inside.size != inside[-1] - inside[0] + 1:
-        return None
-    high = rows - 1 - int(inside[0])
-    low = rows - 1 - int(inside[-1])
-    return band_condition(None if low == -(columns - 1) else low, None if high == rows - 1 else high)
 
 
 def _size_names(site: AttentionSite) -> dict[str, str]:
@@ -275,10 +277,23 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
     return role
 
 
+def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool) -> EmptyRows:
+    """A bias that is -inf throughout a row makes it NaN."""
+    if not bias or forbids or site.row_guard is not None or site.sink is not None:
+        return found
+    if site.floored:
+        return EmptyRows.MEAN
+    return found if site.nan_guard else EmptyRows.NAN
+
+
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
         return EmptyRows.ZERO
+    if site.floored:
+        fills = [max(f, _FLOOR) for f in fills]
+        if set(fills) == {_FLOOR}:
+            return EmptyRows.MEAN
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
     finite = [f for f in fills if math.isfinite(f)]

@@ -8,6 +8,7 @@ run shows what it does farther out. The check by execution then compares it at t
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import numpy as np
@@ -26,14 +27,15 @@ def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMa
     terms = tuple(t for t in mask.bias if checker.symbolic.value(t.tensor) is not None and t not in mask.by_data)
     if not terms:
         return mask
+    widest = replace(mask, expression=static_part(mask.expression), operands=())
     fixed = all(d.constant is not None for d in site.dims[2:])
     for length in _LENGTHS[: 1 if fixed else None]:
         try:
-            added, allowed, past = checker.added(site, mask, terms, Case(1, length, Padding.NONE))
+            added, allowed, past = checker.added(site, widest, terms, Case(1, length, Padding.NONE))
         except UnsupportedError:
             return mask
         table = by_distance(added, allowed, past)
-        if table is None:
+        if table is None or not np.isfinite(table[~np.isnan(table)]).all():
             return mask
         kept = shorten(table, fixed)
         if kept is not None:
@@ -42,5 +44,33 @@ def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMa
             notes = tuple(n for n in mask.notes if not any(n.startswith(f"{t.tensor} stays") for t in terms))
             note = f"{names} becomes a table of {kept.shape[1]} distances"
             left = tuple(t for t in mask.bias if t not in terms)
-            return replace(mask, bias=left, relative=bias, notes=(*notes, note))
+            found = replace(mask, bias=left, relative=bias, notes=(*notes, note))
+            try:
+                checker.check(site, found)
+            except UnsupportedError:  # no such function at other sizes, or a mask that is none: as it was before
+                return mask
+            return found
     return mask
+
+
+def static_part(expression: str) -> str:
+    """An expression that allows whatever the given one may allow for some padding, segments or lengths."""
+    return ast.unparse(_Static().visit(ast.parse(expression or "True", mode="eval")))
+
+
+class _Static(ast.NodeTransformer):
+    """Conditions that read what is known at run time alone become True; printed masks negate nothing larger."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        return ast.Constant(True) if _reads(node) else node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        return ast.Constant(True) if _reads(node) else node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        return ast.Constant(True) if _reads(node) else node
+
+
+def _reads(node: ast.expr) -> bool:
+    names = {n.value.id for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name)}
+    return any(n == "pad" or n == "lengths" or n.startswith("segment") for n in names)

@@ -12,7 +12,8 @@ import numpy as np
 
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
-from stof.mask.check import MaskChecker, lengths
+from stof.mask.check import MaskChecker, lengths, uneven
+from stof.mask.lift import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 
 
@@ -24,15 +25,28 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
-    several = len(forbidding) > 1 or any("different strength" in note for note in mask.notes)
-    if not several or not mask.operands or site.row_guard is not None or site.sink is not None:
+    summed = any("different strength" in n for n in mask.notes)  # within one tensor
+    if not summed and (len(forbidding) < 2 or not mask.operands):
+        return
+    if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
     # What is computed from activations is no larger than scores are.
     known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
+    key = checker.key(site, mask)
+    if key in checker.rows:
+        return
     most = lengths(mask.expression)[-1]
-    for seed, (length, padding) in enumerate(((most, Padding.LEFT), (most, Padding.RIGHT), (7, Padding.LEFT))):
-        values, allowed = checker.terms(site, mask, known, Case(2, length, padding), seed)
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
+    for seed, case in enumerate(cases):
+        try:
+            values, allowed = checker.terms(site, mask, known, case, seed)
+        except UnsupportedError:
+            if case.other:  # not a valid pair of lengths
+                continue
+            raise
         levels = _levels(known, values, allowed.shape)
+        if site.floored:
+            levels = np.maximum(levels, np.finfo(np.float32).min)
         for row in levels[~allowed.any(axis=-1)]:
             found = _kind(row, site.nan_guard)
             if found is not mask.empty_rows:
@@ -41,6 +55,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
+    checker.rows.add(key)
 
 
 def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -63,4 +78,4 @@ def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
     if top + np.float32(32) == top:  # scores vanish beside it
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
-    return EmptyRows.ALL if float(top - row.min()) < 1e4 else None
+    return EmptyRows.ALL if float(top - row.min()) < -UNDERFLOW else None

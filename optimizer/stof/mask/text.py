@@ -7,7 +7,6 @@ equal windows of different exporters print equally.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from stof.symbolic.terms import (
     Atom,
     Cond,
     Int,
+    Real,
     all_of,
     any_of,
     children,
@@ -298,11 +298,46 @@ def _join(joint: str, level: int, texts: Iterable[tuple[str, int]]) -> tuple[str
 
 
 def _words(value: object) -> str:
-    """A short description of what could not be printed, for the report."""
-    text = str(value)
-    if len(text) > 160:
-        text = text[:150] + "… " + hashlib.sha256(text.encode()).hexdigest()[:6]
-    return text
+    """What could not be printed, for people: the operators in the way and the model inputs behind them."""
+    operators, inputs = list[str](), list[str]()
+    _collect(value, operators, inputs)
+    what = " and ".join(dict.fromkeys(operators)) or str(value)[:100]
+    behind = " and ".join(repr(i) for i in dict.fromkeys(inputs))
+    return f"{what}{' of ' + behind if behind else ''}, of which no expression is known"
+
+
+_OPERATORS = {
+    "eq": "Equal",
+    "lt": "Less",
+    "le": "LessOrEqual",
+    "gt": "Greater",
+    "ge": "GreaterOrEqual",
+    "test": "a cast to bool",
+    "trunc": "a cast to integer",
+    "division": "Div",
+    "modulo": "Mod",
+    "remainder": "Mod",
+    "rounded": "a cast of positions to a half type",
+}
+
+
+def _collect(value: object, operators: list[str], inputs: list[str]) -> None:
+    if isinstance(value, Cond | Atom | Real):
+        if value.kind in ("read", "unread") and value.args and isinstance(value.args[0], str):
+            inputs.append(value.args[0])
+            return
+        if value.kind in ("opaque", "unopaque") and value.args and isinstance(value.args[0], str):
+            operators.append(_OPERATORS.get(value.args[0], value.args[0]))
+        if value.kind in _OPERATORS and not isinstance(value, Cond):
+            operators.append(_OPERATORS[value.kind])
+        for arg in value.args:
+            _collect(arg, operators, inputs)
+    elif isinstance(value, Int):
+        for atom in sorted(value.atoms(), key=lambda a: a.key):
+            _collect(atom, operators, inputs)
+    elif isinstance(value, tuple):
+        for arg in value:
+            _collect(arg, operators, inputs)
 
 
 def band_condition(low: int | None, high: int | None) -> Cond:

@@ -10,7 +10,7 @@ from functools import partial
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph import DOMAIN, GraphIndex, describe, subgraphs
+from stof.graph import DOMAIN, GraphIndex, all_nodes
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import find_sink
 from stof.passes.sizes import SizeTeller
@@ -32,36 +32,48 @@ class _Operands:
 
 
 def find_sites(
-    model: onnx.ModelProto, symbolic: Symbolic, fixed: frozenset[str] = frozenset()
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    fixed: frozenset[str] = frozenset(),
+    *,
+    taken: set[str] | None = None,
+    first: int = 0,
+    within: frozenset[str] | None = None,
 ) -> tuple[list[AttentionSite], list[Finding]]:
     """Every attention core of the main graph, and for every other Softmax the first obstacle.
 
-    ``fixed`` tensors are written whatever is replaced: no operand is read from behind them.
+    Args:
+        model: without external data.
+        symbolic: its shapes and values.
+        fixed: tensors that are written whatever is replaced: no operand is read from behind them.
+        taken: names that sites of other graphs have; those of this one are added.
+        first: the number of the first site.
+        within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
     """
     index = GraphIndex(model.graph, fixed)
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    taken: set[str] = set()
+    taken = set() if taken is None else taken
     for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
+        if within is not None and node.output[0] not in within:
+            continue
         name = _unique(node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, forward, node, name, len(sites)))
+            sites.append(_match(index, symbolic, forward, node, name, first + len(sites)))
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
-    findings.extend(_inside(model, taken))
+    if within is None:
+        findings.extend(_inside(model, taken))
     return sites, findings
 
 
 def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
-    """The softmaxes of subgraphs and local functions, which are not searched."""
+    """The softmaxes of local functions that could not be inlined."""
     findings = []
-    pending = [(g, f"a subgraph of {describe(node)}") for node in model.graph.node for g in subgraphs(node)]
-    pending += [(f, f"local function {f.domain}::{f.name}") for f in model.functions if f.domain != DOMAIN]
-    while pending:
-        graph, where = pending.pop(0)
-        for node in graph.node:
-            pending.extend((g, where) for g in subgraphs(node))
+    for function in (f for f in model.functions if f.domain != DOMAIN):
+        where = f"local function {function.domain}::{function.name}"
+        for node in all_nodes(function.node):
             if is_softmax(node):
                 name = _unique(node.name or f"softmax of {node.output[0]}", taken)
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
@@ -125,6 +137,7 @@ def _match(
         dtype=query.dtype,
         terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
+        floored=scores.floored,
         nan_guard=weighted.nan_guard,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,

@@ -55,24 +55,43 @@ def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]
         return copy
     if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
         raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
+    calls = Calls(rewrites)
+    return calls.finish(edit(model, symbolic, rewrites, calls))
+
+
+class Calls:
+    """What all calls of a model share, in whatever graph they are: operand slots, layouts, and the body's variants."""
+
+    def __init__(self, rewrites: Sequence[Rewrite]) -> None:
+        self.slots = _slots(rewrites)
+        self.layouts = _common_layouts(rewrites)
+        self.grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
+        self.variants: dict[Variant, int] = {}
+
+    def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
+        """The variant of the body that a call takes, and its number."""
+        found = _variant(rewrite, self.slots, self.layouts, self.grouped)
+        return found, self.variants.setdefault(found, len(self.variants))
+
+    def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Adds to the model what its calls need: the function, the opset, the version stamp."""
+        model.functions.append(make_function(list(self.variants), opset_of(model)))
+        if not any(e.domain == DOMAIN for e in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        model.ir_version = max(model.ir_version, _LOWEST_IR)
+        _stamp(model)
+        return model
+
+
+def edit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: Calls) -> onnx.ModelProto:
+    """A copy of the model with the nodes of its main graph rewritten."""
     editing = Editing(model)
     pruner = Pruner(editing, symbolic, [r.site for r in rewrites])
-    slots = _slots(rewrites)
-    layouts = _common_layouts(rewrites)
-    grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
-    variants: dict[Variant, int] = {}
     for rewrite in rewrites:
-        variant = _variant(rewrite, slots, layouts, grouped)
-        number = variants.setdefault(variant, len(variants))
-        _replace(editing, symbolic, rewrite, variant, number, slots)
+        variant, number = calls.variant(rewrite)
+        _replace(editing, symbolic, rewrite, variant, number, calls.slots)
     pruner.prune()
-    result = editing.finish()
-    result.functions.append(make_function(list(variants), opset_of(model)))
-    if not any(e.domain == DOMAIN for e in result.opset_import):
-        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    result.ir_version = max(result.ir_version, _LOWEST_IR)
-    _stamp(result)
-    return result
+    return editing.finish()
 
 
 def _stamp(model: onnx.ModelProto) -> None:

@@ -32,6 +32,7 @@ class Scores:
     key_order: Order = ()
     factor: float = 1.0
     softcap: float = 0.0
+    floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
     terms: tuple[MaskTerm, ...] = ()
     words: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()  # first outputs of the nodes passed
@@ -73,6 +74,9 @@ class ScoreWalk:
         passed = self._same(node)
         if passed is not None:
             return self.walk(passed, scores.passed(node), depth + 1)
+        passed = self._floored(node, scores)
+        if passed is not None:
+            return self.walk(passed, replace(scores.passed(node), floored=True), depth + 1)
         if node.op_type == "Sub":
             return self._sub(node, scores, depth)
         factor = scalar_factor(self.symbolic, node)
@@ -123,17 +127,24 @@ class ScoreWalk:
             return str(node.input[0])
         if is_move(self.symbolic, node):
             return str(node.input[0]) if keeps_matrices(self.symbolic, node) else None
-        if node.op_type == "Max" and len(node.input) == 2:  # finfo.min as the least score: masked ones alone are below
-            for i in (0, 1):
-                least = uniform(self.symbolic, node.input[i])
-                if least is not None and least <= -1e30:
-                    return str(node.input[1 - i])
         if node.op_type == "Sub":  # a softmax does not change when a row is shifted
             maximum = self.index.producer(node.input[1])
             if maximum is not None and maximum.op_type == "ReduceMax" and maximum.input[0] == node.input[0]:
                 shape, own = self.symbolic.shape(node.input[0]), self.symbolic.shape(node.input[1])
                 if shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1:
                     return str(node.input[0])
+        return None
+
+    def _floored(self, node: onnx.NodeProto, scores: Scores) -> str | None:
+        """The scores of Max(scores, lowest): only masked ones are below, and they stay masked."""
+        if node.op_type != "Max" or len(node.input) != 2:
+            return None
+        for i in (0, 1):
+            least = uniform(self.symbolic, node.input[i])
+            if least is not None and least <= -1e30:
+                if scores.terms:
+                    raise UnsupportedError(f"{describe(node)} bounds scores that are masked again after it")
+                return str(node.input[1 - i])
         return None
 
     def _softcap(self, node: onnx.NodeProto, factor: tuple[str, float], scores: Scores, depth: int) -> Scores | None:

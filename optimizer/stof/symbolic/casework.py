@@ -6,12 +6,28 @@ Exporters compute with masks as 0/1 integers; a comparison of such a sum becomes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from stof.symbolic.terms import Atom, Cond, Int, all_of, bound, integer, negate, of_atom
+from stof.symbolic.terms import (
+    ANY,
+    FALSE,
+    TRUE,
+    Atom,
+    Cond,
+    Int,
+    Real,
+    all_of,
+    any_of,
+    bound,
+    integer,
+    negate,
+    of_atom,
+    real,
+    to_real,
+)
 
-_MOST = 5  # distinct conditions: at most 32 cases
+_MOST = 8  # conditions that are decided one after another
 
 
 @lru_cache(maxsize=100_000)
@@ -106,21 +122,117 @@ def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
     return of_atom(kind, *args)
 
 
-def split(value: Int) -> list[tuple[Cond, Int]] | None:
-    """Conditions that exclude each other with the integer under each; None when there are none or too many."""
-    if condition_of(value) is None:
+def choose(cond: Cond, yes: Cond, no: Cond) -> Cond:
+    """``yes`` where a condition holds, else ``no``, in few words."""
+    if yes == no:
+        return yes
+    if yes == TRUE:
+        return any_of([cond, no])
+    if yes == FALSE:
+        return all_of([negate(cond), no])
+    if no == TRUE:
+        return any_of([negate(cond), yes])
+    if no == FALSE:
+        return all_of([cond, yes])
+    both = all_of([yes, no])
+    if both == no:  # whatever the condition
+        return any_of([no, all_of([cond, yes])])
+    if both == yes:
+        return any_of([yes, all_of([negate(cond), no])])
+    return any_of([all_of([cond, yes]), all_of([negate(cond), no])])
+
+
+def decide(value: Int, test: Callable[[Int], Cond], depth: int = 0) -> Cond | None:
+    """A test of an integer that depends on conditions, decided one by one; None when there are none or too many."""
+    cond = condition_of(value)
+    if cond is None:
+        return test(value) if depth else None
+    if depth == _MOST:
         return None
-    done: list[tuple[Cond, Int]] = []
-    pending: list[tuple[tuple[Cond, ...], Int]] = [((), value)]
-    while pending:
-        conds, current = pending.pop()
-        cond = condition_of(current)
-        if cond is None:
-            done.append((all_of(conds), current))
-            continue
-        if len(conds) == _MOST:
+    yes, no = (decide(assume(value, cond, holds), test, depth + 1) for holds in (True, False))
+    return None if yes is None or no is None else choose(cond, yes, no)
+
+
+# ---- floats ----
+
+
+def condition_of_real(value: Real) -> Cond | None:
+    """A condition on which a float depends; of integer inputs that they are 1, since vectors of a mask are 0 or 1."""
+    match value.kind:
+        case "bool" | "select":
+            cond = value.args[0]
+            assert isinstance(cond, Cond)
+            return cond
+        case "int":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            return condition_of(inner) or _is_one(inner)
+        case "opaque" | "read" | "table" | "const":
             return None
-        for holds in (True, False):
-            taken = cond if holds else negate(cond)
-            pending.append(((*conds, taken), assume(current, cond, holds)))
-    return [(c, x) for c, x in done if c.kind != "false"]
+    return next((c for a in value.args if isinstance(a, Real) and (c := condition_of_real(a)) is not None), None)
+
+
+def _is_one(value: Int) -> Cond | None:
+    atoms = value.atoms()
+    if not atoms or any(a.kind != "read" or ANY in a.args for a in atoms):
+        return None
+    if len({c > 0 for m, c in value.terms if len(m) == 1}) > 1:
+        return None  # a difference of two reads compares numbers of documents, which may be any
+    atom = min(atoms, key=lambda a: a.key)
+    return Cond("ne", (Int((((atom,), 1),)),))
+
+
+def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
+    """The float where a condition is known."""
+    from stof.symbolic.rules import fold_real, negative
+
+    match value.kind:
+        case "bool" | "select":
+            own = value.args[0]
+            assert isinstance(own, Cond)
+            yes, no = value.args[1:] if value.kind == "select" else (real(1.0), real(0.0))
+            assert isinstance(yes, Real)
+            assert isinstance(no, Real)
+            if own == cond:
+                return assume_real(yes if holds else no, cond, holds)
+            if own == negate(cond):
+                return assume_real(no if holds else yes, cond, holds)
+            if value.kind == "bool":
+                return value
+            return Real("select", (own, assume_real(yes, cond, holds), assume_real(no, cond, holds)))
+        case "int":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            found = assume(inner, cond, holds)
+            if cond.kind == "ne" and _is_one(inner) is not None:
+                found = _with(found, cond.args[0], int(holds))
+            return to_real(found)
+        case "neg":
+            only = value.args[0]
+            assert isinstance(only, Real)
+            return to_real(negative(assume_real(only, cond, holds)))
+        case "add" | "mul" | "div" | "min" | "max":
+            left, right = (assume_real(a, cond, holds) for a in value.args if isinstance(a, Real))
+            return to_real(fold_real(value.kind, left, right))
+    return value
+
+
+def _with(value: Int, read: object, number: int) -> Int:
+    """The integer where a read is a number."""
+    assert isinstance(read, Int)
+    total = integer(0)
+    for monomial, coefficient in value.terms:
+        product = integer(coefficient)
+        for atom in monomial:
+            product = product * (integer(number) if atom == read.atom else Int((((atom,), 1),)))
+        total = total + product
+    return total
+
+
+def reads_input(value: object) -> bool:
+    """Whether a scalar depends on what a model input holds."""
+    if isinstance(value, Int):
+        return any(reads_input(a) for a in value.atoms())
+    if isinstance(value, Atom | Cond | Real):
+        return value.kind in ("read", "unread") or any(reads_input(a) for a in value.args)
+    return isinstance(value, tuple) and any(reads_input(a) for a in value)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stof.symbolic.casework import rebuilt
@@ -25,6 +25,7 @@ from stof.symbolic.terms import (
 )
 
 ZERO = integer(0)
+_STEPS = 16  # of a division of polynomials
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Domain:
             return self._extremes(value) or less_equal(value, ZERO)
         if low > 0 or high < 0:
             return FALSE if kind == "eq" else TRUE
-        same = equal(value, ZERO)
+        same = self._equal_extreme(value) or equal(value, ZERO)
         return same if kind == "eq" else negate(same)
 
     def _extremes(self, value: Int) -> Cond | None:
@@ -77,6 +78,20 @@ class Domain:
             parts = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
             both = (monomial[0].kind == "max") == (coefficient > 0)
             return (all_of if both else any_of)(self._test("le", p) for p in parts)
+        return None
+
+    def _equal_extreme(self, value: Int) -> Cond | None:
+        """max(a, b) == x is a == x where b <= a, and b == x elsewhere."""
+        for monomial, coefficient in value.terms:
+            if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
+                continue
+            rest = value - Int(((monomial, coefficient),))
+            first, second = monomial[0].args
+            assert isinstance(first, Int)
+            assert isinstance(second, Int)
+            chosen = self._test("le", second - first if monomial[0].kind == "max" else first - second)
+            parts = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
+            return any_of([all_of([chosen, parts[0]]), all_of([negate(chosen), parts[1]])])
         return None
 
     def bound(self, value: Int, *, upper: bool) -> float:
@@ -104,15 +119,20 @@ class Domain:
             for atom in monomial:
                 product = product * self._atom(atom)
             total = total + product
-        return total
+        return _remainders(total)
 
     def _atom(self, atom: Atom) -> Int:
         args = tuple(self._argument(a) for a in atom.args)
-        if atom.kind == "opaque" and len(args) == 3 and args[0] in ("division", "modulo"):
+        if atom.kind == "opaque" and len(args) == 3 and args[0] in ("division", "modulo", "remainder"):
             _, value, divisor = args
             assert isinstance(value, Int)
             assert isinstance(divisor, Int)
             return self._divided(str(args[0]), value, divisor)
+        if atom.kind in ("bool", "select") and args[0] in (TRUE, FALSE):
+            yes, no = args[1:] if atom.kind == "select" else (integer(1), ZERO)
+            found = yes if args[0] == TRUE else no
+            assert isinstance(found, Int)
+            return found
         if atom.kind in ("min", "max", "abs"):
             return self._ordered(atom.kind, args)
         return of_atom(atom.kind, *args)
@@ -142,14 +162,39 @@ class Domain:
         """Quotient or remainder by a size, or of a value that is not negative after all."""
         if divisor.constant is not None and divisor.constant > 0 and self.bound(value, upper=False) >= 0:
             return rebuilt("div" if kind == "division" else "mod", (value, divisor.constant))
-        quotient, rest = ZERO, ZERO
-        for term in value.terms:
-            exact = Int((term,)).divide(divisor)
-            if exact is None:
-                rest = rest + Int((term,))
-            else:
-                quotient = quotient + exact
-        whole = self.bound(quotient, upper=False) >= 0  # ONNX truncates
-        if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
-            return quotient if kind == "division" else rest
+        for quotient, rest in divisions(value, divisor):
+            whole = kind == "modulo" or self.bound(quotient, upper=False) >= 0  # the others truncate
+            if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
+                return quotient if kind == "division" else rest
         return of_atom("opaque", kind, value, divisor)
+
+
+def _remainders(value: Int) -> Int:
+    """X - n * (x // n) as x % n."""
+    for monomial, coefficient in value.terms:
+        if len(monomial) != 1 or monomial[0].kind != "div":
+            continue
+        inner, divisor = monomial[0].args
+        assert isinstance(inner, Int)
+        assert isinstance(divisor, int)
+        if coefficient % divisor:
+            continue
+        times = integer(coefficient // divisor)
+        other = value - Int(((monomial, coefficient),)) + inner * times - of_atom("mod", inner, divisor) * times
+        if len(other.terms) < len(value.terms):
+            return _remainders(other)
+    return value
+
+
+def divisions(value: Int, divisor: Int) -> Iterator[tuple[Int, Int]]:
+    """Ways to write a polynomial as quotient * divisor + rest, one for each term of the divisor taken as the leading one."""
+    for lead in divisor.terms:
+        if not lead[0] or abs(lead[1]) != 1:
+            continue
+        quotient, rest = ZERO, value
+        for _ in range(_STEPS):
+            step = next((x for t in rest.terms if (x := Int((t,)).divide(Int((lead,)))) is not None), None)
+            if step is None:
+                break
+            quotient, rest = quotient + step, rest - step * divisor
+        yield quotient, rest

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
-from stof.symbolic.tensor import Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
+from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Atom, Int, integer, size
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
@@ -143,12 +143,16 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
-        from stof.symbolic import contrib, fused, rules
+        from stof.symbolic import contrib, fused, quantized, rules
 
         self._facts: dict[str, Fact] = {}
         self._known = known
-        standard = rules.RULES | fused.STANDARD
-        self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
+        standard = rules.RULES | fused.STANDARD | quantized.STANDARD
+        self._rules = {
+            "": standard,
+            "ai.onnx": standard,
+            "com.microsoft": contrib.RULES | fused.CONTRIB | quantized.CONTRIB,
+        }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
@@ -229,6 +233,10 @@ class Symbolic:
 
     def constant(self, name: str) -> np.ndarray | None:
         """The value where it is the same for every size and input."""
+        base, derived, value = name.partition(EQUALS)
+        if derived:
+            array = self.constant(base)
+            return None if array is None else np.asarray(array == float(value))
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
 

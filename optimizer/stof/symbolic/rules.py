@@ -20,6 +20,7 @@ from stof.symbolic.terms import (
     all_of,
     any_of,
     bound,
+    cases,
     equal,
     integer,
     less_equal,
@@ -81,7 +82,8 @@ def _elementwise(
     return [Fact(out, shape, SymTensor(shape, kind, at))]
 
 
-def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+    """A float operation, computed where its operands are known."""
     left, right = to_real(x), to_real(y)
     if kind != "div" and "int" in (left.kind, right.kind) and (whole := floats.whole(kind, left, right)) is not None:
         return whole
@@ -101,10 +103,21 @@ def _fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
                     return real(min(a, b))
                 case "max":
                     return real(max(a, b))
-    return Real(kind, (left, right))
+    return neutral(kind, left, right) or Real(kind, (left, right))
 
 
-def _negative(x: Scalar) -> Scalar:
+def neutral(kind: str, left: Real, right: Real) -> Real | None:
+    """The other operand of a neutral one. Not 0 * x: x may be infinite."""
+    zero, one = real(0.0), real(1.0)
+    if kind == "add":
+        return right if left == zero else left if right == zero else None
+    if kind == "mul" and left == one:
+        return right
+    return left if kind in ("mul", "div") and right == one else None
+
+
+def negative(x: Scalar) -> Scalar:
+    """-x."""
     if isinstance(x, Int):
         return -x
     value = to_real(x)
@@ -121,17 +134,17 @@ def _negative(x: Scalar) -> Scalar:
 
 def add(x: Scalar, y: Scalar) -> Scalar:
     """X + y."""
-    return x + y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, y)
+    return x + y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, y)
 
 
 def sub(x: Scalar, y: Scalar) -> Scalar:
     """X - y."""
-    return x - y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("add", x, _negative(y))
+    return x - y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, negative(y))
 
 
 def mul(x: Scalar, y: Scalar) -> Scalar:
     """X * y."""
-    return x * y if isinstance(x, Int) and isinstance(y, Int) else _fold_real("mul", x, y)
+    return x * y if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
@@ -150,7 +163,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             rest = movement.floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
-    return _fold_real("div", x, y)
+    return fold_real("div", x, y)
 
 
 def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
@@ -160,8 +173,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
-        if isinstance(x, Int) and isinstance(y, Int) and bound(x, upper=False) >= 0:
-            return of_atom("opaque", "modulo", x, y)
+        if isinstance(x, Int) and isinstance(y, Int):
+            return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
     return modulo
@@ -181,7 +194,7 @@ def _extreme(kind: str) -> Callable[..., Scalar]:
                 else:
                     result = of_atom(kind, result, value)
             else:
-                result = _fold_real(kind, result, value)
+                result = fold_real(kind, result, value)
         return result
 
     return fold
@@ -261,8 +274,13 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
+def to_real_case(value: float | Real) -> Real:
+    """The value of a case."""
+    return real(value) if isinstance(value, float) else value
+
+
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
-    from stof.symbolic.terms import FALSE, TRUE, cases
+    from stof.symbolic.terms import FALSE, TRUE
 
     if kind == "eq" and (found_read := floats.equals_zero(x, y)) is not None:
         return found_read
@@ -282,6 +300,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         for c2, b in cases(y):
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
+            elif (left := _as_int(to_real_case(a))) is not None and (right := _as_int(to_real_case(b))) is not None:
+                holds = to_cond(compare(kind)(left, right))
             else:
                 holds = Cond("opaque", (kind, x, y))
             found.append(all_of([c1, c2, holds]))
@@ -291,10 +311,6 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 def _real_function(name: str, function: Callable[[float], float]) -> Callable[[Scalar], Scalar]:
     def apply(x: Scalar) -> Scalar:
         value = to_real(x)
-        if value.kind == "bool":
-            cond = value.args[0]
-            assert isinstance(cond, Cond)
-            return select(cond, apply(real(1.0)), apply(real(0.0)))
         if name == "Floor" and (floor := floats.floor(value)) is not None:
             return floor
         if value.kind == "const":
@@ -306,6 +322,14 @@ def _real_function(name: str, function: Callable[[float], float]) -> Callable[[S
                 return real(function(number))
             except (ValueError, ZeroDivisionError, OverflowError):
                 return real(math.nan)
+        found = cases(value)
+        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # of a mask
+            result: Scalar = real(math.nan)
+            for number, (cond, case) in enumerate(found):
+                assert isinstance(case, float)
+                own = apply(real(case))
+                result = select(cond, own, result) if number else own
+            return result
         return Real("opaque", (name, value))
 
     return apply
@@ -444,7 +468,7 @@ RULES: dict[str, Rule] = {
     "Mul": _pointwise(mul),
     "Div": _pointwise(div),
     "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
-    "Neg": _pointwise(_negative),
+    "Neg": _pointwise(negative),
     "Abs": _pointwise(_absolute),
     "Sign": _pointwise(_sign),
     "Min": _pointwise(_extreme("min")),

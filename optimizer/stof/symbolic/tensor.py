@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from stof.symbolic.terms import (
     integer,
     of_atom,
     real,
+    select,
     to_cond,
     to_int,
     to_real,
@@ -27,6 +29,7 @@ from stof.symbolic.terms import (
 
 Shape = tuple[Int, ...]
 Index = tuple[Int, ...]
+EQUALS = "\x1f"  # between a constant's name and a number: the boolean table of where it has that value
 SMALL = 64  # elements of a tensor that may be spelled out
 
 
@@ -93,6 +96,7 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
     kind = kind_of(array.dtype)
     shape = tuple(integer(n) for n in array.shape)
     uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
+    distinct = lru_cache(maxsize=1)(lambda: _distinct(array, 4 if kind == "f" else 2))
 
     def function(index: Index) -> Scalar:
         if uniform:
@@ -105,9 +109,32 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))
+        if (few := distinct()) is not None:
+            return _one_of(name, where, few, kind)
         return of_atom("table", name, where) if kind == "i" else Real("table", (name, where))
 
     return SymTensor(shape, kind, function, array)
+
+
+def _distinct(array: np.ndarray, most: int) -> list[float] | None:
+    """The values of an array in ascending order, where they are few; of integers only 0 and 1."""
+    rest, found = array.reshape(-1), list[float]()
+    while rest.size:
+        value = rest[0]
+        if len(found) == most or value != value or (array.dtype.kind in "iu" and value not in (0, 1)):
+            return None
+        found.append(float(value))
+        rest = rest[rest != value]
+    return sorted(found)
+
+
+def _one_of(name: str, where: Index, values: Sequence[float], kind: str) -> Scalar:
+    """A look-up as a choice between the values that there are."""
+    result: Scalar = integer(int(values[0])) if kind == "i" else real(values[0])
+    for value in values[1:]:
+        own: Scalar = integer(int(value)) if kind == "i" else real(value)
+        result = select(Cond("table", (f"{name}{EQUALS}{value!r}", where)), own, result)
+    return result
 
 
 def input_tensor(name: str, shape: Shape, kind: str) -> SymTensor:

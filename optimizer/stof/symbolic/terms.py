@@ -294,11 +294,10 @@ def less_equal(left: Int, right: Int) -> Cond:
 
 
 def _by_cases(value: Int, test: Callable[[Int], Cond]) -> Cond | None:
-    """A test of an integer that depends on conditions, as an or over them."""
-    from stof.symbolic.casework import split
+    """A test of an integer that depends on conditions."""
+    from stof.symbolic.casework import decide
 
-    found = split(value)
-    return None if found is None else any_of(all_of([cond, test(x)]) for cond, x in found)
+    return decide(value, test)
 
 
 def equal(left: Int, right: Int) -> Cond:
@@ -465,6 +464,16 @@ def to_int(value: Scalar) -> Int:
         cond = value.args[0]
         assert isinstance(cond, Cond)
         return to_int(cond)
+    if value.kind == "select":
+        cond, yes, no = value.args
+        assert isinstance(cond, Cond)
+        assert isinstance(yes, Real)
+        assert isinstance(no, Real)
+        parts = [to_int(x) for x in (yes, no)]
+        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
+            chosen = select(cond, *parts)
+            assert isinstance(chosen, Int)
+            return chosen
     found = cases(value)
     if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
         total = integer(0)
@@ -501,110 +510,35 @@ def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
 
 
 _MOST_CASES = 64
+_DEEPEST = 12  # conditions that are decided one after another
 
 
 def cases(value: Real) -> list[tuple[Cond, float | Real]]:
-    """Disjoint conditions with the value under each; a Real where it is no constant.
+    """Conditions that exclude each other and leave nothing out, with the value under each; a Real where it is no constant.
 
     An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
     """
-    merged: dict[float | Real, Cond] = {}
-    for cond, x in _cases(value):
-        if cond != FALSE:
-            merged[x] = any_of([merged[x], cond]) if x in merged else cond
-    found = [(c, x) for x, c in merged.items() if c != FALSE]
-    if len(found) > _MOST_CASES:
+    found = _cases(value, 0)
+    return [(TRUE, value)] if found is None or len(found) > _MOST_CASES else found
+
+
+@lru_cache(maxsize=20_000)
+def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
+    """None where there are too many conditions to decide."""
+    from stof.symbolic.casework import assume_real, choose, condition_of_real
+
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return [(TRUE, number)]
+    cond = condition_of_real(value)
+    if cond is None:
         return [(TRUE, value)]
-    return found
-
-
-def _cases(value: Real) -> list[tuple[Cond, float | Real]]:
-    match value.kind:
-        case "const":
-            number = value.args[0]
-            assert isinstance(number, float)
-            return [(TRUE, number)]
-        case "bool":
-            cond = value.args[0]
-            assert isinstance(cond, Cond)
-            return [(cond, 1.0), (negate(cond), 0.0)]
-        case "int":
-            inner = value.args[0]
-            assert isinstance(inner, Int)
-            return _int_cases(inner, value)
-        case "select":
-            cond, yes, no = value.args
-            assert isinstance(cond, Cond)
-            assert isinstance(yes, Real)
-            assert isinstance(no, Real)
-            found = [(all_of([cond, c]), x) for c, x in cases(yes)]
-            return found + [(all_of([negate(cond), c]), x) for c, x in cases(no)]
-        case "neg":
-            inner_real = value.args[0]
-            assert isinstance(inner_real, Real)
-            return [(c, -x if isinstance(x, float) else Real("neg", (x,))) for c, x in cases(inner_real)]
-        case "add" | "mul" | "div" | "min" | "max":
-            left, right = value.args
-            assert isinstance(left, Real)
-            assert isinstance(right, Real)
-            return _pair_cases(value.kind, left, right)
-    return [(TRUE, value)]
-
-
-def _zero_or_one(atom: Atom) -> bool:
-    return atom.kind == "bool" or (atom.kind == "read" and ANY not in atom.args)
-
-
-def _int_cases(inner: Int, value: Real) -> list[tuple[Cond, float | Real]]:
-    from stof.symbolic.casework import split
-
-    atoms = inner.atoms()
-    if any(a.kind != "bool" for a in atoms) and (parts := split(inner)) is not None:
-        return [(all_of([c, d]), x) for c, part in parts for d, x in _cases(to_real(part))]
-    if not 1 <= len(atoms) <= 4 or any(not _zero_or_one(a) for a in atoms):
-        return [(TRUE, value)]
-    found: list[tuple[Cond, tuple[Atom, ...]]] = [(TRUE, ())]  # with the atoms that are 1
-    for atom in sorted(atoms, key=_atom_key):
-        arg = atom.args[0]
-        on = arg if atom.kind == "bool" else Cond("ne", (Int((((atom,), 1),)),))
-        assert isinstance(on, Cond)
-        found = [(all_of([k, s]), ones + own) for k, ones in found for s, own in ((on, (atom,)), (negate(on), ()))]
-    return [(k, float(sum(c for m, c in inner.terms if set(m) <= set(ones)))) for k, ones in found]
-
-
-def _pair_cases(kind: str, left: Real, right: Real) -> list[tuple[Cond, float | Real]]:
-    found: list[tuple[Cond, float | Real]] = []
-    for c1, x in cases(left):
-        for c2, y in cases(right):
-            both = all_of([c1, c2])
-            if both == FALSE:
-                continue
-            found.append((both, _apply(kind, x, y)))
-            if len(found) > _MOST_CASES * 4:
-                return [(TRUE, Real(kind, (left, right)))]
-    return found
-
-
-def _apply(kind: str, x: float | Real, y: float | Real) -> float | Real:
-    if isinstance(x, float) and isinstance(y, float):
-        match kind:
-            case "add":
-                return x + y
-            case "mul":
-                return x * y
-            case "min":
-                return min(x, y)
-            case "max":
-                return max(x, y)
-            case "div" if y != 0:
-                return x / y
-    if kind == "add" and isinstance(x, float) and x == 0:
-        return y
-    if kind == "add" and isinstance(y, float) and y == 0:
-        return x
-    if kind in ("mul", "div") and isinstance(y, float) and y == 1:
-        return x
-    if kind == "mul" and isinstance(x, float) and x == 1:
-        return y
-    as_real = [real(v) if isinstance(v, float) else v for v in (x, y)]
-    return Real(kind, (as_real[0], as_real[1]))
+    if depth == _DEEPEST:
+        return None
+    parts = [_cases(assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    yes, no = ({x: c for c, x in part} for part in parts if part is not None)
+    merged = [(choose(cond, yes.get(x, FALSE), no.get(x, FALSE)), x) for x in dict.fromkeys([*yes, *no])]
+    return [(c, x) for c, x in merged if c != FALSE]
