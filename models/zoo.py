@@ -126,7 +126,6 @@ ZOO: dict[str, Architecture] = {
     "olmo2": _decoder("Olmo2Config", "Olmo2Model", forms=_TRACED),
     "stablelm": _decoder("StableLmConfig", "StableLmModel", forms=_TRACED),
     "nemotron": _decoder("NemotronConfig", "NemotronModel", forms=_TRACED),
-    "helium": _decoder("HeliumConfig", "HeliumModel", forms=_TRACED),
     "phi": _decoder("PhiConfig", "PhiModel", forms=_TRACED),
     "seed-oss": _decoder("SeedOssConfig", "SeedOssModel", forms=_TRACED),
     "arcee": _decoder("ArceeConfig", "ArceeModel", forms=_TRACED),
