@@ -15,6 +15,7 @@ _ENCODER = {**_NARROW, **_LAYERS}
 _DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 _MODERNBERT = {**_ENCODER, **_TOKENS, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 16}
+_TRACED = only(TORCH, "torchscript")
 _FEW = (("dynamo", "sdpa"), ("dynamo", "eager"), ("torchscript", "eager"))
 _SEQ2SEQ = {
     "vocab_size": 96,
@@ -119,6 +120,39 @@ ZOO: dict[str, Architecture] = {
         },
         forms=EAGER,
     ),
+    # The tracer alone from here on: their masks are those of others, their projections, norms and rotations are not.
+    "gemma": _decoder("GemmaConfig", "GemmaModel", forms=_TRACED),
+    "granite": _decoder("GraniteConfig", "GraniteModel", forms=_TRACED),
+    "olmo2": _decoder("Olmo2Config", "Olmo2Model", forms=_TRACED),
+    "stablelm": _decoder("StableLmConfig", "StableLmModel", forms=_TRACED),
+    "nemotron": _decoder("NemotronConfig", "NemotronModel", forms=_TRACED),
+    "helium": _decoder("HeliumConfig", "HeliumModel", forms=_TRACED),
+    "phi": _decoder("PhiConfig", "PhiModel", forms=_TRACED),
+    "seed-oss": _decoder("SeedOssConfig", "SeedOssModel", forms=_TRACED),
+    "arcee": _decoder("ArceeConfig", "ArceeModel", forms=_TRACED),
+    "biogpt": Architecture("BioGptConfig", "BioGptModel", {**_ENCODER, "use_cache": False}, forms=_TRACED),
+    "gptj": Architecture(
+        "GPTJConfig",
+        "GPTJModel",
+        {
+            "vocab_size": 96,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 256,
+            "rotary_dim": 4,
+            "use_cache": False,
+        },
+        forms=only(EAGER, "torchscript"),
+    ),
+    "roberta": Architecture("RobertaConfig", "RobertaModel", {**_ENCODER, "pad_token_id": 1}, forms=_TRACED),
+    "electra": Architecture("ElectraConfig", "ElectraModel", {**_ENCODER, "embedding_size": 16}, forms=_TRACED),
+    "megatron-bert": Architecture(
+        "MegatronBertConfig", "MegatronBertModel", _ENCODER, forms=only(EAGER, "torchscript")
+    ),
+    "data2vec-text": Architecture(
+        "Data2VecTextConfig", "Data2VecTextModel", {**_ENCODER, "pad_token_id": 1}, forms=_TRACED
+    ),
     "gpt2": Architecture(
         "GPT2Config",
         "GPT2Model",
@@ -203,9 +237,6 @@ ZOO: dict[str, Architecture] = {
     "marian": Architecture("MarianConfig", "MarianModel", _SEQ2SEQ, "seq2seq"),
     "pegasus": Architecture("PegasusConfig", "PegasusModel", _SEQ2SEQ, "seq2seq"),
     "m2m-100": Architecture("M2M100Config", "M2M100Model", _SEQ2SEQ, "seq2seq"),
-    "led": Architecture(
-        "LEDConfig", "LEDModel", {**_SEQ2SEQ, "attention_window": 8}, "seq2seq", only(EAGER, "torchscript")
-    ),
     "prophetnet": Architecture(
         "ProphetNetConfig",
         "ProphetNetModel",
@@ -252,7 +283,7 @@ ZOO: dict[str, Architecture] = {
         "Swinv2Model",
         {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
         "pixels",
-        EAGER,
+        without(EAGER, "transformers"),
     ),
     "sam": Architecture(
         "SamVisionConfig",

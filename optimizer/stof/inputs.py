@@ -14,7 +14,7 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.symbolic import Symbolic
-from stof.symbolic.terms import Atom, Int
+from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
@@ -63,6 +63,10 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
         if name not in sizes:
             raise UnsupportedError(f"a size depends on dimension {name!r}, which no input of the model has")
         return sizes[name]
+    if atom.kind in ("bool", "select") and isinstance(atom.args[0], Cond):
+        yes, no = atom.args[1:] if atom.kind == "select" else (integer(1), integer(0))
+        chosen = yes if _holds(atom.args[0], sizes) else no
+        return evaluate(chosen, sizes) if isinstance(chosen, Int) else 0
     values = [evaluate(a, sizes) if isinstance(a, Int) else a for a in atom.args]
     numbers = [v for v in values if isinstance(v, int)]
     if len(numbers) == len(values):
@@ -78,6 +82,20 @@ def _atom(atom: Atom, sizes: Mapping[str, int]) -> int:
             case "mod":
                 return numbers[0] % numbers[1]
     raise UnsupportedError(f"a size depends on {atom.kind}, not on sizes of inputs alone")
+
+
+def _holds(cond: Cond, sizes: Mapping[str, int]) -> bool:
+    """A condition on sizes."""
+    if cond.kind in ("true", "false"):
+        return cond.kind == "true"
+    if cond.kind in ("and", "or"):
+        parts = [_holds(c, sizes) for c in children(cond)]
+        return all(parts) if cond.kind == "and" else any(parts)
+    value = cond.args[0]
+    if cond.kind not in ("le", "eq", "ne") or not isinstance(value, Int):
+        raise UnsupportedError(f"a size depends on {cond.kind}, not on sizes of inputs alone")
+    number = evaluate(value, sizes)
+    return number <= 0 if cond.kind == "le" else (number == 0) == (cond.kind == "eq")
 
 
 class InputMaker:
@@ -175,7 +193,11 @@ class InputMaker:
             return set()
         least = _least(size, names, case.batch, wanted)
         others = dict.fromkeys(size_names(size), case.batch)
-        if evaluate(size, {**others, **dict.fromkeys(names, least)}) != wanted:
+        try:
+            reached = evaluate(size, {**others, **dict.fromkeys(names, least)})
+        except UnsupportedError:
+            return set()
+        if reached != wanted:
             return set()
         sizes |= dict.fromkeys(names, least)
         return names

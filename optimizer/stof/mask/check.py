@@ -75,6 +75,7 @@ class MaskChecker:
         self.model = model
         self.symbolic = symbolic
         self.index = GraphIndex(model.graph)
+        self.places = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.signatures = Signatures(self.index, symbolic)
         self.passed: set[tuple[object, ...]] = set()
@@ -214,9 +215,9 @@ class MaskChecker:
         return total, allowed, past
 
     def terms(
-        self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
+        self, site: AttentionSite, mask: LiftedMask, terms: Sequence[MaskTerm], case: Case, seed: int
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """The mask tensors of a site, and the pairs [B, H, S, T] that the lifted mask allows.
+        """Mask tensors of a site, and the pairs [B, H, S, T] that the lifted mask allows.
 
         Raises:
             UnsupportedError: when they cannot be run at these sizes.
@@ -224,7 +225,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._values(site.terms, feeds, sizes), allowed
+        return self._values(terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -354,8 +355,9 @@ class MaskChecker:
                 given[name] = np.array([evaluate(e, sizes) for e in elements if isinstance(e, Int)], np.int64)
             else:
                 pending.extend(node.input)
-        nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
-        return nodes, given, used
+        places = sorted({self.places[n] for n in needed if n in self.places})
+        nodes = [self.model.graph.node[i] for i in places]
+        return [n for n in nodes if n.op_type != "Shape"], given, used
 
 
 def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:

@@ -30,21 +30,21 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         return
     if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
-    if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
-        return
     key = checker.key(site, mask)
     if key in checker.rows:
         return
+    # What is computed from activations is no larger than scores are.
+    known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
     most = lengths(mask.expression)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
     for seed, case in enumerate(cases):
         try:
-            values, allowed = checker.terms(site, mask, case, seed)
+            values, allowed = checker.terms(site, mask, known, case, seed)
         except UnsupportedError:
             if case.other:  # not a valid pair of lengths
                 continue
             raise
-        levels = _levels(site.terms, values, allowed.shape)
+        levels = _levels(known, values, allowed.shape)
         if site.floored:
             levels = np.maximum(levels, np.finfo(np.float32).min)
         for row in levels[~allowed.any(axis=-1)]:

@@ -157,7 +157,8 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             return exact
         if y.constant and y.constant > 0:
             floor = movement.floor_div(x, y.constant)
-            if bound(x, upper=False) >= 0:
+            # Sizes of a valid graph are not negative, nor what is computed of them alone.
+            if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
                 return floor
             rest = movement.floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
