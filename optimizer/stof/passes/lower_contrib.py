@@ -216,22 +216,10 @@ class _Contrib:
         if count == batch:
             ends = b.unsqueeze(b.add("Cast", [padding], to=TensorProto.INT64), [1, 2, 3])
             return b.add("Less", [places, ends])
-        if count == batch * integer(2):
-            ends, starts = (
-                b.unsqueeze(b.add("Cast", [b.add("Slice", [padding, first, last])], to=TensorProto.INT64), [1, 2, 3])
-                for first, last in self._halves(padding)
-            )
-            return b.add("And", [b.add("Less", [places, ends]), b.add("Not", [b.add("Less", [places, starts])])])
         raise UnsupportedError(
             f"padding mask {padding!r} is a vector of {count} numbers where the batch size is {batch}; expected the lengths of "
-            "the batch's rows, or their ends and starts"
+            "the batch's rows"
         )
-
-    def _halves(self, padding: str) -> list[tuple[str, str]]:
-        b = self.builder
-        whole = size(b, padding, 0)
-        half = b.add("Div", [whole, b.constant([2])])
-        return [(b.constant([0]), half), (half, whole)]
 
 
 class _Sizes:
