@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import stof
 from stof.options import Options
+from stof.passes.prepare import prepare
 
 SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
 LOWEST = float(np.finfo(np.float32).min)
@@ -202,6 +203,28 @@ def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
         for library in (True, False):
             # Beside -10000, fp32 rounds a score to 0.001.
             same(run(target, feeds, library=library), run(node.model(), feeds), tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (Fused("MultiHeadAttention", qkv(), TWO | {"softcap": 2.0}), "attribute 'softcap'"),
+        (Fused("Attention", (*WEIGHTS, *[None] * 4, Given("more", (1,))), TWO), "input 7"),
+        (Fused("Attention", WEIGHTS, TWO | {"past_present_share_buffer": 1}), "share a buffer"),
+        (Fused("Attention", WEIGHTS[:2], TWO), "no bias"),
+        (Fused("QAttention", qkv(), TWO), "quantized projections"),
+        (Fused("Attention", SELF, {"new": 1}, 1, 4, "", 24), "attribute 'new'"),
+        (Fused("MultiHeadAttention", qkv("U"), TWO | {"unidirectional": 1}), "which keys come before a query"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused(node: Fused, reason: str) -> None:
+    """What is not known, or has no meaning, is left with the reason; so is what an operator may come to mean."""
+    found = prepare(node.model())
+    assert found.model is not None
+    assert [(f.site, f.replaced) for f in found.findings] == [(node.name, False)]
+    assert reason in found.findings[0].reason
+    assert [n.op_type for n in found.model.graph.node] == [node.op]
 
 
 def test_ends_and_starts(tmp_path: Path) -> None:

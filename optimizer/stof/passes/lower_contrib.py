@@ -31,6 +31,10 @@ from stof.passes.lowering import Request
 from stof.symbolic import Int, integer
 
 _FILL = -10000.0  # mask_filter_value where the node has none
+_PROJECTING = (
+    *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
+    *("rotary_embedding_dim", "scale", "unidirectional"),
+)
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -40,6 +44,7 @@ def lower_multi_head(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only(("mask_filter_value", "num_heads", "scale", "unidirectional"), 10, 4)
     node = _Contrib(request)
     node.refuse({3: "qk"}, {8: "past_sequence_length", 9: "cache_indirection"})
     query, key, value = node.separate()
@@ -52,8 +57,11 @@ def lower_projecting(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only(_PROJECTING, 7, 2)
     node = _Contrib(request)
     node.refuse({}, {6: "past_sequence_length"})
+    if node.attributes.get("past_present_share_buffer"):
+        raise UnsupportedError("its past and present share a buffer, which has room for more keys than there are")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
     if not request.input(2):
