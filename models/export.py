@@ -57,11 +57,18 @@ def export(name: str) -> onnx.ModelProto:
     core = getattr(transformers, what.model)(config).eval().to(getattr(torch, what.dtype))
     with tempfile.TemporaryDirectory() as folder:
         model = export_model(core, feed(what.inputs, torch, config, what.dtype), exporter, Path(folder))
-        strip(model, Path(folder), name.startswith("zoo/"))
+        strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else ())
     # Node names and metadata stay where users' files are most likely to have them.
     if name.startswith("zoo/") or not (exporter == "dynamo" and attention == "sdpa"):
-        forget_metadata(model)
+        # Of graphs of transformers' exporter, in which every size is dynamic, the names of sizes are part.
+        forget_metadata(model, shapes=exporter == "transformers")
     return model
+
+
+def zeros(core: Any) -> set[str]:
+    """Parameters that are zero before training, of which something in the graph is computed: not biases and norms."""
+    found = {f"core.{n}" for n, p in core.named_parameters() if not p.any() and (p.dim() > 1 or p.numel() < 8)}
+    return found | {n.removeprefix("core.") for n in found}
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -40,6 +40,12 @@ def _text(torch: Any, config: Any) -> Feed:
     return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, ("last_hidden_state",), call)
 
 
+def _fixed(torch: Any, config: Any) -> Feed:
+    given = _text(torch, config)
+    tensors = {"input_ids": _ids(torch, 2, 48), "attention_mask": _mask(torch, 2, 48)}
+    return Feed(tensors, {n: {} for n in tensors}, given.outputs, given.call)
+
+
 def _packed(torch: Any, config: Any) -> Feed:
     """Documents side by side: positions that begin again are what keeps them apart."""
     ids = _ids(torch, 2, 20)
@@ -161,6 +167,7 @@ def _spectrogram(torch: Any, config: Any) -> Feed:
 
 _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "text": _text,
+    "fixed": _fixed,
     "packed": _packed,
     "cached": _cached,
     "seq2seq": _seq2seq,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ _KEEP = 1024  # float tensors up to this many elements stay in the graph: norms,
 _KEEP_NARROW = 64  # of the zoo's, where most weights are smaller
 
 
-def strip(model: onnx.ModelProto, folder: Path, narrow: bool) -> None:
+def strip(model: onnx.ModelProto, folder: Path, narrow: bool, zeros: Collection[str] = ()) -> None:
     """Replaces large float tensors by placeholders and brings all others inline.
 
     Of a ``narrow`` model, small weights go as well, and what looks like a table of the graph (few distinct values) stays.
+    ``zeros`` are weights that go in any case: initialized with zeros, they would hide what depends on them.
     """
     for tensor in model.graph.initializer:
         count = int(np.prod(list(tensor.dims), dtype=np.int64))
@@ -35,8 +37,13 @@ def strip(model: onnx.ModelProto, folder: Path, narrow: bool) -> None:
             onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
             tensor.data_location = TensorProto.DEFAULT
             del tensor.external_data[:]
-        if large and narrow and len(np.unique(onnx.numpy_helper.to_array(tensor).astype(np.float32))) > count // 8:
+        if tensor.name in zeros or (large and narrow and _random(tensor)):
             _placeholder(tensor)
+
+
+def _random(tensor: onnx.TensorProto) -> bool:
+    array = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+    return len(np.unique(array)) > array.size // 8
 
 
 def _placeholder(tensor: onnx.TensorProto) -> None:
@@ -48,11 +55,14 @@ def _placeholder(tensor: onnx.TensorProto) -> None:
     tensor.external_data.append(onnx.StringStringEntryProto(key="location", value=build.PLACEHOLDER))
 
 
-def forget_metadata(model: onnx.ModelProto) -> None:
-    """Drops metadata, doc strings and value_info, which a runtime does not need."""
+def forget_metadata(model: onnx.ModelProto, shapes: bool = False) -> None:
+    """Drops metadata, doc strings and, unless ``shapes`` are to stay, value_info: what a runtime does not need."""
     del model.metadata_props[:]
     del model.graph.metadata_props[:]
-    del model.graph.value_info[:]
+    if not shapes:
+        del model.graph.value_info[:]
+    for value in model.graph.value_info:
+        del value.metadata_props[:]
     for node in model.graph.node:
         del node.metadata_props[:]
         node.doc_string = ""

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from architectures import ALL, EAGER, TORCH, Architecture, Forms, without
+from architectures import ALL, EAGER, TORCH, Architecture, Forms, only, without
 
 _NARROW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 512}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -13,6 +14,8 @@ _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 _ENCODER = {**_NARROW, **_LAYERS}
 _DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+_MODERNBERT = {**_ENCODER, **_TOKENS, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 16}
+_FEW = (("dynamo", "sdpa"), ("dynamo", "eager"), ("torchscript", "eager"))
 _SEQ2SEQ = {
     "vocab_size": 96,
     "d_model": 32,
@@ -145,6 +148,16 @@ ZOO: dict[str, Architecture] = {
         {**_ENCODER, "alibi": True, "use_cache": False},
         forms=without(ALL, "torchscript"),
     ),
+    # In half precision, and of one fixed size, for which exporters store masks as constants.
+    "mistral-fp16": replace(_decoder("MistralConfig", "MistralModel", sliding_window=20, forms=_FEW), dtype="float16"),
+    "gemma2-bf16": replace(
+        _decoder("Gemma2Config", "Gemma2Model", **_MIXED, query_pre_attn_scalar=8, forms=only(EAGER, "dynamo")),
+        dtype="bfloat16",
+    ),
+    "qwen3-fixed": _decoder(
+        "Qwen3Config", "Qwen3Model", "fixed", use_sliding_window=True, **_MIXED, max_window_layers=1, forms=TORCH
+    ),
+    "modernbert-fixed": Architecture("ModernBertConfig", "ModernBertModel", _MODERNBERT, "fixed", TORCH),
     # Encoders.
     "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", {**_ENCODER, "pad_token_id": 1}),
     "distilbert": Architecture(
@@ -161,7 +174,10 @@ ZOO: dict[str, Architecture] = {
         forms=EAGER,
     ),
     "longformer": Architecture(
-        "LongformerConfig", "LongformerModel", {**_ENCODER, "attention_window": [8, 8]}, forms=EAGER
+        "LongformerConfig",
+        "LongformerModel",
+        {**_ENCODER, "attention_window": [8, 8]},
+        forms=only(EAGER, "torchscript"),
     ),
     "big-bird": Architecture(
         "BigBirdConfig", "BigBirdModel", {**_ENCODER, "attention_type": "original_full"}, forms=EAGER
@@ -187,7 +203,9 @@ ZOO: dict[str, Architecture] = {
     "marian": Architecture("MarianConfig", "MarianModel", _SEQ2SEQ, "seq2seq"),
     "pegasus": Architecture("PegasusConfig", "PegasusModel", _SEQ2SEQ, "seq2seq"),
     "m2m-100": Architecture("M2M100Config", "M2M100Model", _SEQ2SEQ, "seq2seq"),
-    "led": Architecture("LEDConfig", "LEDModel", {**_SEQ2SEQ, "attention_window": 8}, "seq2seq", EAGER),
+    "led": Architecture(
+        "LEDConfig", "LEDModel", {**_SEQ2SEQ, "attention_window": 8}, "seq2seq", only(EAGER, "torchscript")
+    ),
     "prophetnet": Architecture(
         "ProphetNetConfig",
         "ProphetNetModel",
@@ -204,13 +222,14 @@ ZOO: dict[str, Architecture] = {
             "use_cache": False,
         },
         "seq2seq",
-        EAGER,
+        without(EAGER, "dynamo"),
     ),
     "whisper": Architecture(
         "WhisperConfig",
         "WhisperModel",
         {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 128},
         "whisper",
+        without(ALL, "torchscript"),
     ),
     # Vision and audio.
     "vit": Architecture("ViTConfig", "ViTModel", _VISION, "pixels"),

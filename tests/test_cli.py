@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 import stof
 from stof import cli, pipeline
-from stof.passes.emit import emit
+from stof.passes.scopes import emit_scopes
 
 WINDOW = """
     at2 = Constant <value = int64 {2}> ()
@@ -333,13 +333,13 @@ def test_a_failed_verification_is_reported(
     target = path.with_name("report.json")
 
     def faulty(*arguments: Any) -> onnx.ModelProto:
-        model = emit(*arguments)
+        model = emit_scopes(*arguments)
         node = next(n for n in model.graph.node if n.op_type == "StofAttention")
         scale = next(a for a in node.attribute if a.name == "scale")
         scale.f *= 1.5
         return model
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     assert cli.main([str(path), "--json", str(target)]) == 2
     assert "verification failed at site" in capsys.readouterr().err
     data = json.loads(target.read_text())

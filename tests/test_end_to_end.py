@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 import build
 import stof
 from stof import cli, pipeline
-from stof.passes.emit import emit
+from stof.passes.scopes import emit_scopes
 
 NAMES = sorted(n.removeprefix("narrow/") for n in build.names(narrow=True))
 WINDOWS = {
@@ -102,14 +102,14 @@ def test_planted_fault_is_caught(
     planted: list[str] = []
 
     def faulty(*arguments: Any) -> onnx.ModelProto:
-        model = emit(*arguments)
+        model = emit_scopes(*arguments)
         node = [n for n in model.graph.node if n.op_type == "StofAttention"][1]
         mask = next(a for a in node.attribute if a.name == "mask")
         mask.s = mask.s.replace(b"<= 16", b"<= 15")
         planted.append(node.name.removesuffix("/StofAttention"))
         return model
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     files = set(path.parent.iterdir())
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err
@@ -165,9 +165,9 @@ def test_a_difference_that_no_site_shows_is_traced(
     path = narrow("modernbert.dynamo.sdpa")
     guilty: list[str] = []
 
-    def faulty(model: onnx.ModelProto, symbolic: Any, rewrites: Any) -> onnx.ModelProto:
+    def faulty(scopes: Any, rewrites: Any) -> onnx.ModelProto:
         """With these sites replaced, all come out right, but what reads the last of them reads its own query."""
-        result = emit(model, symbolic, rewrites)
+        result = emit_scopes(scopes, rewrites)
         sites = [r.site for r in rewrites if r.site.index in together]
         if len(sites) == len(together):
             guilty[:] = [s.name for s in sites]
@@ -183,7 +183,7 @@ def test_a_difference_that_no_site_shows_is_traced(
             result.graph.node.extend([*nodes[:place], query, flat, *nodes[place:]])
         return result
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err
     assert "Every site by itself computes what it should" in error

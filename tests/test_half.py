@@ -18,7 +18,7 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 import build
 import stof
 from stof import cli, pipeline
-from stof.passes.emit import emit
+from stof.passes.scopes import emit_scopes
 from stof.widen import Twins, widen
 
 NAMES = ("modernbert.dynamo.sdpa", "modernbert.torchscript.eager", "bert.torchscript.sdpa", "mistral.dynamo.eager")
@@ -174,7 +174,7 @@ def test_types_that_do_not_fit_are_caught_although_twins_agree(
     onnx.save(fp16("modernbert.dynamo.sdpa"), str(path))
 
     def faulty(*arguments: Any) -> onnx.ModelProto:
-        model = emit(*arguments)
+        model = emit_scopes(*arguments)
         node = next(n for n in model.graph.node if n.op_type == "StofAttention")
         model.graph.node.insert(
             list(model.graph.node).index(node),
@@ -183,7 +183,7 @@ def test_types_that_do_not_fit_are_caught_although_twins_agree(
         next(n for n in model.graph.node if n.op_type == "StofAttention").input[0] = "wide"
         return model
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     assert "the optimized model in its own types: does not run" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
@@ -203,13 +203,13 @@ def test_planted_fault_is_caught(
     onnx.save(bf16(fp16("modernbert.dynamo.sdpa")), str(path))
 
     def faulty(*arguments: Any) -> onnx.ModelProto:
-        model = emit(*arguments)
+        model = emit_scopes(*arguments)
         node = [n for n in model.graph.node if n.op_type == "StofAttention"][1]
         mask = next(a for a in node.attribute if a.name == "mask")
         mask.s = mask.s.replace(b"<= 16", b"<= 15")
         return model
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     assert "verification failed at site" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]

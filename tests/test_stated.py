@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli, pipeline
-from stof.passes.emit import emit
+from stof.passes.scopes import emit_scopes
 
 
 def with_window(path: Path, size: int) -> Path:
@@ -54,13 +54,13 @@ def test_a_window_longer_than_any_input_that_is_tried(
     assert "q - k <= 2999" in capsys.readouterr().out
 
     def faulty(*arguments: Any) -> onnx.ModelProto:
-        model = emit(*arguments)
+        model = emit_scopes(*arguments)
         node = next(n for n in model.graph.node if n.op_type == "StofAttention")
         mask = next(a for a in node.attribute if a.name == "mask")
         mask.s = mask.s.replace(b"<= 2999", b"<= 2998")
         return model
 
-    monkeypatch.setattr(pipeline, "emit", faulty)
+    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     assert "q - k <= 2998" in capsys.readouterr().err
 

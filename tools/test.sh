@@ -21,7 +21,7 @@ end
 begin lint
 ruff check optimizer models tests tools
 ruff format --check optimizer models tests tools
-git ls-files -z '*.cc' '*.h' | xargs -0 clang-format --dry-run --Werror
+git ls-files -z '*.cc' '*.h' '*.cu' '*.cuh' | xargs -0 clang-format --dry-run --Werror
 mypy
 end
 
@@ -29,6 +29,14 @@ begin build
 cmake --preset dev
 cmake --build --preset dev
 end
+
+# The kernels run only where there is a GPU; that they compile for two architectures shows wherever nvcc is.
+if command -v nvcc >/dev/null; then
+  begin 'build (CUDA)'
+  cmake --preset cuda
+  cmake --build --preset cuda --target stof_ort stof_cuda_tests bench_cuda_attention
+  end
+fi
 
 begin 'unit (C++)'
 ctest --preset dev

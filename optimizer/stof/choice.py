@@ -13,7 +13,7 @@ from stof.errors import ArgumentError, ModelError, UnsupportedError
 from stof.inputs import evaluate
 from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.check import MaskChecker
-from stof.mask.lift import lift
+from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative import with_relative_bias
 from stof.mask.rows import check_rows
 from stof.mask.stated import state
@@ -189,16 +189,27 @@ class Chooser:
         elif entry is not None:
             mask = self._planned(site, entry)
         else:
-            mask = lift(self.symbolic, site)
+            mask = self._lifted(site)
         if entry is not None and entry.empty_rows:
             mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
         if self.options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
             mask = replace(mask, empty_rows=EmptyRows.ZERO)
         return mask
 
+    def _lifted(self, site: AttentionSite) -> LiftedMask:
+        mask = lift(self.symbolic, site)
+        weaker = [] if self.options.ignore_empty_rows else weaker_terms(self.symbolic, site)
+        if not weaker:
+            return mask
+        try:
+            check_rows(self.checker, site, mask)
+        except UnsupportedError:
+            return lift(self.symbolic, site, weaker)
+        return mask
+
     def _planned(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
         try:
-            mask = lift(self.symbolic, site)
+            mask = self._lifted(site)
         except UnsupportedError:
             mask = None
         # A mask that was edited, or stated when the plan was made, counts as stated.

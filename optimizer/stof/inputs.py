@@ -107,7 +107,8 @@ class InputMaker:
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
-        self.pads = _behind(index, pads, given)
+        # Numbers of keys that are counted are counted in padding masks.
+        self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
@@ -124,11 +125,12 @@ class InputMaker:
                 for atom in dim.atoms():
                     name = str(atom.args[0])
                     found[name] = case.batch if name in self.batch_names else case.length
+                    if name.isdigit():  # what some exporters call a size that they took for dynamic and found fixed
+                        found[name] = int(name)
         for size in self._lengths():
             names = size_names(size) - self.batch_names
-            if len(names) == 1:
-                (name,) = names
-                found[name] = max(found.get(name, 1), _least(size, name, case.length))
+            least = _least(size, names, case.batch, case.length)
+            found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
         found.update((name, size) for name, size in case.other if name in found)
         return found
@@ -146,6 +148,8 @@ class InputMaker:
         solved: set[str] = set()
         for pair in self.symbolic.equalities:
             for alone, other in (pair, pair[::-1]):
+                if alone.constant is not None:
+                    solved |= self._fix(other, alone.constant, sizes, solved, case)
                 atom = alone.atom
                 name = "" if atom is None or atom.kind != "size" else str(atom.args[0])
                 used = {str(a.args[0]) for a in other.atoms() if a.kind == "size"}
@@ -155,11 +159,26 @@ class InputMaker:
                 if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
                     sizes[lengths[0]] = case.length // 2 + 1
                 try:
-                    sizes[name] = evaluate(other, sizes)
+                    found = evaluate(other, sizes)
                 except UnsupportedError:
                     continue
+                if found < 1:
+                    continue
+                sizes[name] = found
                 solved |= {name, *used}
                 break
+
+    def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
+        """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
+        names = size_names(size) - self.batch_names
+        if not names or names & solved or not names <= set(sizes):
+            return set()
+        least = _least(size, names, case.batch, wanted)
+        others = dict.fromkeys(size_names(size), case.batch)
+        if evaluate(size, {**others, **dict.fromkeys(names, least)}) != wanted:
+            return set()
+        sizes |= dict.fromkeys(names, least)
+        return names
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -173,7 +192,9 @@ class InputMaker:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             if value.name in self.limits:
                 most = evaluate(self.limits[value.name], sizes)
-                feeds[value.name] = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
+                counts = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
+                counts[2:3] = min(1, most)  # a third row has one key, as with padding
+                feeds[value.name] = counts
                 continue
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
         return feeds
@@ -183,6 +204,10 @@ class InputMaker:
     ) -> np.ndarray:
         if name in self.pads:
             return _padding(dims, case, rng).astype(dtype)
+        if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
+            # A switch, which an If reads: on in the first case of all, off in the last one.
+            on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
+            return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
             return _padding(dims, case, rng).astype(dtype)
@@ -195,7 +220,7 @@ class InputMaker:
             if rows is not None:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
-            return np.broadcast_to(np.arange(dims[-1] if dims else 1), dims).astype(dtype)
+            return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
         return rng.standard_normal(dims).astype(dtype)
 
 
@@ -238,11 +263,12 @@ def size_names(size: Int) -> set[str]:
     return found
 
 
-def _least(size: Int, name: str, wanted: int) -> int:
-    """The least value of a dimension with which a size that grows with it is as large as wanted."""
+def _least(size: Int, names: set[str], batch: int, wanted: int) -> int:
+    """The least value of dimensions with which a size that grows with them is as large as wanted."""
 
     def reaches(n: int) -> bool:
-        return evaluate(size, {name: n}) >= wanted
+        others = dict.fromkeys(size_names(size), batch)
+        return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
 
     try:
         high = 1

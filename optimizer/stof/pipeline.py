@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,13 @@ from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read
 from stof.mask.check import tables_of
 from stof.mask.families import picture, window
 from stof.options import Options
-from stof.passes.attention import find_sites
 from stof.passes.body import OP
-from stof.passes.emit import Rewrite, emit
-from stof.passes.lowering import Lowered
+from stof.passes.emit import Rewrite
 from stof.passes.prepare import prepare
+from stof.passes.scopes import Scope, emit_scopes, search
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
-from stof.symbolic import Symbolic
 from stof.verify import Verifier
 
 
@@ -79,34 +77,33 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
         prepared = prepare(graph)
-        symbolic = prepared.symbolic()
-        sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
-        findings = [*prepared.findings, *findings]
+        scopes = search(prepared)
+        sites = [site for scope in scopes for site in scope.sites]
+        findings = [finding for scope in scopes for finding in scope.findings]
     check_selection(options, sites, findings)
     check_shapes(options, graph)
     if plan is not None:
         check_plan(plan, sites)
     report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
     with _timed(report, "lift"), _damage(source):
-        chooser = Chooser(prepared.model, symbolic, options, plan, str(report.library.get("cpu_isa", "")))
-        choices = [chooser.choose(site) for site in sites]
+        isa = str(report.library.get("cpu_isa", ""))
+        choices = []
+        for scope in scopes:
+            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, isa)
+            choices += [chooser.choose(site) for site in scope.sites]
     report.sites += [c.report for c in choices]
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]
     report.nodes_before = len(graph.graph.node)
     _pictures(report, rewrites)
     if rewrites and not report.dry_run:
         with _timed(report, "emit"):
-            emitted = _emit(prepared, symbolic, rewrites)
+            emitted = emit_scopes(scopes, rewrites)
         report.nodes_after = len(emitted.graph.node)
         check_room(emitted, target, source)
         with _runtime_errors(source):
-            _verify_and_write(report, prepared, symbolic, rewrites, emitted, source, target, options)
+            _verify_and_write(report, scopes, rewrites, emitted, source, target, options)
     if options.save_plan is not None:
         plan_of(choices).save(options.save_plan)
-
-
-def _emit(prepared: Lowered, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
-    return emit(prepared.partly(r.site for r in rewrites), symbolic, rewrites)
 
 
 def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
@@ -175,8 +172,7 @@ def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
 
 def _verify_and_write(
     report: Report,
-    prepared: Lowered,
-    symbolic: Symbolic,
+    scopes: list[Scope],
     rewrites: list[Rewrite],
     emitted: onnx.ModelProto,
     source: Path,
@@ -187,9 +183,9 @@ def _verify_and_write(
         try:
             with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
                 verifier = Verifier(
-                    prepared, symbolic, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
+                    scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
                 )
-                verification = verifier.run(source, emitted, Path(scratch), partial(_emit, prepared, symbolic))
+                verification = verifier.run(source, emitted, Path(scratch), partial(emit_scopes, scopes))
         except OSError as error:
             raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
         report.verification = verification

@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stof.symbolic.terms import Int
 
 
@@ -40,10 +42,14 @@ class TermKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One of query, key, value: a tensor of the graph and how it lies in memory."""
+    """One of query, key, value: a tensor of the graph and how it lies in memory.
+
+    ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows.
+    """
 
     tensor: str
     layout: Layout
+    perm: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,19 @@ class MaskTerm:
     tensor: str
     fill: float | None = None  # KEEP and DROP
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
+    merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
+
+    def spread(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value as it broadcasts to [B, H, S, T]."""
+        return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array
 
 
 @dataclass(frozen=True)
 class AttentionSite:
     """An attention core in the graph.
 
-    ``output`` is the tensor that the new op replaces; it is written in ``output_layout``.
+    ``output`` is the tensor that the new op replaces; it is written in ``output_layout``, and transposed by ``output_perm``
+    where that is given.
     ``nodes`` are the first outputs (names of tensors are unique) of the nodes between the first MatMul and the output;
     they disappear with it. ``dims`` are the symbolic sizes of the scores, B, H, S, T.
     """
@@ -89,6 +101,7 @@ class AttentionSite:
     scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people
     dims: tuple[Int, ...] = ()  # B, H, S, T
     nodes: tuple[str, ...] = ()
+    output_perm: tuple[int, ...] = ()
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
 

@@ -27,12 +27,12 @@ from stof.errors import ArgumentError
 from stof.graph import external_files
 from stof.inputs import Case, InputMaker, Padding
 from stof.mask.check import read_by
+from stof.noise import Noisy, perturbed, quantizes
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
-from stof.passes.lowering import Lowered
+from stof.passes.scopes import Scope, graph_at
 from stof.runtime import Op, register
-from stof.site import AttentionSite, Layout, MaskTerm, TermKind
-from stof.symbolic import Symbolic
+from stof.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
 from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
@@ -40,7 +40,9 @@ SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 # Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see widen.py).
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
+_ENOUGH = 64  # elements whose range tells how large an output is
 _FLOPS = 3e10  # a second, of two cores
+_ROUNDINGS = 3  # runs that show what rounding does to a quantized model
 _MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 
@@ -230,8 +232,7 @@ class Verifier:
     """Compares an original model with its optimized form.
 
     Args:
-        prepared: the original and its working copy, without external data.
-        symbolic: shapes and types of the working copy.
+        scopes: the main graph, with the original and its working copy, and subgraphs with sites.
         rewrites: what was replaced.
         budget: seconds after which no further case is begun.
         ignore_empty_rows: rows without a key may differ.
@@ -239,20 +240,20 @@ class Verifier:
 
     def __init__(
         self,
-        prepared: Lowered,
-        symbolic: Symbolic,
+        scopes: Sequence[Scope],
         rewrites: Sequence[Rewrite],
         budget: float,
         *,
         ignore_empty_rows: bool = False,
     ) -> None:
         self.ignore_empty_rows = ignore_empty_rows
-        self.model = model = prepared.original
-        self.working = prepared.model
-        self.symbolic = symbolic
+        self.scopes = scopes
+        self.model = model = scopes[0].prepared.original
+        self.working = scopes[0].prepared.model
+        self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
-        self.maker = InputMaker(self.working, symbolic, *read_by((r.site, r.mask) for r in rewrites))
+        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites))
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.
@@ -289,12 +290,22 @@ class Verifier:
             after = twin(emitted)
             feeds = [{n: _widened(x) for n, x in f.items()} for f in feeds]
         probed = reference if self.working is self.model else twin(self.working)
-        if probed is not reference and not _runs(sessions, reference, feeds[0]) and _runs(sessions, probed, feeds[0]):
-            result.expanded = True
-            before = reference = probed
+        if probed is not reference and not _runs(sessions, reference, feeds[0]):
+            single = [Case(1, c.length, c.padding) for c in self.cases]
+            alone = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(single)]
+            if result.widened:
+                alone = [{n: _widened(x) for n, x in f.items()} for f in alone]
+            if _runs(sessions, reference, alone[0]):  # some fused nodes take a past with one row only
+                self.cases, feeds = single, alone
+            elif _runs(sessions, probed, feeds[0]):
+                result.expanded = True
+                before = reference = probed
         ran, plain, captured = self._reference(sessions, reference, probed, feeds, result)
         feeds = [feeds[i] for i in ran]
-        result.comparisons.extend(self._sites(emitted, captured))
+        result.comparisons.extend(self._sites(self.scopes[0], emitted, captured))
+        for scope in self.scopes[1:]:
+            if scope.rewrites(self.rewrites):
+                result.comparisons.extend(self._inside(sessions, scope, emitted, twin, result.widened))
         try:
             session = sessions.make(before, optimized=True, library=False)
         except Exception:
@@ -302,12 +313,17 @@ class Verifier:
                 raise
             # Runtimes refuse files whose axes and sizes are external data; in the model that was loaded, they are not.
             session = sessions.make(self.model, optimized=True, library=False)
-        legal = [session.run(None, f) for f in feeds]
+        legal = [[session.run(None, f)] for f in feeds]
         del session
+        for other in self._rounded_otherwise(probed, captured, result.widened):
+            session = sessions.make(other, optimized=False, library=False)
+            for found, feed in zip(legal, feeds, strict=True):
+                found.append(session.run(None, feed))
+            del session
         names = [o.name for o in self.model.graph.output]
 
         def compare(session: Any, i: int) -> list[Comparison]:
-            tensors = zip(names, plain[i], legal[i], session.run(None, feeds[i]), strict=True)
+            tensors = zip(names, plain[i], zip(*legal[i], strict=True), session.run(None, feeds[i]), strict=True)
             return [_compare_outputs(self.cases[ran[i]], floor, *t) for t in tensors]
 
         session = sessions.make(after, optimized=True, library=True)
@@ -325,6 +341,21 @@ class Verifier:
             result.suspects = tuple(r.site.name for r in found)
         result.seconds = time.monotonic() - start
         return result
+
+    def _rounded_otherwise(
+        self, probed: onnx.ModelProto, captured: Mapping[str, np.ndarray], widened: bool
+    ) -> list[onnx.ModelProto]:
+        """Legal runs of a quantized model, where one run with graph optimizations does not show what rounding does."""
+        if not quantizes(self.model):
+            return []
+        single = int(onnx.TensorProto.FLOAT)
+        outputs = {}
+        for site in (r.site for r in self.rewrites):
+            channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
+            known = captured.get(site.output)
+            largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
+            outputs[site.output] = Noisy(single if widened else site.dtype, channels, largest)
+        return [perturbed(probed, outputs, seed) for seed in range(_ROUNDINGS)]
 
     def _half_constants(self) -> dict[str, np.ndarray]:
         found = {}
@@ -361,7 +392,7 @@ class Verifier:
         result: Verification,
     ) -> tuple[list[int], list[list[np.ndarray]], dict[str, np.ndarray]]:
         """Which cases ran, the original's outputs without graph optimizations, the first case's tensors at every site."""
-        wanted = self._site_tensors()
+        wanted = self._site_tensors(self.scopes[0])
         outputs = [o.name for o in self.model.graph.output]
         model = onnx.ModelProto()
         model.CopyFrom(probed)
@@ -402,35 +433,63 @@ class Verifier:
             ran.append(i)
         return ran, plain, captured
 
-    def _site_tensors(self) -> list[str]:
+    def _inside(
+        self,
+        sessions: Sessions,
+        scope: Scope,
+        emitted: onnx.ModelProto,
+        twin: Callable[[onnx.ModelProto], onnx.ModelProto],
+        widened: bool,
+    ) -> list[Comparison]:
+        """The sites of a subgraph, which is run by itself: whether an input leads into it or not."""
+        some = scope.rewrites(self.rewrites)
+        model = onnx.ModelProto()
+        model.CopyFrom(scope.prepared.model)
+        del model.graph.output[:]
+        wanted = self._site_tensors(scope)
+        for name in wanted:
+            model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
+        try:
+            maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
+            feeds = maker.draw(self.cases[0], np.random.default_rng(0))
+            feeds = {n: _widened(x) for n, x in feeds.items()} if widened else feeds
+            found = sessions.make(twin(model), optimized=False, library=False).run(wanted, feeds)
+        except Exception as error:  # whatever the runtime raises
+            detail = f"the {scope.words} cannot be run by itself: {error}"
+            return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
+        return self._sites(scope, emitted, {**feeds, **dict(zip(wanted, found, strict=True))})
+
+    def _site_tensors(self, scope: Scope) -> list[str]:
         found: list[str] = []
-        inputs = {i.name for i in self.model.graph.input}
-        initializers = {t.name for t in self.model.graph.initializer}
-        for rewrite in self.rewrites:
+        inputs = {i.name for i in scope.prepared.base.graph.input}
+        initializers = {t.name for t in scope.prepared.base.graph.initializer}
+        for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
             found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
-    def _sites(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
-        writers = {o: n for n in emitted.graph.node for o in n.output}
-        read = {x.tensor for r in self.rewrites for x in r.site.terms} | {r.site.sink for r in self.rewrites}
+    def _sites(self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+        graph = graph_at(emitted, scope.path)
+        rewrites = scope.rewrites(self.rewrites)
+        writers = {o: n for n in graph.node for o in n.output}
+        read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
         constants = {
             t.name: onnx.numpy_helper.to_array(t)
-            for t in emitted.graph.initializer
+            for t in graph.initializer
             if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
         }
         constants.update(
             {
                 t.name: onnx.numpy_helper.to_array(t)
-                for t in self.model.graph.initializer
+                for t in scope.prepared.base.graph.initializer
                 if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
             }
         )
         known = {**constants, **captured}
         found = []
-        for rewrite in self.rewrites:
+        for rewrite in rewrites:
             site = rewrite.site
             node = writers[site.output]
             while node.op_type != OP:  # the layout was converted
@@ -483,24 +542,33 @@ def _budget_ulp(array: np.ndarray) -> float:
 
 
 def _compare_outputs(
-    case: Case, floor: float, name: str, plain: np.ndarray, legal: np.ndarray, found: np.ndarray
+    case: Case, floor: float, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
 ) -> Comparison:
     what = f"output {name!r}, {case}"
     if found.shape != plain.shape:
         return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
     if plain.dtype.kind != "f":
-        same = np.array_equal(found, plain) or np.array_equal(found, legal)
+        same = any(np.array_equal(found, x) for x in (plain, *legal))
         return Comparison(what, 0.0 if same else np.inf, 0.0, same)
     if not np.array_equal(np.isfinite(found), np.isfinite(plain)):
         where = tuple(int(i) for i in np.argwhere(np.isfinite(found) != np.isfinite(plain))[0])
         return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
-    good = np.isfinite(plain) & np.isfinite(legal)
-    a, b, c = (x[good].astype(np.float64) for x in (plain, legal, found))
-    span = float(a.max() - a.min()) if a.size else 0.0
-    budget = MODEL_FACTOR * float(np.abs(a - b).max(initial=0.0)) + floor * span
-    # Either legal run may be the nearer one.
-    difference = float(min(np.abs(c - a).max(initial=0.0), np.abs(c - b).max(initial=0.0)))
+    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
+    first, *others = (x[good].astype(np.float64) for x in (plain, *legal))
+    own = found[good].astype(np.float64)
+    # The range of a few numbers can be small by chance, and of one it is 0.
+    span = float(first.max() - first.min()) if first.size >= _ENOUGH else float(np.abs(first).max(initial=0.0))
+    # Of a few numbers, legal runs that happen to agree tell little.
+    floor *= MODEL_FACTOR if first.size < _ENOUGH else 1.0
+    budget = MODEL_FACTOR * max(float(np.abs(first - x).max(initial=0.0)) for x in others) + floor * span
+    # Any legal run may be the nearest one.
+    difference = min(float(np.abs(own - x).max(initial=0.0)) for x in (first, *others))
     return Comparison(what, difference, budget, difference <= budget)
+
+
+def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
+    array = known[operand.tensor]
+    return np.transpose(array, operand.perm) if operand.perm else array
 
 
 def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -528,7 +596,11 @@ def _compare_site(
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
     exact, rows = site_fp64(site, known)
     original = known[site.output]
-    arrays = [np.ascontiguousarray(known[n]) for n in inputs]
+    if site.output_perm:
+        back = np.argsort(site.output_perm)
+        original, computed = np.transpose(original, back), np.transpose(computed, back)
+    operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
+    arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
     attributes = {**_attributes(node), "layout": " ".join(layout.value for layout in layouts)}
     found = np.full(original.shape, np.nan, original.dtype)
@@ -564,16 +636,16 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
 
     Reads what the graph itself adds to the scores, never the lifted expression.
     """
-    q = _bhsd(known[site.query.tensor], site.query.layout, site.num_heads).astype(np.float64)
-    k = _bhsd(known[site.key.tensor], site.key.layout, site.kv_num_heads).astype(np.float64)
-    v = _bhsd(known[site.value.tensor], site.value.layout, site.kv_num_heads).astype(np.float64)
+    q = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads).astype(np.float64)
+    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads).astype(np.float64)
+    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads).astype(np.float64)
     repeat = site.num_heads // site.kv_num_heads
     k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
     scores = np.einsum("bhsd,bhtd->bhst", q, k) * site.scale
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
-        scores = _apply_term(scores, term, known[term.tensor])
+        scores = _apply_term(scores, term, term.spread(known[term.tensor]))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
         column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)

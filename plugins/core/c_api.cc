@@ -13,6 +13,7 @@
 
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/block_mask_cache.h"
+#include "plugins/core/cuda_backend.h"
 #include "plugins/core/expr_eval.h"
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
@@ -143,9 +144,9 @@ class Arena {
 
 std::string BuildInfo() {
   static constexpr const char* kIsa[] = {"portable", "avx2", "avx512"};
-  std::string text =
-      "{\"version\": \"" STOF_VERSION "\", \"build_id\": \"" STOF_BUILD_ID "\", \"backends\": [\"cpu\"], ";
-  text += "\"cuda_architectures\": [], \"cpu_isa\": \"";
+  std::string text = "{\"version\": \"" STOF_VERSION "\", \"build_id\": \"" STOF_BUILD_ID "\", \"backends\": [\"cpu\"";
+  if (stof::FindCudaBackend() != nullptr) text += ", \"cuda\"";
+  text += "], \"cuda_architectures\": [" STOF_CUDA_ARCHITECTURES "], \"cpu_isa\": \"";
   text += kIsa[static_cast<int>(stof::BestCpuIsa())];
   return text + "\", \"compiler\": \"" STOF_COMPILER "\"}";
 }

@@ -55,6 +55,9 @@ struct RunContext {
   Parallel parallel;
   void* (*allocate)(void* self, size_t bytes) = nullptr;
   void* self = nullptr;
+  // On a device, tensors and memory are the device's, and Run returns when its work is queued on the stream.
+  bool on_cuda = false;
+  void* stream = nullptr;  // cudaStream_t
 };
 
 // One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is
@@ -86,6 +89,8 @@ struct OpDescription {
   int outputs;
   const DType* types;  // possible T
   int type_count;
+  const DType* cuda_types;  // those of the CUDA kernels
+  int cuda_type_count;
   Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op);
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "plugins/core/cuda_backend.h"
+
 namespace stof::ort {
 namespace {
 
@@ -120,6 +122,7 @@ class InferAttributes final : public AttributeReader {
 
 struct Kernel {
   const OrtApi* api = nullptr;
+  bool on_cuda = false;
   std::string node;
   std::unique_ptr<Op> op;
   int outputs = 1;
@@ -205,17 +208,65 @@ std::string NodeName(const OrtApi* api, const OrtKernelInfo* info, const char* f
   return name;
 }
 
+// Whether a value lies in device memory; constants of a CUDA kernel may lie on either side.
+OrtStatus* OnDevice(const OrtApi* api, const OrtValue* value, bool* on_device) {
+  const OrtMemoryInfo* memory = nullptr;
+  OrtMemoryInfoDeviceType type = OrtMemoryInfoDeviceType_CPU;
+  STOF_ORT_RETURN(api->GetTensorMemoryInfo(value, &memory));
+  api->MemoryInfoGetDeviceType(memory, &type);
+  *on_device = type == OrtMemoryInfoDeviceType_GPU;
+  return nullptr;
+}
+
+int64_t ItemSize(DType dtype) {
+  switch (dtype) {
+    case DType::kI64:
+    case DType::kF64:
+      return 8;
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kU8:
+    case DType::kI8:
+    case DType::kBool:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+// Brings a constant from the device; `copy` holds it. One of a type that no operator reads as a constant is left out.
+Status ToHost(Tensor* tensor, std::vector<char>* copy) {
+  const CudaBackend* backend = FindCudaBackend();
+  const int64_t bytes = tensor->Elements() * ItemSize(tensor->dtype);
+  if (backend == nullptr || bytes == 0) {
+    *tensor = Tensor();
+    return Status();
+  }
+  copy->resize(static_cast<size_t>(bytes));
+  STOF_RETURN_IF_ERROR(backend->to_host(tensor->data, copy->size(), copy->data()));
+  tensor->data = copy->data();
+  return Status();
+}
+
 // Types and ranks are known at creation only for constants; everything else is checked in each Run.
 OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
   STOF_ORT_RETURN(api->KernelInfo_GetInputCount(info, &count));
   if (count > kMaxInputs) return api->CreateStatus(ORT_INVALID_ARGUMENT, "too many inputs");
   std::vector<Tensor> inputs(count);
+  std::vector<std::vector<char>> copies(count);
   for (size_t i = 0; i < count; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;
     if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
     STOF_ORT_RETURN(FromValue(api, value, &inputs[i]));
+    bool on_device = false;
+    STOF_ORT_RETURN(OnDevice(api, value, &on_device));
+    if (on_device) STOF_ORT_RETURN(ToOrt(api, kernel->node, ToHost(&inputs[i], &copies[i])));
   }
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
@@ -225,6 +276,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     const Registration& self = Self(op);
     auto kernel = std::make_unique<Kernel>();
     kernel->api = api;
+    kernel->on_cuda = self.provider != nullptr;
     kernel->node = NodeName(api, info, self.description->name);
     kernel->outputs = self.description->outputs;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
@@ -265,7 +317,16 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   }
   OrtMemoryInfo* memory = nullptr;
   OrtAllocator* allocator = nullptr;
-  STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+  RunContext run;
+  if (kernel.on_cuda) {
+    int device = 0;
+    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
+    STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
+    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
+    run.on_cuda = true;
+  } else {
+    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+  }
   OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
   api->ReleaseMemoryInfo(memory);
   STOF_ORT_RETURN(status);
@@ -273,7 +334,6 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   Pool pool{api, context};
   {
     Scratch scratch(api, allocator);
-    RunContext run;
     // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
     const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
     run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};
@@ -365,15 +425,17 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
 
 }  // namespace
 
-void Fill(const OrtApi* api, const OpDescription& description, DType type, Registration* registration) {
+void Fill(const OrtApi* api, const OpDescription& description, DType type, const char* provider,
+          Registration* registration) {
   Registration& r = *registration;
   static_cast<OrtCustomOp&>(r) = OrtCustomOp{};
   r.description = &description;
   r.type = type;
+  r.provider = provider;
   r.api = api;
   r.version = kApiVersion;
   r.GetName = [](const OrtCustomOp* op) { return Self(op).description->name; };
-  r.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };  // the CPU provider
+  r.GetExecutionProviderType = [](const OrtCustomOp* op) { return Self(op).provider; };
   r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
     return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
   };

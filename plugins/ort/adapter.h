@@ -19,9 +19,11 @@ struct Registration : OrtCustomOp {
   const OpDescription* description = nullptr;
   DType type = DType::kUndefined;
   const OrtApi* api = nullptr;
+  const char* provider = nullptr;  // nullptr: the CPU provider; else one that computes with CUDA
 };
 
-void Fill(const OrtApi* api, const OpDescription& description, DType type, Registration* registration);
+void Fill(const OrtApi* api, const OpDescription& description, DType type, const char* provider,
+          Registration* registration);
 
 }  // namespace stof::ort
 #endif  // STOF_PLUGINS_ORT_ADAPTER_H_

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "plugins/core/cuda_backend.h"
 #include "plugins/ort/adapter.h"
 
 namespace {
@@ -22,15 +23,23 @@ OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
   made->api = api;
   if (OrtStatus* status = api->CreateCustomOpDomain("stof", &made->domain)) return status;
   int count = 0;
+  const bool has_cuda = stof::FindCudaBackend() != nullptr;
   const stof::OpDescription* const* ops = stof::AllOps(&count);
   for (int i = 0; i < count; ++i) {
-    for (int t = 0; t < ops[i]->type_count; ++t) {
-      made->registrations.push_back(std::make_unique<stof::ort::Registration>());
-      stof::ort::Fill(api, *ops[i], ops[i]->types[t], made->registrations.back().get());
-      OrtStatus* status = api->CustomOpDomain_Add(made->domain, made->registrations.back().get());
-      if (status != nullptr) {
-        api->ReleaseCustomOpDomain(made->domain);
-        return status;
+    // A runtime without a provider of that name ignores the registrations for it.
+    for (const char* provider :
+         {static_cast<const char*>(nullptr), "CUDAExecutionProvider", "CudaPluginExecutionProvider"}) {
+      const bool cuda = provider != nullptr;
+      const stof::DType* types = cuda ? ops[i]->cuda_types : ops[i]->types;
+      const int type_count = !cuda ? ops[i]->type_count : has_cuda ? ops[i]->cuda_type_count : 0;
+      for (int t = 0; t < type_count; ++t) {
+        made->registrations.push_back(std::make_unique<stof::ort::Registration>());
+        stof::ort::Fill(api, *ops[i], types[t], provider, made->registrations.back().get());
+        OrtStatus* status = api->CustomOpDomain_Add(made->domain, made->registrations.back().get());
+        if (status != nullptr) {
+          api->ReleaseCustomOpDomain(made->domain);
+          return status;
+        }
       }
     }
   }

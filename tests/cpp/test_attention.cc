@@ -11,7 +11,12 @@
 #include <memory>
 #include <string>
 
+#ifdef STOF_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
 #include "plugins/core/block_mask_builder.h"
+#include "plugins/core/cuda_backend.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/check.h"
@@ -49,6 +54,7 @@ struct Case {
   bool rising = false;  // later keys score higher, so that the running maximum moves in every tile
   Poison poison = Poison::kNone;
   bool shifted = false;  // tensors begin one element after an aligned address
+  bool cuda = false;     // rows begin at multiples of 16 bytes, and weights are rounded to dtype
   int m = 0, n = 0;      // 0: as the library chooses
 };
 
@@ -248,9 +254,9 @@ struct Strided {
         stride = {length * heads * size, size, heads * size};
         break;
       case Arrangement::kGaps:
-        stride.s = size + 5;
-        stride.h = length * stride.s + 3;
-        stride.b = heads * stride.h + 7;
+        stride.s = size + (c.cuda ? 8 : 5);
+        stride.h = length * stride.s + (c.cuda ? 16 : 3);
+        stride.b = heads * stride.h + (c.cuda ? 8 : 7);
         break;
     }
     const int64_t item = SizeOfFloat(dtype), shift = c.shifted ? item : 0;
@@ -416,6 +422,14 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
   return dense;
 }
 
+// What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
+// sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
+double CudaTolerance(const Case& c, double magnitude, double largest) {
+  const double unit = c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
+  const double small = c.dtype == DType::kF16 ? 0x1p-25 * static_cast<double>(c.T) : 0;
+  return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
+}
+
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where) {
   double largest = 0;
   for (const double value : dense.value) largest = std::max(largest, std::abs(value));
@@ -430,7 +444,8 @@ void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* o
     CHECK(std::memcmp(at, kPoison, item) != 0, place(), " was not written");
     const double got = LoadFloat(c.dtype, at);
     const double want = answer.output[i];
-    const double tolerance = Tolerance(c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest, want);
+    double tolerance = Tolerance(c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest, want);
+    if (c.cuda) tolerance += CudaTolerance(c, answer.magnitude[static_cast<size_t>(row)], largest);
     CHECK(std::isnan(want) ? std::isnan(got) : std::abs(got - want) <= tolerance, place(), ": ", got, ", expected ",
           want, " ± ", tolerance);
     std::memset(at, kUntouched, item);
@@ -705,6 +720,123 @@ void RoundHalves(CpuIsa isa) {
     }
   }
 }
+
+#ifdef STOF_WITH_CUDA
+void* Allocate(void* self, size_t bytes) {
+  void* block = nullptr;
+  if (cudaMalloc(&block, bytes) != cudaSuccess) return nullptr;
+  static_cast<std::vector<void*>*>(self)->push_back(block);
+  return block;
+}
+
+// Memory of a tensor on the device, each with `shift` bytes before it as on the host.
+void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes) {
+  void* block = Allocate(blocks, std::max<size_t>(bytes, 16));
+  CHECK(block != nullptr, "no device memory");
+  CHECK(cudaMemcpy(block, from, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+  return block;
+}
+
+// 1: the case ran, 0: its mask has a part that no CUDA kernel takes, which was refused.
+int RunOnCuda(const Case& c, uint64_t seed) {
+  const std::string where = Text("cuda, seed ", seed, " ", Describe(c));
+  Random random(seed);
+  const MaskData data = DrawMask(c, &random);
+  BiasTensor bias = DrawBias(c, &random);
+  const std::vector<float> relative = DrawRelative(c, &random, &bias.dense);
+  Dense dense = DrawDense(c, data, bias, &random);
+  if (c.sink) dense.sink = DrawValues(&random, c.dtype, c.H, 4);
+  std::vector<char> sink(static_cast<size_t>(c.H * SizeOfFloat(c.dtype)));
+  for (size_t h = 0; h < dense.sink.size(); ++h) {
+    StoreFloat(c.dtype, dense.sink[h], &sink[h * static_cast<size_t>(SizeOfFloat(c.dtype))]);
+  }
+  Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
+  Strided output(c, 3, c.H, c.S, c.Dv);
+  query.Fill(dense.query);
+  key.Fill(dense.key);
+  value.Fill(dense.value);
+  AttentionArgs args = MakeArgs(c, query, key, value, output);
+  std::vector<void*> blocks;
+  args.query = OnDevice(&blocks, query.bytes.data(), query.bytes.size());
+  args.key = OnDevice(&blocks, key.bytes.data(), key.bytes.size());
+  args.value = OnDevice(&blocks, value.bytes.data(), value.bytes.size());
+  args.output = OnDevice(&blocks, output.bytes.data(), output.bytes.size());
+  if (c.bias != Bias::kNone) {
+    args.bias = OnDevice(&blocks, bias.bytes.data(), bias.bytes.size());
+    args.bias_dtype = bias.dtype;
+    args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
+    args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
+  }
+  if (c.relative > 0) {
+    args.relative_bias = static_cast<float*>(OnDevice(&blocks, relative.data(), relative.size() * sizeof(float)));
+    args.relative_bias_size = c.relative;
+    args.relative_bias_stride_h = c.relative_shared ? 0 : c.relative;
+  }
+  args.query_position = c.offset ? c.T - c.S : 0;
+  if (c.sink) args.sink = OnDevice(&blocks, sink.data(), sink.size()), args.sink_dtype = c.dtype;
+  Tensor pad = Describe(data.pad.data(), DType::kBool, {c.B, c.T});
+  const bool padded = c.pad != Pad::kNone && c.mask != 12;
+  if (padded) pad.data = OnDevice(&blocks, data.pad.data(), data.pad.size());
+  AttentionMask mask;
+  BoundMask bound;
+  AttentionArgs host;
+  CpuAttentionConfig config;
+  config.m = 128, config.n = 64;
+  BindMask(c, data, config, &bound, &host);
+  mask.parts = bound.parts;
+  // Cases differ in their tables; the seed keeps their masks apart in the cache.
+  mask.fixed_hash = mask.parts.fixed.empty() ? 0 : mask.parts.fixed.Hash() ^ (seed << 32);
+  const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
+  RunContext context;
+  context.on_cuda = true;
+  context.allocate = Allocate;
+  context.self = &blocks;
+  int ran = 1;
+  const Answer answer = Attend(dense);
+  std::vector<char> first;
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, context);
+    if (!mask.parts.dynamic.empty()) {
+      CHECK(!status.ok() && status.message().find("at run time") != std::string::npos, where, ": ", status.message());
+      ran = 0;
+      break;
+    }
+    CHECK(status.ok(), where, ": ", status.message());
+    output.Reset();
+    const cudaError_t error = cudaMemcpy(output.bytes.data(), args.output, output.bytes.size(), cudaMemcpyDeviceToHost);
+    CHECK(error == cudaSuccess, where, ": ", cudaGetErrorString(error));
+    if (repeat == 0) first = output.bytes;
+    CHECK(first == output.bytes, where, ": a second run gives other bits");
+    Compare(c, dense, answer, &output, where);
+  }
+  for (void* block : blocks) cudaFree(block);
+  return ran;
+}
+
+void Cuda() {
+  int devices = 0;
+  CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
+  std::vector<Case> cases = ListedCases();
+  const std::vector<Case> drawn = DrawnCases(Cases(600));
+  cases.insert(cases.end(), drawn.begin(), drawn.end());
+  int64_t ran = 0;
+  const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
+  for (size_t i = 0; i < cases.size(); ++i) {
+    if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
+    Case c = cases[i];
+    c.cuda = true;
+    c.shifted = false;
+    if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
+    // Scores of half types stay in their range.
+    c.spread = std::min(c.spread, 8.0f);
+    c.D = std::min<int64_t>(128, (c.D + 7) / 8 * 8);
+    c.Dv = std::min<int64_t>(128, (c.Dv + 7) / 8 * 8);
+    ran += RunOnCuda(c, i);
+  }
+  CountCases(ran);
+}
+TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
+#endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }

@@ -183,6 +183,22 @@ def test_replaced(name: str, tmp_path: Path) -> None:
             same(run(target, feeds, library=library), run(model, feeds))
 
 
+@pytest.mark.parametrize("op", ["Attention", "MultiHeadAttention"])
+def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
+    """Causal by the lowest number, padding by -10000: a row whose keys are padding attends to them, not to later keys."""
+    first = WEIGHTS if op == "Attention" else (*qkv(), None)
+    node = Fused(op, (*first, Given("pad", ("B", "S"), INT32)), {"num_heads": 2, "unidirectional": 1})
+    report, target = forced(node.model(), tmp_path)
+    (site,) = report.sites
+    assert (site.replaced, site.mask) == (True, "k <= q"), site.reason
+    for seed, sizes in enumerate(SIZES):
+        feeds = node.feeds(sizes, seed)
+        feeds["pad"][0, :3] = 0
+        for library in (True, False):
+            # Beside -10000, fp32 rounds a score to 0.001.
+            same(run(target, feeds, library=library), run(node.model(), feeds), tolerance=2e-3)
+
+
 WINDOWS = {
     "causal": ({"is_causal": 1, "left_window_size": 3}, "k <= q and q - k <= 3"),
     "both sides": ({"left_window_size": 2, "right_window_size": 1}, "k - q <= 1 and q - k <= 2"),

@@ -8,6 +8,8 @@ from forms import PLAIN, feeds, model, only_site, reason, rewrite, run, sites
 from onnx import helper
 
 from stof.errors import UnsupportedError
+from stof.passes.prepare import prepare
+from stof.passes.scopes import search
 
 BEGIN = "%kt\ns1 = MatMul (q, kt)\n"
 
@@ -182,10 +184,12 @@ def test_a_softmax_in_a_subgraph_is_told() -> None:
     graph.graph.node.append(
         helper.make_node("If", ["flag"], ["chosen"], name="choice", then_branch=branches[0], else_branch=branches[1])
     )
-    found, findings = sites(graph)
-    assert not found
-    where = "the softmax is inside a subgraph of If node 'choice', which is not searched"
-    assert {(f.site, f.reason) for f in findings} == {("in yes", where), ("in no", where)}
+    scopes = search(prepare(graph))
+    assert {s.words for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
+    assert not any(s.sites for s in scopes)
+    reasons = {f.site: f.reason for s in scopes for f in s.findings}
+    assert set(reasons) == {"in yes", "in no"}
+    assert all("no MatMul of a query and a key" in r for r in reasons.values())
 
 
 ROW_GUARD = (

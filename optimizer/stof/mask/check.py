@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
 from stof.mask.lift import LOWEST, forbids_softly
+from stof.mask.signature import Signatures
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
@@ -75,8 +77,28 @@ class MaskChecker:
         self.symbolic = symbolic
         self.index = GraphIndex(model.graph)
         self.initializers = {t.name: t for t in model.graph.initializer}
+        self.signatures = Signatures(self.index, symbolic)
         self.passed: set[tuple[object, ...]] = set()
+        self.rows: set[tuple[object, ...]] = set()  # masks of which rows without a key were compared
         self.seen: set[int] = set()  # lengths at which masks were compared
+
+    def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
+        """Equal for sites of the same sizes with the same mask, made of tensors that are computed alike."""
+        known = [(t, self.symbolic.value(t.tensor) is not None) for t in site.terms]
+        return (
+            # What has no value may depend on the whole network before it.
+            tuple((t.kind, t.fill, t.scale, self.signatures.of(t.tensor) if own else t.tensor) for t, own in known),
+            tuple(t in mask.bias for t in site.terms),
+            None if mask.relative is None else replace(mask.relative, terms=()),
+            mask.expression,
+            mask.tables,
+            tuple((o.role, self.signatures.of(o.tensor)) for o in mask.operands),
+            None if site.row_guard is None else self.signatures.of(site.row_guard),
+            mask.empty_rows,
+            site.dims,
+            site.query_offset,
+            site.nan_guard,
+        )
 
     def check(self, site: AttentionSite, mask: LiftedMask, *, stated: bool = False) -> None:
         """Compares at several sizes.
@@ -89,16 +111,7 @@ class MaskChecker:
         """
         # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
         terms = [t for t in site.terms if stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
-        key = (
-            tuple(terms),
-            mask.bias,
-            mask.relative,
-            mask.expression,
-            mask.tables,
-            mask.operands,
-            site.row_guard,
-            stated,
-        )
+        key = (*self.key(site, mask), len(terms), stated)
         if (not terms and site.row_guard is None) or key in self.passed:
             return
         # The graph's own numbers count too: a stated mask may leave out a window.
@@ -190,7 +203,7 @@ class MaskChecker:
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._run([t.tensor for t in added], feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -204,11 +217,11 @@ class MaskChecker:
             UnsupportedError: when the terms cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -223,9 +236,9 @@ class MaskChecker:
             UnsupportedError: when they cannot be run at these sizes.
         """
         feeds, sizes = self._draw(site, mask, case, seed)
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._run([t.tensor for t in site.terms], feeds, sizes), allowed
+        return self._values(site.terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -267,11 +280,11 @@ class MaskChecker:
             raise UnsupportedError(
                 f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
             )
-        B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+        B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
-        for term, value in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
@@ -301,6 +314,12 @@ class MaskChecker:
                 f"mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
                 f"{'allowed' if wanted[where] else 'forbidden'} there"
             )
+
+    def _values(
+        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> list[np.ndarray]:
+        """The tensors of terms as they broadcast to [B, H, S, T]."""
+        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)
@@ -352,6 +371,18 @@ class MaskChecker:
                 pending.extend(node.input)
         nodes = [n for n in self.model.graph.node if n.op_type != "Shape" and any(o in needed for o in n.output)]
         return nodes, given, used
+
+
+def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """The sizes of a site's scores.
+
+    Raises:
+        _DoesNotRun: when one of them is negative, as strides and slices of short inputs can make it.
+    """
+    B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+    if min(B, H, S, T) < 0:
+        raise _DoesNotRun(f"scores of shape [{B}, {H}, {S}, {T}]")
+    return B, H, S, T
 
 
 def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:

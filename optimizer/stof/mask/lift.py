@@ -9,7 +9,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ LOWEST: dict[int, float] = {
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _FLOOR = -LOWEST[TensorProto.FLOAT]
-_ABSORBS = -1e8
+_WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,19 @@ class _TermMask:
     by_data: bool = False
 
 
-def lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask:
-    """The mask of a site as an expression.
+def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
+    """The mask of a site as an expression; tensors that are ``kept`` stay a bias, whatever they forbid.
 
     Raises:
         UnsupportedError: with the tensor and what its value depends on.
     """
     tables: dict[str, np.ndarray] = {}
-    terms = [_lift_term(symbolic, site, term, tables) for term in site.terms]
+    terms = [
+        _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
+        if term in kept
+        else _lift_term(symbolic, site, term, tables)
+        for term in site.terms
+    ]
     banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
     allowed = domain.simplify(banded)
@@ -114,9 +119,32 @@ def _domain(site: AttentionSite) -> Domain:
     )
 
 
-def element(tensor: SymTensor, site: AttentionSite) -> Int | Cond | Real:
-    """The tensor, broadcast to the scores, at (b, h, q, k)."""
-    return tensor.at(project(_index(site), tensor.shape))
+def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Cond | Real:
+    """The tensor, broadcast to the scores, at (b, h, q, k); ``merged`` is H where it is [B*H, .., ..]."""
+    index: tuple[Int, ...] = _index(site)
+    if merged:
+        index = (index[0] * integer(merged) + index[1], *index[2:])
+    return tensor.at(project(index, tensor.shape))
+
+
+def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
+    """Tensors [.., 1, T] that forbid less than another mask does: -10000 for padding beside -inf for what is to come.
+
+    A query whose keys are all forbidden by one of them attends to those that only they forbid. As biases they say that.
+    """
+    found = []
+    strongest = 0.0
+    for term in site.terms:
+        try:
+            fills = _read_term(symbolic, site, term, {}).fills
+        except UnsupportedError:
+            return []
+        strongest = min((strongest, *fills))
+        shape = symbolic.shape(term.tensor) or ()
+        flat = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
+        if term.kind is TermKind.ADD and flat and fills and min(fills) > _WEAK:
+            found.append(term)
+    return found if strongest <= _WEAK else []
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -144,7 +172,7 @@ def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
-    value = element(tensor, site)
+    value = element(tensor, site, term.merged)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
         fill = -math.inf if term.fill is None else term.fill
@@ -277,4 +305,4 @@ def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) ->
     # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half
     # the distance of fp32 numbers there). That of fp16 absorbs only in fp16 arithmetic, which runtimes replace by fp32 as
     # they see fit.
-    return EmptyRows.MEAN if min(finite) <= _ABSORBS else EmptyRows.ALL
+    return EmptyRows.MEAN if min(finite) <= _WEAK else EmptyRows.ALL

@@ -32,6 +32,9 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         return
     if any(checker.symbolic.value(t.tensor) is None for t in site.terms):
         return
+    key = checker.key(site, mask)
+    if key in checker.rows:
+        return
     most = lengths(mask.expression)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
     for seed, case in enumerate(cases):
@@ -52,6 +55,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
+    checker.rows.add(key)
 
 
 def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph import DOMAIN, GraphIndex, describe, subgraphs
+from stof.graph import DOMAIN, GraphIndex, all_nodes
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import find_sink
 from stof.passes.sizes import SizeTeller
@@ -32,36 +32,48 @@ class _Operands:
 
 
 def find_sites(
-    model: onnx.ModelProto, symbolic: Symbolic, fixed: frozenset[str] = frozenset()
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    fixed: frozenset[str] = frozenset(),
+    *,
+    taken: set[str] | None = None,
+    first: int = 0,
+    within: frozenset[str] | None = None,
 ) -> tuple[list[AttentionSite], list[Finding]]:
     """Every attention core of the main graph, and for every other Softmax the first obstacle.
 
-    ``fixed`` tensors are written whatever is replaced: no operand is read from behind them.
+    Args:
+        model: without external data.
+        symbolic: its shapes and values.
+        fixed: tensors that are written whatever is replaced: no operand is read from behind them.
+        taken: names that sites of other graphs have; those of this one are added.
+        first: the number of the first site.
+        within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
     """
     index = GraphIndex(model.graph, fixed)
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    taken: set[str] = set()
+    taken = set() if taken is None else taken
     for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
+        if within is not None and node.output[0] not in within:
+            continue
         name = _unique(node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, forward, node, name, len(sites)))
+            sites.append(_match(index, symbolic, forward, node, name, first + len(sites)))
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
-    findings.extend(_inside(model, taken))
+    if within is None:
+        findings.extend(_inside(model, taken))
     return sites, findings
 
 
 def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
-    """The softmaxes of subgraphs and local functions, which are not searched."""
+    """The softmaxes of local functions that could not be inlined."""
     findings = []
-    pending = [(g, f"a subgraph of {describe(node)}") for node in model.graph.node for g in subgraphs(node)]
-    pending += [(f, f"local function {f.domain}::{f.name}") for f in model.functions if f.domain != DOMAIN]
-    while pending:
-        graph, where = pending.pop(0)
-        for node in graph.node:
-            pending.extend((g, where) for g in subgraphs(node))
+    for function in (f for f in model.functions if f.domain != DOMAIN):
+        where = f"local function {function.domain}::{function.name}"
+        for node in all_nodes(function.node):
             if is_softmax(node):
                 name = _unique(node.name or f"softmax of {node.output[0]}", taken)
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
@@ -99,7 +111,7 @@ def _match(
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
-    values = _readings(index, symbolic, weighted.value, "value", transposed=False)
+    values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
     found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
@@ -116,13 +128,14 @@ def _match(
         value=found.value.operand,
         output=found.output.tensor,
         output_layout=found.output.layout,
+        output_perm=found.output.perm,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
         value_head_size=found.value.size,
         scale=scale,
         dtype=query.dtype,
-        terms=tuple(reversed(scores.terms)),
+        terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
@@ -136,8 +149,10 @@ def _match(
     )
 
 
-def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, transposed: bool) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed)
+def _readings(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, order: tuple[int, ...], transposed: bool = False
+) -> list[Heads]:
+    found = readings(index, symbolic, tensor, transposed=transposed, order=order)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -146,8 +161,8 @@ def _readings(index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, *, 
 
 
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
-    queries = _readings(index, symbolic, scores.query, "query", transposed=False)
-    return queries, _readings(index, symbolic, scores.key, "key", transposed=scores.key_transposed)
+    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:

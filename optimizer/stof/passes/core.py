@@ -14,6 +14,7 @@ from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, Symbolic
 
 _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
+_BF16_LOWEST = -3.3895313892515355e38
 
 
 @dataclass(frozen=True)
@@ -179,3 +180,19 @@ def float_type(symbolic: Symbolic, tensor: str) -> int:
         name = TensorProto.DataType.Name(dtype) if dtype else "unknown"
         raise UnsupportedError(f"{tensor!r} has element type {name}, expected fp32, fp16 or bf16")
     return dtype
+
+
+def lowest_as_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str:
+    """A mask that is added, its lowest finite number as -inf: ONNX Runtime gives zeros for rows that hold nothing else.
+
+    The specification promises them for -inf alone; where the original runs is what counts.
+    """
+    if kind not in _FLOATS:
+        return tensor
+    own = np_type(kind)
+    lowest = _BF16_LOWEST if kind == TensorProto.BFLOAT16 else float(np.finfo(own).min)
+    array = symbolic.constant(tensor)
+    if array is not None and not bool(np.any(array.astype(np.float64) <= lowest)):
+        return tensor
+    low = b.add("LessOrEqual", [tensor, b.constant(lowest, own)])
+    return b.add("Where", [low, b.constant(-np.inf, own), tensor])

@@ -19,7 +19,7 @@ from stof.mask.distance import table_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm
+from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
@@ -55,24 +55,43 @@ def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]
         return copy
     if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
         raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
+    calls = Calls(rewrites)
+    return calls.finish(edit(model, symbolic, rewrites, calls))
+
+
+class Calls:
+    """What all calls of a model share, in whatever graph they are: operand slots, layouts, and the body's variants."""
+
+    def __init__(self, rewrites: Sequence[Rewrite]) -> None:
+        self.slots = _slots(rewrites)
+        self.layouts = _common_layouts(rewrites)
+        self.grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
+        self.variants: dict[Variant, int] = {}
+
+    def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
+        """The variant of the body that a call takes, and its number."""
+        found = _variant(rewrite, self.slots, self.layouts, self.grouped)
+        return found, self.variants.setdefault(found, len(self.variants))
+
+    def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Adds to the model what its calls need: the function, the opset, the version stamp."""
+        model.functions.append(make_function(list(self.variants), opset_of(model)))
+        if not any(e.domain == DOMAIN for e in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        model.ir_version = max(model.ir_version, _LOWEST_IR)
+        _stamp(model)
+        return model
+
+
+def edit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: Calls) -> onnx.ModelProto:
+    """A copy of the model with the nodes of its main graph rewritten."""
     editing = Editing(model)
     pruner = Pruner(editing, symbolic, [r.site for r in rewrites])
-    slots = _slots(rewrites)
-    layouts = _common_layouts(rewrites)
-    grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
-    variants: dict[Variant, int] = {}
     for rewrite in rewrites:
-        variant = _variant(rewrite, slots, layouts, grouped)
-        number = variants.setdefault(variant, len(variants))
-        _replace(editing, symbolic, rewrite, variant, number, slots)
+        variant, number = calls.variant(rewrite)
+        _replace(editing, symbolic, rewrite, variant, number, calls.slots)
     pruner.prune()
-    result = editing.finish()
-    result.functions.append(make_function(list(variants), opset_of(model)))
-    if not any(e.domain == DOMAIN for e in result.opset_import):
-        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    result.ir_version = max(result.ir_version, _LOWEST_IR)
-    _stamp(result)
-    return result
+    return editing.finish()
 
 
 def _stamp(model: onnx.ModelProto) -> None:
@@ -158,19 +177,33 @@ def _replace(
         (site.num_heads, site.value_head_size),
     )
     inputs = [
-        _convert(editing, extra, editing.tensors[o.tensor], site.dtype, (own, wanted), size)
+        _convert(editing, extra, _laid_out(editing, extra, o, site.dtype), site.dtype, (own, wanted), size)
         for o, own, wanted, size in zip(
             (site.query, site.key, site.value), _layouts(site), variant.layouts, sizes, strict=False
         )
     ]
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
-    result = output if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
+    perm = list(site.output_perm)
+    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else output
+    result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
-    if result is not output:
-        _convert(editing, nodes, result, site.dtype, wanted, sizes[3], output)
+    if result is not written:
+        _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
+    if perm:
+        nodes.append(editing.node("Transpose", output.name, [written], [output], perm=perm))
     editing.graph.nodes[place:place] = nodes
     editing.declare(site.output, site.dtype, _output_shape(site))
+
+
+def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int) -> gs.Tensor:
+    """The operand's tensor in its layout: itself, or transposed."""
+    tensor: gs.Tensor = editing.tensors[operand.tensor]
+    if not operand.perm:
+        return tensor
+    out = editing.variable(f"{operand.tensor}_laid", dtype)
+    nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    return out
 
 
 def _convert(
@@ -209,11 +242,12 @@ def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
     batch, rows = (_dimension(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
-    return {
+    shape: list[int | str] = {
         Layout.BHSD: [batch, heads, rows, size],
         Layout.BSHD: [batch, rows, heads, size],
         Layout.BSN: [batch, rows, heads * size],
     }[site.output_layout]
+    return [shape[axis] for axis in site.output_perm] or shape
 
 
 def _dimension(size: Int) -> int | str:
@@ -255,6 +289,8 @@ def _bias(
     total: gs.Tensor | None = None
     for term in terms:
         tensor = editing.tensors[term.tensor]
+        if term.merged:
+            tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
         if not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
             tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
         if term.scale != 1.0:
@@ -278,6 +314,23 @@ def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list
     if dtype not in (site.dtype, TensorProto.FLOAT):
         tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor
+
+
+def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
+    """[B*H, .., ..] as [B, H, .., ..]."""
+
+    def add(op: str, name: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
+        out = editing.variable(f"stof_bias_{name}", kind)
+        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
+        return out
+
+    def numbers(*values: int) -> gs.Tensor:
+        return editing.initializer("stof_bias_sizes", np.array(values, np.int64))
+
+    sizes = add("Shape", "shape", [tensor], TensorProto.INT64)
+    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)], TensorProto.INT64)
+    target = add("Concat", "target", [numbers(-1, heads), rest], TensorProto.INT64, axis=0)
+    return add("Reshape", "spread", [tensor, target], dtype)
 
 
 def _append(

@@ -20,8 +20,8 @@ from stof.passes.core import (
     float_type,
     known_shape,
     known_size,
+    lowest_as_inf,
     merge_heads,
-    np_type,
     positions,
     size,
     split_heads,
@@ -148,7 +148,7 @@ class _Attention:
         kind = self.symbolic.dtype(tensor)
         boolean = kind == TensorProto.BOOL
         if not boolean:
-            tensor = self._as_zero(tensor, kind)
+            tensor = lowest_as_inf(b, self.symbolic, tensor, kind)
             if kind != TensorProto.FLOAT:
                 tensor = b.add("Cast", [tensor], to=TensorProto.FLOAT)
         if shape[-1] != keys and (self.request.opset >= 24 or None not in (shape[-1].constant, keys.constant)):
@@ -177,23 +177,3 @@ class _Attention:
         fill = np.zeros(1, np.bool_) if boolean else np.full(1, -np.inf, np.float32)
         rest = b.add("ConstantOfShape", [rest], value=onnx.numpy_helper.from_array(fill))
         return b.add("Concat", [tensor, rest], axis=-1)
-
-    def _as_zero(self, tensor: str, kind: int) -> str:
-        """The lowest finite number as -inf: ONNX Runtime gives zeros for rows that hold nothing else.
-
-        The specification promises them for -inf alone; where the original runs is what counts.
-        """
-        if kind not in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
-            return tensor
-        lowest = _lowest(kind)
-        array = self.symbolic.constant(tensor)
-        if array is not None and not bool(np.any(array.astype(np.float64) <= lowest)):
-            return tensor
-        b = self.builder
-        own = np_type(kind)
-        low = b.add("LessOrEqual", [tensor, b.constant(lowest, own)])
-        return b.add("Where", [low, b.constant(-np.inf, own), tensor])
-
-
-def _lowest(kind: int) -> float:
-    return float(np.finfo(np_type(kind)).min) if kind != TensorProto.BFLOAT16 else -3.3895313892515355e38

@@ -18,6 +18,8 @@ from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
+_MARK = "/stof_"  # in the names of tensors that stand for a fused node
+
 
 @dataclass
 class Request:
@@ -119,6 +121,7 @@ def lower(
     symbolic = Symbolic(model, known)
     index = GraphIndex(model.graph)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
+    taken = {n for n in taken if _MARK in n}  # usually none
     groups: list[Group] = []
     findings: list[Finding] = []
     for place, node in fused:
@@ -128,7 +131,7 @@ def lower(
         try:
             lowerers[_domain(node), node.op_type](request)
         except UnsupportedError as error:
-            findings.append(Finding(name, False, f"{describe(node)}: {error}"))
+            findings.append(Finding(name, False, f"{describe(node)}: {error}", {"output": node.output[0]}))
             continue
         softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
         groups.append(Group(place, tuple(builder.nodes), softmax))
@@ -141,7 +144,7 @@ def _domain(node: onnx.NodeProto) -> str:
 
 
 def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
-    base, i = f"{node.output[0]}/stof_", 1
+    base, i = f"{node.output[0]}{_MARK}", 1
     prefix = base
     while any(n.startswith(prefix) for n in taken):
         i += 1
@@ -149,14 +152,18 @@ def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
     return prefix
 
 
-def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
+def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[onnx.NodeProto]:
+    """Nodes with those of some groups in place of their fused ones."""
     by_place = {g.place: g for g in groups}
+    found: list[onnx.NodeProto] = []
+    for place, node in enumerate(nodes):
+        found.extend(by_place[place].nodes if place in by_place else [node])
+    return found
+
+
+def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.node[:]
-    for place, node in enumerate(model.graph.node):
-        if place in by_place:
-            result.graph.node.extend(by_place[place].nodes)
-        else:
-            result.graph.node.append(node)
+    result.graph.node.extend(expanded(model.graph.node, groups))
     return result

@@ -9,6 +9,7 @@ from stof.errors import UnsupportedError
 from stof.passes.inline import inline, inline_all
 from stof.passes.lower_attention import lower_attention
 from stof.passes.lower_contrib import lower_multi_head, lower_projecting
+from stof.passes.lower_gqa import lower_grouped
 from stof.passes.lowering import Lowered, Lowerer, Request, lower
 from stof.symbolic import Symbolic
 
@@ -24,6 +25,7 @@ def _quantized(_: Request) -> None:
 _LOWERERS: dict[tuple[str, str], Lowerer] = {
     ("", "Attention"): lower_attention,
     (_MICROSOFT, "Attention"): lower_projecting,
+    (_MICROSOFT, "GroupQueryAttention"): lower_grouped,
     (_MICROSOFT, "MultiHeadAttention"): lower_multi_head,
     (_MICROSOFT, "QAttention"): _quantized,
 }
@@ -34,3 +36,13 @@ def prepare(model: onnx.ModelProto) -> Lowered:
     base = inline(model, {("", "Softmax"), *_LOWERERS})
     whole = inline_all(base)
     return lower(model, base, _LOWERERS, None if whole is base else Symbolic(whole))
+
+
+def expand_fused(model: onnx.ModelProto, known: Symbolic | None) -> Lowered:
+    """The same for a subgraph that was made a model; ``known`` is of the model that it is part of."""
+    return lower(model, model, _LOWERERS, known)
+
+
+def is_fused(node: onnx.NodeProto) -> bool:
+    """Whether a node is fused attention, expandable or not."""
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _LOWERERS

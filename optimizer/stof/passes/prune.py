@@ -110,13 +110,18 @@ class Pruner:
         return nodes
 
     def _size(self, place: Place, nodes: list[gs.Node]) -> gs.Tensor:
-        tensor, axis = place
+        tensor, axis, factor = place
         whole = self.editing.variable(f"{tensor}/stof_shape", TensorProto.INT64)
         one = self.editing.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
         which = self.editing.initializer("stof_axis", np.array([axis], np.int64))
         nodes.append(self.editing.node("Shape", whole.name, [self.editing.tensors[tensor]], [whole]))
         nodes.append(self.editing.node("Gather", one.name, [whole, which], [one], axis=0))
-        return one
+        if factor == 1:
+            return one
+        times = self.editing.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
+        number = self.editing.initializer("stof_factor", np.array([factor], np.int64))
+        nodes.append(self.editing.node("Mul", times.name, [one, number], [times]))
+        return times
 
 
 def _mask_tensors(index: GraphIndex, tensors: Iterable[str], stop: set[str]) -> set[str]:

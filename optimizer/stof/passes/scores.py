@@ -10,12 +10,14 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
+from stof.passes.einsum import Order, products
 from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
 _PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
+MERGED = -1  # a mask [B*H, .., ..] while H is not known yet
 _MASKED = -1e4  # a Where that fills with more than this is no mask
 
 
@@ -26,6 +28,8 @@ class Scores:
     query: str = ""
     key: str = ""
     key_transposed: bool = True  # the operand is [.., D, T]
+    query_order: Order = ()  # of axes in which an operand is [.., S, D] or [.., T, D], where it is not its own
+    key_order: Order = ()
     factor: float = 1.0
     softcap: float = 0.0
     floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
@@ -92,6 +96,16 @@ class ScoreWalk:
     def _matmul(self, node: onnx.NodeProto, scores: Scores) -> Scores | None:
         if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
             return replace(scores.passed(node), query=node.input[0], key=node.input[1])
+        for product in products(self.symbolic, node):
+            if product.result == tuple(range(len(product.result))):
+                return replace(
+                    scores.passed(node),
+                    query=product.left,
+                    key=product.right,
+                    key_transposed=False,
+                    query_order=product.left_order,
+                    key_order=product.right_order,
+                )
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return None
         attributes = {a.name: a for a in node.attribute}
@@ -159,7 +173,7 @@ class ScoreWalk:
             if self.symbolic.value(node.input[i]) is not None:
                 continue
             try:
-                term = MaskTerm(TermKind.ADD, self._term(node, node.input[1 - i]), None, scores.factor)
+                term = self._term(TermKind.ADD, node, node.input[1 - i], None, scores.factor)
                 passed = scores.passed(node, "additive mask")
                 return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
             except UnsupportedError as error:
@@ -167,7 +181,7 @@ class ScoreWalk:
         raise failure or self._obstacle(node)
 
     def _sub(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
-        term = MaskTerm(TermKind.ADD, self._term(node, node.input[1]), None, -scores.factor)
+        term = self._term(TermKind.ADD, node, node.input[1], None, -scores.factor)
         passed = scores.passed(node, "subtracted mask")
         return self.walk(node.input[0], replace(passed, terms=(*passed.terms, term)), depth + 1)
 
@@ -179,18 +193,20 @@ class ScoreWalk:
             number = fill * scores.factor
             if number > _MASKED:
                 raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
-            term = MaskTerm(kind, self._term(node, node.input[0]), number)
+            term = self._term(kind, node, node.input[0], number)
             passed = scores.passed(node, "Where mask")
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
         raise self._obstacle(node)
 
-    def _term(self, node: onnx.NodeProto, tensor: str) -> str:
-        """A mask tensor that broadcasts to [B, H, S, T], from one that broadcasts to the node's output."""
+    def _term(
+        self, kind: TermKind, node: onnx.NodeProto, tensor: str, fill: float | None, scale: float = 1.0
+    ) -> MaskTerm:
+        """A mask that broadcasts to [B, H, S, T], from one that broadcasts to the node's output."""
         shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
         if shape is None or own is None:
             raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
         if len(shape) == 4 or all(d.constant == 1 for d in own[:-2]):
-            return tensor
+            return MaskTerm(kind, tensor, fill, scale)
         source, moves = tensor, list[onnx.NodeProto]()
         while len(shape) == 3 and len(moves) < 4:  # [B*H, S, T] from a tensor [B, H, S, T]
             mover = self.index.producer(source)
@@ -204,7 +220,9 @@ class ScoreWalk:
                 break
             order = [a for group in axes for a in group]
             if len(before) == 4 and [(a.axis, a.part) for a in order] == [(i, 0) for i in range(4)]:
-                return str(source)
+                return MaskTerm(kind, source, fill, scale)
+        if len(shape) == len(own) == 3 and own[0] == shape[0]:
+            return MaskTerm(kind, tensor, fill, scale, MERGED)
         raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import onnx
 
-from stof.symbolic import Int, Symbolic
+from stof.symbolic import Int, Symbolic, integer
 
-Place = tuple[str, int]  # a tensor and one of its axes
+Place = tuple[str, int, int]  # a tensor, one of its axes, and the number that its size is multiplied with
 
 
 class SizeTeller:
@@ -20,7 +20,7 @@ class SizeTeller:
         self._places: dict[Int, Place] = {}
         for value in model.graph.input:
             for axis, size in enumerate(symbolic.shape(value.name) or ()):
-                self._places.setdefault(size, (value.name, axis))
+                self._places.setdefault(size, (value.name, axis, 1))
 
     def elements(self, output: str, staying: Sequence[str] = ()) -> list[Place | int] | None:
         """The elements of a Shape node's output; None when one of them cannot be told."""
@@ -45,5 +45,7 @@ class SizeTeller:
         for tensor in staying:
             for axis, own in enumerate(self.symbolic.shape(tensor) or ()):
                 if own == size:
-                    return (tensor, axis)
-        return None
+                    return (tensor, axis, 1)
+        factor = size.terms[0][1] if len(size.terms) == 1 else 1
+        base = self._place(size.divide(integer(factor)) or size, staying) if factor > 1 else None
+        return (*base[:2], factor) if isinstance(base, tuple) else None

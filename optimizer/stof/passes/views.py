@@ -219,8 +219,12 @@ def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:
     return [a for a in group if a.size != ONE]
 
 
-def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool) -> list[Heads]:
+def readings(
+    index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool, order: tuple[int, ...] = ()
+) -> list[Heads]:
     """Legal readings of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``), the best of a type last.
+
+    ``order`` is the order of axes in which the tensor is that, where it is not its own.
 
     The farther the source the more copies fold into the op; but a tensor that the graph writes anyway, for another
     reader, is as good as its source and ends the search.
@@ -232,12 +236,14 @@ def readings(index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: 
             break
         if axes is None or len(axes) < 3:
             continue
+        axes = tuple(axes[i] for i in order) if order else axes
         rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
         batch = [a for group in axes[:-2] for a in group]
         heads = _classify(symbolic, chain, batch, rows, size)
         if heads is None:
             continue
-        found.append(heads)
+        # One that has to be transposed first is the last choice.
+        found.insert(0 if heads.operand.perm else len(found), heads)
         if _written_anyway(index, symbolic, chain.source):
             break
     return found
@@ -266,19 +272,49 @@ def _classify(
             if heads and width and repeat and fits:
                 operand = Operand(chain.source, layout)
                 return Heads(operand, dtype, shape[0], heads, shape[row_axis], width, repeat, chain.scale)
+        perm = _transposition(whole, batch, rows, size)
+        if perm is not None:
+            b, h, r, d = (shape[a] for a in perm)
+            if h.constant and d.constant:
+                operand = Operand(chain.source, Layout.BHSD, perm)
+                return Heads(operand, dtype, b, h.constant, r, d.constant, _repeat_of(batch), chain.scale)
     if len(shape) == 3 and len(_strip(size)) == 1:
         head_size = _strip(size)[0]
-        heads_int = shape[2].divide(head_size.size)
+        if head_size.axis < 0:
+            return None
+        heads_int = shape[head_size.axis].divide(head_size.size)
         heads, width = (None if heads_int is None else heads_int.constant), head_size.size.constant
-        if head_size.axis != 2 or not heads or not width:
+        if not heads or not width:
             return None
         split = head_size.part == 1 if heads > 1 else head_size.part == 0
-        inner = AxisAtom(2, 0, integer(heads))
-        repeat = _repeat(batch, [whole[0], inner])
-        if split and repeat and _strip(rows) == _strip([whole[1]]):
-            operand = Operand(chain.source, Layout.BSN)
-            return Heads(operand, dtype, shape[0], heads, shape[1], width, repeat, chain.scale)
+        inner = AxisAtom(head_size.axis, 0, integer(heads))
+        for perm in ((0, 1, 2), (1, 0, 2)):  # the second is torch's nn.MultiheadAttention: length before batch
+            repeat = _repeat(batch, [whole[perm[0]], inner])
+            if head_size.axis == 2 and split and repeat and _strip(rows) == _strip([whole[perm[1]]]):
+                operand = Operand(chain.source, Layout.BSN, () if perm == (0, 1, 2) else perm)
+                return Heads(operand, dtype, shape[perm[0]], heads, shape[perm[1]], width, repeat, chain.scale)
     return None
+
+
+def _transposition(
+    whole: Sequence[AxisAtom], batch: Sequence[AxisAtom], rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
+) -> tuple[int, ...] | None:
+    """The order in which four whole axes are batch, heads, rows and size; axes of size 1 stand for what is not there."""
+    outer = [a for a in _strip(batch) if a.axis >= 0]
+    groups = [outer[:1], outer[1:], _strip(rows), _strip(size)]
+    if len(outer) == 1 and outer[0].size.constant is not None:
+        groups[:2] = [[], outer]
+    used = [a for group in groups for a in group]
+    if len(outer) > 2 or any(len(g) > 1 for g in groups) or any(a not in whole for a in used):
+        return None
+    spare = [a.axis for a in whole if a.size == ONE]
+    order = [g[0].axis if g else (spare.pop(0) if spare else -1) for g in groups]
+    return tuple(order) if sorted(order) == [0, 1, 2, 3] else None
+
+
+def _repeat_of(batch: Sequence[AxisAtom]) -> int:
+    last = _strip(batch)[-1:]
+    return (last[0].size.constant or 1) if last and last[0].axis < 0 else 1
 
 
 def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None:
@@ -292,13 +328,19 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
     return None
 
 
-def output_layout(shape: tuple[Int, ...], axes: Axes, heads: int) -> Layout | None:
-    """The layout of a view of the result [.., S, Dv] of the second MatMul; None when it is no legal one."""
+def output_layout(
+    shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = ()
+) -> tuple[Layout, tuple[int, ...]] | None:
+    """The layout of a view of the result [.., S, Dv] of the second MatMul, and the transposition of it that the view is.
+
+    None when it is no legal one. ``order`` is the order of axes in which the result is that, where it is not its own.
+    """
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+    whole = [whole[i] for i in order] if order else whole
     groups = [_strip(g) for g in axes]
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
-    elif len(shape) == 3 and len(axes) in (3, 4):  # [B*H, S, Dv]
+    elif len(shape) == 3 and len(axes) in (3, 4) and not order:  # [B*H, S, Dv]
         first = _strip([a for g in axes for a in g if a.axis == 0])
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
@@ -309,9 +351,11 @@ def output_layout(shape: tuple[Int, ...], axes: Axes, heads: int) -> Layout | No
     else:
         return None
     if groups == [b, h, s, d]:
-        return Layout.BHSD
+        return Layout.BHSD, ()
     if groups == [b, s, h, d]:
-        return Layout.BSHD
+        return Layout.BSHD, ()
     if groups == [b, s, h + d]:
-        return Layout.BSN
+        return Layout.BSN, ()
+    if groups == [s, b, h + d]:
+        return Layout.BSN, (1, 0, 2)
     return None

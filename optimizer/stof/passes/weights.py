@@ -11,6 +11,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
+from stof.passes.einsum import Order, products
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
@@ -31,6 +32,8 @@ class Weighted:
     nan_guard: bool
     nodes: tuple[str, ...]
     row_guard: str | None = None
+    value_order: Order = ()  # of axes in which the value is [.., T, Dv], and the product [.., S, Dv], where it is not its own
+    product_order: Order = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Output:
     dtype: int
     row_guard: str | None
     nodes: tuple[str, ...]
+    perm: tuple[int, ...] = ()
 
 
 class Forward:
@@ -104,10 +108,12 @@ class Forward:
                 tensor = user.output[0]
                 nodes.append(tensor)
                 continue
-            if self._is_product(user, tensor):
+            product = self._product(user, tensor)
+            if product is not None:
                 if shape is not None:
                     raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
-                return Weighted(user.input[1], user.output[0], guard, (*nodes, user.output[0]), row_guard)
+                value, orders = product
+                return Weighted(value, user.output[0], guard, (*nodes, user.output[0]), row_guard, *orders)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):
@@ -133,6 +139,17 @@ class Forward:
         if node.op_type in _PASS or is_float_cast(self.symbolic, node):
             return True
         return is_move(self.symbolic, node) and keeps_matrices(self.symbolic, node)
+
+    def _product(self, node: onnx.NodeProto, tensor: str) -> tuple[str, tuple[Order, Order]] | None:
+        """The value that a node multiplies the weights with, and the orders of axes of value and product."""
+        if self._is_product(node, tensor):
+            return str(node.input[1]), ((), ())
+        for found in products(self.symbolic, node):
+            # The weights [.., S, T] are summed over T, which comes last in both operands.
+            if found.left == tensor != found.right and found.left_order == tuple(range(len(found.left_order))):
+                *batch, columns, summed = found.right_order
+                return found.right, ((*batch, summed, columns), found.result)
+        return None
 
     def _is_product(self, node: onnx.NodeProto, tensor: str) -> bool:
         if node.input[0] != tensor:
@@ -189,9 +206,10 @@ class Forward:
         current = start
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))
-            layout = None if axes is None else output_layout(shape, axes, heads)
+            view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order)
+            layout, perm = view if view is not None else (None, ())
             if layout is not None:
-                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed))
+                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed, perm))
             users = self._users(current, staying)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break

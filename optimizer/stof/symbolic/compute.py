@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import string
+
 from onnx import TensorProto
 
 from stof.symbolic.interpreter import Context, Fact, Rule
@@ -42,6 +44,7 @@ def _conv(context: Context) -> list[Fact] | None:
     kernel = [d.constant for d in weight[2:]]
     if any(k is None for k in kernel):
         return None
+    context.equate(data[1], weight[1] * integer(context.number("group", 1)))
     sizes = _window(context, data[2:], [k for k in kernel if k is not None])
     return None if sizes is None else [Fact(context.fact(0).dtype, (data[0], weight[0], *sizes))]
 
@@ -84,9 +87,11 @@ def _conv_transpose(context: Context) -> list[Fact] | None:
 
 def _einsum(context: Context) -> list[Fact] | None:
     equation = str(context.attribute("equation", "")).replace(" ", "")
-    if "..." in equation:
-        return None
-    left, arrow, right = equation.partition("->")
+    ranks = [len(context.shape(i) or ()) for i in range(len(context.node.input))]
+    named = [t.replace("...", "") for t in equation.partition("->")[0].split(",")]
+    dots = max((r - len(t) for r, t in zip(ranks, named, strict=False)), default=0)
+    spare = [c for c in string.ascii_letters if c not in equation]
+    left, arrow, right = equation.replace("...", "".join(spare[: max(0, dots)])).partition("->")
     terms = left.split(",")
     sizes: dict[str, Int] = {}
     for i, term in enumerate(terms):

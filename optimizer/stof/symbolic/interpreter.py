@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
-from stof.symbolic.terms import Int, integer, size
+from stof.symbolic.terms import Atom, Int, integer, size
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
@@ -65,6 +65,16 @@ class Context:
         if one != other:
             self.same[one, other] = None
 
+    def unified(self, size: Int) -> Int:
+        """The size with others that are equal to it or to its factors written in one way: as numbers where there are any."""
+        for one, other in self.same:
+            plain, value = (one, other) if other.constant is not None else (other, one)
+            if size == plain:
+                size = value
+            elif plain.atom is not None and plain.atom in size.atoms():
+                size = _substituted(size, plain.atom, value)
+        return size
+
     def fact(self, i: int) -> Fact:
         """The fact of input ``i``; an empty one when it is not given."""
         return self.facts.get(self.node.input[i], Fact()) if self.has(i) else Fact()
@@ -106,6 +116,16 @@ class Context:
         return [c for c in constants if c is not None]
 
 
+def _substituted(size: Int, atom: Atom, value: Int) -> Int:
+    total = integer(0)
+    for monomial, coefficient in size.terms:
+        product = integer(coefficient)
+        for factor in monomial:
+            product = product * (value if factor == atom else Int((((factor,), 1),)))
+        total = total + product
+    return total
+
+
 Rule = Callable[[Context], list[Fact] | None]
 
 
@@ -123,12 +143,16 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
-        from stof.symbolic import contrib, fused, rules
+        from stof.symbolic import contrib, fused, quantized, rules
 
         self._facts: dict[str, Fact] = {}
         self._known = known
-        standard = rules.RULES | fused.STANDARD
-        self._rules = {"": standard, "ai.onnx": standard, "com.microsoft": contrib.RULES | fused.CONTRIB}
+        standard = rules.RULES | fused.STANDARD | quantized.STANDARD
+        self._rules = {
+            "": standard,
+            "ai.onnx": standard,
+            "com.microsoft": contrib.RULES | fused.CONTRIB | quantized.CONTRIB,
+        }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)

@@ -300,8 +300,11 @@ def _target_shape(context: Context, data: Shape) -> Shape | None:
     shape = [data[a] if d.constant == 0 and not keep_zero else d for a, d in enumerate(wanted)]
     unknown = [a for a, d in enumerate(shape) if d.constant == -1]
     if unknown:
-        rest = product(tuple(d for d in shape if d.constant != -1))
-        quotient = product(data).divide(rest)
+        rest = tuple(d for d in shape if d.constant != -1)
+        quotient = product(data).divide(product(rest))
+        if quotient is None:
+            whole, part = (product(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
+            quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
         shape[unknown[0]] = quotient
@@ -313,7 +316,20 @@ def _reshape(context: Context) -> list[Fact] | None:
     shape = None if data is None else _target_shape(context, data)
     if data is None or shape is None:
         return None
+    _equate_counts(context, product(data), product(shape))
     return _reshaped(context, data, shape)
+
+
+def _equate_counts(context: Context, before: Int, after: Int) -> None:
+    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
+    if before == after or len(after.terms) != 1:
+        return
+    for atom in after.terms[0][0]:
+        factor = Int((((atom,), 1),))
+        rest = before.divide(factor)
+        if rest is not None:
+            before, after = rest, after.divide(factor) or after
+    context.equate(before, after)
 
 
 def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
@@ -370,19 +386,26 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
     below it (``b * S + k``); the check by execution would catch it if not.
     """
     if n.constant is not None:
-        return floor_div(flat, n.constant), _mod(flat, n.constant)
+        return floor_div(flat, n.constant), floor_mod(flat, n.constant)
     return flat.divmod(n)
 
 
-def _mod(x: Int, n: int) -> Int:
-    return integer(x.constant % n) if x.constant is not None else of_atom("mod", x, n)
+def floor_mod(x: Int, n: int) -> Int:
+    """The remainder of x by n, for n > 0."""
+    rest = _remaining(x, n)
+    return integer(rest.constant % n) if rest.constant is not None else of_atom("mod", rest, n)
 
 
 def floor_div(x: Int, n: int) -> Int:
-    """The floor of x / n, for n > 0."""
-    if n == 1:
-        return x
-    return integer(x.constant // n) if x.constant is not None else of_atom("div", x, n)
+    """The floor of x / n, for n > 0: terms that n divides are taken out."""
+    rest = _remaining(x, n)
+    whole = (x - rest).divide(integer(n)) or ZERO
+    return whole + (integer(rest.constant // n) if rest.constant is not None else of_atom("div", rest, n))
+
+
+def _remaining(x: Int, n: int) -> Int:
+    """The terms that n does not divide."""
+    return Int(tuple((m, c) for m, c in x.terms if c % n)) if n > 1 else ZERO
 
 
 def _flatten(context: Context) -> list[Fact] | None:
@@ -421,7 +444,7 @@ def _tile(context: Context) -> list[Fact] | None:
             elif d == ONE:
                 moved.append(ZERO)
             elif d.constant is not None:
-                moved.append(_mod(i, d.constant))
+                moved.append(floor_mod(i, d.constant))
             else:
                 moved.append(of_atom("opaque", "mod", i, d))
         return value.at(tuple(moved))

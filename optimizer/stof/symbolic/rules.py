@@ -155,8 +155,12 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         exact = x.divide(y)
         if exact is not None:
             return exact
-        if y.constant and y.constant > 0 and bound(x, upper=False) >= 0:
-            return of_atom("div", x, y.constant)
+        if y.constant and y.constant > 0:
+            floor = movement.floor_div(x, y.constant)
+            if bound(x, upper=False) >= 0:
+                return floor
+            rest = movement.floor_mod(x, y.constant)
+            return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
     return fold_real("div", x, y)
 
@@ -167,7 +171,7 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if x.constant is not None:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
-                return of_atom("mod", x, y.constant)
+                return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
         if isinstance(x, Int) and isinstance(y, Int):
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
@@ -213,6 +217,16 @@ def _absolute(x: Scalar) -> Scalar:
         assert isinstance(number, float)
         return real(abs(number))
     return Real("opaque", ("Abs", value))
+
+
+def _sign(x: Scalar) -> Scalar:
+    if not isinstance(x, Int):
+        value = to_real(x)
+        if value.kind == "const" and isinstance(value.args[0], float):
+            return real(float(np.sign(value.args[0])))
+        return Real("opaque", ("Sign", value))
+    positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
+    return select(positive, integer(1), select(negative, integer(-1), integer(0)))
 
 
 def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
@@ -455,6 +469,7 @@ RULES: dict[str, Rule] = {
     "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
     "Neg": _pointwise(negative),
     "Abs": _pointwise(_absolute),
+    "Sign": _pointwise(_sign),
     "Min": _pointwise(_extreme("min")),
     "Max": _pointwise(_extreme("max")),
     "Clip": _clip,
@@ -511,7 +526,6 @@ for _name in [
     "Swish",
     "QuickGelu",
     "Softsign",
-    "Sign",
 ]:
     RULES[_name] = _same_shape
 for _name in ["Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp"]:

@@ -8,6 +8,7 @@ sets below ``and`` and ``or``. Floats keep the shape of the computation; the mas
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,10 +16,41 @@ from functools import lru_cache
 
 Monomial = tuple["Atom", ...]
 ANY = "any integer"
+_HEAVIEST = 2000  # parts of an atom
+_MOST_TERMS = 4096  # of a product
+_fresh = itertools.count()
+
+
+class _Shared:
+    """Values that hold each other many times over: hashes and weights are computed once for each object."""
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((type(self).__name__, *(v for k, v in self.__dict__.items() if not k.startswith("_"))))
+            self.__dict__["_hash"] = known
+        assert isinstance(known, int)
+        return known
+
+    @property
+    def weight(self) -> int:
+        """How many parts the value has when it is written out."""
+        known = self.__dict__.get("_weight")
+        if known is None:
+            known = 1 + sum(_weigh(v) for k, v in self.__dict__.items() if not k.startswith("_"))
+            self.__dict__["_weight"] = known
+        assert isinstance(known, int)
+        return known
+
+
+def _weigh(value: object) -> int:
+    if isinstance(value, _Shared):
+        return value.weight
+    return sum(_weigh(v) for v in value) if isinstance(value, tuple) else 0
 
 
 @dataclass(frozen=True)
-class Atom:
+class Atom(_Shared):
     """An indivisible integer: ``kind`` and its arguments.
 
     Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
@@ -26,6 +58,8 @@ class Atom:
     ``bool`` (Cond), ``read`` (tensor, indices; a third argument ``ANY`` where it is not taken for 0 or 1), ``table``
     (tensor, indices).
     """
+
+    __hash__ = _Shared.__hash__
 
     kind: str
     args: tuple[object, ...]
@@ -48,8 +82,10 @@ def _key(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Int:
+class Int(_Shared):
     """A polynomial with integer coefficients: sorted ((monomial, coefficient), ...)."""
+
+    __hash__ = _Shared.__hash__
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -67,6 +103,8 @@ class Int:
         return self * integer(-1)
 
     def __mul__(self, other: Int) -> Int:
+        if len(self.terms) * len(other.terms) > _MOST_TERMS:
+            return Int((((Atom("opaque", ("a term too large", next(_fresh))),), 1),))
         return _collect(
             (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
         )
@@ -146,8 +184,12 @@ def integer(value: int) -> Int:
 
 
 def of_atom(kind: str, *args: object) -> Int:
-    """The polynomial of a single new atom."""
-    return Int((((Atom(kind, args),), 1),))
+    """The polynomial of a single new atom; one that nothing equals where it would be too large to work with."""
+    return Int((((_light(Atom(kind, args)),), 1),))
+
+
+def _light(atom: Atom) -> Atom:
+    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", next(_fresh)))
 
 
 def size(name: str) -> Int:
@@ -164,13 +206,15 @@ def var(name: str) -> Int:
 
 
 @dataclass(frozen=True)
-class Cond:
+class Cond(_Shared):
     """A condition in negation normal form.
 
     Kinds: ``true``; ``false``; ``le`` (Int): Int <= 0; ``eq``/``ne`` (Int): Int == 0, != 0; ``and``/``or`` (sorted
     conditions); ``read``/``unread`` (tensor, indices): a boolean tensor's element and its negation;
     ``table``/``untable``; ``opaque``/``unopaque`` (text, indices).
     """
+
+    __hash__ = _Shared.__hash__
 
     kind: str
     args: tuple[object, ...] = ()
@@ -336,18 +380,35 @@ def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) 
         return neutral
     if len(members) == 1:
         return members.pop()
+    if kind == "and" and _is_zero_without(members):
+        return FALSE
     return Cond(kind, tuple(sorted(members, key=_cond_key)))
+
+
+def _is_zero_without(conds: set[Cond]) -> bool:
+    """Whether conditions ask for a number that is 0 and leaves a remainder: how floor division tells negative numbers."""
+    for cond in conds:
+        if cond.kind != "ne" or not isinstance(cond.args[0], Int):
+            continue
+        atom = cond.args[0].atom
+        if atom is None or atom.kind != "mod" or not isinstance(atom.args[0], Int):
+            continue
+        if Cond("le", (atom.args[0],)) in conds and bound(atom.args[0], upper=False) >= 0:
+            return True
+    return False
 
 
 # ---- floats ----
 
 
 @dataclass(frozen=True)
-class Real:
+class Real(_Shared):
     """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
     ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor, indices);
     ``opaque`` (text, arguments).
     """
+
+    __hash__ = _Shared.__hash__
 
     kind: str
     args: tuple[object, ...]

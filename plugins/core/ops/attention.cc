@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "plugins/core/block_mask_cache.h"
+#include "plugins/core/cuda_backend.h"
 
 namespace stof {
 namespace {
@@ -184,12 +185,22 @@ void ToBytes(const void* data, int64_t count, uint8_t* bytes, NonZero non_zero) 
   for (int64_t i = 0; i < count; ++i) bytes[i] = non_zero(values[i]) ? 1 : 0;
 }
 
-// pad [B or 1, T] of any legal type as bytes [B, T].
-Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& context, uint8_t** bytes) {
+Status CheckPad(const Tensor& pad, int64_t B, int64_t T) {
   if (pad.rank != 2 || (pad.dims[0] != B && pad.dims[0] != 1) || pad.dims[1] != T) {
     return Status::Error("pad has shape " + ShapeText(pad) + ", expected [" + std::to_string(B) + ", " +
                          std::to_string(T) + "]");
   }
+  static constexpr DType kTypes[] = {DType::kBool, DType::kU8, DType::kI32, DType::kI64, DType::kF32, DType::kF16};
+  if (std::find(std::begin(kTypes), std::end(kTypes), pad.dtype) == std::end(kTypes)) {
+    return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
+                         ", expected bool, uint8, int32, int64, fp32 or fp16");
+  }
+  return Status();
+}
+
+// pad [B or 1, T] of any legal type as bytes [B, T].
+Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& context, uint8_t** bytes) {
+  STOF_RETURN_IF_ERROR(CheckPad(pad, B, T));
   *bytes = static_cast<uint8_t*>(context.allocate(context.self, static_cast<size_t>(std::max<int64_t>(1, B * T))));
   if (*bytes == nullptr) return Status::Error("out of memory for pad");
   const int64_t count = pad.dims[0] * T;
@@ -212,8 +223,7 @@ Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& conte
       ToBytes<uint16_t>(pad.data, count, *bytes, [](uint16_t x) { return (x & 0x7fff) != 0; });
       break;
     default:
-      return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
-                           ", expected bool, uint8, int32, int64, fp32 or fp16");
+      break;
   }
   for (int64_t b = 1; b < B && pad.dims[0] == 1; ++b) std::memcpy(*bytes + b * T, *bytes, static_cast<size_t>(T));
   return Status();
@@ -277,6 +287,9 @@ class AttentionOp final : public Op {
     for (size_t i = 0; i < attributes_.operands.size(); ++i) {
       given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
     }
+    if (context.on_cuda && !mask_.fixed()) {
+      return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
+    }
     std::shared_ptr<const AttentionMask> mask;
     STOF_RETURN_IF_ERROR(mask_.Get(given, &mask));
     const ExprSizes sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
@@ -284,9 +297,15 @@ class AttentionOp final : public Op {
       return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
     }
     if (expected.Elements() == 0) return Status();
-    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args));
+    const Tensor* pad = nullptr;
+    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args, &pad));
     args.output = outputs[0].data;
     args.query_position = sizes.P;
+    if (context.on_cuda) {
+      const CudaBackend* backend = FindCudaBackend();
+      if (backend == nullptr) return Status::Error("this build has no CUDA kernels");
+      return backend->attention(args, pad, *mask, sizes, context);
+    }
     if (args.T == 0) {
       FillWithoutKeys(args, outputs[0]);
       return Status();
@@ -368,9 +387,10 @@ class AttentionOp final : public Op {
     return Status();
   }
 
-  // Biases, sink and pad; pad is replaced in `given` by its bytes, which a dynamic part may read too.
+  // Biases, sink and pad; on the CPU, pad is replaced in `given` by its bytes, which a dynamic part may read too; on a
+  // device it stays what it is.
   Status BindOperands(const MaskParts& parts, std::vector<std::pair<std::string, Tensor>>* given,
-                      const RunContext& context, AttentionArgs* args) const {
+                      const RunContext& context, AttentionArgs* args, const Tensor** pad) const {
     bool pad_seen = false;
     for (auto& [role, tensor] : *given) {
       if (role == "unused") continue;
@@ -380,6 +400,11 @@ class AttentionOp final : public Op {
       if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args));
       if (role != "pad") continue;
       pad_seen = true;
+      if (context.on_cuda) {
+        STOF_RETURN_IF_ERROR(CheckPad(tensor, args->B, args->T));
+        if (parts.pad) *pad = &tensor;
+        continue;
+      }
       uint8_t* bytes = nullptr;
       STOF_RETURN_IF_ERROR(PadBytes(tensor, args->B, args->T, context, &bytes));
       tensor.data = bytes;
@@ -522,7 +547,8 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
 
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3,
+  static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
+  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3, kCudaTypes, 2,
                                             CreateAttention, OutputShape};
   return &description;
 }

@@ -48,6 +48,7 @@ class AttentionMaskSource {
   explicit AttentionMaskSource(std::string text) : text_(std::move(text)) {}
   Status Fix(const Tables& tables);  // these, for ever
   Status Get(const Tables& given, std::shared_ptr<const AttentionMask>* mask) const;
+  bool fixed() const { return fixed_; }
 
  private:
   std::string text_;

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "cuda/attention.h"
+
+namespace stof {
+namespace cuda {
+
+Launch FindSm80D32(bool bf16, bool extras);
+Launch FindSm80D64(bool bf16, bool extras);
+Launch FindSm80D96(bool bf16, bool extras);
+Launch FindSm80D128(bool bf16, bool extras);
+
+Launch FindSm80(int head_size, bool bf16, bool extras) {
+  if (head_size <= 32) return FindSm80D32(bf16, extras);
+  if (head_size <= 64) return FindSm80D64(bf16, extras);
+  if (head_size <= 96) return FindSm80D96(bf16, extras);
+  if (head_size <= 128) return FindSm80D128(bf16, extras);
+  return nullptr;
+}
+
+namespace {
+
+template <typename T>
+struct NonZero {
+  static __device__ bool Test(T x) { return x != T(0); }
+};
+struct HalfBits {
+  uint16_t bits;
+};
+template <>
+struct NonZero<HalfBits> {
+  static __device__ bool Test(HalfBits x) { return (x.bits & 0x7fff) != 0; }
+};
+
+// One warp makes one word.
+template <typename T>
+__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, uint32_t* bits) {
+  const int word = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (word >= words) return;
+  const int64_t key = int64_t{32} * word + threadIdx.x % 32;
+  const bool on = key < keys && NonZero<T>::Test(pad[blockIdx.y * batch_stride + key]);
+  const uint32_t found = __ballot_sync(~0u, on);
+  if (threadIdx.x % 32 == 0) bits[static_cast<int64_t>(blockIdx.y) * words + word] = found;
+}
+
+template <typename T>
+int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bits, void* stream) {
+  const auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
+  const dim3 grid(static_cast<unsigned>((words + 7) / 8), static_cast<unsigned>(B));
+  PadBits<T><<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const T*>(pad), batches == 1 ? 0 : keys,
+                                                                  static_cast<int32_t>(keys), words, bits);
+  return static_cast<int>(cudaPeekAtLastError());
+}
+
+}  // namespace
+
+int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, void* stream) {
+  if (B > 65535) return static_cast<int>(cudaErrorInvalidValue);
+  if (B == 0 || T == 0) return 0;
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kU8:
+      return Run<uint8_t>(pad, batches, B, T, bits, stream);
+    case DType::kI32:
+      return Run<int32_t>(pad, batches, B, T, bits, stream);
+    case DType::kI64:
+      return Run<int64_t>(pad, batches, B, T, bits, stream);
+    case DType::kF32:
+      return Run<float>(pad, batches, B, T, bits, stream);
+    case DType::kF16:
+      return Run<HalfBits>(pad, batches, B, T, bits, stream);
+    default:
+      return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/device_mask.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "plugins/core/block_mask_cache.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+constexpr int64_t kCapacity = int64_t{64} << 20;
+constexpr int64_t kLine = 128;
+
+// Rows of each table by falling number of tiles; a partial one counts half as much again, for its bits.
+std::vector<int32_t> OrderOf(const BlockMask& mask) {
+  std::vector<int32_t> order(mask.full_begin.size());
+  const auto rows = static_cast<size_t>(mask.rows);
+  for (size_t first = 0; first < order.size(); first += rows) {
+    const auto cost = [&mask, first](int32_t row) {
+      const size_t at = first + static_cast<size_t>(row);
+      return 3 * (mask.row_ptr[at + 1] - mask.row_ptr[at]) - (mask.row_ptr[at + 1] - mask.full_begin[at]);
+    };
+    const auto begin = order.begin() + static_cast<std::ptrdiff_t>(first);
+    std::iota(begin, begin + mask.rows, 0);
+    std::stable_sort(begin, begin + mask.rows, [&cost](int32_t a, int32_t b) { return cost(a) > cost(b); });
+  }
+  return order;
+}
+
+}  // namespace
+
+Status ToStatus(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return Status();
+  return Status::Error(std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(error)) + ", " +
+                       cudaGetErrorString(error));
+}
+
+MaskEntry::~MaskEntry() {
+  if (uploaded_ != nullptr) cudaEventDestroy(uploaded_);
+  if (memory_ != nullptr) cudaFree(memory_);
+}
+
+Status MaskEntry::Upload(const BlockMask& mask, cudaStream_t stream) {
+  const std::vector<int32_t> order = OrderOf(mask);
+  std::vector<char> image;
+  const auto put = [&image](const auto& values) {
+    const size_t at = (image.size() + kLine - 1) / kLine * kLine;
+    const size_t bytes = values.size() * sizeof(values[0]);
+    image.resize(at + bytes);
+    const char* from = reinterpret_cast<const char*>(values.data());
+    std::copy(from, from + bytes, image.begin() + static_cast<std::ptrdiff_t>(at));
+    return at;
+  };
+  const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
+  const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id), bits = put(mask.bits), ordered = put(order);
+  bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
+  // From pageable memory: the image is staged before the call returns.
+  STOF_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(memory_, image.data(), image.size(), cudaMemcpyHostToDevice, stream),
+                                "copy of a block mask"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&uploaded_, cudaEventDisableTiming), "event"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaEventRecord(uploaded_, stream), "event"));
+  const char* base = static_cast<const char*>(memory_);
+  view_.rows = mask.rows;
+  view_.layout_b = mask.layout_b;
+  view_.layout_h = mask.layout_h;
+  view_.layout = reinterpret_cast<const int32_t*>(base + layout);
+  view_.row_ptr = reinterpret_cast<const int32_t*>(base + row_ptr);
+  view_.full_begin = reinterpret_cast<const int32_t*>(base + full);
+  view_.key_tile = reinterpret_cast<const int32_t*>(base + tiles);
+  view_.bits_id = reinterpret_cast<const int32_t*>(base + ids);
+  view_.bits = reinterpret_cast<const uint32_t*>(base + bits);
+  view_.order = reinterpret_cast<const int32_t*>(base + ordered);
+  return Status();
+}
+
+Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
+  if (ready_.load(std::memory_order_acquire)) return Status();
+  // A captured stream may not wait for an event of the world outside; asking for its state needs the relaxed mode.
+  // Whoever captures ran before, so that the upload has ended or is about to.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
+  const cudaError_t state = captured ? cudaEventSynchronize(uploaded_) : cudaEventQuery(uploaded_);
+  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
+  if (state == cudaSuccess) {
+    ready_.store(true, std::memory_order_release);
+    return Status();
+  }
+  if (state != cudaErrorNotReady) return ToStatus(state, "upload of a block mask");
+  return ToStatus(cudaStreamWaitEvent(stream, uploaded_, 0), "wait for a block mask");
+}
+
+DeviceMaskCache& DeviceMaskCache::Global() {
+  // Never destroyed: at exit the driver may be gone before static objects are.
+  static auto* cache = new DeviceMaskCache;
+  return *cache;
+}
+
+Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, cudaStream_t stream,
+                            std::shared_ptr<const MaskEntry>* entry) {
+  int device = 0;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
+  const bool captured = capture != cudaStreamCaptureStatusNone;
+  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = slots_.find(key);
+    if (found != slots_.end()) {
+      ages_.splice(ages_.begin(), ages_, found->second.age);
+      found->second.pinned |= captured;
+      *entry = found->second.entry;
+    }
+  }
+  if (*entry != nullptr) return (*entry)->Join(stream, captured);
+  if (captured) {
+    return Status::Error(
+        "no block mask for these sizes is on the device yet, and none can be made while a graph is captured: run once "
+        "with the same shapes before capturing");
+  }
+  std::shared_ptr<const BlockMask> mask;
+  STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, kTileRows, kTileKeys, &mask));
+  auto made = std::make_shared<MaskEntry>();
+  STOF_RETURN_IF_ERROR(made->Upload(*mask, stream));
+  std::list<std::shared_ptr<const MaskEntry>> gone;  // freed outside the lock, since that waits for the device
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto [slot, fresh] = slots_.try_emplace(key);
+  if (!fresh) {  // another thread was quicker
+    *entry = slot->second.entry;
+    return (*entry)->Join(stream, captured);
+  }
+  ages_.push_front(key);
+  slot->second.entry = made;
+  slot->second.age = ages_.begin();
+  bytes_ += made->bytes();
+  for (auto age = std::prev(ages_.end()); bytes_ > kCapacity && age != ages_.begin();) {
+    const auto old = slots_.find(*age);
+    const auto before = std::prev(age);
+    if (!old->second.pinned) {
+      bytes_ -= old->second.entry->bytes();
+      gone.push_back(std::move(old->second.entry));
+      slots_.erase(old);
+      ages_.erase(age);
+    }
+    age = before;
+  }
+  *entry = std::move(made);
+  return Status();
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rounding alone does to a quantized model: its roundings to whole numbers make steps of differences in the last place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from stof.graph import all_nodes
+
+_QUANTIZING = frozenset(
+    {"DynamicQuantizeLinear", "QuantizeLinear", "DynamicQuantizeMatMul", "QAttention", "QOrderedMatMul"}
+)
+# Four units in the last place of fp32, about what the operator and the nodes that it replaces differ by.
+_OFF = 2.0**-21
+
+
+def quantizes(model: onnx.ModelProto) -> bool:
+    """Whether a model rounds what it computes to whole numbers."""
+    return any(n.op_type in _QUANTIZING for n in all_nodes(model.graph.node))
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """A tensor: its element type, the size of its last axis, and about how large its numbers get."""
+
+    dtype: int
+    channels: int
+    largest: float
+
+
+def perturbed(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -> onnx.ModelProto:
+    """A copy in which tensors are off by some units in the last place of their largest numbers, some channels up, some down."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    nodes = list(result.graph.node)
+    del result.graph.node[:]
+    rng = np.random.default_rng(seed)
+    for node in nodes:
+        changed = [o for o in node.output if o in tensors]
+        for i, name in enumerate(node.output):
+            if name in changed:
+                node.output[i] = f"{name}/stof_exact"
+        result.graph.node.append(node)
+        result.graph.node.extend(_adding(changed, tensors, rng))
+    return result
+
+
+def _adding(names: Iterable[str], tensors: Mapping[str, Noisy], rng: np.random.Generator) -> list[onnx.NodeProto]:
+    found = []
+    for name in names:
+        noisy = tensors[name]
+        # Added, not multiplied: what is rounded to a scale of its own does not change when all of it is scaled.
+        numbers = _OFF * noisy.largest * rng.uniform(-1, 1, noisy.channels)
+        value = numpy_helper.from_array(numbers.astype(helper.tensor_dtype_to_np_dtype(noisy.dtype)))
+        constant = f"{name}/stof_noise"
+        found.append(helper.make_node("Constant", [], [constant], value=value))
+        found.append(helper.make_node("Add", [f"{name}/stof_exact", constant], [name]))
+    return found

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Einsum as a product of matrices: which axes of its operands and its result are batch, rows and columns."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+import onnx
+
+from stof.symbolic import Symbolic
+
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands ``left`` [.., R, C] and ``right`` [.., K, C] of a product, by input, with the order of axes in which they are
+    that; ``result`` is the order in which the output is [.., R, K].
+    """
+
+    left: str
+    right: str
+    left_order: Order
+    right_order: Order
+    result: Order
+
+
+def products(symbolic: Symbolic, node: onnx.NodeProto) -> list[Product]:
+    """The ways to read an Einsum as a batched product of two matrices, with either input first; [] when it is none."""
+    terms = _terms(symbolic, node)
+    if terms is None:
+        return []
+    found = [_product(node, terms, first) for first in (0, 1)]
+    return [p for p in found if p is not None]
+
+
+def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
+    """Letters of the two inputs and of the output, an ellipsis spelled out."""
+    if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx") or len(node.input) != 2:
+        return None
+    equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
+    left, arrow, result = equation.partition("->")
+    inputs = left.split(",")
+    shapes = [symbolic.shape(i) for i in node.input]
+    if not arrow or len(inputs) != 2 or any(s is None for s in shapes):
+        return None
+    spare = [c for c in string.ascii_letters if c not in equation]
+    extra = {len(s or ()) - len(t.replace("...", "")) for s, t in zip(shapes, inputs, strict=True) if "..." in t}
+    if len(extra) > 1 or (extra and min(extra) < 0):
+        return None
+    dots = "".join(spare[: next(iter(extra), 0)])
+    first, second, last = (t.replace("...", dots) for t in (*inputs, result))
+    if any(len(set(t)) < len(t) for t in (first, second, last)):
+        return None
+    fits = all(len(t) == len(s or ()) for t, s in zip((first, second), shapes, strict=True))
+    return (first, second, last) if fits else None
+
+
+def _product(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> Product | None:
+    left, right, result = terms[first], terms[1 - first], terms[2]
+    shared = set(left) & set(right)
+    rows = [c for c in left if c not in shared]
+    columns = [c for c in right if c not in shared]
+    summed = [c for c in left if c in shared and c not in result]
+    batch = [c for c in left if c in shared and c in result]
+    if (len(rows), len(columns), len(summed)) != (1, 1, 1) or set(result) != {*batch, *rows, *columns}:
+        return None
+    return Product(
+        node.input[first],
+        node.input[1 - first],
+        tuple(left.index(c) for c in (*batch, *rows, *summed)),
+        tuple(right.index(c) for c in (*batch, *columns, *summed)),
+        tuple(result.index(c) for c in (*batch, *rows, *columns)),
+    )

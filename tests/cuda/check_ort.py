@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StofAttention in ONNX Runtime's CUDA provider, on a machine with a GPU: results against fp64, IO binding, graph capture,
+two sessions on streams of their own, and times beside the runtime's own operators.
+
+``python tests/cuda/check_ort.py`` with onnxruntime-gpu, torch and ``STOF_LIBRARY``; ends with an error when one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import stof
+from stof.site import EmptyRows
+from stof.testing import Problem, assert_close, random_padding, random_problem, reference
+
+# The weights are rounded to half precision before the second product.
+TOLERANCE = {"float16": 2.0**-11 * 6, "bfloat16": 2.0**-8 * 6}
+TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+
+
+def model(problem: Problem, constants: tuple[str, ...] = ()) -> bytes:
+    """One StofAttention node; dimensions are open. ``constants`` are roles that become initializers."""
+    arrays, attributes = problem.inputs(), problem.attributes()
+    names = ["q", "k", "v", *str(attributes["operands"]).split()]
+    given, fixed = [], []
+    for name, array in zip(names, arrays, strict=True):
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        if name in constants:
+            fixed.append(numpy_helper.from_array(array, name))
+        else:
+            given.append(helper.make_tensor_value_info(name, kind, [f"{name}{i}" for i in range(array.ndim)]))
+    node = helper.make_node("StofAttention", names, ["out"], "attention", domain="stof", **attributes)
+    output = helper.make_tensor_value_info("out", TYPES[problem.q.dtype.name], None)
+    graph = helper.make_graph([node], "g", given, [output], fixed)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("stof", 1)]
+    return bytes(helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString())
+
+
+def session(data: bytes, **provider: Any) -> Any:
+    """A session on the CUDA provider, which must take every node."""
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    stof.register(options)
+    return ort.InferenceSession(data, options, providers=[("CUDAExecutionProvider", provider)])
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    """The array on the GPU; bfloat16 by its bits."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
+def to_host(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor as fp32."""
+    return tensor.float().cpu().numpy()
+
+
+class Bound:
+    """A session whose inputs and output are torch tensors on the GPU."""
+
+    def __init__(self, problem: Problem, constants: tuple[str, ...] = (), **provider: Any) -> None:
+        self.session = session(model(problem, constants), **provider)
+        names = ["q", "k", "v", *str(problem.attributes()["operands"]).split()]
+        arrays = dict(zip(names, problem.inputs(), strict=True))
+        self.inputs = {n: on_device(a) for n, a in arrays.items() if n not in constants}
+        dtype = torch.bfloat16 if problem.q.dtype.name == "bfloat16" else torch.float16
+        self.output = torch.full(problem.shape, float("nan"), dtype=dtype, device="cuda")
+        self.binding = self.session.io_binding()
+        for name, tensor in self.inputs.items():
+            kind = helper.np_dtype_to_tensor_dtype(arrays[name].dtype)
+            self.binding.bind_input(name, "cuda", 0, kind, tuple(tensor.shape), tensor.data_ptr())
+        self.binding.bind_output(
+            "out", "cuda", 0, TYPES[problem.q.dtype.name], tuple(self.output.shape), self.output.data_ptr()
+        )
+        torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """Queues one run."""
+        self.session.run_with_iobinding(self.binding)
+
+
+def problems(rng: np.random.Generator) -> dict[str, tuple[Problem, tuple[str, ...]]]:
+    """What the provider has to compute, by name, with the roles that are constants."""
+    found: dict[str, tuple[Problem, tuple[str, ...]]] = {}
+    for dtype in ("float16", "bfloat16"):
+        kind = np.dtype(dtype)
+        for size in (64, 128, 80):
+            found[f"{dtype} dense D{size}"] = (random_problem(rng, 2, 4, 200, size, dtype=kind), ())
+            window = random_problem(rng, 2, 4, 333, size, G=2, dtype=kind, mask="abs(q - k) <= 40", padded=True)
+            found[f"{dtype} window padded D{size}"] = (window, ())
+        table = rng.random((257, 257)) < 0.1
+        table[5] = False
+        for policy in EmptyRows:
+            problem = random_problem(
+                rng, 1, 2, 257, 64, dtype=kind, mask="table0[q, k]", operands={"table0": table}, empty_rows=policy
+            )
+            found[f"{dtype} table {policy.value}"] = (problem, ("table0",))
+        heads = "k <= q and (q // 16 - k // 16 < 2 or (k // 16 + h) % 4 == 0)"
+        found[f"{dtype} per head"] = (random_problem(rng, 2, 4, 300, 64, dtype=kind, mask=heads), ())
+        past = random_problem(rng, 2, 4, 7, 64, T=301, dtype=kind, mask="k <= q and q - k < 50", query_offset=True)
+        found[f"{dtype} past"] = (past, ())
+        extra = random_problem(
+            rng, 2, 4, 190, 64, dtype=kind, mask="k <= q", softcap=20.0,
+            relative_bias=rng.standard_normal((4, 65)).astype(np.float32),
+            sink=rng.standard_normal(4).astype(kind),
+            bias=rng.standard_normal((1, 4, 190, 190)).astype(np.float32),
+        )  # fmt: skip
+        found[f"{dtype} bias, table by distance, sink, softcap"] = (extra, ("relative_bias", "sink"))
+    return found
+
+
+def check_results() -> int:
+    """Every problem with IO binding; the number of problems."""
+    count = 0
+    for name, (problem, constants) in problems(np.random.default_rng(0)).items():
+        bound = Bound(problem, constants)
+        bound.run()
+        torch.cuda.synchronize()
+        try:
+            assert_close(to_host(bound.output), reference(problem), TOLERANCE[problem.q.dtype.name] * 4)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        count += 1
+    return count
+
+
+def check_capture() -> None:
+    """With enable_cuda_graph: replays follow the inputs that lie at the captured addresses."""
+    rng = np.random.default_rng(1)
+    problem = random_problem(rng, 2, 4, 300, 64, dtype=np.float16, mask="abs(q - k) <= 20", padded=True)
+    bound = Bound(problem, enable_cuda_graph="1")
+    for turn in range(5):
+        q = rng.standard_normal(problem.q.shape).astype(np.float16)
+        pad = random_padding(rng, 2, 300)
+        bound.inputs["q"].copy_(torch.from_numpy(q))
+        bound.inputs["pad"].copy_(torch.from_numpy(pad))
+        bound.output.fill_(float("nan"))
+        torch.cuda.synchronize()
+        bound.run()
+        torch.cuda.synchronize()
+        other = Problem(q, problem.k, problem.v, problem.mask, {"pad": pad})
+        assert_close(to_host(bound.output), reference(other), TOLERANCE["float16"] * 4)
+        assert turn >= 0
+
+
+def check_streams() -> None:
+    """Two sessions on two streams from two threads, with shapes that neither met before."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            rng = np.random.default_rng(seed)
+            for length in range(129, 700, 57):
+                problem = random_problem(rng, 1, 4, length, 64, dtype=np.float16, mask="abs(q - k) <= 33", padded=True)
+                bound = Bound(problem, user_compute_stream=str(stream.cuda_stream))
+                for _ in range(3):
+                    bound.run()
+                stream.synchronize()
+                assert_close(to_host(bound.output), reference(problem), TOLERANCE["float16"] * 4)
+        except BaseException as error:  # shown by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def native(kind: str, B: int, H: int, S: int, D: int, mask: np.ndarray) -> bytes:
+    """The runtime's own operator under the same mask: MultiHeadAttention with a bias, or Attention-23 with a bool mask."""
+    if kind == "MultiHeadAttention":
+        shape = [B, S, H * D]
+        node = helper.make_node(
+            kind, ["q", "k", "v", "", "", "bias"], ["out"], num_heads=H, domain="com.microsoft"
+        )  # fmt: skip
+        bias = np.where(mask, 0, -65504).astype(np.float16)[None, None]
+        constant = numpy_helper.from_array(bias, "bias")
+    else:
+        shape = [B, H, S, D]
+        node = helper.make_node(kind, ["q", "k", "v", "mask"], ["out"])
+        constant = numpy_helper.from_array(mask, "mask")
+    given = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, shape) for n in "qkv"]
+    output = helper.make_tensor_value_info("out", TensorProto.FLOAT16, shape)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", given, [output], [constant])
+    return bytes(helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString())
+
+
+def timed(run: Callable[[], None], stream: torch.cuda.Stream) -> float:
+    """Microseconds a run, the median of 30, measured with events on the stream."""
+    times = []
+    for i in range(40):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record(stream)
+        run()
+        last.record(stream)
+        last.synchronize()
+        if i >= 10:
+            times.append(first.elapsed_time(last) * 1e3)
+    return sorted(times)[15]
+
+
+def measure() -> list[dict[str, object]]:
+    """Times beside the runtime's operators: captured graphs, IO binding, one stream."""
+    rows = []
+    for B, H, S, D, mask in (
+        (1, 16, 4096, 64, "abs(q - k) <= 128"),
+        (1, 16, 4096, 64, "k <= q"),
+        (8, 12, 1024, 64, "abs(q - k) <= 128"),
+    ):
+        rng = np.random.default_rng(0)
+        problem = random_problem(rng, B, H, S, D, dtype=np.float16, mask=mask)
+        stream = torch.cuda.Stream()
+        settings = {"user_compute_stream": str(stream.cuda_stream), "enable_cuda_graph": "1"}
+        row: dict[str, object] = {"B": B, "H": H, "S": S, "D": D, "mask": mask}
+        bound = Bound(problem, **settings)
+        for _ in range(3):
+            bound.run()
+        row["stof"] = round(timed(bound.run, stream), 1)
+        dense = np.asarray(Problem(problem.q[:1, :1], problem.k[:1, :1], problem.v[:1, :1], mask).allowed()[0, 0])
+        for kind in ("MultiHeadAttention", "Attention"):
+            packed = kind == "MultiHeadAttention"
+            tensors = {
+                n: on_device(a.transpose(0, 2, 1, 3).reshape(B, S, H * D) if packed else a)
+                for n, a in zip("qkv", (problem.q, problem.k, problem.v), strict=True)
+            }
+            out = torch.empty_like(tensors["q"])
+            try:
+                one = ort.InferenceSession(
+                    native(kind, B, H, S, D, dense), providers=[("CUDAExecutionProvider", settings)]
+                )
+                binding = one.io_binding()
+                for n, tensor in tensors.items():
+                    binding.bind_input(n, "cuda", 0, TensorProto.FLOAT16, tuple(tensor.shape), tensor.data_ptr())
+                binding.bind_output("out", "cuda", 0, TensorProto.FLOAT16, tuple(out.shape), out.data_ptr())
+                torch.cuda.synchronize()
+                for _ in range(3):
+                    one.run_with_iobinding(binding)
+                row[kind] = round(timed(lambda s=one, b=binding: s.run_with_iobinding(b), stream), 1)  # type: ignore[misc]
+                torch.cuda.synchronize()
+                mine = bound.output.transpose(1, 2).reshape(B, S, H * D) if packed else bound.output
+                row[f"{kind} difference"] = float((out.float() - mine.float()).abs().max())
+            except Exception as error:  # what the provider refuses is part of the table
+                row[kind] = str(error)[:200]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> int:
+    """The checks in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="a JSON file for the times")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    print(f"{check_results()} problems are right in the CUDA provider", flush=True)
+    check_capture()
+    print("a captured graph follows its inputs", flush=True)
+    check_streams()
+    print("two sessions on two streams are right", flush=True)
+    rows = measure()
+    if arguments.results is not None:
+        machine = {"device": torch.cuda.get_device_name(), "onnxruntime": ort.__version__, "library": stof.build_info()}
+        arguments.results.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    print(f"done in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

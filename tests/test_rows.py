@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows without a key where two masks are added, and masks that read what the graph computes from its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import numpy_helper
+
+import stof
+from stof.options import Options
+
+_LOWEST = np.float32(np.finfo(np.float32).min)
+_HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
+_OPERANDS = "float[B, 4, S, 8] q, float[B, 4, S, 8] k, float[B, 4, S, 8] v"
+# A stored window selects scores, and padding is added: a key that both forbid stands below one that one of them forbids.
+_TWO_LEVELS = f"""g ({_OPERANDS}, int64[B, S] mask) => (float[B, 4, S, 8] y) {{
+    sizes = Shape(q)  length = Slice(sizes, two, three)  last = Concat<axis=0>(length, length)
+    kept = Slice(stored, origin, last, ends)
+    kt = Transpose<perm=[0, 1, 3, 2]>(k)
+    scores = MatMul(q, kt)
+    windowed = Where(kept, scores, lowest)
+    m = Cast<to=1>(mask)  m4 = Unsqueeze(m, middle)
+    padded = Sub(unit, m4)  added = Mul(padded, lowest)
+    masked = Add(windowed, added)
+    p = Softmax<axis=-1>(masked)
+    y = MatMul(p, v)
+}}"""
+# Documents are numbered by counting where positions begin again.
+_DOCUMENTS = f"""g ({_OPERANDS}, int64[B, S] position_ids) => (float[B, 4, S, 8] y) {{
+    begins = Equal(position_ids, none)
+    begin = Cast<to=7>(begins)
+    document = CumSum(begin, axis)
+    rows = Unsqueeze(document, rowaxes)  columns = Unsqueeze(document, middle)
+    same = Equal(rows, columns)
+    added = Where(same, null, lowest)
+    kt = Transpose<perm=[0, 1, 3, 2]>(k)
+    scores = MatMul(q, kt)
+    masked = Add(scores, added)
+    p = Softmax<axis=-1>(masked)
+    y = MatMul(p, v)
+}}"""
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(_HEAD + text)
+    d = np.arange(64)[:, None] - np.arange(64)
+    constants = {
+        "two": np.array([2]),
+        "three": np.array([3]),
+        "origin": np.array([0, 0]),
+        "ends": np.array([2, 3]),
+        "middle": np.array([1, 2]),
+        "rowaxes": np.array([1, 3]),
+        "axis": np.array(1),
+        "none": np.array(0),
+        "stored": ((d >= 0) & (d < 9))[None, None],
+        "lowest": _LOWEST,
+        "null": np.float32(0),
+        "unit": np.float32(1),
+    }
+    read = {i for n in model.graph.node for i in n.input}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items() if n in read)
+    onnx.checker.check_model(model)
+    return model
+
+
+def run(path: Path, feeds: dict[str, np.ndarray]) -> np.ndarray:
+    options = ort.SessionOptions()
+    stof.register(options)
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, feeds)[0])
+
+
+def operands(length: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(length)
+    return {n: rng.standard_normal((2, 4, length, 8)).astype(np.float32) for n in "qkv"}
+
+
+def test_levels_that_the_operator_does_not_know_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(parsed(_TWO_LEVELS), str(path))
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert not site.replaced
+    assert "a query without any key" in site.reason
+    assert "--empty-rows ignore" in site.reason
+
+
+def test_they_are_replaced_where_such_rows_may_differ(tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(parsed(_TWO_LEVELS), str(path))
+    (site,) = stof.optimize(path, written, Options(ignore_empty_rows=True)).sites
+    assert site.mask == "k <= q and q - k <= 8 and pad[b, k]"  # a band, no table
+    mask = np.ones((2, 40), np.int64)
+    mask[1, -12:] = 0
+    feeds = {**operands(40), "mask": mask}
+    kept = np.ones((2, 40), bool)
+    kept[1, -4:] = False  # their windows are padding alone
+    difference = np.abs(run(path, feeds) - run(written, feeds)).max(axis=(1, 3))
+    assert difference[kept].max() < 5e-6
+
+
+def test_documents_that_the_graph_counts(tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(parsed(_DOCUMENTS), str(path))
+    (site,) = stof.optimize(path, written).sites
+    assert site.mask == "segment_k[b, k] == segment_q[b, q]"
+    positions = np.array([[*range(5), *range(20), *range(12)], [*range(30), *range(7)]])
+    feeds = {**operands(37), "position_ids": positions}
+    assert np.abs(run(path, feeds) - run(written, feeds)).max() < 5e-6
+    # The documents matter: with one document the answer is another.
+    other = run(written, {**feeds, "position_ids": np.arange(37)[None].repeat(2, 0)})
+    assert np.abs(other - run(written, feeds)).max() > 1e-2
