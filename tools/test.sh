@@ -43,7 +43,11 @@ ctest --preset dev
 end
 
 begin 'unit (Python)'
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q --ignore tests/generated
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q --ignore tests/generated --ignore tests/test_zoo.py
+end
+
+begin zoo
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q tests/test_zoo.py
 end
 
 begin 'generated'

@@ -139,6 +139,27 @@ def test_own_function_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "again.onnx").exists()
 
 
+def test_growth_is_refused() -> None:
+    """Functions that multiply in each other are an error, not a full memory."""
+    bad = model()
+    inner = "attention"
+    for level in range(8):
+        function = onnx.FunctionProto(domain="lib", name=f"many{level}")
+        function.input.extend(["x", "mask"])
+        function.output.append("y")
+        function.opset_import.extend([helper.make_opsetid("", 18), helper.make_opsetid("lib", 1)])
+        attributes = {"heads": 2} if level == 0 else {}
+        for i in range(30):
+            last = "y" if i == 29 else f"y{i}"
+            function.node.append(helper.make_node(inner, ["x", "mask"], [last], domain="lib", **attributes))
+        bad.functions.append(function)
+        inner = f"many{level}"
+    bad.graph.node[1].op_type = inner
+    del bad.graph.node[1].attribute[:]
+    with pytest.raises(ModelError, match="more than"):
+        inline(bad, {("", "Softmax")})
+
+
 def test_recursion_is_refused() -> None:
     """Functions that call themselves are an error of the model, not an endless loop."""
     bad = model()

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from fused import BOOL, FLOAT, INT32, INT64, Fused, Given, expanded, forced, run, same
 from onnx.reference import ReferenceEvaluator
+
+import stof
+from stof.options import Options
+from stof.passes.prepare import prepare
 
 SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
 LOWEST = float(np.finfo(np.float32).min)
@@ -197,6 +203,74 @@ def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
         for library in (True, False):
             # Beside -10000, fp32 rounds a score to 0.001.
             same(run(target, feeds, library=library), run(node.model(), feeds), tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (Fused("MultiHeadAttention", qkv(), TWO | {"softcap": 2.0}), "attribute 'softcap'"),
+        (Fused("Attention", (*WEIGHTS, *[None] * 4, Given("more", (1,))), TWO), "input 7"),
+        (Fused("Attention", WEIGHTS, TWO | {"past_present_share_buffer": 1}), "share a buffer"),
+        (Fused("Attention", WEIGHTS[:2], TWO), "no bias"),
+        (Fused("QAttention", qkv(), TWO), "quantized projections"),
+        (Fused("Attention", SELF, {"new": 1}, 1, 4, "", 24), "attribute 'new'"),
+        (Fused("MultiHeadAttention", qkv("U"), TWO | {"unidirectional": 1}), "which keys come before a query"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused(node: Fused, reason: str) -> None:
+    """What is not known, or has no meaning, is left with the reason; so is what an operator may come to mean."""
+    found = prepare(node.model())
+    assert found.model is not None
+    assert [(f.site, f.replaced) for f in found.findings] == [(node.name, False)]
+    assert reason in found.findings[0].reason
+    assert [n.op_type for n in found.model.graph.node] == [node.op]
+
+
+def test_ends_and_starts(tmp_path: Path) -> None:
+    """A vector of ends and starts of each row's keys is no vector of lengths: left, with the reason."""
+    node = Fused("Attention", (*WEIGHTS, Given("ends", ("B2",), INT32)), TWO)
+    report, target = forced(node.model(), tmp_path)
+    assert [(s.site, s.replaced) for s in report.sites] == [("the/node", False)]
+    assert "expected the lengths of the batch's rows" in report.sites[0].reason
+    assert not target.exists()
+
+
+def test_a_node_that_stays_is_as_it_was(tmp_path: Path) -> None:
+    """Of two fused nodes one is left out: its NodeProto, byte for byte, is in the optimized model."""
+    first = Fused("MultiHeadAttention", qkv(), {"num_heads": 2, "unidirectional": 1}).model()
+    second = first.graph.node.add()
+    second.CopyFrom(first.graph.node[0])
+    second.name, second.output[0] = "other/node", "out1"
+    second.metadata_props.add(key="origin", value="a test")
+    second.doc_string = "stays"
+    second.input[0] = "out0"
+    first.graph.output.append(onnx.helper.make_tensor_value_info("out1", FLOAT, [None] * 3))
+    onnx.save(first, tmp_path / "model.onnx")
+    options = Options(skip=("other/node",))
+    report = stof.optimize(tmp_path / "model.onnx", tmp_path / "optimized.onnx", options)
+    assert {(s.site, s.replaced) for s in report.sites} == {("the/node", True), ("other/node", False)}
+    optimized = onnx.load(tmp_path / "optimized.onnx")
+    kept = next(n for n in optimized.graph.node if n.op_type == "MultiHeadAttention")
+    assert kept.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+    assert not any("/stof_" in name for name in kept.input)
+
+
+def test_many_layers(tmp_path: Path) -> None:
+    """A mask that every layer makes for itself is run once: time grows with the layers, not with their square."""
+    layer = Fused("MultiHeadAttention", (*qkv(), None, Given("pad", ("B", "S"), INT32)), TWO).model()
+    node = layer.graph.node[0]
+    for i in range(1, 60):
+        more = layer.graph.node.add()
+        more.CopyFrom(node)
+        more.name, more.input[0], more.output[0] = f"node{i}", f"out{i - 1}" if i > 1 else "out0", f"out{i}"
+    layer.graph.output[0].name = "out59"
+    onnx.save(layer, tmp_path / "model.onnx")
+    start = time.monotonic()
+    report = stof.optimize(tmp_path / "model.onnx", options=Options(dry_run=True))
+    assert len(report.sites) == 60
+    assert {s.mask for s in report.sites} == {"pad[b, k]"}
+    assert time.monotonic() - start < 15  # 1.5 s on two cores; 60 checks take a minute
 
 
 WINDOWS = {

@@ -213,6 +213,39 @@ def test_loop(tmp_path: Path) -> None:
             same(run(target, given, library=library), run(original, given))
 
 
+def test_scan(tmp_path: Path) -> None:
+    """The body of a Scan over the rows of a batch of sequences."""
+    text = """
+    layers (float[N, B, S, 16] x, int64[B, S] pad) => (float[N, B, S, 16] y) {
+        both = Constant <value_ints = [1, 2]> ()
+        minus = Constant <value = float {-1e9}> ()
+        scale = Constant <value = float {0.1}> ()
+        heads = Constant <value_ints = [0, 0, 2, 8]> ()
+        merged = Constant <value_ints = [0, 0, 16]> ()
+        padded = Unsqueeze (pad, both)
+        real = Cast <to = 9> (padded)
+        y = Scan <num_scan_inputs = 1, body = layer (float[B, S, 16] state) => (float[B, S, 16] next) {
+            h = Reshape (state, heads)
+            qs = Transpose <perm = [0, 2, 1, 3]> (h)
+            kt = Transpose <perm = [0, 2, 3, 1]> (h)
+            s0 = MatMul (qs, kt)
+            s1 = Mul (s0, scale)
+            s2 = Where (real, s1, minus)
+            [softmax] w = Softmax <axis = -1> (s2)
+            o = MatMul (w, qs)
+            t = Transpose <perm = [0, 2, 1, 3]> (o)
+            next = Reshape (t, merged)
+        }> (x)
+    }"""
+    original = parser.parse_model(HEADER + text)
+    onnx.checker.check_model(original)
+    report, target = forced(original, tmp_path)
+    assert [(s.site, s.replaced, s.mask) for s in report.sites] == [("softmax", True, "pad[b, k]")], report.sites
+    rng = np.random.default_rng(0)
+    given = {"x": rng.standard_normal((3, 2, 9, 16)).astype(np.float32), "pad": np.array([[1] * 9, [0] * 4 + [1] * 5])}
+    same(run(target, given, library=True), run(original, given))
+
+
 def test_nested(tmp_path: Path) -> None:
     """A branch in a branch, whose mask is made around it."""
     inner = LOOP.split("y = Loop", 1)[1]

@@ -29,6 +29,7 @@ from stof.widen import widen
 _LONGEST = 1200
 _LARGEST = 4200  # windows up to here are run once above their length, at batch 1: [S, S] of int64 is 140 MB then
 _SHORT = (3, 5, 10, 13)
+_STORED = 40  # a length that shows what a stored mask looks like
 _ENOUGH = 3  # lengths that a mask must be compared at
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 
@@ -154,6 +155,17 @@ class MaskChecker:
                 found.append(name)
         return sorted(found)
 
+    def _float_vectors(self, site: AttentionSite) -> frozenset[str]:
+        """Float inputs of rank 2 behind a site's masks: padding, too, and only 0 and 1 show what a mask makes of it."""
+        inputs = {i.name for i in self.model.graph.input} - set(self.initializers)
+        return frozenset(
+            name
+            for name in self._behind(site) & inputs
+            if (shape := self.symbolic.shape(name)) is not None
+            and len(shape) == 2
+            and self.symbolic.dtype(name) in LOWEST
+        )
+
     def _numbers(self, site: AttentionSite) -> set[int]:
         """Whole numbers among the constants behind a site's masks."""
         found: set[int] = set()
@@ -163,6 +175,8 @@ class MaskChecker:
                 value = float(array.reshape(-1)[0])
                 if 0 < abs(value) <= _LARGEST and value == int(value):
                     found.add(abs(int(value)))
+            elif array is not None and array.ndim > 1 and array.shape[-1] > 1:
+                found.add(min(int(array.shape[-1]), _STORED))  # its windows are no numbers of the graph
         return found
 
     def _behind(self, site: AttentionSite) -> set[str]:
@@ -251,7 +265,8 @@ class MaskChecker:
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        maker = InputMaker(self.model, self.symbolic, *read_by([(site, mask)]))
+        pads, limits, segments = read_by([(site, mask)])
+        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:

@@ -33,10 +33,9 @@ LOWEST: dict[int, float] = {
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
 SOFT_FORBID = -1e4
-_WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _FLOOR = -LOWEST[TensorProto.FLOAT]
-_ABSORBS = -1e8
+_WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
 @dataclass(frozen=True)
@@ -306,4 +305,4 @@ def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) ->
     # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half
     # the distance of fp32 numbers there). That of fp16 absorbs only in fp16 arithmetic, which runtimes replace by fp32 as
     # they see fit.
-    return EmptyRows.MEAN if min(finite) <= _ABSORBS else EmptyRows.ALL
+    return EmptyRows.MEAN if min(finite) <= _WEAK else EmptyRows.ALL

@@ -30,11 +30,11 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         return
     if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
-    # What is computed from activations is no larger than scores are.
-    known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
     key = checker.key(site, mask)
     if key in checker.rows:
         return
+    # What is computed from activations is no larger than scores are.
+    known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
     most = lengths(mask.expression)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
     for seed, case in enumerate(cases):

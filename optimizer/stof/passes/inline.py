@@ -16,6 +16,7 @@ from stof.symbolic import movement
 Key = tuple[str, str, str]
 _STANDARD = ("", "ai.onnx")
 _DEEPEST = 64
+_MOST_NODES = 1 << 18  # functions that call others many times each would fill any memory
 _PLAIN = frozenset(
     movement.RULES.keys()
     | {"Add", "Sub", "Mul", "Div", "Mod", "Neg", "Abs", "Min", "Max", "Clip", "Pow", "Sqrt", "Reciprocal", "Not", "And"}
@@ -165,6 +166,7 @@ class _Inliner:
         self.functions = functions
         self.taken = taken
         self.main = main
+        self.count = 0
 
     def graph(self, graph: onnx.GraphProto, depth: int) -> None:
         """Expands the calls of a graph and its subgraphs in place."""
@@ -178,6 +180,11 @@ class _Inliner:
             for graph in subgraphs(node):
                 self.graph(graph, depth)
             return [node]
+        self.count += len(function.node)
+        if self.count > _MOST_NODES:
+            raise ModelError(
+                f"the model's local functions make more than {_MOST_NODES} nodes; inline it with onnx.inliner first"
+            )
         if depth > _DEEPEST:
             raise ModelError(f"local function {function.domain}::{function.name} calls itself; functions must not")
         call = self._call(node, function)

@@ -29,6 +29,10 @@ from stof.passes.core import (
 from stof.passes.lowering import Request
 from stof.symbolic import Int
 
+_ATTRIBUTES = (
+    *("is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode", "right_window_size"),
+    *("scale", "softcap", "softmax_precision"),
+)
 _MODES = ("the scaled scores", "the capped scores", "the masked scores", "the attention weights")
 
 
@@ -38,6 +42,7 @@ def lower_attention(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only(_ATTRIBUTES, 7, 4)
     _Attention(request).lower()
 
 

@@ -31,6 +31,10 @@ from stof.passes.lowering import Request
 from stof.symbolic import Int, integer
 
 _FILL = -10000.0  # mask_filter_value where the node has none
+_PROJECTING = (
+    *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
+    *("rotary_embedding_dim", "scale", "unidirectional"),
+)
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -40,6 +44,7 @@ def lower_multi_head(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only(("mask_filter_value", "num_heads", "scale", "unidirectional"), 10, 4)
     node = _Contrib(request)
     node.refuse({3: "qk"}, {8: "past_sequence_length", 9: "cache_indirection"})
     query, key, value = node.separate()
@@ -52,8 +57,11 @@ def lower_projecting(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only(_PROJECTING, 7, 2)
     node = _Contrib(request)
     node.refuse({}, {6: "past_sequence_length"})
+    if node.attributes.get("past_present_share_buffer"):
+        raise UnsupportedError("its past and present share a buffer, which has room for more keys than there are")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
     if not request.input(2):
@@ -216,22 +224,10 @@ class _Contrib:
         if count == batch:
             ends = b.unsqueeze(b.add("Cast", [padding], to=TensorProto.INT64), [1, 2, 3])
             return b.add("Less", [places, ends])
-        if count == batch * integer(2):
-            ends, starts = (
-                b.unsqueeze(b.add("Cast", [b.add("Slice", [padding, first, last])], to=TensorProto.INT64), [1, 2, 3])
-                for first, last in self._halves(padding)
-            )
-            return b.add("And", [b.add("Less", [places, ends]), b.add("Not", [b.add("Less", [places, starts])])])
         raise UnsupportedError(
             f"padding mask {padding!r} is a vector of {count} numbers where the batch size is {batch}; expected the lengths of "
-            "the batch's rows, or their ends and starts"
+            "the batch's rows"
         )
-
-    def _halves(self, padding: str) -> list[tuple[str, str]]:
-        b = self.builder
-        whole = size(b, padding, 0)
-        half = b.add("Div", [whole, b.constant([2])])
-        return [(b.constant([0]), half), (half, whole)]
 
 
 class _Sizes:

@@ -46,6 +46,7 @@ def lower_grouped(request: Request) -> None:
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
+    request.only({a.name for a in request.node.attribute}, 16, 4)
     _Grouped(request).lower()
 
 

@@ -7,7 +7,7 @@ of replaced sites are expanded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import onnx
@@ -40,6 +40,19 @@ class Request:
     def output(self, i: int) -> str:
         """The name of an output, empty where it is not asked for."""
         return str(self.node.output[i]) if i < len(self.node.output) else ""
+
+    def only(self, attributes: Collection[str], inputs: int, outputs: int) -> None:
+        """Refuses a node that says more than its operator did when its meaning was written down here.
+
+        Raises:
+            UnsupportedError: naming the attribute, input or output.
+        """
+        unknown = sorted({a.name for a in self.node.attribute} - set(attributes))
+        if unknown:
+            raise UnsupportedError(f"it has attribute {unknown[0]!r}, whose meaning is not known")
+        for names, most, word in ((self.node.input, inputs, "input"), (self.node.output, outputs, "output")):
+            if any(names[most:]):
+                raise UnsupportedError(f"it has {word} {most}, {names[most]!r}, whose meaning is not known")
 
     def is_used(self, i: int) -> bool:
         """Whether anything reads an output."""
