@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -49,8 +49,11 @@ _PLAIN_TYPES = frozenset(
 class GraphIndex:
     """Producers and consumers of a graph's tensors."""
 
-    def __init__(self, graph: onnx.GraphProto, fixed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, graph: onnx.GraphProto, fixed: frozenset[str] = frozenset(), groups: Mapping[str, int] | None = None
+    ) -> None:
         self.graph = graph
+        self.groups = groups or {}  # of tensors that nodes in place of a fused one write: which one
         self.fixed = fixed  # tensors that are written in any case: no reading goes behind them
         self.outputs = {o.name for o in graph.output}
         self.inputs = {i.name for i in graph.input}

@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 import stof
 from stof.options import Options
 from stof.passes.prepare import prepare
+from stof.plan import Plan, SitePlan
 
 SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
 LOWEST = float(np.finfo(np.float32).min)
@@ -254,6 +255,26 @@ def test_a_node_that_stays_is_as_it_was(tmp_path: Path) -> None:
     kept = next(n for n in optimized.graph.node if n.op_type == "MultiHeadAttention")
     assert kept.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
     assert not any("/stof_" in name for name in kept.input)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_one_node_feeds_another(skipped: int, tmp_path: Path) -> None:
+    """The result of one is the query of the next, one of them stays: nothing is written into what stays."""
+    layer = Fused("MultiHeadAttention", qkv(), TWO).model()
+    second = layer.graph.node.add()
+    second.CopyFrom(layer.graph.node[0])
+    second.name, second.input[0], second.output[0] = "other/node", "out0", "out1"
+    layer.graph.output[0].name = "out1"
+    onnx.save(layer, tmp_path / "model.onnx")
+    target = tmp_path / "optimized.onnx"
+    names = ["the/node", "other/node"]
+    found = stof.optimize(tmp_path / "model.onnx", options=Options(dry_run=True))
+    Plan(tuple(SitePlan(s.site, s.site != names[skipped], s.mask) for s in found.sites)).save(tmp_path / "plan.json")
+    report = stof.optimize(tmp_path / "model.onnx", target, Options(plan=tmp_path / "plan.json"))
+    assert {s.site: s.replaced for s in report.sites} == {n: n != names[skipped] for n in names}
+    feeds = Fused("MultiHeadAttention", qkv(), TWO).feeds(SIZES[0], seed=1)
+    for library in (True, False):
+        same(run(target, feeds, library=library), run(layer, feeds))
 
 
 def test_many_layers(tmp_path: Path) -> None:

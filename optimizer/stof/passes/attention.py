@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +36,7 @@ def find_sites(
     model: onnx.ModelProto,
     symbolic: Symbolic,
     fixed: frozenset[str] = frozenset(),
+    groups: Mapping[str, int] | None = None,
     *,
     taken: set[str] | None = None,
     first: int = 0,
@@ -46,11 +48,12 @@ def find_sites(
         model: without external data.
         symbolic: its shapes and values.
         fixed: tensors that are written whatever is replaced: no operand is read from behind them.
+        groups: for tensors that stand for parts of fused nodes, which node: no result is written into another one's.
         taken: names that sites of other graphs have; those of this one are added.
         first: the number of the first site.
         within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
     """
-    index = GraphIndex(model.graph, fixed)
+    index = GraphIndex(model.graph, fixed, groups)
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []

@@ -16,7 +16,7 @@ from stof.symbolic import movement
 Key = tuple[str, str, str]
 _STANDARD = ("", "ai.onnx")
 _DEEPEST = 64
-_MOST_NODES = 1 << 18  # functions that call others many times each would fill any memory
+_MOST_NODES = 1 << 17  # functions that call others many times each would fill any memory
 _PLAIN = frozenset(
     movement.RULES.keys()
     | {"Add", "Sub", "Mul", "Div", "Mod", "Neg", "Abs", "Min", "Max", "Clip", "Pow", "Sqrt", "Reciprocal", "Not", "And"}

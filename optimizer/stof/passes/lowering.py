@@ -101,6 +101,10 @@ class Lowered:
     findings: tuple[Finding, ...] = ()
     known: Symbolic | None = None
 
+    def written(self) -> dict[str, int]:
+        """The tensors that nodes of groups write, each with the place of its fused node."""
+        return {o: g.place for g in self.groups for n in g.nodes for o in n.output}
+
     def symbolic(self) -> Symbolic:
         """Shapes and values of the working copy."""
         return Symbolic(self.model, self.known)

@@ -55,7 +55,7 @@ def search(prepared: Lowered) -> list[Scope]:
     """The main graph and every subgraph that holds attention, with their sites."""
     symbolic = prepared.symbolic()
     taken: set[str] = set()
-    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed, taken=taken)
+    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed, prepared.written(), taken=taken)
     main = Scope((), "", prepared, 0, symbolic, tuple(sites), (*prepared.findings, *findings))
     found = [main]
     graph = prepared.base.graph
@@ -100,6 +100,7 @@ def _scope(
         prepared.model,
         symbolic,
         frozenset(prepared.fixed | written),
+        prepared.written(),
         taken=taken,
         first=first,
         within=frozenset(n.output[0] for n in prepared.model.graph.node[shift:] if is_softmax(n)),

@@ -202,6 +202,7 @@ class Forward:
         found: list[Output] = []
         moves: tuple[onnx.NodeProto, ...] = ()
         passed = weighted.nodes
+        own = self.index.groups.get(start)
         guard = weighted.row_guard
         current = start
         for _ in range(_DEEPEST):
@@ -214,6 +215,8 @@ class Forward:
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break
             user = users[0]
+            if self.index.groups.get(user.output[0], own) != own:
+                break  # a part of another fused node, which may stay as it is
             if user.op_type == "Where" and guard is None and layout is not None:
                 guard = self._row_guard(user, current, layout)
                 if guard is None:
