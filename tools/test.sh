@@ -14,7 +14,7 @@ begin setup
 bin=$PWD/.venv-test/bin
 "$bin/python" -m pip install -q --upgrade pip
 "$bin/python" -m pip install -q 'numpy>=1.24' 'onnx==1.23.2' 'onnx-graphsurgeon==0.6.1' 'onnxruntime==1.31.1' \
-  'ml_dtypes' 'pytest>=8' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja
+  'onnxscript==0.7.2' 'sympy' 'ml_dtypes' 'pytest>=8' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja
 export PATH=$bin:$PATH
 end
 
