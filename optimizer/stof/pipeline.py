@@ -188,6 +188,10 @@ def _verify_and_write(
                 verification = verifier.run(source, emitted, Path(scratch), partial(emit_scopes, scopes))
         except OSError as error:
             raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+        except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
+            raise ModelError(
+                f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
+            ) from error
         report.verification = verification
         report.seconds["verify"] = verification.seconds
         if verification.failures:

@@ -144,3 +144,49 @@ def test_a_table_that_still_changes_at_its_end_is_none() -> None:
     kept = shorten(table.copy(), fixed=False)
     assert kept is not None
     assert kept.shape == (1, 37)
+
+
+LOGARITHM = """
+      distant = Abs (distance)
+      oned = Max (distant, one)
+      real = Cast <to = 1> (oned)
+      logs = Log (real)
+      %s = Constant <value = float {%s}> ()
+      scaled = Mul (logs, %s)
+      floor = Cast <to = 7> (scaled)
+      most = Constant <value = int64 {14}> ()
+      entry = Min (floor, most)"""
+BY_BATCH = """
+      shape0 = Constant <value = int64 {0}> ()
+      batch = Gather (shape_q, shape0)
+      numbers = Range (shape0, batch, one)
+      fifteen = Constant <value = int64 {15}> ()
+      which = Mod (numbers, fifteen)
+      chosen = Gather <axis = 0> (table, which)
+      behind = Constant <value = int64[2] {2, 3}> ()
+      bias = Unsqueeze (chosen, behind)"""
+FAR = """
+      far = Abs (distance)
+      limit = Constant <value = int64 {5000}> ()
+      beyond = Greater (far, limit)
+      nothing0 = Constant <value = float {0.0}> ()
+      penalty = Constant <value = float {-3.0}> ()
+      bias = Where (beyond, penalty, nothing0)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "relative"),
+    [
+        (LOGARITHM % ("f", "2.0", "f") + GATHERED, True),  # constant from 1097 on
+        (LOGARITHM % ("f", "1.0", "f") + GATHERED, False),  # constant from 1.2 million on, in long steps before
+        (BY_BATCH, False),
+        (FAR, False),
+    ],
+    ids=["ends", "ends too far", "by batch", "changes far away"],
+)
+def test_a_table_needs_a_proof_that_it_ends(body: str, relative: bool) -> None:
+    made = graph(body)
+    emitted, rewrites = rewrite(made)
+    assert (rewrites[0].mask.relative is not None) is relative
+    assert roles(emitted) == ["relative_bias" if relative else "bias"]
+    assert_equivalent(made, {"B": 3, "S": 19}, {"B": 1, "S": 1500}, tolerance=1e-5)

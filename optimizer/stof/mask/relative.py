@@ -17,40 +17,46 @@ from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
 from stof.mask.check import MaskChecker
 from stof.mask.distance import by_distance, shorten
+from stof.mask.proof import proven_radius
 from stof.site import AttentionSite, LiftedMask, RelativeBias
 
-_LENGTHS = (300, 1200)
+_LEAST, _MOST = 300, 1300  # lengths at which a bias is run
+_BEYOND = 2  # entries kept beyond the proven radius, whose place float rounding may move
 
 
 def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none."""
-    terms = tuple(t for t in mask.bias if checker.symbolic.value(t.tensor) is not None and t not in mask.by_data)
+    radii = {t: proven_radius(checker.symbolic, site, t) for t in mask.bias if t not in mask.by_data}
+    terms = tuple(t for t, radius in radii.items() if radius is not None)
     if not terms:
         return mask
+    radius = max(r for r in radii.values() if r is not None) + _BEYOND
     widest = replace(mask, expression=static_part(mask.expression), operands=())
     fixed = all(d.constant is not None for d in site.dims[2:])
-    for length in _LENGTHS[: 1 if fixed else None]:
-        try:
-            added, allowed, past = checker.added(site, widest, terms, Case(1, length, Padding.NONE))
-        except UnsupportedError:
-            return mask
-        table = by_distance(added, allowed, past)
-        if table is None or not np.isfinite(table[~np.isnan(table)]).all():
-            return mask
-        kept = shorten(table, fixed)
-        if kept is not None:
-            bias = RelativeBias(terms, kept.shape[0], kept.shape[1], kept.astype(np.float32).tobytes())
-            names = ", ".join(dict.fromkeys(t.tensor for t in terms))
-            notes = tuple(n for n in mask.notes if not any(n.startswith(f"{t.tensor} stays") for t in terms))
-            note = f"{names} becomes a table of {kept.shape[1]} distances"
-            left = tuple(t for t in mask.bias if t not in terms)
-            found = replace(mask, bias=left, relative=bias, notes=(*notes, note))
-            try:
-                checker.check(site, found)
-            except UnsupportedError:  # no such function at other sizes, or a mask that is none: as it was before
-                return mask
-            return found
-    return mask
+    length = max(_LEAST, radius + 40)
+    if length > _MOST and not fixed:
+        return mask
+    try:
+        added, allowed, past = checker.added(site, widest, terms, Case(1, length, Padding.NONE))
+    except UnsupportedError:
+        return mask
+    table = by_distance(added, allowed, past)
+    if table is None or not np.isfinite(table[~np.isnan(table)]).all():
+        return mask
+    kept = shorten(table, fixed)
+    if kept is None or (not fixed and kept.shape[1] // 2 > radius):
+        return mask
+    bias = RelativeBias(terms, kept.shape[0], kept.shape[1], kept.astype(np.float32).tobytes())
+    names = ", ".join(dict.fromkeys(t.tensor for t in terms))
+    notes = tuple(n for n in mask.notes if not any(n.startswith(f"{t.tensor} stays") for t in terms))
+    note = f"{names} becomes a table of {kept.shape[1]} distances"
+    left = tuple(t for t in mask.bias if t not in terms)
+    found = replace(mask, bias=left, relative=bias, notes=(*notes, note))
+    try:
+        checker.check(site, found)
+    except UnsupportedError:  # no such function at other sizes, or a mask that is none: as it was before
+        return mask
+    return found
 
 
 def static_part(expression: str) -> str:

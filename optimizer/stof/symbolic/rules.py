@@ -352,7 +352,27 @@ def _cast(context: Context) -> list[Fact] | None:
         return _elementwise(context, lambda x: floats.to_half(x, floats.EXACT[to]), to, 1)
     if convert is None:
         return [Fact(to, context.shape(0))]
+    if to in _NARROW:
+        return _elementwise(context, lambda x: _narrow(to_int(x), *_NARROW[to]), to, 1)
     return _elementwise(context, convert, to, 1)
+
+
+# Lengths and what inputs hold may be too large for these; for 32 bits lengths are not.
+_NARROW = {
+    int(TensorProto.INT8): (-128, 127),
+    int(TensorProto.UINT8): (0, 255),
+    int(TensorProto.INT16): (-32768, 32767),
+    int(TensorProto.UINT16): (0, 65535),
+}
+
+
+def _narrow(value: Int, low: int, high: int) -> Scalar:
+    """A cast that wraps where the value does not fit."""
+    if value.constant is not None:
+        return integer((value.constant - low) % (high - low + 1) + low)
+    if bound(value, upper=False) >= low and bound(value, upper=True) <= high:
+        return value
+    return of_atom("opaque", "a cast to 8 or 16 bits", value)
 
 
 def _where(context: Context) -> list[Fact] | None:
