@@ -37,6 +37,8 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
     most = lengths(mask.expression)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
+    # Rows of two levels can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
+    cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
     for seed, case in enumerate(cases):
         try:
             values, allowed = checker.terms(site, mask, known, case, seed)
