@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import build
 import stof
-from stof import cli, verify
+from stof import cli, sessions
 from stof.graph import load, read_constants
-from stof.verify import Sessions
+from stof.sessions import Sessions
 
 NAMES = ("modernbert.dynamo.sdpa", "gemma3.torchscript.eager")
 
@@ -208,7 +208,7 @@ def test_old_runtimes_read_through_links(tmp_path: Path, monkeypatch: pytest.Mon
         assert onnx.load(source, load_external_data=False) == model
         assert (path.parent / "model.onnx").read_bytes() == content.tobytes()
 
-    monkeypatch.setattr(verify, "_version", lambda: (1, 18))
+    monkeypatch.setattr(sessions, "_version", lambda: (1, 18))
     monkeypatch.setattr(Sessions, "_session", staticmethod(fake))
     for _ in range(2):
         Sessions(folder, scratch).make(model, optimized=True, library=False)

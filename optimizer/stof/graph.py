@@ -426,6 +426,11 @@ def _umask() -> int:
     return mask
 
 
+def domain_of(node: onnx.NodeProto) -> str:
+    """A node's domain, the standard one by its short name."""
+    return "" if node.domain == "ai.onnx" else str(node.domain)
+
+
 def describe(node: onnx.NodeProto) -> str:
     """A node in words: its operator and name."""
     operator = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type

@@ -66,6 +66,14 @@ class MaskTerm:
         """The tensor's value as it broadcasts to [B, H, S, T]."""
         return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array
 
+    def apply(self, scores: np.ndarray, value: np.ndarray) -> np.ndarray:
+        """Scores [B, H, S, T] with the term's value, spread, in the arithmetic of their type."""
+        number = scores.dtype.type
+        if self.kind is TermKind.ADD:
+            return np.asarray(scores + value.astype(scores.dtype) * number(self.scale))
+        keep = value.astype(bool) if self.kind is TermKind.KEEP else ~value.astype(bool)
+        return np.where(keep, scores, number(-np.inf if self.fill is None else self.fill))
+
 
 @dataclass(frozen=True)
 class AttentionSite:

@@ -11,7 +11,6 @@ a site runs in the site's own type on rounded inputs.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +22,15 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.errors import ArgumentError
-from stof.graph import external_files
 from stof.inputs import Case, InputMaker, Padding
 from stof.mask.check import read_by
 from stof.noise import Noisy, perturbed, quantizes
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.scopes import Scope, graph_at
-from stof.runtime import Op, register
-from stof.site import AttentionSite, Layout, MaskTerm, Operand, TermKind
+from stof.runtime import Op
+from stof.sessions import Sessions
+from stof.site import AttentionSite, Layout, Operand
 from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
@@ -106,98 +104,6 @@ def _affordable(model: onnx.ModelProto, seconds: float) -> float:
     """How many tokens a model can be given in a third of the time, one of three runs of each case, at a slow machine's rate."""
     weights = sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer)
     return seconds / 3 * _FLOPS / (2 * max(1, weights))
-
-
-def _runtime() -> Any:
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise ArgumentError(
-            "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
-        ) from None
-    return ort
-
-
-class Sessions:
-    """Makes sessions of models that are not files; what has to be written goes into a folder of its own.
-
-    Weights in external data are read where they lie, so that neither they nor anything else is written beside the input.
-    """
-
-    def __init__(self, weights: Path, scratch: Path) -> None:
-        self.weights = weights
-        self.scratch = scratch
-
-    def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> Any:
-        """A session on the CPU provider."""
-        ort = _runtime()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        if not optimized:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        if library:
-            register(options)
-        if isinstance(model, Path):
-            return self._session(str(model), options)
-        files = sorted(external_files(model))
-        if all((self.scratch / name).exists() for name in files):
-            # By way of a file, since the serialized model and the parsed one need not be in memory at once.
-            return self._from_file(model, options)
-        if _version() >= _FOLDER_OPTION:
-            model, folder = self._located(model, files)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-            return self._session(model.SerializeToString(), options)
-        for name in files:  # versions without that option follow links, which later ones refuse
-            link = self.scratch / name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_symlink():
-                link.symlink_to(self.weights / name)
-        return self._from_file(model, options)
-
-    def _located(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
-        """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
-        places = {name: (self.weights / name).resolve() for name in files}
-        if all(place.is_relative_to(self.weights) for place in places.values()):
-            return model, self.weights
-        folder = Path(os.path.commonpath([place.parent for place in places.values()]))
-        located = onnx.ModelProto()
-        located.CopyFrom(model)
-        for tensor in located.graph.initializer:
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = str(places[entry.value].relative_to(folder))
-        return located, folder
-
-    def _from_file(self, model: onnx.ModelProto, options: Any) -> Any:
-        path = self.scratch / "model.onnx"
-        while path.exists():  # a link to external data of that name
-            path = path.with_name(f"{path.stem}_.onnx")
-        try:
-            path.write_bytes(model.SerializeToString())
-            return self._session(str(path), options)
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
-        finally:
-            path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _session(model: str | bytes, options: Any) -> Any:
-        disabled = ["AttentionFusion"] if _version() < _FUSION_ABORTS else []
-        return _runtime().InferenceSession(
-            model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
-        )
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(n) for n in _runtime().__version__.split(".")[:2])
-
-
-# The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
-_FOLDER_OPTION = (1, 21)
-# Before it, this fusion ends the process at a LayerNormalization without bias, which ModernBERT has.
-_FUSION_ABORTS = (1, 19)
 
 
 def suspects(rewrites: Sequence[Rewrite], fails: Callable[[Sequence[Rewrite]], bool]) -> tuple[list[Rewrite], bool]:
@@ -277,7 +183,7 @@ class Verifier:
         start = time.monotonic()
         result = Verification()
         sessions = Sessions(original.parent.resolve(), scratch)
-        feeds = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(self.cases)]
+        feeds = self._draw(self.cases)
         before: onnx.ModelProto | Path = original
         reference = self.model
         after, twin, floor = emitted, _same, 1e-6
@@ -288,13 +194,11 @@ class Verifier:
             floor = max(_WIDENED_FLOORS.get(r.site.dtype, 1e-5) for r in self.rewrites)
             before = reference = twin(self.model)
             after = twin(emitted)
-            feeds = [{n: _widened(x) for n, x in f.items()} for f in feeds]
+            feeds = [_widened(f) for f in feeds]
         probed = reference if self.working is self.model else twin(self.working)
         if probed is not reference and not _runs(sessions, reference, feeds[0]):
             single = [Case(1, c.length, c.padding) for c in self.cases]
-            alone = [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(single)]
-            if result.widened:
-                alone = [{n: _widened(x) for n, x in f.items()} for f in alone]
+            alone = [_widened(f) if result.widened else f for f in self._draw(single)]
             if _runs(sessions, reference, alone[0]):  # some fused nodes take a past with one row only
                 self.cases, feeds = single, alone
             elif _runs(sessions, probed, feeds[0]):
@@ -365,6 +269,9 @@ class Verifier:
                 if array is not None and array.size <= 16:
                     found[name] = array
         return found
+
+    def _draw(self, cases_: Sequence[Case]) -> list[dict[str, np.ndarray]]:
+        return [self.maker.draw(c, np.random.default_rng(i)) for i, c in enumerate(cases_)]
 
     @staticmethod
     def _as_it_is(
@@ -452,7 +359,7 @@ class Verifier:
         try:
             maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
             feeds = maker.draw(self.cases[0], np.random.default_rng(0))
-            feeds = {n: _widened(x) for n, x in feeds.items()} if widened else feeds
+            feeds = _widened(feeds) if widened else feeds
             found = sessions.make(twin(model), optimized=False, library=False).run(wanted, feeds)
         except Exception as error:  # whatever the runtime raises
             detail = f"the {scope.words} cannot be run by itself: {error}"
@@ -525,8 +432,9 @@ def _runs(sessions: Sessions, model: onnx.ModelProto, feed: Mapping[str, np.ndar
     return True
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+def _widened(feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs of a model's fp32 twin."""
+    return {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
 
 
 def _rounded(array: np.ndarray, dtype: int) -> np.ndarray:
@@ -645,7 +553,7 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
-        scores = _apply_term(scores, term, term.spread(known[term.tensor]))
+        scores = term.apply(scores, term.spread(known[term.tensor]))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
         column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)
@@ -655,11 +563,3 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
         weights /= weights.sum(-1, keepdims=True)
     weights = weights[..., : k.shape[2]]
     return np.einsum("bhst,bhtd->bhsd", weights, v), rows
-
-
-def _apply_term(scores: np.ndarray, term: MaskTerm, value: np.ndarray) -> np.ndarray:
-    if term.kind is TermKind.ADD:
-        return scores + value.astype(np.float64) * term.scale
-    fill = -np.inf if term.fill is None else term.fill
-    keep = value.astype(bool) if term.kind is TermKind.KEEP else ~value.astype(bool)
-    return np.where(keep, scores, fill)

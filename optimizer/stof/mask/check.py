@@ -81,6 +81,7 @@ class MaskChecker:
         self.signatures = Signatures(self.index, symbolic)
         self.passed: set[tuple[object, ...]] = set()
         self.rows: set[tuple[object, ...]] = set()  # masks of which rows without a key were compared
+        self.relatives: dict[tuple[object, ...], LiftedMask] = {}  # masks, their biases as tables where they can be
         self.seen: set[int] = set()  # lengths at which masks were compared
 
     def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
@@ -99,6 +100,8 @@ class MaskChecker:
             site.dims,
             site.query_offset,
             site.nan_guard,
+            site.floored,
+            site.sink is not None,
         )
 
     def check(self, site: AttentionSite, mask: LiftedMask, *, stated: bool = False) -> None:

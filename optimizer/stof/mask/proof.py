@@ -9,6 +9,7 @@ that it looks up are computed for every distance that the operator takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -56,6 +57,7 @@ def _is_head(index: Int) -> bool:
     return index.atom is not None and index.atom.kind == "var" and index.atom.args == ("h",)
 
 
+@lru_cache(maxsize=1024)  # every layer has the same
 def _last_change(index: Int) -> int:
     """The largest distance next to which an index changes, over all distances of the operator."""
     far = 0

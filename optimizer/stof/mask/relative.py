@@ -26,12 +26,21 @@ _BEYOND = 2  # entries kept beyond the proven radius, whose place float rounding
 
 def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none."""
+    key = (mask, site.dims, site.query_offset)  # layers share their bias
+    if key not in checker.relatives:
+        checker.relatives[key] = _with_relative_bias(checker, site, mask)
+    return checker.relatives[key]
+
+
+def _with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     radii = {t: proven_radius(checker.symbolic, site, t) for t in mask.bias if t not in mask.by_data}
     terms = tuple(t for t, radius in radii.items() if radius is not None)
     if not terms:
         return mask
     radius = max(r for r in radii.values() if r is not None) + _BEYOND
-    widest = replace(mask, expression=static_part(mask.expression), operands=())
+    # Without padding, but with what else is known at run time left to the bias: a distance that one run forbids is not read.
+    pads = tuple(o for o in mask.operands if o.role == "pad")
+    widest = replace(mask, expression=static_part(mask.expression), operands=pads)
     fixed = all(d.constant is not None for d in site.dims[2:])
     length = max(_LEAST, radius + 40)
     if length > _MOST and not fixed:

@@ -14,7 +14,7 @@ from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
 from stof.mask.check import MaskChecker, lengths, uneven
 from stof.mask.lift import UNDERFLOW
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
 
 
 def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
@@ -65,11 +65,7 @@ def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[
     levels = np.zeros(shape, np.float32)
     with np.errstate(over="ignore"):
         for term, value in zip(terms, values, strict=True):
-            if term.kind is TermKind.ADD:
-                levels = levels + value.astype(np.float32) * np.float32(term.scale)
-                continue
-            keep = value.astype(bool) if term.kind is TermKind.KEEP else ~value.astype(bool)
-            levels = np.where(keep, levels, np.float32(-np.inf if term.fill is None else term.fill))
+            levels = term.apply(levels, value)
     return levels
 
 

@@ -10,7 +10,7 @@ import onnx
 from onnx import AttributeProto
 
 from stof.errors import ModelError
-from stof.graph import DOMAIN, all_nodes, node_tensors, opset_of, subgraphs
+from stof.graph import DOMAIN, all_nodes, domain_of, node_tensors, opset_of, subgraphs
 from stof.symbolic import movement
 
 Key = tuple[str, str, str]
@@ -50,7 +50,7 @@ def inline(model: onnx.ModelProto, wanted: Collection[tuple[str, str]]) -> onnx.
     functions = {_key(f): f for f in model.functions if f.domain != DOMAIN}
     holding = _holding(functions, wanted)
     nodes = list(all_nodes(model.graph.node))
-    if not any(_called(n) in holding or (_domain(n), n.op_type) in wanted for n in nodes):
+    if not any(_called(n) in holding or (domain_of(n), n.op_type) in wanted for n in nodes):
         return model
     open_ = holding | _plain(functions)
     return _inlined(model, {k: f for k, f in functions.items() if k in open_ and _fits(f, model)})
@@ -104,7 +104,7 @@ def _holding(functions: Mapping[Key, onnx.FunctionProto], wanted: Collection[tup
     found: set[Key] = set()
     for key, function in functions.items():
         calls[key] = {_called(n) for n in all_nodes(function.node)} & functions.keys()
-        if any((_domain(n), n.op_type) in wanted for n in all_nodes(function.node) if _called(n) not in functions):
+        if any((domain_of(n), n.op_type) in wanted for n in all_nodes(function.node) if _called(n) not in functions):
             found.add(key)
     while more := {k for k in functions if k not in found and calls[k] & found}:
         found |= more
@@ -123,10 +123,6 @@ def _plain(functions: Mapping[Key, onnx.FunctionProto]) -> set[Key]:
 
 def _is_plain(node: onnx.NodeProto) -> bool:
     return node.domain in _STANDARD and node.op_type in _PLAIN
-
-
-def _domain(node: onnx.NodeProto) -> str:
-    return "" if node.domain in _STANDARD else str(node.domain)
 
 
 def _fits(function: onnx.FunctionProto, model: onnx.ModelProto) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex, describe, node_tensors, opset_of
+from stof.graph import GraphIndex, describe, domain_of, node_tensors, opset_of
 from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
@@ -132,7 +132,7 @@ def lower(
         lowerers: what expands a node of an operator.
         known: of the model with all functions inlined, where some are left.
     """
-    fused = [(i, n) for i, n in enumerate(model.graph.node) if (_domain(n), n.op_type) in lowerers]
+    fused = [(i, n) for i, n in enumerate(model.graph.node) if (domain_of(n), n.op_type) in lowerers]
     if not fused:
         return Lowered(original, model, model, known=known)
     symbolic = Symbolic(model, known)
@@ -146,7 +146,7 @@ def lower(
         builder = Builder(opset_of(model), _prefix(node, taken))
         request = Request(node, name, symbolic, index, builder, opset_of(model))
         try:
-            lowerers[_domain(node), node.op_type](request)
+            lowerers[domain_of(node), node.op_type](request)
         except UnsupportedError as error:
             findings.append(Finding(name, False, f"{describe(node)}: {error}", {"output": node.output[0]}))
             continue
@@ -154,10 +154,6 @@ def lower(
         groups.append(Group(place, tuple(builder.nodes), softmax))
     fixed = {o for g in groups for o in model.graph.node[g.place].output if o}
     return Lowered(original, model, _expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings), known)
-
-
-def _domain(node: onnx.NodeProto) -> str:
-    return "" if node.domain == "ai.onnx" else str(node.domain)
 
 
 def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:

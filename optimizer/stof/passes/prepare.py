@@ -6,6 +6,7 @@ from __future__ import annotations
 import onnx
 
 from stof.errors import UnsupportedError
+from stof.graph import domain_of
 from stof.passes.inline import inline, inline_all
 from stof.passes.lower_attention import lower_attention
 from stof.passes.lower_contrib import lower_multi_head, lower_projecting
@@ -45,4 +46,4 @@ def expand_fused(model: onnx.ModelProto, known: Symbolic | None) -> Lowered:
 
 def is_fused(node: onnx.NodeProto) -> bool:
     """Whether a node is fused attention, expandable or not."""
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type) in _LOWERERS
+    return (domain_of(node), node.op_type) in _LOWERERS

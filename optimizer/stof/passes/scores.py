@@ -127,13 +127,8 @@ class ScoreWalk:
             return str(node.input[0])
         if is_move(self.symbolic, node):
             return str(node.input[0]) if keeps_matrices(self.symbolic, node) else None
-        if node.op_type == "Sub":  # a softmax does not change when a row is shifted
-            maximum = self.index.producer(node.input[1])
-            if maximum is not None and maximum.op_type == "ReduceMax" and maximum.input[0] == node.input[0]:
-                shape, own = self.symbolic.shape(node.input[0]), self.symbolic.shape(node.input[1])
-                if shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1:
-                    return str(node.input[0])
-        return None
+        # A softmax does not change when a row is shifted.
+        return str(node.input[0]) if less_maximum(self.index, self.symbolic, node) else None
 
     def _floored(self, node: onnx.NodeProto, scores: Scores) -> str | None:
         """The scores of Max(scores, lowest): only masked ones are below, and they stay masked."""
@@ -232,3 +227,14 @@ def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
         return node.op_type == "Identity" or node.op_type in CASTS
     return before[-2:] == after[-2:]
+
+
+def less_maximum(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node subtracts from each row its largest number."""
+    if node.op_type != "Sub":
+        return False
+    maximum = index.producer(node.input[1])
+    if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
+        return False
+    shape, own = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
+    return shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1

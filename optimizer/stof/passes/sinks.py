@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx
 
 from stof.graph import GraphIndex
+from stof.passes.scores import less_maximum
 from stof.passes.views import is_float_cast
 from stof.symbolic import Symbolic
 
@@ -38,22 +39,11 @@ def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) ->
         if node.op_type == "Concat":
             found = _of_concat(index, symbolic, node)
             return None if found is None else Sink(*found, (*passed, node.output[0]))
-        if not (is_float_cast(symbolic, node) or node.op_type == "Identity" or _less_maximum(index, symbolic, node)):
+        if not (is_float_cast(symbolic, node) or node.op_type == "Identity" or less_maximum(index, symbolic, node)):
             return None
         passed.append(node.output[0])
         tensor = node.input[0]
     return None
-
-
-def _less_maximum(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    """Whether a node subtracts from each row one number of its own."""
-    if node.op_type != "Sub":
-        return False
-    maximum = index.producer(node.input[1])
-    shape, own = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
-    if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
-        return False
-    return shape is not None and own is not None and own[:-1] == shape[:-1] and own[-1].constant == 1
 
 
 def _of_concat(index: GraphIndex, symbolic: Symbolic, concat: onnx.NodeProto) -> tuple[str, str] | None:

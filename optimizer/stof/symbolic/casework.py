@@ -23,6 +23,7 @@ from stof.symbolic.terms import (
     integer,
     negate,
     of_atom,
+    parts,
     real,
     to_real,
 )
@@ -231,8 +232,4 @@ def _with(value: Int, read: object, number: int) -> Int:
 
 def reads_input(value: object) -> bool:
     """Whether a scalar depends on what a model input holds."""
-    if isinstance(value, Int):
-        return any(reads_input(a) for a in value.atoms())
-    if isinstance(value, Atom | Cond | Real):
-        return value.kind in ("read", "unread") or any(reads_input(a) for a in value.args)
-    return isinstance(value, tuple) and any(reads_input(a) for a in value)
+    return any(p.kind in ("read", "unread") for p in parts(value))

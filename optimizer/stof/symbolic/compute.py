@@ -155,7 +155,8 @@ def _one_hot(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(2).dtype, (*indices[:axis], depth[0], *indices[axis:]))]
 
 
-def _as_first(context: Context) -> list[Fact]:
+def as_first(context: Context) -> list[Fact] | None:
+    """A result of the first input's type and shape."""
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
@@ -173,14 +174,14 @@ RULES: dict[str, Rule] = {
     "ArgMax": _arg,
     "ArgMin": _arg,
     "OneHot": _one_hot,
-    "InstanceNormalization": _as_first,
-    "GroupNormalization": _as_first,
-    "LpNormalization": _as_first,
-    "MeanVarianceNormalization": _as_first,
-    "ScatterElements": _as_first,
-    "ReverseSequence": _as_first,
-    "Hardmax": _as_first,
-    "CumSum": _as_first,
-    "CumProd": _as_first,
-    "RotaryEmbedding": _as_first,
+    "InstanceNormalization": as_first,
+    "GroupNormalization": as_first,
+    "LpNormalization": as_first,
+    "MeanVarianceNormalization": as_first,
+    "ScatterElements": as_first,
+    "ReverseSequence": as_first,
+    "Hardmax": as_first,
+    "CumSum": as_first,
+    "CumProd": as_first,
+    "RotaryEmbedding": as_first,
 }

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
+from stof.symbolic.compute import as_first
 from stof.symbolic.interpreter import Context, Fact, Rule
 from stof.symbolic.rules import broadcast
 from stof.symbolic.terms import integer
-
-
-def _as_first(context: Context) -> list[Fact] | None:
-    fact = context.fact(0)
-    return [Fact(fact.dtype, fact.shape)]
 
 
 def _skip_norm(context: Context) -> list[Fact] | None:
@@ -36,13 +32,13 @@ def _matmul_nbits(context: Context) -> list[Fact] | None:
 
 
 RULES: dict[str, Rule] = {
-    "BiasGelu": _as_first,
-    "FastGelu": _as_first,
+    "BiasGelu": as_first,
+    "FastGelu": as_first,
     "FusedMatMul": _fused_matmul,
-    "Gelu": _as_first,
+    "Gelu": as_first,
     "MatMulNBits": _matmul_nbits,
-    "QuickGelu": _as_first,
-    "RotaryEmbedding": _as_first,
+    "QuickGelu": as_first,
+    "RotaryEmbedding": as_first,
     "SkipLayerNormalization": _skip_norm,
     "SkipSimplifiedLayerNormalization": _skip_norm,
 }

@@ -9,7 +9,7 @@ from onnx import TensorProto
 from stof.symbolic.interpreter import Context, Fact, Rule
 from stof.symbolic.movement import product
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
-from stof.symbolic.terms import Cond, Int, Real, Scalar, integer, to_real, var
+from stof.symbolic.terms import Int, Scalar, integer, parts, to_real, var
 
 ZERO, ONE = integer(0), integer(1)
 
@@ -17,21 +17,8 @@ ZERO, ONE = integer(0), integer(1)
 def _uniform(tensor: SymTensor, axes: set[int]) -> bool:
     """Whether elements do not depend on some of their indices."""
     probe = tuple(var(f"count{a}") for a in range(tensor.rank))
-    text = str(_described(tensor.at(probe)))
-    return not any(f"var(count{a})" in text for a in axes)
-
-
-def _described(value: Scalar) -> object:
-    return value if isinstance(value, Int | Cond) else _parts(value)
-
-
-def _parts(value: Real) -> list[object]:
-    found: list[object] = [value.kind]
-    for arg in value.args:
-        found.append(
-            _parts(arg) if isinstance(arg, Real) else [str(a) for a in arg] if isinstance(arg, tuple) else str(arg)
-        )
-    return found
+    names = {f"count{a}" for a in axes}
+    return not any(p.kind == "var" and p.args[0] in names for p in parts(tensor.at(probe)))
 
 
 def _cumsum(context: Context) -> list[Fact] | None:
@@ -41,12 +28,11 @@ def _cumsum(context: Context) -> list[Fact] | None:
         return [Fact(fact.dtype, data)]
     place = axis[0] % len(data)
     exclusive, reverse = (bool(context.number(n, 0)) for n in ("exclusive", "reverse"))
-    if value.constant is not None and not _uniform(value, {place}):
-        return [
-            Fact(fact.dtype, data, constant_tensor(context.node.output[0], _summed(value, place, exclusive, reverse)))
-        ]
     if not _uniform(value, {place}):
-        return [Fact(fact.dtype, data)]  # of a mask: positions of what is not padded
+        if value.constant is None:
+            return [Fact(fact.dtype, data)]  # of a mask: positions of what is not padded
+        total = _summed(value, place, exclusive, reverse)
+        return [Fact(fact.dtype, data, constant_tensor(context.node.output[0], total))]
 
     def at(index: Index) -> Scalar:
         count = data[place] - ONE - index[place] if reverse else index[place]
@@ -76,13 +62,12 @@ def _nonzero(context: Context) -> list[Fact] | None:
     rank = integer(len(data))
     if value is None:
         return None
-    if value.constant is not None and not _uniform(value, set(range(len(data)))):
-        array = np.array(np.nonzero(value.constant), np.int64)
-        return [
-            Fact(TensorProto.INT64, (rank, integer(array.shape[1])), constant_tensor(context.node.output[0], array))
-        ]
     if not _uniform(value, set(range(len(data)))):
-        return None
+        if value.constant is None:
+            return None
+        array = np.array(np.nonzero(value.constant), np.int64)
+        shape = (rank, integer(array.shape[1]))
+        return [Fact(TensorProto.INT64, shape, constant_tensor(context.node.output[0], array))]
     element = value.at((ZERO,) * len(data))
     if not _is_number(element) or len(data) > 1:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from stof.symbolic.compute import as_first
 from stof.symbolic.interpreter import Context, Fact, Rule
 from stof.symbolic.rules import broadcast
 from stof.symbolic.tensor import Shape
@@ -52,10 +53,6 @@ def _qlinear_binary(context: Context) -> list[Fact]:
     return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b]))]
 
 
-def _as_first(context: Context) -> list[Fact]:
-    return [Fact(context.fact(0).dtype, context.shape(0))]
-
-
 def _embed(context: Context) -> list[Fact] | None:
     """EmbedLayerNormalization: ids [B, S], tables [.., N]."""
     ids, table = context.shape(0), context.shape(2)
@@ -72,10 +69,10 @@ STANDARD: dict[str, Rule] = {
     "MatMulInteger": _matmul_integer,
     "QLinearMatMul": _qlinear_matmul,
     # ONNX Runtime's optimizer writes it without a domain of its own.
-    "SimplifiedLayerNormalization": _as_first,
+    "SimplifiedLayerNormalization": as_first,
 }
 CONTRIB: dict[str, Rule] = {
-    "BiasAdd": _as_first,
+    "BiasAdd": as_first,
     "DequantizeLinear": _dequantize,
     "DynamicQuantizeMatMul": _matmul_float,
     "EmbedLayerNormalization": _embed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -415,6 +415,21 @@ class Real(_Shared):
 
 
 Scalar = Int | Cond | Real
+
+
+def parts(value: object) -> Iterator[Atom | Cond | Real]:
+    """Every atom, condition and float that a scalar, or a tuple of them, is made of; each once."""
+    pending, seen = [value], set[object]()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, tuple):
+            pending.extend(one)
+        elif isinstance(one, Int):
+            pending.extend(one.atoms())
+        elif isinstance(one, Atom | Cond | Real) and one not in seen:
+            seen.add(one)
+            yield one
+            pending.extend(one.args)
 
 
 def real(value: float) -> Real:
