@@ -10,11 +10,11 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
+from stof.mask.lift import LOWEST
 from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, Symbolic
 
 _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
-_BF16_LOWEST = -3.3895313892515355e38
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,30 @@ class Core:
     guard: bool = False  # rows without a key give zero, where otherwise they would give NaN
 
 
-def np_type(dtype: int) -> np.dtype:
-    """The NumPy type of an ONNX element type."""
-    return np.dtype(helper.tensor_dtype_to_np_dtype(dtype))
-
-
 def attend(builder: Builder, core: Core, softmax: str) -> str:
     """Appends the nodes; returns the result [B, H, S, Dv]. ``softmax`` is the name of the softmax node."""
     b = builder
     repeat = core.heads // core.groups
-    # Half types keep no scale and no softcap exactly; runtimes compute them in fp32.
-    inner = int(TensorProto.FLOAT)
+    half = core.dtype != TensorProto.FLOAT
     key, value = (repeated(b, t, core.heads, repeat) for t in (core.key, core.value))
     scores = b.add("MatMul", [core.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
-    if core.dtype != inner:
-        scores = b.add("Cast", [scores], to=inner)
-    dtype = np_type(inner)
+    if half:  # which keeps no scale and no softcap exactly; runtimes compute them in fp32
+        scores = b.add("Cast", [scores], to=TensorProto.FLOAT)
     if core.scale != 1.0:
-        scores = b.add("Mul", [scores, b.constant(core.scale, dtype)])
+        scores = b.add("Mul", [scores, b.constant(core.scale, np.float32)])
     if core.softcap:
-        cap = b.constant(core.softcap, dtype)
+        cap = b.constant(core.softcap, np.float32)
         scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
     for mask in core.masks:
         if mask.boolean:
-            scores = b.add("Where", [mask.tensor, scores, b.constant(mask.fill, dtype)])
+            scores = b.add("Where", [mask.tensor, scores, b.constant(mask.fill, np.float32)])
         else:
             scores = b.add("Add", [scores, mask.tensor])
     weights = b.add("Softmax", [scores], axis=-1)
     b.nodes[-1].name = softmax
     if core.guard and core.masks:
-        weights = b.add("Where", [b.add("IsNaN", [weights]), b.constant(0, dtype), weights])
-    if core.dtype != inner:
+        weights = b.add("Where", [b.add("IsNaN", [weights]), b.constant(0, np.float32), weights])
+    if half:
         weights = b.add("Cast", [weights], to=core.dtype)
     return b.add("MatMul", [weights, value])
 
@@ -189,10 +182,15 @@ def lowest_as_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str
     """
     if kind not in _FLOATS:
         return tensor
-    own = np_type(kind)
-    lowest = _BF16_LOWEST if kind == TensorProto.BFLOAT16 else float(np.finfo(own).min)
+    own = np.dtype(helper.tensor_dtype_to_np_dtype(kind))
+    lowest = -LOWEST[kind]
     array = symbolic.constant(tensor)
     if array is not None and not bool(np.any(array.astype(np.float64) <= lowest)):
         return tensor
     low = b.add("LessOrEqual", [tensor, b.constant(lowest, own)])
     return b.add("Where", [low, b.constant(-np.inf, own), tensor])
+
+
+def added(b: Builder, tensor: str, kind: int) -> str:
+    """A mask or bias of element type ``kind`` as the fp32 tensor that is added to scores."""
+    return tensor if kind == TensorProto.FLOAT else b.add("Cast", [tensor], to=TensorProto.FLOAT)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.mask.to_onnx import Builder
@@ -15,6 +13,7 @@ from stof.passes.core import (
     Band,
     Core,
     Mask,
+    added,
     attend,
     band,
     float_type,
@@ -51,7 +50,7 @@ class _Attention:
         self.request = request
         self.builder: Builder = request.builder
         self.symbolic = request.symbolic
-        self.attributes: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in request.node.attribute}
+        self.attributes = request.attributes
 
     def lower(self) -> None:
         b, request = self.builder, self.request
@@ -77,8 +76,7 @@ class _Attention:
         offset, lengths = self._offset(query, past)
         masks = [*self._masks(keys), *band(b, query, present[0], self._limits(), offset)]
         if lengths is not None:
-            places = b.add("Less", [positions(b, size(b, present[0], 2)), lengths])
-            masks.append(Mask(places, boolean=True))
+            masks.append(Mask(b.add("Less", [positions(b, size(b, present[0], 2)), lengths]), boolean=True))
         core = Core(
             query,
             *present,
@@ -95,8 +93,7 @@ class _Attention:
             result = merge_heads(b, result, heads * widths[2])
         request.give(0, result)
         for i in (1, 2):
-            if request.output(i):
-                request.give(i, present[i - 1])
+            request.give(i, present[i - 1])
 
     def _heads(self, shapes: list[tuple[Int, ...]], packed: bool) -> tuple[int, int]:
         if packed:
@@ -115,9 +112,7 @@ class _Attention:
     def _present(self, key: str, value: str, keys: Int) -> tuple[tuple[str, str], str, Int]:
         """Keys and values with those of the past in front, past keys ("" without), and how many keys."""
         b, request = self.builder, self.request
-        past = request.input(4), request.input(5)
-        if bool(past[0]) != bool(past[1]):
-            raise UnsupportedError("one of past_key and past_value is missing")
+        past = request.past(4, 5)
         if not past[0]:
             return (key, value), "", keys
         if request.input(6):
@@ -153,9 +148,7 @@ class _Attention:
         kind = self.symbolic.dtype(tensor)
         boolean = kind == TensorProto.BOOL
         if not boolean:
-            tensor = lowest_as_inf(b, self.symbolic, tensor, kind)
-            if kind != TensorProto.FLOAT:
-                tensor = b.add("Cast", [tensor], to=TensorProto.FLOAT)
+            tensor = added(b, lowest_as_inf(b, self.symbolic, tensor, kind), kind)
         if shape[-1] != keys and (self.request.opset >= 24 or None not in (shape[-1].constant, keys.constant)):
             tensor = self._lengthened(tensor, shape, keys, boolean)
         if boolean:  # added, it can stay a bias where it is data that no expression describes

@@ -6,8 +6,6 @@ Facts: the operators' schemas in ONNX Runtime 1.31, and what its CPU provider co
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from onnx import TensorProto, helper
 
@@ -17,6 +15,7 @@ from stof.passes.core import (
     Band,
     Core,
     Mask,
+    added,
     attend,
     band,
     float_type,
@@ -48,7 +47,7 @@ def lower_multi_head(request: Request) -> None:
     node = _Contrib(request)
     node.refuse({3: "qk"}, {8: "past_sequence_length", 9: "cache_indirection"})
     query, key, value = node.separate()
-    node.finish(query, key, value, request.input(4), request.input(5), (request.input(6), request.input(7)))
+    node.finish(query, key, value, request.input(4), request.input(5), request.past(6, 7))
 
 
 def lower_projecting(request: Request) -> None:
@@ -83,7 +82,7 @@ class _Contrib:
         self.request = request
         self.builder: Builder = request.builder
         self.symbolic = request.symbolic
-        self.attributes: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in request.node.attribute}
+        self.attributes = request.attributes
         self.heads = int(self.attributes.get("num_heads", 0))
         if self.heads < 1:
             raise UnsupportedError(f"num_heads is {self.heads}, expected 1 or more")
@@ -167,8 +166,6 @@ class _Contrib:
     ) -> None:
         """The core, past keys and values in front, masks, and the node's outputs."""
         b, request = self.builder, self.request
-        if bool(past[0]) != bool(past[1]):
-            raise UnsupportedError("one of past_key and past_value is missing")
         facts = _Sizes(self)
         if past[0]:
             key, value = (b.add("Concat", [p, t], axis=2) for p, t in zip(past, (key, value), strict=True))
@@ -193,15 +190,12 @@ class _Contrib:
             parts = [b.unsqueeze(t, [0]) for t in (key, value)]
             request.give(1, b.add("Concat", parts, axis=0))
         elif not joined:
-            for i, tensor in ((1, key), (2, value)):
-                if request.output(i):
-                    request.give(i, tensor)
+            request.give(1, key)
+            request.give(2, value)
 
     def _bias(self, bias: str) -> Mask:
         known_shape(self.symbolic, bias, "attention_bias", (4,))
-        if self.symbolic.dtype(bias) != TensorProto.FLOAT:
-            bias = self.builder.add("Cast", [bias], to=TensorProto.FLOAT)
-        return Mask(bias)
+        return Mask(added(self.builder, bias, self.symbolic.dtype(bias)))
 
     def _padding(self, padding: str, query: str, key: str, facts: _Sizes) -> Mask:
         """Padding of keys as a bias: mask_filter_value where a key is none."""

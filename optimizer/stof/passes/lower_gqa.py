@@ -19,6 +19,7 @@ from stof.passes.core import (
     Band,
     Core,
     Mask,
+    added,
     attend,
     band,
     float_type,
@@ -55,7 +56,7 @@ class _Grouped:
         self.request = request
         self.builder: Builder = request.builder
         self.symbolic = request.symbolic
-        self.attributes: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in request.node.attribute}
+        self.attributes = request.attributes
         self.heads, self.groups = (int(self.attributes.get(n, 0)) for n in ("num_heads", "kv_num_heads"))
 
     def lower(self) -> None:
@@ -105,8 +106,7 @@ class _Grouped:
         )
         request.give(0, merge_heads(b, attend(b, core, request.name), self.heads * width))
         for i in (1, 2):
-            if request.output(i):
-                request.give(i, present[i - 1])
+            request.give(i, present[i - 1])
 
     def _refuse(self) -> None:
         if min(self.heads, self.groups) < 1 or self.heads % self.groups:
@@ -129,9 +129,7 @@ class _Grouped:
 
     def _past(self) -> Int:
         """The length of the cache before this step, 0 without one."""
-        given = self.request.input(3), self.request.input(4)
-        if bool(given[0]) != bool(given[1]):
-            raise UnsupportedError("one of past_key and past_value is missing")
+        given = self.request.past(3, 4)
         if not given[0]:
             return integer(0)
         shape = known_shape(self.symbolic, given[0], "past_key", (4,))
@@ -191,10 +189,7 @@ class _Grouped:
             return []
         known_shape(self.symbolic, tensor, "attention_bias", (4,))
         kind = self.symbolic.dtype(tensor)
-        tensor = lowest_as_inf(self.builder, self.symbolic, tensor, kind)
-        if kind != TensorProto.FLOAT:
-            tensor = self.builder.add("Cast", [tensor], to=TensorProto.FLOAT)
-        return [Mask(tensor)]
+        return [Mask(added(self.builder, lowest_as_inf(self.builder, self.symbolic, tensor, kind), kind))]
 
 
 def _is_default(name: str, value: object) -> bool:

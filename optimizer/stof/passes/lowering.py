@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import onnx
 
@@ -54,14 +56,32 @@ class Request:
             if any(names[most:]):
                 raise UnsupportedError(f"it has {word} {most}, {names[most]!r}, whose meaning is not known")
 
+    @cached_property
+    def attributes(self) -> dict[str, Any]:
+        """The node's attributes by name; strings as bytes."""
+        return {a.name: onnx.helper.get_attribute_value(a) for a in self.node.attribute}
+
+    def past(self, first: int, second: int) -> tuple[str, str]:
+        """The inputs past_key and past_value, empty where there is no past.
+
+        Raises:
+            UnsupportedError: when one of them is missing.
+        """
+        found = self.input(first), self.input(second)
+        if bool(found[0]) != bool(found[1]):
+            raise UnsupportedError("one of past_key and past_value is missing")
+        return found
+
     def is_used(self, i: int) -> bool:
         """Whether anything reads an output."""
         name, index = self.output(i), self.index
         return name in index.outputs or name in index.captured or bool(index.consumers(name))
 
     def give(self, i: int, tensor: str) -> None:
-        """Lets a tensor be an output: the last node is made to write it, or an Identity where another reads the tensor."""
+        """Lets a tensor be an output that is asked for: its node is made to write it, or an Identity where it is given."""
         name = self.output(i)
+        if not name:
+            return
         nodes = self.builder.nodes
         writer = next((n for n in reversed(nodes) if tensor in n.output), None)
         if writer is None:
