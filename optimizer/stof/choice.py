@@ -9,9 +9,10 @@ from fnmatch import fnmatchcase
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError, UnsupportedError
+from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.inputs import evaluate
 from stof.kernels.cost import Prediction, predict, why_not
+from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative import with_relative_bias
@@ -137,9 +138,7 @@ class Chooser:
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
-            self.checker.check(site, mask)
-            if not self.options.ignore_empty_rows:
-                check_rows(self.checker, site, mask)
+            accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
             step = Step.KERNEL
             if reasons := why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -149,6 +148,8 @@ class Chooser:
             if entry is None and worst.gain < 1.0:
                 raise UnsupportedError(f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x")
         except UnsupportedError as error:
+            if isinstance(error, GuardError) and site.unguarded is not None:
+                return self.choose(site.unguarded)
             if entry is not None:
                 raise ModelError(
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"

@@ -35,3 +35,7 @@ class UnsupportedError(StofError):
     """A site that stof cannot rewrite; carries the reason, becomes a finding in the report."""
 
     exit_code = 3
+
+
+class GuardError(UnsupportedError):
+    """What zeroes rows after the softmax cannot be shown to zero those without a key."""

@@ -105,6 +105,7 @@ class AttentionSite:
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
+    unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
     scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people
     dims: tuple[Int, ...] = ()  # B, H, S, T

@@ -13,12 +13,12 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
-from stof.errors import UnsupportedError
+from stof.errors import GuardError, UnsupportedError
 from stof.kernels.cost import why_not
+from stof.mask.accept import accept
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
-from stof.mask.rows import check_rows
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
 from stof.passes.prepare import prepare
@@ -123,13 +123,12 @@ def _lifted(
         verdict.reason = str(error)
         return None
     try:
-        checker.check(site, found)
-        check_rows(checker, site, found)
+        accept(checker, site, found)
     except UnsupportedError as error:
+        if isinstance(error, GuardError) and site.unguarded is not None:
+            return _lifted(model, symbolic, site.unguarded, verdict, seen)
         verdict.reason = str(error)
-        # A mask of "== 1" and a guard of "!= 0" agree on padding of 0 and 1, but not on every integer: rightly refused.
-        guard = "zeroes other rows" in str(error) and "segment_" not in found.expression
-        verdict.caught = "differs" in str(error) or guard
+        verdict.caught = "differs" in str(error)
         return None
     finally:
         seen |= checker.seen

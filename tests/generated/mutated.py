@@ -20,15 +20,16 @@ import onnx
 
 from stof.errors import StofError, UnsupportedError
 from stof.kernels.cost import why_not
+from stof.mask.accept import accept, or_unguarded
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
-from stof.mask.rows import check_rows
 from stof.options import Options
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
 from stof.passes.prepare import prepare
 from stof.pipeline import optimize
+from stof.site import AttentionSite
 from stof.symbolic import Symbolic
 
 from .judge import session
@@ -140,16 +141,20 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     symbolic = Symbolic(prepared.model)
     sites, _ = find_sites(prepared.model, symbolic, prepared.fixed)
     checker = MaskChecker(prepared.model, symbolic)
+
+    def settled(site: AttentionSite) -> Rewrite:
+        mask = with_relative_bias(checker, site, lift(symbolic, site))
+        accept(checker, site, mask)
+        return Rewrite(site, mask)
+
     rewrites = []
     for site in sites:
         try:
-            mask = with_relative_bias(checker, site, lift(symbolic, site))
-            checker.check(site, mask)
-            check_rows(checker, site, mask)
+            found = or_unguarded(site, settled)
         except UnsupportedError:
             continue
-        if not why_not(site, mask):
-            rewrites.append(Rewrite(site, mask))
+        if not why_not(found.site, found.mask):
+            rewrites.append(found)
     if not rewrites:
         return None, ()
     masks = tuple(r.mask.expression for r in rewrites)

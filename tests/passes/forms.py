@@ -11,6 +11,7 @@ import onnx.parser
 import onnxruntime as ort
 
 from stof.errors import UnsupportedError
+from stof.mask.accept import accept, or_unguarded
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
@@ -106,11 +107,13 @@ def rewrite(graph: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Rewrite]]:
     found, findings = find_sites(graph, symbolic)
     assert not findings, findings
     checker = MaskChecker(graph, symbolic)
-    rewrites = []
-    for site in found:
+
+    def settled(site: AttentionSite) -> Rewrite:
         mask = with_relative_bias(checker, site, lift(symbolic, site))
-        checker.check(site, mask)
-        rewrites.append(Rewrite(site, mask))
+        accept(checker, site, mask, rows=False)
+        return Rewrite(site, mask)
+
+    rewrites = [or_unguarded(site, settled) for site in found]
     return emit(graph, symbolic, rewrites), rewrites
 
 

@@ -208,31 +208,54 @@ ROW_GUARD = (
     %guard
     """
 )
-GOOD_GUARD = """counted = Cast <to = 6> (both)
+COUNTED = """counted = Cast <to = 6> (%mask)
     end = Constant <value = int64[1] {-1}> ()
-    count = ReduceSum <keepdims = 1> (counted, end)
-    some = Constant <value = int32 {1}> ()
-    empty = Less (count, some)
+    count = %reduce <keepdims = 1> (counted, end)
+    limit = Constant <value = int32 {%limit}> ()
+    %empty
     out = Where (empty, nothing, o1)"""
 
 
-@pytest.mark.parametrize("threshold", [1, 2])
-def test_row_guard_is_folded_when_it_is_one(threshold: int) -> None:
-    guard = GOOD_GUARD.replace("int32 {1}", f"int32 {{{threshold}}}")
+def counted(reduce: str, empty: str, mask: str = "both", limit: int = 1) -> str:
+    words = {"%mask": mask, "%reduce": reduce, "%limit": str(limit), "%empty": empty}
+    text = COUNTED
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+GUARDS = {
+    "no key counted": (counted("ReduceSum", "empty = Less (count, limit)"), True),
+    "not one or more": (counted("ReduceSum", "some = GreaterOrEqual (count, limit)\nempty = Not (some)"), True),
+    "count is zero": (counted("ReduceSum", "empty = Equal (count, limit)", limit=0), True),
+    "none is the largest": (counted("ReduceMax", "some = Cast <to = 9> (count)\nempty = Not (some)"), True),
+    "all are dropped": ("drop = Not (both)\n" + counted("ReduceMin", "empty = Cast <to = 9> (count)", "drop"), True),
+    "rows with one key, too": (counted("ReduceSum", "empty = Less (count, limit)", limit=2), False),
+    "rows with one key": (counted("ReduceSum", "empty = Equal (count, limit)"), False),
+    "rows with a key": (counted("ReduceSum", "empty = GreaterOrEqual (count, limit)"), False),
+    "not every key": (counted("ReduceMin", "some = Cast <to = 9> (count)\nempty = Not (some)"), False),
+    "by the window": (counted("ReduceSum", "empty = Less (count, limit)", "w"), False),
+    "by the padding": (counted("ReduceSum", "empty = Less (count, limit)", "amb"), False),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_row_guard_is_folded_when_it_is_one_and_stays_otherwise(name: str) -> None:
+    guard, folded = GUARDS[name]
     graph = model(PLAIN + ", int64[B,S] am", "float[a,b,c,d] out", ROW_GUARD.replace("%guard", guard))
     assert only_site(graph).row_guard == "empty"
-    if threshold == 2:  # rows with a single key are zeroed, too
-        with pytest.raises(UnsupportedError, match="zeroes other rows"):
-            rewrite(graph)
-        return
     optimized, _ = rewrite(graph)
-    assert [n.op_type for n in optimized.graph.node] == ["StofAttention"]
-    given = feeds(graph, {"B": 2, "S": 17})
-    given["am"][0, :9] = 0
-    (wanted,), (found,), (plain,) = run(graph, given), run(optimized, given, library=True), run(optimized, given)
-    assert not wanted[0, :, :9].any()
-    assert abs(found - wanted).max() < 2e-6
-    assert abs(plain - wanted).max() < 2e-6
+    kinds = [n.op_type for n in optimized.graph.node]
+    assert "Softmax" not in kinds
+    assert ("Where" not in kinds) == folded
+    for padded in ((0, 9), (3, 17), (0, 16), (0, 17)):  # rows of one key, and of none
+        given = feeds(graph, {"B": 2, "S": 17})
+        given["am"][0, slice(*padded)] = 0
+        (wanted,), (found,), (plain,) = run(graph, given), run(optimized, given, library=True), run(optimized, given)
+        assert abs(found - wanted).max() < 2e-6
+        assert abs(plain - wanted).max() < 2e-6
+        if folded and padded == (0, 9):
+            assert not wanted[0, :, :8].any()
 
 
 SINK = """s2 = Identity (s1)

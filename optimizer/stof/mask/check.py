@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.errors import UnsupportedError
+from stof.errors import GuardError, UnsupportedError
 from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
@@ -281,9 +281,7 @@ class MaskChecker:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
         if not terms:
-            raise UnsupportedError(
-                f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs"
-            )
+            raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
@@ -310,7 +308,7 @@ class MaskChecker:
             # What the operator takes for empty: a bias counts where it is -inf, not where it is merely low.
             empty = ~(found & reached).any(axis=-1, keepdims=True)
             if not np.array_equal(np.broadcast_to(zeroed.astype(bool), empty.shape), empty):
-                raise UnsupportedError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
+                raise GuardError(f"{site.row_guard!r} zeroes other rows than those without a key, at {case}")
         wrong = (found & ~wanted) | (~found & wanted & left)
         if wrong.any():
             where = tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -26,7 +26,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     # One mask alone has one level; a guard gives zeros whatever the levels are.
     forbidding = [t for t in site.terms if t not in mask.bias]
     summed = any("different strength" in n for n in mask.notes)  # within one tensor
-    if not summed and (len(forbidding) < 2 or not mask.operands):
+    if not summed and len(forbidding) < 2:
         return
     if not mask.expression or site.row_guard is not None or site.sink is not None:
         return
@@ -38,7 +38,11 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     most = lengths(mask.expression)[-1]
     cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
     # Rows of two levels can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
-    cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
+    # Without padding it is the length, and that of the past, that can leave a row without a key.
+    if mask.operands:
+        cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
+    else:
+        cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
     for seed, case in enumerate(cases):
         try:
             values, allowed = checker.terms(site, mask, known, case, seed)
@@ -58,6 +62,14 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
     checker.rows.add(key)
+
+
+def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
+    """Numbers of queries to try beside that of a case: few, where they are not the keys."""
+    atom = site.dims[2].atom
+    if atom is None or atom.kind != "size" or site.dims[2] == site.dims[3]:
+        return [()]
+    return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
 def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

@@ -13,10 +13,10 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, GraphIndex, all_nodes
 from stof.passes.scores import Scores, ScoreWalk
-from stof.passes.sinks import find_sink
+from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Heads, readings
-from stof.passes.weights import Forward, Output
+from stof.passes.weights import Forward, Output, Weighted
 from stof.site import AttentionSite, Finding, TermKind
 from stof.symbolic import Int, Symbolic, integer
 
@@ -115,13 +115,31 @@ def _match(
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
     values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
-    found = _choose(queries, keys, values, forward.outputs(weighted, queries[-1].heads, staying))
+    outputs = forward.outputs(weighted, queries[-1].heads, staying)
+    make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
+    site = make(_choose(queries, keys, values, outputs))
+    earlier = [o for o in outputs if o.row_guard is None]
+    if site.row_guard is None or not earlier:
+        return site
+    return replace(site, unguarded=make(_choose(queries, keys, values, earlier)))
+
+
+def _site(
+    symbolic: Symbolic,
+    name: str,
+    number: int,
+    softmax: onnx.NodeProto,
+    sink: Sink | None,
+    scores: Scores,
+    weighted: Weighted,
+    found: _Operands,
+) -> AttentionSite:
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):
         raise UnsupportedError(f"the scale of the scores is {scale}")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
-    _check_scores(shape, dims)
+    _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims)
     return AttentionSite(
         name=name,
         index=number,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what zeroes rows after the softmax zeroes those without a key, at every size and for every input.
+
+The operator gives zeros for a row without a key, and can stand for the graph's guard only if the guard's condition is that no
+key of the row is allowed by the same mask. That is read from the graph: a reduction over the keys of a mask that lifts to the
+same expression. Where it cannot be read, the guard stays in the graph behind the operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+
+import onnx
+
+from stof.errors import GuardError, UnsupportedError
+from stof.graph import GraphIndex
+from stof.mask.lift import lift
+from stof.passes.views import uniform
+from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.symbolic import Symbolic, integer
+
+_DEEPEST = 16
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "Equal": operator.eq,
+}
+
+
+def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> None:
+    """Proves that a site's row guard zeroes the rows in which its lifted mask allows no key.
+
+    Raises:
+        GuardError: when the guard says something else, or what it says cannot be read.
+    """
+    if site.row_guard is None:
+        return
+    term = _reduced(index, symbolic, site.row_guard)
+    if term is None:
+        raise GuardError(f"{site.row_guard!r} zeroes rows by something other than whether a mask has a key in them")
+    try:
+        found = lift(symbolic, replace(site, terms=(term,), row_guard=None, unguarded=None))
+    except UnsupportedError as error:
+        raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that cannot be lifted: {error}") from error
+    if found.bias or (found.expression, found.operands, found.tables) != (mask.expression, mask.operands, mask.tables):
+        raise GuardError(
+            f"{site.row_guard!r} zeroes the rows without a key in {found.expression or 'True'!r}, the scores have "
+            f"{mask.expression or 'True'!r}"
+        )
+
+
+def _reduced(index: GraphIndex, symbolic: Symbolic, condition: str) -> MaskTerm | None:
+    """The mask [.., S, T] of which a condition [.., S, 1] says, where true, that no entry of the row is allowed."""
+    told = _Told(index, symbolic).walk(condition)
+    if told is None:
+        return None
+    tensor, kept = told
+    return MaskTerm(TermKind.KEEP if kept else TermKind.DROP, tensor)
+
+
+class _Told:
+    """Walks from a condition back to the reduction, with what a row of all zeros and one of some ones give there."""
+
+    def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
+        self.index = index
+        self.symbolic = symbolic
+
+    def walk(self, tensor: str) -> tuple[str, bool] | None:
+        """The mask, and whether its ones are what is allowed."""
+        # Whether the walked tensor is true where the row is to be zeroed, and of which numbers below it that is said.
+        tells: Callable[[float], bool] = bool
+        for _ in range(_DEEPEST):
+            node = self.index.producer(tensor)
+            if node is None or node.domain not in ("", "ai.onnx"):
+                return None
+            if node.op_type == "Not":
+                tells = _after(_not, tells)
+            elif node.op_type in _COMPARISONS:
+                limit = uniform(self.symbolic, node.input[1])
+                if limit is None:
+                    return None
+                tells = _after(_compared(_COMPARISONS[node.op_type], limit), tells)
+            elif node.op_type in ("ReduceSum", "ReduceMax", "ReduceMin"):
+                return self._reduction(node, tells)
+            elif node.op_type == "Cast":
+                if self.symbolic.dtype(node.output[0]) == onnx.TensorProto.BOOL:
+                    tells = _after(bool, tells)
+            else:
+                return None
+            tensor = node.input[0]
+        return None
+
+    def _reduction(self, node: onnx.NodeProto, tells: Callable[[float], bool]) -> tuple[str, bool] | None:
+        mask = self._mask(node.input[0])
+        if mask is None or not self._over_keys(node):
+            return None
+        if node.op_type == "ReduceMin":  # zeroes the row when all of it is dropped
+            return (mask, False) if tells(1.0) and not tells(0.0) else None
+        most = 1 if node.op_type == "ReduceMax" else 2**24
+        # A threshold tells all counts from 0 when it tells 1 and the largest one: comparisons are monotonous, but for Equal.
+        counts = [1.0, 2.0, float(most)] if most > 1 else [1.0]
+        return (mask, True) if tells(0.0) and not any(tells(n) for n in counts) else None
+
+    def _over_keys(self, node: onnx.NodeProto) -> bool:
+        """Whether only the last axis is reduced, and stays as one of size 1; of an axis of size 1, it is all one."""
+        shape, reduced = self.symbolic.shape(node.input[0]), self.symbolic.shape(node.output[0])
+        return bool(shape) and shape is not None and reduced == (*shape[:-1], integer(1))
+
+    def _mask(self, tensor: str) -> str | None:
+        """The boolean tensor whose ones are added or compared."""
+        for _ in range(_DEEPEST):
+            if self.symbolic.dtype(tensor) == onnx.TensorProto.BOOL:
+                return tensor
+            node = self.index.producer(tensor)
+            if node is None or node.op_type != "Cast":
+                return None
+            tensor = node.input[0]
+        return None
+
+
+def _after(first: Callable[[float], bool], then: Callable[[float], bool]) -> Callable[[float], bool]:
+    return lambda x: then(float(first(x)))
+
+
+def _not(x: float) -> bool:
+    return not x
+
+
+def _compared(compare: Callable[[float, float], bool], limit: float) -> Callable[[float], bool]:
+    return lambda x: compare(x, limit)
