@@ -47,14 +47,18 @@ struct AttentionParams {
   int32_t sink_is_float = 0;
   int32_t has_mask = 0;
   DeviceMask mask;
+  const int32_t* only =
+      nullptr;  // [B, H, ceil(S / 64)]: rows that count, all others are left as they are; nullptr: all
 };
 
 // The launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.
 using Launch = int (*)(const AttentionParams& params, void* stream);
 // By the larger of D and Dv, rounded up; bf16 or fp16; extras: softcap or a bias.
 Launch FindSm80(int head_size, bool bf16, bool extras);
-// pad [batches, T] of any type that docs/operators.md lists, to bits [B, key tiles, n / 32]. batches is B or 1.
-int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, void* stream);
+// pad [batches, T] of any type that docs/operators.md lists, to bits [B, key tiles, n / 32]. batches is B or 1. Sets
+// `zeros` words at `cleared` to 0 on the way.
+int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
+                  int64_t zeros, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

@@ -2,7 +2,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "cuda/attention.h"
+#include "cuda/attention_sm90.h"
 
 namespace stof {
 namespace cuda {
@@ -20,6 +20,19 @@ Launch FindSm80(int head_size, bool bf16, bool extras) {
   return nullptr;
 }
 
+#if defined(STOF_SM90)
+LaunchSm90 FindSm90D64(bool bf16);
+LaunchSm90 FindSm90D128(bool bf16);
+
+LaunchSm90 FindSm90(int head_size, bool bf16) {
+  if (head_size <= 64) return FindSm90D64(bf16);
+  if (head_size <= 128) return FindSm90D128(bf16);
+  return nullptr;
+}
+#else
+LaunchSm90 FindSm90(int, bool) { return nullptr; }
+#endif
+
 namespace {
 
 template <typename T>
@@ -36,7 +49,11 @@ struct NonZero<HalfBits> {
 
 // One warp makes one word.
 template <typename T>
-__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, uint32_t* bits) {
+__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, uint32_t* bits,
+                        int32_t* cleared, int64_t zeros) {
+  const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
+  const int64_t first = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t i = first; i < zeros; i += threads) cleared[i] = 0;
   const int word = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (word >= words) return;
   const int64_t key = int64_t{32} * word + threadIdx.x % 32;
@@ -46,31 +63,33 @@ __global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_
 }
 
 template <typename T>
-int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bits, void* stream) {
+int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bits, int32_t* cleared, int64_t zeros,
+        void* stream) {
   const auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
   const dim3 grid(static_cast<unsigned>((words + 7) / 8), static_cast<unsigned>(B));
-  PadBits<T><<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const T*>(pad), batches == 1 ? 0 : keys,
-                                                                  static_cast<int32_t>(keys), words, bits);
+  PadBits<T><<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const T*>(pad), batches == 1 ? 0 : keys, static_cast<int32_t>(keys), words, bits, cleared, zeros);
   return static_cast<int>(cudaPeekAtLastError());
 }
 
 }  // namespace
 
-int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, void* stream) {
+int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
+                  int64_t zeros, void* stream) {
   if (B > 65535) return static_cast<int>(cudaErrorInvalidValue);
   if (B == 0 || T == 0) return 0;
   switch (dtype) {
     case DType::kBool:
     case DType::kU8:
-      return Run<uint8_t>(pad, batches, B, T, bits, stream);
+      return Run<uint8_t>(pad, batches, B, T, bits, cleared, zeros, stream);
     case DType::kI32:
-      return Run<int32_t>(pad, batches, B, T, bits, stream);
+      return Run<int32_t>(pad, batches, B, T, bits, cleared, zeros, stream);
     case DType::kI64:
-      return Run<int64_t>(pad, batches, B, T, bits, stream);
+      return Run<int64_t>(pad, batches, B, T, bits, cleared, zeros, stream);
     case DType::kF32:
-      return Run<float>(pad, batches, B, T, bits, stream);
+      return Run<float>(pad, batches, B, T, bits, cleared, zeros, stream);
     case DType::kF16:
-      return Run<HalfBits>(pad, batches, B, T, bits, stream);
+      return Run<HalfBits>(pad, batches, B, T, bits, cleared, zeros, stream);
     default:
       return static_cast<int>(cudaErrorInvalidValue);
   }

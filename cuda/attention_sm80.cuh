@@ -97,6 +97,7 @@ class Attention {
   }
 
   __device__ void Run() {
+    if (p_.only != nullptr && !Wanted()) return;
     LoadQueries();
     Clear();
     Sweep(false);
@@ -113,6 +114,15 @@ class Attention {
   }
 
  private:
+  __device__ bool Wanted() const {
+    const int pieces = (p_.S + 63) / 64;
+    const int32_t* only = p_.only + static_cast<int64_t>(b_ * p_.H + h_) * pieces;
+    for (int i = row0_ / 64; i < min(pieces, (row0_ + S::kM) / 64); ++i) {
+      if (only[i] != 0) return true;
+    }
+    return false;
+  }
+
   // ---- which tiles ----
   struct Entry {
     int tile = -1;  // -1: none is left

@@ -3,10 +3,12 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
+#include <mutex>
 #include <string>
 
-#include "cuda/attention.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/device_mask.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -70,37 +72,159 @@ cuda::AttentionParams ToParams(const AttentionArgs& args) {
   return p;
 }
 
+// What is asked of a device once.
+struct DeviceFacts {
+  int capability = 0;  // 10 * major + minor
+  int multiprocessors = 0;
+  int64_t l2_bytes = 0;
+};
+
+Status Facts(DeviceFacts* facts) {
+  constexpr int kDevices = 64;
+  static std::mutex mutex;
+  static DeviceFacts known[kDevices];
+  int device = 0;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  const std::lock_guard<std::mutex> lock(mutex);
+  DeviceFacts scratch;
+  DeviceFacts& found = device < kDevices ? known[device] : scratch;
+  if (found.capability == 0) {
+    int major = 0, minor = 0, l2 = 0;
+    STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device"));
+    STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "device"));
+    STOF_RETURN_IF_ERROR(ToStatus(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device), "device"));
+    STOF_RETURN_IF_ERROR(
+        ToStatus(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device), "device"));
+    found.l2_bytes = l2;
+    found.capability = 10 * major + minor;
+    // For tests of one kernel on a device that another serves better.
+    if (const char* most = std::getenv("STOF_CUDA_CAPABILITY")) {
+      found.capability = std::min(found.capability, std::max(80, std::atoi(most)));
+    }
+  }
+  *facts = found;
+  return Status();
+}
+
+constexpr int64_t kPiece = 64;  // rows that share a word of AttentionParams::only
+
+// One attention on one stream.
+class Job {
+ public:
+  Job(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+      const RunContext& context)
+      : args_(args),
+        pad_(pad),
+        mask_(mask),
+        sizes_(sizes),
+        context_(context),
+        stream_(static_cast<cudaStream_t>(context.stream)),
+        params_(ToParams(args)) {
+    extras_ = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr;
+    bf16_ = args.dtype == DType::kBF16;
+    size_ = static_cast<int>(std::max(args.D, args.Dv));
+    all_keys_ = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+  }
+
+  Status Run() {
+    STOF_RETURN_IF_ERROR(Facts(&facts_));
+    cuda::LaunchSm90 launch = nullptr;
+    // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
+    if (facts_.capability == 90 && !extras_ && args_.scale > 0.0f && size_ > 32) launch = cuda::FindSm90(size_, bf16_);
+    if (launch == nullptr) return RunSm80();
+    cuda::Sm90Params params;
+    params.attention = params_;
+    if (!cuda::DescribeTensors(bf16_, &params)) return RunSm80();
+    const int64_t rows = (args_.S + cuda::kSm90TileRows - 1) / cuda::kSm90TileRows;
+    const auto ctas = static_cast<int>(std::min<int64_t>(facts_.multiprocessors, args_.B * args_.H * rows));
+    cuda::MaskForm form;
+    form.m = cuda::kSm90TileRows, form.n = cuda::kSm90TileKeys, form.ctas = ctas;
+    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
+    form.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
+    if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
+    // Rows without a key that take all keys are left to a second kernel.
+    const bool second = all_keys_ && (pad_ != nullptr || (entry != nullptr && entry->empty_rows()));
+    STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
+    STOF_RETURN_IF_ERROR(Launched(launch(params, ctas, stream_)));
+    if (!second) return Status();
+    params_.pad_bits = params.attention.pad_bits;
+    params_.only = params.redo;
+    return LaunchSm80();
+  }
+
+ private:
+  Status RunSm80() {
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    return LaunchSm80();
+  }
+
+  Status LaunchSm80() {
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    STOF_RETURN_IF_ERROR(GetMask(cuda::MaskForm(), &params_, &entry));
+    const cuda::Launch launch = cuda::FindSm80(size_, bf16_, extras_);
+    if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    return Launched(launch(params_, stream_));
+  }
+
+  Status GetMask(const cuda::MaskForm& form, cuda::AttentionParams* params,
+                 std::shared_ptr<const cuda::MaskEntry>* entry) const {
+    if (mask_.parts.fixed.empty()) return Status();
+    STOF_RETURN_IF_ERROR(
+        cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form, stream_, entry));
+    params->has_mask = 1;
+    params->mask = (*entry)->view();
+    return Status();
+  }
+
+  // Bits of the padding, and with `flags` a zero for every piece of rows.
+  Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) const {
+    if (pad_ == nullptr && !flags) return Status();
+    const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
+    const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + kPiece - 1) / kPiece) : 0;
+    const int64_t bit_bytes = args_.B * tiles * cuda::kTileKeys / 8;
+    const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * pieces));
+    auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+    if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of padding");
+    auto* bits = reinterpret_cast<uint32_t*>(memory);
+    auto* cleared = reinterpret_cast<int32_t*>(memory + bit_bytes);
+    if (flags) *redo = cleared;
+    if (pad_ == nullptr) {
+      return ToStatus(cudaMemsetAsync(cleared, 0, static_cast<size_t>(4 * pieces), stream_), "clearing of flags");
+    }
+    *pad_bits = bits;
+    const int error =
+        cuda::LaunchPadBits(pad_->data, pad_->dtype, pad_->dims[0], args_.B, args_.T, bits, cleared, pieces, stream_);
+    return ToStatus(static_cast<cudaError_t>(error), "launch of the padding kernel");
+  }
+
+  static Status Launched(int error) {
+    return ToStatus(static_cast<cudaError_t>(error), "launch of the attention kernel");
+  }
+
+  const AttentionArgs& args_;
+  const Tensor* const pad_;
+  const AttentionMask& mask_;
+  const ExprSizes& sizes_;
+  const RunContext& context_;
+  cudaStream_t const stream_;
+  cuda::AttentionParams params_;
+  DeviceFacts facts_;
+  bool extras_ = false, bf16_ = false, all_keys_ = false;
+  int size_ = 0;
+};
+
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const RunContext& context) {
   STOF_RETURN_IF_ERROR(Check(args));
   if (!mask.parts.dynamic.empty()) {
     return Status::Error(
         "the mask reads vectors at run time other than padding, which no CUDA kernel of this build does; run this node "
-        "on "
-        "the CPU, or leave its site as it is (--skip)");
+        "on the CPU, or leave its site as it is (--skip)");
   }
-  auto* stream = static_cast<cudaStream_t>(context.stream);
-  cuda::AttentionParams params = ToParams(args);
-  std::shared_ptr<const cuda::MaskEntry> entry;
-  if (!mask.parts.fixed.empty()) {
-    STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask.parts.fixed, mask.fixed_hash, sizes, stream, &entry));
-    params.has_mask = 1;
-    params.mask = entry->view();
-  }
-  if (pad != nullptr) {
-    const int64_t tiles = (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
-    const auto bytes = static_cast<size_t>(std::max<int64_t>(1, args.B * tiles) * cuda::kTileKeys / 8);
-    auto* bits = static_cast<uint32_t*>(context.allocate(context.self, bytes));
-    if (bits == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of padding");
-    const int error = cuda::LaunchPadBits(pad->data, pad->dtype, pad->dims[0], args.B, args.T, bits, stream);
-    STOF_RETURN_IF_ERROR(ToStatus(static_cast<cudaError_t>(error), "launch of the padding kernel"));
-    params.pad_bits = bits;
-  }
-  const bool extras = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr;
-  const auto size = static_cast<int>(std::max(args.D, args.Dv));
-  const cuda::Launch launch = cuda::FindSm80(size, args.dtype == DType::kBF16, extras);
-  if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size));
-  return ToStatus(static_cast<cudaError_t>(launch(params, stream)), "launch of the attention kernel");
+  return Job(args, pad, mask, sizes, context).Run();
 }
 
 constexpr CudaBackend kBackend = {ToHost, Device, Attention};

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/work_plan.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -31,6 +32,32 @@ std::vector<int32_t> OrderOf(const BlockMask& mask) {
   return order;
 }
 
+// Whether a query below S has no key.
+bool HasEmptyRows(const BlockMask& mask) {
+  const auto words = static_cast<size_t>(mask.n / 32), m = static_cast<size_t>(mask.m);
+  std::vector<bool> found(m);
+  for (size_t at = 0; at < mask.full_begin.size(); ++at) {
+    const auto begin = static_cast<size_t>(mask.row_ptr[at]), full = static_cast<size_t>(mask.full_begin[at]);
+    if (full < static_cast<size_t>(mask.row_ptr[at + 1])) continue;
+    found.assign(m, false);
+    for (size_t i = begin; i < full; ++i) {
+      const uint32_t* bits = mask.bits.data() + static_cast<size_t>(mask.bits_id[i]) * m * words;
+      for (size_t q = 0; q < m; ++q) {
+        for (size_t w = 0; w < words; ++w) {
+          if (bits[q * words + w] != 0) found[q] = true;
+        }
+      }
+    }
+    const auto row0 = static_cast<int64_t>(at) % mask.rows * mask.m;
+    for (size_t q = 0; q < m && row0 + static_cast<int64_t>(q) < mask.S; ++q) {
+      if (!found[q]) return true;
+    }
+  }
+  return false;
+}
+
+constexpr int64_t kMostPlanned = int64_t{1} << 20;  // items; beyond, chance balances
+
 }  // namespace
 
 Status ToStatus(cudaError_t error, const char* what) {
@@ -44,7 +71,12 @@ MaskEntry::~MaskEntry() {
   if (memory_ != nullptr) cudaFree(memory_);
 }
 
-Status MaskEntry::Upload(const BlockMask& mask, cudaStream_t stream) {
+Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
+  empty_rows_ = HasEmptyRows(mask);
+  WorkPlan plan;
+  if (form.ctas > 0 && sizes.B * sizes.H * mask.rows <= kMostPlanned) {
+    plan = PlanWork(mask, sizes.B, sizes.H, form.ctas, form.section);
+  }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;
   const auto put = [&image](const auto& values) {
@@ -57,6 +89,7 @@ Status MaskEntry::Upload(const BlockMask& mask, cudaStream_t stream) {
   };
   const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
   const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id), bits = put(mask.bits), ordered = put(order);
+  const size_t work = put(plan.items), work_begin = put(plan.begin);
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
   // From pageable memory: the image is staged before the call returns.
@@ -75,6 +108,10 @@ Status MaskEntry::Upload(const BlockMask& mask, cudaStream_t stream) {
   view_.bits_id = reinterpret_cast<const int32_t*>(base + ids);
   view_.bits = reinterpret_cast<const uint32_t*>(base + bits);
   view_.order = reinterpret_cast<const int32_t*>(base + ordered);
+  if (!plan.begin.empty()) {
+    work_ = reinterpret_cast<const int32_t*>(base + work);
+    work_begin_ = reinterpret_cast<const int32_t*>(base + work_begin);
+  }
   return Status();
 }
 
@@ -100,14 +137,14 @@ DeviceMaskCache& DeviceMaskCache::Global() {
   return *cache;
 }
 
-Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, cudaStream_t stream,
-                            std::shared_ptr<const MaskEntry>* entry) {
+Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form,
+                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry) {
   int device = 0;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P};
+  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P, form.m, form.n, form.ctas, form.section};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
@@ -124,9 +161,9 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
         "with the same shapes before capturing");
   }
   std::shared_ptr<const BlockMask> mask;
-  STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, kTileRows, kTileKeys, &mask));
+  STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, form.m, form.n, &mask));
   auto made = std::make_shared<MaskEntry>();
-  STOF_RETURN_IF_ERROR(made->Upload(*mask, stream));
+  STOF_RETURN_IF_ERROR(made->Upload(*mask, sizes, form, stream));
   std::list<std::shared_ptr<const MaskEntry>> gone;  // freed outside the lock, since that waits for the device
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto [slot, fresh] = slots_.try_emplace(key);

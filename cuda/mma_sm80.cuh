@@ -75,6 +75,11 @@ __device__ __forceinline__ uint32_t Pack<__nv_bfloat16>(float low, float high) {
 __device__ __forceinline__ void LoadConstant2(uint32_t (&r)[2], const uint32_t* from) {
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(from));
 }
+__device__ __forceinline__ void LoadConstant4(uint32_t (&r)[4], const uint32_t* from) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "l"(from));
+}
 
 __device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }

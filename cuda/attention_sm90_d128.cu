@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention_sm90.cuh"
+
+namespace stof {
+namespace cuda {
+
+LaunchSm90 FindSm90D128(bool bf16) { return bf16 ? sm90::Launch<128, __nv_bfloat16> : sm90::Launch<128, __half>; }
+
+}  // namespace cuda
+}  // namespace stof
