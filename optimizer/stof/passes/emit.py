@@ -16,6 +16,7 @@ import stof
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, opset_of
 from stof.mask.distance import table_of
+from stof.mask.lift import LOWEST
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
@@ -268,7 +269,7 @@ def _operands(
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         given[name] = editing.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site.dtype, extra)
+        given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site, extra)
     if mask.relative is not None:
         given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if rewrite.site.sink is not None:
@@ -281,11 +282,12 @@ def _neutral(editing: Editing, role: str) -> gs.Tensor:
 
 
 def _bias(
-    editing: Editing, symbolic: Symbolic, terms: Sequence[MaskTerm], dtype: int, extra: list[gs.Node]
+    editing: Editing, symbolic: Symbolic, terms: Sequence[MaskTerm], site: AttentionSite, extra: list[gs.Node]
 ) -> gs.Tensor:
     """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
     types = {symbolic.dtype(t.tensor) for t in terms}
-    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= {dtype, TensorProto.FLOAT}
+    known = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
+    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known
     total: gs.Tensor | None = None
     for term in terms:
         tensor = editing.tensors[term.tensor]
@@ -298,6 +300,9 @@ def _bias(
             tensor = _append(editing, extra, "Mul", [tensor, factor])
         total = tensor if total is None else _append(editing, extra, "Add", [total, tensor])
     assert total is not None
+    if site.floored:  # of a row with -inf and the lowest number alone, all keys have a share
+        least = editing.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
+        total = _append(editing, extra, "Max", [total, least])
     return total
 
 
