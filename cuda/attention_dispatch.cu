@@ -21,16 +21,20 @@ Launch FindSm80(int head_size, bool bf16, bool extras) {
 }
 
 #if defined(STOF_SM90)
-LaunchSm90 FindSm90D64(bool bf16);
-LaunchSm90 FindSm90D128(bool bf16);
+const Sm90Kernel* FindSm90D64(bool bf16);
+const Sm90Kernel* FindSm90D128(bool bf16);
 
-LaunchSm90 FindSm90(int head_size, bool bf16) {
+const Sm90Kernel* FindSm90(int head_size, bool bf16) {
   if (head_size <= 64) return FindSm90D64(bf16);
   if (head_size <= 128) return FindSm90D128(bf16);
-  return nullptr;
+  static constexpr Sm90Kernel kNone;
+  return &kNone;
 }
 #else
-LaunchSm90 FindSm90(int, bool) { return nullptr; }
+const Sm90Kernel* FindSm90(int, bool) {
+  static constexpr Sm90Kernel kNone;
+  return &kNone;
+}
 #endif
 
 namespace {

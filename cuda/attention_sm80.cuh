@@ -274,7 +274,7 @@ class Attention {
         uint32_t word[2] = {entry.pad[0], entry.pad[1]};
         if (bits != nullptr) {
           uint32_t own[2];
-          LoadConstant2(own, bits + 2 * Row(i, r));
+          LoadConstant(own, bits + 2 * Row(i, r));
           word[0] &= own[0];
           word[1] &= own[1];
         }

@@ -52,14 +52,15 @@ bool Describe(const View& view, bool bf16, uint32_t box_rows, CUtensorMap* map, 
 
 }  // namespace
 
-bool DescribeTensors(bool bf16, Sm90Params* params) {
+bool DescribeTensors(bool bf16, int tile_keys, Sm90Params* params) {
+  const auto keys = static_cast<uint32_t>(tile_keys);
   const AttentionParams& p = params->attention;
   return Describe({p.query, p.D, p.S, p.H, p.B, p.query_stride}, bf16, kQueryRows, &params->query,
                   &params->query_step_h, &params->query_step_b) &&
-         Describe({p.key, p.D, p.T, p.G, p.B, p.key_stride}, bf16, kSm90TileKeys, &params->key, &params->key_step_h,
+         Describe({p.key, p.D, p.T, p.G, p.B, p.key_stride}, bf16, keys, &params->key, &params->key_step_h,
                   &params->key_step_b) &&
-         Describe({p.value, p.Dv, p.T, p.G, p.B, p.value_stride}, bf16, kSm90TileKeys, &params->value,
-                  &params->value_step_h, &params->value_step_b);
+         Describe({p.value, p.Dv, p.T, p.G, p.B, p.value_stride}, bf16, keys, &params->value, &params->value_step_h,
+                  &params->value_step_b);
 }
 
 }  // namespace cuda

@@ -22,37 +22,53 @@ constexpr float kLog2E = 1.44269504088896340736f;
 // The running maximum is raised only when a score exceeds it by 2^8, so that the output is rescaled a few times per row
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
-constexpr int kQueries = 2;  // query tiles in shared memory: the next one comes while this one is worked on
-constexpr int kAtom = 64;    // columns of a swizzled row of 128 bytes
+constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
+
+// What is allowed of a tile: the index of its bits in the mask, or
+enum Code : int32_t {
+  kEvery = -1,    // every pair
+  kPadded = -2,   // every pair of a key that is there and no padding
+  kNothing = -3,  // instead of the tiles of an item that has none
+};
 
 // What the producer says about a key tile.
-struct Entry {
-  int32_t tile;   // -1: the item has none
-  int32_t bits;   // index of its bits in the mask; -1: every pair
-  int32_t last;   // of its item
-  int32_t known;  // all keys are there and unpadded
-  uint32_t pad[4];
+struct __align__(16) Entry {
+  int32_t code;
+  int32_t last;  // of its item
+  int32_t next;  // code of the tile behind it, so that its bits can be asked for early
+  int32_t tile;
+  uint32_t pad[4];  // a bit for every key
 };
+
 // What it says about an item.
 struct Item {
   int32_t b, h, row0;  // row0 -1: no more work
   int32_t unused;
 };
 
-template <int kHead>
+// A kernel's shape. kRows query rows (64 a consumer) by kKeys keys are a tile; so many CTAs share a multiprocessor.
+template <int kHead_, int kRows, int kKeys_, int kStages_, int kQueries_, int kCtas_>
 struct Shape {
-  static constexpr int kConsumers = 2;
-  static constexpr int kM = 64 * kConsumers, kN = kSm90TileKeys;
+  static constexpr int kHead = kHead_, kM = kRows, kN = kKeys_, kStages = kStages_, kCtas = kCtas_;
+  static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
+  static constexpr int kConsumers = kM / 64;
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
-  static constexpr int kStages = kHead == 128 ? 2 : 4;
+  static constexpr int kWords = kN / 32;  // of bits, a row
   static constexpr int kQueryBytes = 2 * kM * kHead;
   static constexpr int kTileBytes = 2 * kN * kHead;
   static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in shared memory
   static constexpr int kValues = kKeys + kStages * kTileBytes;
   static constexpr int kEntries = kValues + kStages * kTileBytes;
-  static constexpr int kItems = kEntries + kStages * static_cast<int>(sizeof(Entry));
+  // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
+  static constexpr int kSlots = kStages + 1;
+  static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
   static constexpr int kBarriers = kItems + kQueries * static_cast<int>(sizeof(Item));
   static constexpr int kSharedBytes = kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1024;  // 1024: to align the start
+  static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of a multiprocessor");
+  // Registers of a thread at the start, and what producer and consumers have after an exchange.
+  static constexpr int kAtStart = 65536 / (kCtas * kThreads) / 8 * 8;
+  static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
+  static constexpr int kConsumer = (kAtStart * (1 + kConsumers) - kProducer) / kConsumers / 8 * 8;
 };
 
 // The value of lane 0: for what is equal in a warp, so that the compiler knows. wgmma in a path that may diverge would
@@ -69,13 +85,14 @@ struct Ring {
   }
 };
 
-template <int kHead, typename T>
+template <typename S, typename T>
 class Attention {
-  using S = Shape<kHead>;
+  static constexpr int kQueries = S::kQueries, kHead = S::kHead;
 
  public:
   __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p), shared_(shared) {
-    base_ = SharedAddress(shared);
+    // By way of an instruction that the compiler cannot repeat wherever it needs the address.
+    asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared)));
   }
 
   __device__ void Run() {
@@ -94,10 +111,10 @@ class Attention {
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
-      GiveRegisters<40>();
+      GiveRegisters<S::kProducer>();
       if (threadIdx.x < 32) Produce();
     } else {
-      TakeRegisters<232>();
+      TakeRegisters<S::kConsumer>();
       Consume();
     }
   }
@@ -115,6 +132,7 @@ class Attention {
   // ---- the producer: one warp ----
   struct Cursor {
     Ring<S::kStages> stage;
+    Ring<S::kSlots> slot;
     int b = 0, g = 0;
   };
 
@@ -175,21 +193,22 @@ class Attention {
       full = mask.full_begin[table * mask.rows + row];
       end = mask.row_ptr[table * mask.rows + row + 1];
     }
-    Entry held{-1, -1, 1, 0, {0, 0, 0, 0}};
+    Entry held{kNothing, 1, kEvery, -1, {0, 0, 0, 0}};
     for (int at = begin; at < end; at += 32) {
-      Entry own = Look(b, at + lane, end, full);
+      const Entry own = Look(b, at + lane, end, full);
       uint32_t kept = __ballot_sync(~0u, own.tile >= 0);
       for (; kept != 0; kept &= kept - 1) {
         const int from = __ffs(static_cast<int>(kept)) - 1;
+        const int code = __shfl_sync(~0u, own.code, from);
         if (held.tile >= 0) {
           held.last = 0;
+          held.next = code;
           Publish(held, cursor);
         }
+        held.code = code;
         held.tile = __shfl_sync(~0u, own.tile, from);
-        held.bits = __shfl_sync(~0u, own.bits, from);
-        held.known = __shfl_sync(~0u, own.known, from);
 #pragma unroll
-        for (int w = 0; w < 4; ++w) held.pad[w] = __shfl_sync(~0u, own.pad[w], from);
+        for (int w = 0; w < S::kWords; ++w) held.pad[w] = __shfl_sync(~0u, own.pad[w], from);
       }
     }
     held.last = 1;
@@ -199,19 +218,19 @@ class Attention {
   // Entry `at` of a row of the mask; tile -1 beyond its end and where no key is left.
   __device__ Entry Look(int b, int at, int end, int full) const {
     const AttentionParams& p = p_.attention;
-    Entry entry{-1, -1, 0, 1, {~0u, ~0u, ~0u, ~0u}};
+    Entry entry{kEvery, 0, kEvery, -1, {~0u, ~0u, ~0u, ~0u}};
     if (at >= end) return entry;
     entry.tile = at;
     if (p.has_mask != 0) {
       entry.tile = p.mask.key_tile[at];
-      if (at < full) entry.bits = p.mask.bits_id[at];
+      if (at < full) entry.code = p.mask.bits_id[at];
     }
     const int key0 = entry.tile * S::kN;
     if (p.pad_bits == nullptr && key0 + S::kN <= p.T) return entry;
     const int words = (p.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
     uint32_t all = ~0u, any = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < S::kWords; ++w) {
       const int word = key0 / 32 + w;
       const int keys = min(32, max(0, p.T - 32 * word));
       entry.pad[w] = keys == 32 ? ~0u : (1u << keys) - 1u;
@@ -219,7 +238,7 @@ class Attention {
       all &= entry.pad[w];
       any |= entry.pad[w];
     }
-    entry.known = all == ~0u ? 1 : 0;
+    if (all != ~0u && entry.code == kEvery) entry.code = kPadded;
     if (any == 0) entry.tile = -1;
     return entry;
   }
@@ -228,7 +247,7 @@ class Attention {
     const int at = cursor->stage.at;
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
     if (threadIdx.x == 0) {
-      Entries()[at] = entry;
+      Entries()[cursor->slot.at] = entry;
       Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
             p_.key_step_b * cursor->b);
     }
@@ -239,6 +258,7 @@ class Attention {
     }
     __syncwarp();
     cursor->stage.Next();
+    cursor->slot.Next();
   }
 
   __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) {
@@ -256,6 +276,9 @@ class Attention {
   // ---- a consumer: one warpgroup, 64 query rows ----
   static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
   static constexpr int kOutputs = kHead / 2;
+  static constexpr int kChains = 4;
+  // Whether the product with the values is over when the maxima are known: then scores become weights in one go.
+  static constexpr bool kShort = kHead <= 64;
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
@@ -266,11 +289,12 @@ class Attention {
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
+    Ring<S::kSlots> slots;
     for (;;) {
       Wait(QueryFull(query.at), query.phase);
       const Item item = ReadItem(query.at);
       if (item.row0 < 0) break;
-      Work(item, query.at, &keys, &values);
+      Work(item, query.at, &keys, &values, &slots);
       query.Next();
     }
     if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
@@ -280,22 +304,14 @@ class Attention {
     const Item item = Items()[at];
     return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), 0};
   }
-  __device__ __forceinline__ Entry ReadEntry(int at) {
-    Entry entry = Entries()[at];
-    entry.tile = Uniform(entry.tile);
-    entry.bits = Uniform(entry.bits);
-    entry.last = Uniform(entry.last);
-    entry.known = Uniform(entry.known);
-    return entry;
-  }
-
   __device__ __forceinline__ void TakeTurn() const { SyncNamed(1 + wg_, 2 * kWarpgroup); }
   __device__ __forceinline__ void PassTurn() const { ArriveNamed(1 + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup); }
   __device__ __forceinline__ void Release(uint32_t barrier) const {
     if (lane_ == 0) Arrive(barrier);
   }
 
-  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values) {
+  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                       Ring<S::kSlots>* slots) {
     float o[kOutputs], s[kScores], high[2], sum[2];
     uint32_t weights[kScores / 2];
 #pragma unroll
@@ -304,14 +320,17 @@ class Attention {
     for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
 
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
-    Entry entry = ReadEntry(keys->at);
-    if (entry.tile < 0) {
+    int code = Uniform(Entries()[slots->at].code);
+    bool last = Uniform(Entries()[slots->at].last) != 0;
+    int next = Uniform(Entries()[slots->at].next);
+    if (code == kNothing) {
       Release(Barrier(kKeyEmpty, keys->at));
       Wait(Barrier(kValueFull, values->at), values->phase);
       Release(Barrier(kValueEmpty, values->at));
       Release(QueryEmpty(query));
       keys->Next();
       values->Next();
+      slots->Next();
       Finish(item, o, high, sum);
       return;
     }
@@ -319,19 +338,21 @@ class Attention {
     ProductFence();
     Scores(query, keys->at, s);
     ProductCommit();
-    uint32_t bits[2][4];
-    LoadBits(entry, bits);
+    FetchBits(code);
     ProductWait<0>();
     Hold(s);
     Release(Barrier(kKeyEmpty, keys->at));
-    if (entry.last != 0) Release(QueryEmpty(query));
+    if (last) Release(QueryEmpty(query));
     keys->Next();
     float factor[2];
-    Softmax(entry, bits, s, high, sum, factor);
+    if (code != kEvery) Forbid(code, slots->at, s);
+    FetchBits(next);
+    Raise(s, high, factor);
+    Weigh(s, high, factor, sum);
     Pack(s, weights);
-    while (entry.last == 0) {
+    while (!last) {
+      slots->Next();
       Wait(Barrier(kKeyFull, keys->at), keys->phase);
-      entry = ReadEntry(keys->at);
       TakeTurn();
       Hold(s);
       Hold(o);
@@ -344,24 +365,41 @@ class Attention {
       AddValues(values->at, weights, o);
       ProductCommit();
       PassTurn();
-      LoadBits(entry, bits);
+      code = next;
+      int told[2];  // whether it is the last, and what is next: asked for now, looked at after the softmax
+      LoadShared(told, SharedAddress(&Entries()[slots->at].last));
       ProductWait<1>();
       Hold(s);
       Release(Barrier(kKeyEmpty, keys->at));
-      if (entry.last != 0) Release(QueryEmpty(query));
       keys->Next();
-      Softmax(entry, bits, s, high, sum, factor);
-      ProductWait<0>();
-      Hold(o);
-      Hold(weights);
-      Release(Barrier(kValueEmpty, values->at));
-      values->Next();
-      Pack(s, weights);
-      if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+      if (code != kEvery) Forbid(code, slots->at, s);
+      Raise(s, high, factor);
+      // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
+      // block's start, and nothing covers the product any more.
+      if constexpr (kShort) {
+        if (Raised(factor)) Scale(factor, o);
+        ProductWait<0>();
+        Hold(o);
+        Hold(weights);
+        Weigh(s, high, factor, sum);
+        Pack(s, weights);
+        Release(Barrier(kValueEmpty, values->at));
+      } else {
+        Weigh(s, high, factor, sum);
+        if (Raised(factor)) Scale(factor, o);
+        ProductWait<0>();
+        Hold(o);
+        Hold(weights);
+        Release(Barrier(kValueEmpty, values->at));
+        Pack(s, weights);
       }
+      values->Next();
+      last = Uniform(told[0]) != 0;
+      next = Uniform(told[1]);
+      if (last) Release(QueryEmpty(query));
+      FetchBits(next);
     }
+    slots->Next();
     Wait(Barrier(kValueFull, values->at), values->phase);
     Hold(o);
     Hold(weights);
@@ -373,6 +411,16 @@ class Attention {
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
     Finish(item, o, high, sum);
+  }
+
+  static __device__ __forceinline__ bool Raised(const float (&factor)[2]) {
+    return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0;
+  }
+  static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
+    ProductWait<0>();
+    Hold(o);
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
   }
 
   // s = queries · keysᵀ
@@ -397,55 +445,81 @@ class Attention {
     }
   }
 
-  // The bits of this thread's two rows.
-  __device__ __forceinline__ void LoadBits(const Entry& entry, uint32_t (&bits)[2][4]) const {
-    if (entry.bits < 0) return;
-    const uint32_t* from = p_.attention.mask.bits + (static_cast<int64_t>(entry.bits) * S::kM + row_) * (S::kN / 32);
-    LoadConstant4(bits[0], from);
-    LoadConstant4(bits[1], from + 8 * (S::kN / 32));
+  // Where the bits of this thread's first row are.
+  __device__ __forceinline__ const uint32_t* BitsOf(int code) const {
+    return p_.attention.mask.bits + (static_cast<int64_t>(code) * S::kM + row_) * S::kWords;
+  }
+  // Asks for the bits early; in registers they would take room that there is not.
+  __device__ __forceinline__ void FetchBits(int code) const {
+    if (code >= 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(BitsOf(code)));
   }
 
-  __device__ __forceinline__ void Softmax(const Entry& entry, const uint32_t (&bits)[2][4], float (&s)[kScores],
-                                          float (&high)[2], float (&sum)[2], float (&factor)[2]) const {
-    if (entry.bits >= 0 || entry.known == 0) {
-      const int shift = lane_ % 4 * 2;
+  // Takes away what a partial tile forbids.
+  __device__ __forceinline__ void Forbid(int code, int slot, float (&s)[kScores]) {
+    const int shift = lane_ % 4 * 2;
+    const uint32_t* pad = Entries()[slot].pad;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r) {
+      uint32_t words[S::kWords];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const uint32_t word = (entry.bits >= 0 ? bits[r][w] & entry.pad[w] : entry.pad[w]) >> shift;
+      for (int w = 0; w < S::kWords; ++w) words[w] = ~0u;
+      if (code >= 0) LoadConstant(words, BitsOf(code) + 8 * r * S::kWords);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int i = 4 * (4 * w + j) + 2 * r;
-            if ((word & 1u << 8 * j) == 0) s[i] = -INFINITY;
-            if ((word & 2u << 8 * j) == 0) s[i + 1] = -INFINITY;
-          }
+      for (int w = 0; w < S::kWords; ++w) {
+        const uint32_t word = (words[w] & pad[w]) >> shift;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int i = 4 * (4 * w + j) + 2 * r;
+          if ((word & 1u << 8 * j) == 0) s[i] = -INFINITY;
+          if ((word & 2u << 8 * j) == 0) s[i + 1] = -INFINITY;
         }
       }
     }
+  }
+
+  // The maxima of the rows, and what earlier sums are to be multiplied with.
+  __device__ __forceinline__ void Raise(const float (&s)[kScores], float (&high)[2], float (&factor)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = fmaxf(s[2 * r], s[2 * r + 1]);
+      // In several chains: a warp has few others beside it that could hide the latency of one.
+      float tops[kChains];
 #pragma unroll
-      for (int j = 1; j < kScores / 4; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      for (int j = 0; j < kScores / 4; ++j) {
+        const float pair = fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+        tops[j % kChains] = j < kChains ? pair : fmaxf(tops[j % kChains], pair);
+      }
+      float top = tops[0];
+#pragma unroll
+      for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale_;
       const float old = high[r];
       const bool raised = top > old + kSlack;
       high[r] = raised ? top : old;
       factor[r] = raised ? Exp2(old - top) : 1.0f;  // 0 from -inf
+    }
+  }
+
+  // From scores to weights, and their sums.
+  __device__ __forceinline__ void Weigh(float (&s)[kScores], const float (&high)[2], const float (&factor)[2],
+                                        float (&sum)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       const float base = high[r] == -INFINITY ? 0.0f : high[r];
-      float added = 0.0f;
+      float added[kChains];
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * r + e;
+          const int i = 4 * j + 2 * r + e, c = (2 * j + e) % kChains;
           s[i] = Exp2(s[i] * scale_ - base);
-          added += s[i];
+          added[c] = 2 * j + e < kChains ? s[i] : added[c] + s[i];
         }
       }
-      sum[r] = sum[r] * factor[r] + added;
+      float all = added[0];
+#pragma unroll
+      for (int c = 1; c < kChains; ++c) all += added[c];
+      sum[r] = sum[r] * factor[r] + all;
     }
   }
 
@@ -515,21 +589,20 @@ class Attention {
   float scale_ = 1.0f;
 };
 
-template <int kHead, typename T>
-__global__ void __launch_bounds__(Shape<kHead>::kThreads, 1)
-    AttentionKernel(const __grid_constant__ Sm90Params params) {
+template <typename S, typename T>
+__global__ void __launch_bounds__(S::kThreads, S::kCtas) AttentionKernel(const __grid_constant__ Sm90Params params) {
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & 1023u;
-  Attention<kHead, T>(params, shared + lost).Run();
+  Attention<S, T>(params, shared + lost).Run();
 }
 
-template <int kHead, typename T>
+template <typename S, typename T>
 int Launch(const Sm90Params& params, int ctas, void* stream) {
-  auto* kernel = AttentionKernel<kHead, T>;
-  constexpr int kBytes = Shape<kHead>::kSharedBytes;
+  auto* kernel = AttentionKernel<S, T>;
+  constexpr int kBytes = S::kSharedBytes;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return static_cast<int>(error);
-  kernel<<<static_cast<unsigned>(ctas), Shape<kHead>::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
+  kernel<<<static_cast<unsigned>(ctas), S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
   return static_cast<int>(cudaPeekAtLastError());
 }
 

@@ -10,11 +10,9 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kSm90TileRows = 128, kSm90TileKeys = 128;
-
 struct Sm90Params {
   CUtensorMap query, key, value;  // of tensors [B, H or G, S or T, D]
-  AttentionParams attention;      // its mask has tiles of kSm90TileRows × kSm90TileKeys
+  AttentionParams attention;      // its mask has the kernel's tiles
   // 0 where one batch or head serves all, else 1: the map has one coordinate there.
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
   // Items (b * H + h) * rows + row of CTA c: work[work_begin[c]] up to work[work_begin[c + 1]]; nullptr: every
@@ -24,12 +22,20 @@ struct Sm90Params {
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };
 
+using LaunchSm90 = int (*)(const Sm90Params& params, int ctas, void* stream);
+
+// One compiled kernel: its tile, CTAs a multiprocessor, and what a row and a tile cost, in cycles of a multiprocessor
+// that its CTAs share.
+struct Sm90Kernel {
+  int rows = 0, keys = 0, ctas = 0;
+  LaunchSm90 launch = nullptr;  // nullptr: no further one
+};
+// The kernels for a head size, rounded up to 64 or 128; none in a build without sm_90a.
+const Sm90Kernel* FindSm90(int head_size, bool bf16);
+
 // Fills the maps and steps of params from its `attention`. False where the driver has no bulk copies or a tensor cannot
 // be described.
-bool DescribeTensors(bool bf16, Sm90Params* params);
-
-using LaunchSm90 = int (*)(const Sm90Params& params, int ctas, void* stream);
-LaunchSm90 FindSm90(int head_size, bool bf16);  // nullptr in a build without sm_90a
+bool DescribeTensors(bool bf16, int tile_keys, Sm90Params* params);
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,15 @@
 namespace stof {
 namespace cuda {
 
-LaunchSm90 FindSm90D128(bool bf16) { return bf16 ? sm90::Launch<128, __nv_bfloat16> : sm90::Launch<128, __half>; }
+template <typename T>
+constexpr Sm90Kernel kKernels[] = {
+    {128, 128, 1, sm90::Launch<sm90::Shape<128, 128, 128, 2, 2, 1>, T>},
+    {192, 64, 1, sm90::Launch<sm90::Shape<128, 192, 64, 4, 1, 1>, T>},
+    {128, 96, 1, sm90::Launch<sm90::Shape<128, 128, 96, 3, 1, 1>, T>},
+    {},
+};
+
+const Sm90Kernel* FindSm90D128(bool bf16) { return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>; }
 
 }  // namespace cuda
 }  // namespace stof

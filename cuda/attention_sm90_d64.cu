@@ -4,7 +4,15 @@
 namespace stof {
 namespace cuda {
 
-LaunchSm90 FindSm90D64(bool bf16) { return bf16 ? sm90::Launch<64, __nv_bfloat16> : sm90::Launch<64, __half>; }
+template <typename T>
+constexpr Sm90Kernel kKernels[] = {
+    {128, 128, 1, sm90::Launch<sm90::Shape<64, 128, 128, 4, 2, 1>, T>},
+    {192, 128, 1, sm90::Launch<sm90::Shape<64, 192, 128, 4, 2, 1>, T>},
+    {256, 64, 1, sm90::Launch<sm90::Shape<64, 256, 64, 6, 2, 1>, T>},
+    {},
+};
+
+const Sm90Kernel* FindSm90D64(bool bf16) { return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>; }
 
 }  // namespace cuda
 }  // namespace stof

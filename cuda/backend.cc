@@ -128,17 +128,22 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
-    cuda::LaunchSm90 launch = nullptr;
+    static constexpr cuda::Sm90Kernel kNone;
+    const cuda::Sm90Kernel* kernel = &kNone;
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability == 90 && !extras_ && args_.scale > 0.0f && size_ > 32) launch = cuda::FindSm90(size_, bf16_);
-    if (launch == nullptr) return RunSm80();
+    if (facts_.capability == 90 && !extras_ && args_.scale > 0.0f && size_ > 32) kernel = cuda::FindSm90(size_, bf16_);
+    if (const char* v = std::getenv("STOF_VARIANT")) {
+      for (int i = std::atoi(v); i > 0 && kernel[0].launch && kernel[1].launch; --i) ++kernel;
+    }
+    if (kernel->launch == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
-    if (!cuda::DescribeTensors(bf16_, &params)) return RunSm80();
-    const int64_t rows = (args_.S + cuda::kSm90TileRows - 1) / cuda::kSm90TileRows;
-    const auto ctas = static_cast<int>(std::min<int64_t>(facts_.multiprocessors, args_.B * args_.H * rows));
+    if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
+    const int64_t rows = (args_.S + kernel->rows - 1) / kernel->rows;
+    const auto ctas =
+        static_cast<int>(std::min<int64_t>(int64_t{kernel->ctas} * facts_.multiprocessors, args_.B * args_.H * rows));
     cuda::MaskForm form;
-    form.m = cuda::kSm90TileRows, form.n = cuda::kSm90TileKeys, form.ctas = ctas;
+    form.m = kernel->rows, form.n = kernel->keys, form.ctas = ctas;
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     form.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     std::shared_ptr<const cuda::MaskEntry> entry;
@@ -147,7 +152,7 @@ class Job {
     // Rows without a key that take all keys are left to a second kernel.
     const bool second = all_keys_ && (pad_ != nullptr || (entry != nullptr && entry->empty_rows()));
     STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
-    STOF_RETURN_IF_ERROR(Launched(launch(params, ctas, stream_)));
+    STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, ctas, stream_)));
     if (!second) return Status();
     params_.pad_bits = params.attention.pad_bits;
     params_.only = params.redo;

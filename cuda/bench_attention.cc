@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention.h"
+#include "cuda/attention_sm90.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -25,6 +25,8 @@ struct Row {
   int64_t B, H, S, D;
 };
 
+constexpr int kReplays = 80;
+
 constexpr Row kRows[] = {
     {"dense", "", 1, 16, 4096, 64},
     {"causal", "k <= q", 1, 16, 4096, 64},
@@ -32,9 +34,11 @@ constexpr Row kRows[] = {
     {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 16, 4096, 64},
     {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 16, 4096, 64},
     {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 16, 4096, 64},
+    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 64},
     {"dense", "", 16, 12, 512, 64},
     {"window-128", "abs(q - k) <= 128", 16, 12, 512, 64},
     {"dense", "", 1, 32, 8192, 128},
+    {"bits", "(q - k) % 5 != 0", 1, 32, 8192, 128},
     {"causal", "k <= q", 1, 32, 8192, 128},
     {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
     {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
@@ -80,22 +84,23 @@ void Measure(const Row& row) {
   stof::Status status = stof::MakeAttentionMask(row.mask, {}, &mask);
   const stof::ExprSizes sizes = {row.B, row.H, row.S, row.S, 0};
   double tiles = 1, pairs = 1, build = 0;
+  const int m = 128, n = 128;
   if (status.ok() && row.mask[0] != '\0') {
     stof::BlockMask block;
     const auto start = std::chrono::steady_clock::now();
-    status = stof::BuildBlockMask(mask->parts.fixed, sizes, stof::cuda::kTileRows, stof::cuda::kTileKeys, &block);
+    status = stof::BuildBlockMask(mask->parts.fixed, sizes, m, n, &block);
     build = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
     double kept = 0, whole = 0;
     for (int64_t h = 0; h < row.H; ++h) {
       const int64_t table = block.TableOf(0, h);
       for (int64_t r = table * block.rows; r < (table + 1) * block.rows; ++r) {
         kept += block.row_ptr[static_cast<size_t>(r) + 1] - block.row_ptr[static_cast<size_t>(r)];
-        whole += static_cast<double>(row.S) / stof::cuda::kTileKeys;
+        whole += static_cast<double>(row.S) / n;
         for (int32_t i = block.row_ptr[static_cast<size_t>(r)]; i < block.row_ptr[static_cast<size_t>(r) + 1]; ++i) {
           if (block.bits_id[static_cast<size_t>(i)] < 0) {
-            pairs += stof::cuda::kTileRows * stof::cuda::kTileKeys;
+            pairs += m * n;
           } else {
-            const size_t words = stof::cuda::kTileRows * stof::cuda::kTileKeys / 32;
+            const size_t words = m * n / 32;
             for (size_t w = 0; w < words; ++w)
               pairs += __builtin_popcount(
                   block.bits[static_cast<size_t>(block.bits_id[static_cast<size_t>(i)]) * words + w]);
@@ -131,17 +136,17 @@ void Measure(const Row& row) {
   CHECK_CUDA(cudaEventCreate(&begin));
   CHECK_CUDA(cudaEventCreate(&end));
   std::vector<float> times;
-  for (int i = 0; i < 40; ++i) {
+  for (int i = 0; i < kReplays; ++i) {
     CHECK_CUDA(cudaEventRecord(begin, stream));
     CHECK_CUDA(cudaGraphLaunch(executable, stream));
     CHECK_CUDA(cudaEventRecord(end, stream));
     CHECK_CUDA(cudaEventSynchronize(end));
     float ms = 0;
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 10) times.push_back(ms);
+    if (i >= kReplays / 4) times.push_back(ms);
   }
-  std::nth_element(times.begin(), times.begin() + 15, times.end());
-  const double us = 1e3 * static_cast<double>(times[15]);
+  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+  const double us = 1e3 * static_cast<double>(times[times.size() / 2]);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * row.S * row.D);
   std::printf(
       "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",

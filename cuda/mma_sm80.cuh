@@ -70,12 +70,16 @@ __device__ __forceinline__ uint32_t Pack<__nv_bfloat16>(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Two words of memory that no kernel writes. Not __ldg: the compiler moved one out of the branch that guards its
-// address, and read from null.
-__device__ __forceinline__ void LoadConstant2(uint32_t (&r)[2], const uint32_t* from) {
+// Words of memory that no kernel writes, aligned as far as their number has factors of 2. Not __ldg: the compiler moved
+// one out of the branch that guards its address, and read from null.
+__device__ __forceinline__ void LoadConstant(uint32_t (&r)[2], const uint32_t* from) {
   asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(from));
 }
-__device__ __forceinline__ void LoadConstant4(uint32_t (&r)[4], const uint32_t* from) {
+__device__ __forceinline__ void LoadConstant(uint32_t (&r)[3], const uint32_t* from) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r[i]) : "l"(from + i));
+}
+__device__ __forceinline__ void LoadConstant(uint32_t (&r)[4], const uint32_t* from) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "l"(from));

@@ -31,14 +31,7 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int ctas, int64_t
   for (int c = 0; c < ctas; ++c) least.emplace(0, c);
   std::vector<std::vector<int32_t>> taken(static_cast<size_t>(ctas));
   std::vector<Work> works;
-  for (int64_t first = 0; first < B * H; first += section) {
-    works.clear();
-    for (int64_t bh = first; bh < std::min(first + section, B * H); ++bh) {
-      const int64_t table = mask.TableOf(bh / H, bh % H);
-      for (int64_t row = 0; row < mask.rows; ++row) {
-        works.push_back({RowCost(mask, table, row), static_cast<int32_t>(bh * mask.rows + row)});
-      }
-    }
+  const auto give_out = [&] {
     std::stable_sort(works.begin(), works.end(), [](const Work& a, const Work& b) { return a.cost > b.cost; });
     for (const Work& work : works) {
       const auto [load, cta] = least.top();
@@ -46,6 +39,29 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int ctas, int64_t
       least.emplace(load + work.cost, cta);
       taken[static_cast<size_t>(cta)].push_back(work.item);
     }
+    works.clear();
+  };
+  int64_t total = 0;
+  for (int64_t bh = 0; bh < B * H; ++bh) {
+    for (int64_t row = 0; row < mask.rows; ++row) total += RowCost(mask, mask.TableOf(bh / H, bh % H), row);
+  }
+  // Rows that are a large part of a CTA's share (those of global tokens, say) come first of all: given out late, one of
+  // them would be the end of the run.
+  const int64_t large = std::max<int64_t>(1, total / ctas / 16);
+  const auto add = [&](int64_t first, int64_t last, bool of_large) {
+    for (int64_t bh = first; bh < last; ++bh) {
+      const int64_t table = mask.TableOf(bh / H, bh % H);
+      for (int64_t row = 0; row < mask.rows; ++row) {
+        const int64_t cost = RowCost(mask, table, row);
+        if ((cost > large) == of_large) works.push_back({cost, static_cast<int32_t>(bh * mask.rows + row)});
+      }
+    }
+  };
+  add(0, B * H, true);
+  give_out();
+  for (int64_t first = 0; first < B * H; first += section) {
+    add(first, std::min(first + section, B * H), false);
+    give_out();
   }
   WorkPlan plan;
   plan.begin.push_back(0);
