@@ -24,6 +24,8 @@ constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kSlack = 8.0f;
 constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
 
+constexpr int kMostKeys = 160;  // of a tile
+
 // What is allowed of a tile: the index of its bits in the mask, or
 enum Code : int32_t {
   kEvery = -1,    // every pair
@@ -32,12 +34,12 @@ enum Code : int32_t {
 };
 
 // What the producer says about a key tile.
-struct __align__(16) Entry {
+struct Entry {
   int32_t code;
   int32_t last;  // of its item
   int32_t next;  // code of the tile behind it, so that its bits can be asked for early
   int32_t tile;
-  uint32_t pad[4];  // a bit for every key
+  uint32_t pad[kMostKeys / 32];  // a bit for every key
 };
 
 // What it says about an item.
@@ -46,29 +48,31 @@ struct Item {
   int32_t unused;
 };
 
-// A kernel's shape. kRows query rows (64 a consumer) by kKeys keys are a tile; so many CTAs share a multiprocessor.
-template <int kHead_, int kRows, int kKeys_, int kStages_, int kQueries_, int kCtas_>
+// A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
+// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other.
+template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_>
 struct Shape {
-  static constexpr int kHead = kHead_, kM = kRows, kN = kKeys_, kStages = kStages_, kCtas = kCtas_;
+  static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
-  static constexpr int kConsumers = kM / 64;
-  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr int kConsumers = kM / 64;  // of a team
+  static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of bits, a row
   static constexpr int kQueryBytes = 2 * kM * kHead;
   static constexpr int kTileBytes = 2 * kN * kHead;
-  static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in shared memory
+  static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
   static constexpr int kValues = kKeys + kStages * kTileBytes;
   static constexpr int kEntries = kValues + kStages * kTileBytes;
   // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
   static constexpr int kSlots = kStages + 1;
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
-  static constexpr int kBarriers = kItems + kQueries * static_cast<int>(sizeof(Item));
-  static constexpr int kSharedBytes = kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1024;  // 1024: to align the start
-  static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of a multiprocessor");
-  // Registers of a thread at the start, and what producer and consumers have after an exchange.
-  static constexpr int kAtStart = 65536 / (kCtas * kThreads) / 8 * 8;
+  static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
+  static constexpr int kTeamBytes = (kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1023) / 1024 * 1024;
+  static constexpr int kSharedBytes = kTeams * kTeamBytes + 1024;  // 1024: to align the start
+  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
+  // Registers of a thread at the start, and what producers and consumers have after an exchange.
+  static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
   static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
-  static constexpr int kConsumer = (kAtStart * (1 + kConsumers) - kProducer) / kConsumers / 8 * 8;
+  static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
 };
 
 // The value of lane 0: for what is equal in a warp, so that the compiler knows. wgmma in a path that may diverge would
@@ -90,13 +94,23 @@ class Attention {
   static constexpr int kQueries = S::kQueries, kHead = S::kHead;
 
  public:
-  __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p), shared_(shared) {
+  // shared: that of all teams.
+  __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
+    const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+    const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
+    producer_ = warpgroup == 0;
+    team_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
+    wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
+    lane_ = static_cast<int>(threadIdx.x) % 32;
+    row_ = 64 * wg_ + 16 * warp + lane_ / 4;
+    shared_ = shared + team_ * S::kTeamBytes;
     // By way of an instruction that the compiler cannot repeat wherever it needs the address.
-    asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared)));
+    asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared_)));
   }
 
   __device__ void Run() {
-    if (threadIdx.x == 0) {
+    const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
+    if (producer_ && has_team && lane_ == 0) {
       for (int i = 0; i < S::kStages; ++i) {
         InitBarrier(Barrier(kKeyFull, i), 1);
         InitBarrier(Barrier(kKeyEmpty, i), 4 * S::kConsumers);
@@ -110,9 +124,9 @@ class Attention {
       FenceBarrierInit();
     }
     __syncthreads();
-    if (threadIdx.x < kWarpgroup) {
+    if (producer_) {
       GiveRegisters<S::kProducer>();
-      if (threadIdx.x < 32) Produce();
+      if (has_team) Produce();
     } else {
       TakeRegisters<S::kConsumer>();
       Consume();
@@ -138,7 +152,7 @@ class Attention {
 
   __device__ void Produce() {
     const AttentionParams& p = p_.attention;
-    const int lane = threadIdx.x;
+    const int lane = lane_;
     const int rows = (p.S + S::kM - 1) / S::kM;
     const int items = p.B * p.H * rows;
     if (lane == 0) {
@@ -149,11 +163,19 @@ class Attention {
     Ring<kQueries> query;
     Cursor cursor;
     const bool planned = p_.work != nullptr;
-    int i = planned ? p_.work_begin[blockIdx.x] : static_cast<int>(blockIdx.x);
-    const int end = planned ? p_.work_begin[blockIdx.x + 1] : items;
-    for (; i < end; i += planned ? 1 : static_cast<int>(gridDim.x)) {
-      const int item = planned ? p_.work[i] : i;
-      const int bh = item / rows, row = item % rows;
+    const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_;
+    int i = worker, end = items;
+    if (planned) {
+      i = worker < p_.workers ? p_.work_begin[worker] : 0;
+      end = worker < p_.workers ? p_.work_begin[worker + 1] : 0;
+    }
+    // The next item is asked for while this one is worked on.
+    WorkItem following = i < end ? ItemAt(i, rows) : WorkItem{};
+    while (i < end) {
+      const WorkItem work = following;
+      i += planned ? 1 : p_.workers;
+      if (i < end) following = ItemAt(i, rows);
+      const int bh = work.item / rows, row = work.item % rows;
       const int b = bh / p.H, h = bh % p.H;
       cursor.b = b;
       cursor.g = h / (p.H / p.G);
@@ -172,7 +194,7 @@ class Attention {
         }
       }
       query.Next();
-      Walk(b, h, row, &cursor);
+      Walk(b, work, &cursor);
     }
     Wait(QueryEmpty(query.at), query.phase ^ 1);
     if (lane == 0) {
@@ -181,21 +203,23 @@ class Attention {
     }
   }
 
-  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
-  __device__ void Walk(int b, int h, int row, Cursor* cursor) {
+  __device__ WorkItem ItemAt(int i, int rows) const {
     const AttentionParams& p = p_.attention;
-    const int lane = threadIdx.x;
-    int begin = 0, full = 0, end = (p.T + S::kN - 1) / S::kN;
-    if (p.has_mask != 0) {
-      const DeviceMask& mask = p.mask;
-      const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
-      begin = mask.row_ptr[table * mask.rows + row];
-      full = mask.full_begin[table * mask.rows + row];
-      end = mask.row_ptr[table * mask.rows + row + 1];
-    }
-    Entry held{kNothing, 1, kEvery, -1, {0, 0, 0, 0}};
-    for (int at = begin; at < end; at += 32) {
-      const Entry own = Look(b, at + lane, end, full);
+    if (p_.work != nullptr) return p_.work[i];
+    if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
+    const DeviceMask& mask = p.mask;
+    const int b = i / rows / p.H, h = i / rows % p.H;
+    const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
+    const int at = table * mask.rows + i % rows;
+    return {i, mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
+  }
+
+  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
+  __device__ void Walk(int b, const WorkItem& work, Cursor* cursor) {
+    const int lane = lane_;
+    Entry held{kNothing, 1, kEvery, -1, {}};
+    for (int at = work.begin; at < work.end; at += 32) {
+      const Entry own = Look(b, at + lane, work.end, work.full);
       uint32_t kept = __ballot_sync(~0u, own.tile >= 0);
       for (; kept != 0; kept &= kept - 1) {
         const int from = __ffs(static_cast<int>(kept)) - 1;
@@ -218,7 +242,9 @@ class Attention {
   // Entry `at` of a row of the mask; tile -1 beyond its end and where no key is left.
   __device__ Entry Look(int b, int at, int end, int full) const {
     const AttentionParams& p = p_.attention;
-    Entry entry{kEvery, 0, kEvery, -1, {~0u, ~0u, ~0u, ~0u}};
+    Entry entry{kEvery, 0, kEvery, -1, {}};
+#pragma unroll
+    for (int w = 0; w < S::kWords; ++w) entry.pad[w] = ~0u;
     if (at >= end) return entry;
     entry.tile = at;
     if (p.has_mask != 0) {
@@ -246,13 +272,13 @@ class Attention {
   __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor) {
     const int at = cursor->stage.at;
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
-    if (threadIdx.x == 0) {
+    if (lane_ == 0) {
       Entries()[cursor->slot.at] = entry;
       Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
             p_.key_step_b * cursor->b);
     }
     Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
-    if (threadIdx.x == 0) {
+    if (lane_ == 0) {
       Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, entry.tile,
             p_.value_step_h * cursor->g, p_.value_step_b * cursor->b);
     }
@@ -282,9 +308,6 @@ class Attention {
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
-    wg_ = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup - 1);
-    lane_ = static_cast<int>(threadIdx.x) % 32;
-    row_ = 64 * wg_ + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane_ / 4;
     scale_ = p.scale * kLog2E;
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
@@ -304,8 +327,10 @@ class Attention {
     const Item item = Items()[at];
     return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), 0};
   }
-  __device__ __forceinline__ void TakeTurn() const { SyncNamed(1 + wg_, 2 * kWarpgroup); }
-  __device__ __forceinline__ void PassTurn() const { ArriveNamed(1 + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup); }
+  __device__ __forceinline__ void TakeTurn() const { SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() const {
+    ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
+  }
   __device__ __forceinline__ void Release(uint32_t barrier) const {
     if (lane_ == 0) Arrive(barrier);
   }
@@ -583,26 +608,28 @@ class Attention {
   }
 
   const Sm90Params& p_;
-  unsigned char* const shared_;
+  unsigned char* shared_;
   uint32_t base_;
-  int wg_ = 0, lane_ = 0, row_ = 0;
+  bool producer_;
+  int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
 };
 
 template <typename S, typename T>
-__global__ void __launch_bounds__(S::kThreads, S::kCtas) AttentionKernel(const __grid_constant__ Sm90Params params) {
+__global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_constant__ Sm90Params params) {
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & 1023u;
   Attention<S, T>(params, shared + lost).Run();
 }
 
 template <typename S, typename T>
-int Launch(const Sm90Params& params, int ctas, void* stream) {
+int Launch(const Sm90Params& params, void* stream) {
   auto* kernel = AttentionKernel<S, T>;
   constexpr int kBytes = S::kSharedBytes;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return static_cast<int>(error);
-  kernel<<<static_cast<unsigned>(ctas), S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
+  const auto ctas = static_cast<unsigned>((params.workers + S::kTeams - 1) / S::kTeams);
+  kernel<<<ctas, S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
   return static_cast<int>(cudaPeekAtLastError());
 }
 

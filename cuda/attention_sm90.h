@@ -6,6 +6,7 @@
 #include <cuda.h>
 
 #include "cuda/attention.h"
+#include "cuda/work_plan.h"
 
 namespace stof {
 namespace cuda {
@@ -15,19 +16,20 @@ struct Sm90Params {
   AttentionParams attention;      // its mask has the kernel's tiles
   // 0 where one batch or head serves all, else 1: the map has one coordinate there.
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
-  // Items (b * H + h) * rows + row of CTA c: work[work_begin[c]] up to work[work_begin[c + 1]]; nullptr: every
-  // gridDim.x-th one.
-  const int32_t* work = nullptr;
+  int32_t workers = 1;  // producers with their consumers
+  // Worker w has items work[work_begin[w]] up to work[work_begin[w + 1]]; nullptr: every workers-th row.
+  const WorkItem* work = nullptr;
   const int32_t* work_begin = nullptr;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };
 
-using LaunchSm90 = int (*)(const Sm90Params& params, int ctas, void* stream);
+using LaunchSm90 = int (*)(const Sm90Params& params, void* stream);
 
-// One compiled kernel: its tile, CTAs a multiprocessor, and what a row and a tile cost, in cycles of a multiprocessor
-// that its CTAs share.
+// One compiled kernel: its tile, workers a multiprocessor, what they need (measured on an H100 SXM,
+// docs/cuda-kernel.md).
 struct Sm90Kernel {
-  int rows = 0, keys = 0, ctas = 0;
+  int rows = 0, keys = 0, workers = 0;
+  TileCost cost;
   LaunchSm90 launch = nullptr;  // nullptr: no further one
 };
 // The kernels for a head size, rounded up to 64 or 128; none in a build without sm_90a.

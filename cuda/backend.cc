@@ -8,8 +8,8 @@
 #include <mutex>
 #include <string>
 
-#include "cuda/attention_sm90.h"
 #include "cuda/device_mask.h"
+#include "cuda/selector.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -128,31 +128,31 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
-    static constexpr cuda::Sm90Kernel kNone;
-    const cuda::Sm90Kernel* kernel = &kNone;
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability == 90 && !extras_ && args_.scale > 0.0f && size_ > 32) kernel = cuda::FindSm90(size_, bf16_);
-    if (const char* v = std::getenv("STOF_VARIANT")) {
-      for (int i = std::atoi(v); i > 0 && kernel[0].launch && kernel[1].launch; --i) ++kernel;
-    }
-    if (kernel->launch == nullptr) return RunSm80();
+    if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
+    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
+    if (kernels->launch == nullptr) return RunSm80();
+    cuda::Problem problem;
+    if (!mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
+    problem.hash = mask_.fixed_hash;
+    problem.sizes = sizes_;
+    problem.multiprocessors = facts_.multiprocessors;
+    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
+    problem.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    const cuda::Sm90Kernel* kernel = nullptr;
+    STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
     cuda::Sm90Params params;
     params.attention = params_;
     if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
-    const int64_t rows = (args_.S + kernel->rows - 1) / kernel->rows;
-    const auto ctas =
-        static_cast<int>(std::min<int64_t>(int64_t{kernel->ctas} * facts_.multiprocessors, args_.B * args_.H * rows));
-    cuda::MaskForm form;
-    form.m = kernel->rows, form.n = kernel->keys, form.ctas = ctas;
-    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
-    form.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    const cuda::MaskForm form = cuda::FormOf(*kernel, problem);
+    params.workers = form.workers;
     std::shared_ptr<const cuda::MaskEntry> entry;
     STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
     if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
     // Rows without a key that take all keys are left to a second kernel.
     const bool second = all_keys_ && (pad_ != nullptr || (entry != nullptr && entry->empty_rows()));
     STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
-    STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, ctas, stream_)));
+    STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, stream_)));
     if (!second) return Status();
     params_.pad_bits = params.attention.pad_bits;
     params_.only = params.redo;

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "cuda/work_plan.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -74,8 +73,8 @@ MaskEntry::~MaskEntry() {
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
   empty_rows_ = HasEmptyRows(mask);
   WorkPlan plan;
-  if (form.ctas > 0 && sizes.B * sizes.H * mask.rows <= kMostPlanned) {
-    plan = PlanWork(mask, sizes.B, sizes.H, form.ctas, form.section);
+  if (form.workers > 0 && sizes.B * sizes.H * mask.rows <= kMostPlanned) {
+    plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);
   }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;
@@ -109,7 +108,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.bits = reinterpret_cast<const uint32_t*>(base + bits);
   view_.order = reinterpret_cast<const int32_t*>(base + ordered);
   if (!plan.begin.empty()) {
-    work_ = reinterpret_cast<const int32_t*>(base + work);
+    work_ = reinterpret_cast<const WorkItem*>(base + work);
     work_begin_ = reinterpret_cast<const int32_t*>(base + work_begin);
   }
   return Status();
@@ -144,7 +143,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P, form.m, form.n, form.ctas, form.section};
+  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P, form.m, form.n, form.workers, form.section};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "cuda/attention.h"
+#include "cuda/work_plan.h"
 #include "plugins/core/expr.h"
 #include "plugins/core/status.h"
 
@@ -20,11 +21,12 @@ namespace cuda {
 
 Status ToStatus(cudaError_t error, const char* what);
 
-// What a kernel wants of a block mask. ctas 0: it is not persistent and needs no plan.
+// What a kernel wants of a block mask. workers 0: it is not persistent and needs no plan.
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;
-  int ctas = 0;
+  int workers = 0;
   int64_t section = 1;  // heads whose keys and values fit the L2 cache
+  TileCost cost;        // follows from the tile and the device
 };
 
 // A block mask in device memory, with the event behind which it is there.
@@ -38,8 +40,8 @@ class MaskEntry {
   // Lets the stream wait for the upload where that may not have ended.
   Status Join(cudaStream_t stream, bool captured) const;
   const DeviceMask& view() const { return view_; }
-  // The plan for form.ctas CTAs; nullptr without one.
-  const int32_t* work() const { return work_; }
+  // The plan for form.workers; nullptr without one.
+  const WorkItem* work() const { return work_; }
   const int32_t* work_begin() const { return work_begin_; }
   // Whether some query has no key by the mask alone.
   bool empty_rows() const { return empty_rows_; }
@@ -47,7 +49,7 @@ class MaskEntry {
 
  private:
   DeviceMask view_;
-  const int32_t* work_ = nullptr;
+  const WorkItem* work_ = nullptr;
   const int32_t* work_begin_ = nullptr;
   bool empty_rows_ = false;
   void* memory_ = nullptr;

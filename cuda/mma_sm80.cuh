@@ -72,17 +72,24 @@ __device__ __forceinline__ uint32_t Pack<__nv_bfloat16>(float low, float high) {
 
 // Words of memory that no kernel writes, aligned as far as their number has factors of 2. Not __ldg: the compiler moved
 // one out of the branch that guards its address, and read from null.
-__device__ __forceinline__ void LoadConstant(uint32_t (&r)[2], const uint32_t* from) {
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(from));
-}
-__device__ __forceinline__ void LoadConstant(uint32_t (&r)[3], const uint32_t* from) {
+template <int kCount>
+__device__ __forceinline__ void LoadConstant(uint32_t (&r)[kCount], const uint32_t* from) {
+  if constexpr (kCount % 4 == 0) {
 #pragma unroll
-  for (int i = 0; i < 3; ++i) asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r[i]) : "l"(from + i));
-}
-__device__ __forceinline__ void LoadConstant(uint32_t (&r)[4], const uint32_t* from) {
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "l"(from));
+    for (int i = 0; i < kCount; i += 4) {
+      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(r[i]), "=r"(r[i + 1]), "=r"(r[i + 2]), "=r"(r[i + 3])
+                   : "l"(from + i));
+    }
+  } else if constexpr (kCount % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(r[i]), "=r"(r[i + 1]) : "l"(from + i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(r[i]) : "l"(from + i));
+  }
 }
 
 __device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }

@@ -113,20 +113,21 @@ __device__ __forceinline__ void Hold(uint32_t (&r)[kCount]) {
 #define STOF_F4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define STOF_F16(c, i) STOF_F4(c, i), STOF_F4(c, i + 4), STOF_F4(c, i + 8), STOF_F4(c, i + 12)
 #define STOF_F32(c) STOF_F16(c, 0), STOF_F16(c, 16)
-#define STOF_F48(c) STOF_F16(c, 0), STOF_F16(c, 16), STOF_F16(c, 32)
 #define STOF_F64(c) STOF_F16(c, 0), STOF_F16(c, 16), STOF_F16(c, 32), STOF_F16(c, 48)
+#define STOF_F80(c) STOF_F64(c), STOF_F16(c, 64)
 #define STOF_R32                                                                                          \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define STOF_R48                                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
-  "%42, %43, %44, %45, %46, %47}"
 #define STOF_R64                                                                                          \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
   "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
   "%62, %63}"
+#define STOF_R80                                                                                          \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
+  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
+  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
 
 // Inner: c[64 x N] (+)= a[64 x 16] · b[N x 16]ᵀ, both in shared memory along the inner dimension.
 // Across: c[64 x N] += a[64 x 16] · b[16 x N], a in registers, b in shared memory across the inner dimension.
@@ -143,19 +144,20 @@ struct Wgmma;
           : STOF_F32(c)                                                                                                \
           : "l"(a), "l"(b), "r"(add));                                                                                 \
     }                                                                                                                  \
-    static __device__ __forceinline__ void Inner(float (&c)[48], uint64_t a, uint64_t b, int add) {                    \
-      asm volatile(                                                                                                    \
-          "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"                                                             \
-          "wgmma.mma_async.sync.aligned.m64n96k16.f32." name "." name " " STOF_R48 ", %48, %49, add, 1, 1, 0, 0;\n}\n" \
-          : STOF_F48(c)                                                                                                \
-          : "l"(a), "l"(b), "r"(add));                                                                                 \
-    }                                                                                                                  \
     static __device__ __forceinline__ void Inner(float (&c)[64], uint64_t a, uint64_t b, int add) {                    \
       asm volatile(                                                                                                    \
           "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                             \
           "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " STOF_R64                                    \
           ", %64, %65, add, 1, 1, 0, 0;\n}\n"                                                                          \
           : STOF_F64(c)                                                                                                \
+          : "l"(a), "l"(b), "r"(add));                                                                                 \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void Inner(float (&c)[80], uint64_t a, uint64_t b, int add) {                    \
+      asm volatile(                                                                                                    \
+          "{\n.reg .pred add;\nsetp.ne.b32 add, %82, 0;\n"                                                             \
+          "wgmma.mma_async.sync.aligned.m64n160k16.f32." name "." name " " STOF_R80                                    \
+          ", %80, %81, add, 1, 1, 0, 0;\n}\n"                                                                          \
+          : STOF_F80(c)                                                                                                \
           : "l"(a), "l"(b), "r"(add));                                                                                 \
     }                                                                                                                  \
     static __device__ __forceinline__ void Across(float (&c)[32], const uint32_t* a, uint64_t b) {                     \

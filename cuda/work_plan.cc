@@ -10,50 +10,52 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// Beside its tiles a row costs about one: queries, the first scores and the last product, which nothing covers, output.
-constexpr int64_t kRowCost = 4, kFullCost = 4, kPartialCost = 5;
+WorkItem ItemOf(const BlockMask& mask, int64_t H, int64_t bh, int64_t row) {
+  const auto at = static_cast<size_t>(mask.TableOf(bh / H, bh % H) * mask.rows + row);
+  return {static_cast<int32_t>(bh * mask.rows + row), mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
+}
+
+int64_t CostOf(const WorkItem& work, const TileCost& cost) {
+  return cost.row + cost.partial * (work.full - work.begin) + cost.full * (work.end - work.full);
+}
 
 }  // namespace
 
-int64_t RowCost(const BlockMask& mask, int64_t table, int64_t row) {
-  const auto at = static_cast<size_t>(table * mask.rows + row);
-  const int64_t partial = mask.full_begin[at] - mask.row_ptr[at], full = mask.row_ptr[at + 1] - mask.full_begin[at];
-  return kRowCost + kPartialCost * partial + kFullCost * full;
-}
-
-WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int ctas, int64_t section) {
+WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost) {
   struct Work {
     int64_t cost;
-    int32_t item;
+    WorkItem item;
   };
-  using Load = std::pair<int64_t, int>;  // of a CTA
+  using Load = std::pair<int64_t, int>;  // of a worker
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
-  for (int c = 0; c < ctas; ++c) least.emplace(0, c);
-  std::vector<std::vector<int32_t>> taken(static_cast<size_t>(ctas));
+  for (int w = 0; w < workers; ++w) least.emplace(0, w);
+  std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
+  WorkPlan plan;
   std::vector<Work> works;
   const auto give_out = [&] {
     std::stable_sort(works.begin(), works.end(), [](const Work& a, const Work& b) { return a.cost > b.cost; });
     for (const Work& work : works) {
-      const auto [load, cta] = least.top();
+      const auto [load, worker] = least.top();
       least.pop();
-      least.emplace(load + work.cost, cta);
-      taken[static_cast<size_t>(cta)].push_back(work.item);
+      least.emplace(load + work.cost, worker);
+      plan.longest = std::max(plan.longest, load + work.cost);
+      taken[static_cast<size_t>(worker)].push_back(work.item);
     }
     works.clear();
   };
   int64_t total = 0;
   for (int64_t bh = 0; bh < B * H; ++bh) {
-    for (int64_t row = 0; row < mask.rows; ++row) total += RowCost(mask, mask.TableOf(bh / H, bh % H), row);
+    for (int64_t row = 0; row < mask.rows; ++row) total += CostOf(ItemOf(mask, H, bh, row), cost);
   }
-  // Rows that are a large part of a CTA's share (those of global tokens, say) come first of all: given out late, one of
-  // them would be the end of the run.
-  const int64_t large = std::max<int64_t>(1, total / ctas / 16);
+  // Rows that are a large part of a worker's share (those of global tokens, say) come first of all: given out late, one
+  // of them would be the end of the run.
+  const int64_t large = std::max<int64_t>(1, total / workers / 16);
   const auto add = [&](int64_t first, int64_t last, bool of_large) {
     for (int64_t bh = first; bh < last; ++bh) {
-      const int64_t table = mask.TableOf(bh / H, bh % H);
       for (int64_t row = 0; row < mask.rows; ++row) {
-        const int64_t cost = RowCost(mask, table, row);
-        if ((cost > large) == of_large) works.push_back({cost, static_cast<int32_t>(bh * mask.rows + row)});
+        const WorkItem item = ItemOf(mask, H, bh, row);
+        const int64_t own = CostOf(item, cost);
+        if ((own > large) == of_large) works.push_back({own, item});
       }
     }
   };
@@ -63,9 +65,8 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int ctas, int64_t
     add(first, std::min(first + section, B * H), false);
     give_out();
   }
-  WorkPlan plan;
   plan.begin.push_back(0);
-  for (const std::vector<int32_t>& own : taken) {
+  for (const std::vector<WorkItem>& own : taken) {
     plan.items.insert(plan.items.end(), own.begin(), own.end());
     plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
   }

@@ -12,18 +12,27 @@
 namespace stof {
 namespace cuda {
 
-struct WorkPlan {
-  std::vector<int32_t> begin;  // [ctas + 1]: CTA c has items [begin[c], begin[c + 1])
-  std::vector<int32_t> items;  // (b * H + h) * rows + row
+// What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
+// nanoseconds.
+struct TileCost {
+  int64_t row = 1, full = 1, partial = 1;
 };
 
-// Longest processing time first (Graham 1969) within sections of `section` heads, whose keys and values fit the L2
-// cache together; loads are carried from section to section. ctas and section are at least 1, B * H * rows fits an
-// int32.
-WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int ctas, int64_t section);
+// One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits.
+struct WorkItem {
+  int32_t item;  // (b * H + h) * rows + row
+  int32_t begin, full, end;
+};
 
-// The cost of a row of a table, in quarters of a full tile.
-int64_t RowCost(const BlockMask& mask, int64_t table, int64_t row);
+struct WorkPlan {
+  std::vector<int32_t> begin;  // [workers + 1]: worker w has items [begin[w], begin[w + 1])
+  std::vector<WorkItem> items;
+  int64_t longest = 0;  // nanoseconds of the worker that has most to do
+};
+
+// Longest processing time first (Graham 1969): large rows, then sections of `section` heads, whose keys and values fit
+// the L2 cache together; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
+WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost);
 
 }  // namespace cuda
 }  // namespace stof

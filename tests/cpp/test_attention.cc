@@ -813,17 +813,12 @@ int RunOnCuda(const Case& c, uint64_t seed) {
   return ran;
 }
 
-void Cuda() {
-  int devices = 0;
-  CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
+std::vector<Case> CudaCases() {
   std::vector<Case> cases = ListedCases();
   const std::vector<Case> drawn = DrawnCases(Cases(600));
   cases.insert(cases.end(), drawn.begin(), drawn.end());
-  int64_t ran = 0;
-  const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
   for (size_t i = 0; i < cases.size(); ++i) {
-    if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
-    Case c = cases[i];
+    Case& c = cases[i];
     c.cuda = true;
     c.shifted = false;
     if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
@@ -831,11 +826,58 @@ void Cuda() {
     c.spread = std::min(c.spread, 8.0f);
     c.D = std::min<int64_t>(128, (c.D + 7) / 8 * 8);
     c.Dv = std::min<int64_t>(128, (c.Dv + 7) / 8 * 8);
-    ran += RunOnCuda(c, i);
+  }
+  return cases;
+}
+
+void RunCudaCases(const std::vector<Case>& cases) {
+  int devices = 0;
+  CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
+  int64_t ran = 0;
+  const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
+  for (size_t i = 0; i < cases.size(); ++i) {
+    if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
+    ran += RunOnCuda(cases[i], i);
   }
   CountCases(ran);
 }
+
+void Cuda() { RunCudaCases(CudaCases()); }
+
+// One of the kernels for compute capability 9.0 in all cases that it takes, wider heads and more rows than there are
+// workers among them.
+void CudaSm90(const char* kernel) {
+  std::vector<Case> cases;
+  for (Case c : CudaCases()) {
+    if (c.bias != Bias::kNone || c.relative > 0 || c.softcap > 0) continue;
+    const int64_t wider = cases.size() % 2 == 0 ? 32 : 64;
+    if (std::max(c.D, c.Dv) <= 32) c.D += wider, c.Dv += wider;
+    cases.push_back(c);
+  }
+  for (int mask = 0; mask < 6; ++mask) {
+    for (const int64_t size : {64, 128}) {
+      Case c;
+      c.B = 3, c.H = 48, c.G = 16, c.S = 300, c.T = 300 + 10 * mask, c.D = c.Dv = size;
+      c.dtype = mask % 2 == 0 ? DType::kF16 : DType::kBF16;
+      c.cuda = true;
+      c.mask = mask;
+      c.pad = mask % 3 == 1 ? Pad::kLeft : mask % 3 == 2 ? Pad::kRandom : Pad::kNone;
+      c.empty_rows = static_cast<EmptyRows>(mask % 4);
+      cases.push_back(c);
+    }
+  }
+  setenv("STOF_CUDA_KERNEL", kernel, 1);
+  RunCudaCases(cases);
+  unsetenv("STOF_CUDA_KERNEL");
+}
+void CudaSm90First() { CudaSm90("0"); }
+void CudaSm90Second() { CudaSm90("1"); }
+void CudaSm90Third() { CudaSm90("2"); }
+
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
+TEST(CudaAttentionSm90First) { CudaSm90First(); }
+TEST(CudaAttentionSm90Second) { CudaSm90Second(); }
+TEST(CudaAttentionSm90Third) { CudaSm90Third(); }
 #endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which of the sm_90a kernels suits a problem. The analytical model is the plan itself: every kernel's tiles are
+// counted, its rows are dealt out as they would be, and the worker with most to do says how long it takes.
+#ifndef STOF_CUDA_SELECTOR_H_
+#define STOF_CUDA_SELECTOR_H_
+
+#include "cuda/attention_sm90.h"
+#include "cuda/device_mask.h"
+#include "plugins/core/expr.h"
+#include "plugins/core/status.h"
+
+namespace stof {
+namespace cuda {
+
+struct Problem {
+  const MaskExpr* mask = nullptr;  // nullptr: every pair is allowed
+  uint64_t hash = 0;               // of the mask
+  ExprSizes sizes;
+  int64_t section = 1;  // heads whose keys and values fit the L2 cache
+  int multiprocessors = 1;
+};
+
+// What a kernel asks of the problem's block mask.
+MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem);
+
+// Nanoseconds that a kernel needs by the model; builds its block mask, which is kept.
+Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds);
+
+// The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered. The
+// environment variable STOF_CUDA_KERNEL, a number, takes that one instead (for tests and measurements).
+Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_SELECTOR_H_
