@@ -331,7 +331,9 @@ class Attention {
   __device__ __forceinline__ void PassTurn() const {
     ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
   }
+  // Gives a buffer back for the warp: what its lanes read comes before.
   __device__ __forceinline__ void Release(uint32_t barrier) const {
+    __syncwarp();
     if (lane_ == 0) Arrive(barrier);
   }
 
