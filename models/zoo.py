@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from architectures import ALL, EAGER, TORCH, Architecture, Forms, only, without
+from architectures import ALL, EAGER, OPTIMUM, TORCH, Architecture, Forms, only, without
 
 _NARROW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 512}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -16,6 +16,7 @@ _DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "head_dim": 8, "use
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 _MODERNBERT = {**_ENCODER, **_TOKENS, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 16}
 _TRACED = only(TORCH, "torchscript")
+_UNFUSED: Forms = (("optimum", "eager"),)
 _FEW = (("dynamo", "sdpa"), ("dynamo", "eager"), ("torchscript", "eager"))
 _SEQ2SEQ = {
     "vocab_size": 96,
@@ -302,5 +303,33 @@ ZOO: dict[str, Architecture] = {
     "hubert": Architecture("HubertConfig", "HubertModel", _SPEECH, "wave"),
     "ast": Architecture(
         "ASTConfig", "ASTModel", {**_VISION, "num_mel_bins": 32, "max_length": 64, "patch_size": 8}, "spectrogram"
+    ),
+    # By optimum, as its command line exports them: whole models, with a cache where they generate.
+    "bert-features": Architecture("BertConfig", "BertModel", _ENCODER, forms=OPTIMUM),
+    "modernbert-features": Architecture("ModernBertConfig", "ModernBertModel", _MODERNBERT, forms=OPTIMUM),
+    "vit-features": Architecture("ViTConfig", "ViTModel", _VISION, "pixels", OPTIMUM),
+    "mistral-generates": _decoder(
+        "MistralConfig", "MistralForCausalLM", "cached", OPTIMUM, sliding_window=20, use_cache=True
+    ),
+    "gemma3-generates": _decoder(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", "cached", OPTIMUM, **(_MIXED | {"use_cache": True})
+    ),
+    "llama-generates": _decoder("LlamaConfig", "LlamaForCausalLM", "cached", OPTIMUM, use_cache=True),
+    "gpt2-generates": Architecture(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+        "cached",
+        OPTIMUM,
+    ),
+    "t5-encodes": Architecture("T5Config", "T5ForConditionalGeneration", _T5, "seq2seq", _UNFUSED),
+    "t5-decodes": Architecture("T5Config", "T5ForConditionalGeneration", _T5, "decoder", _UNFUSED),
+    "bart-decodes": Architecture("BartConfig", "BartForConditionalGeneration", _SEQ2SEQ, "decoder", OPTIMUM),
+    "whisper-decodes": Architecture(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {**_SEQ2SEQ, "num_mel_bins": 16, "max_target_positions": 128},  # its features have the usual length
+        "whisper",
+        OPTIMUM,
     ),
 }
