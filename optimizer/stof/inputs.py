@@ -17,6 +17,7 @@ from stof.symbolic import Symbolic
 from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
+_SIDES = 257  # sizes of a side of an image that are tried
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 
 
@@ -191,16 +192,19 @@ class InputMaker:
         names = size_names(size) - self.batch_names
         if not names or names & solved or not names <= set(sizes):
             return set()
-        least = _least(size, names, case.batch, wanted)
-        others = dict.fromkeys(size_names(size), case.batch)
-        try:
-            reached = evaluate(size, {**others, **dict.fromkeys(names, least)})
-        except UnsupportedError:
-            return set()
-        if reached != wanted:
-            return set()
-        sizes |= dict.fromkeys(names, least)
-        return names
+        # All of them alike; or one of another size, as an image that is not square.
+        first, *_ = sorted(names)
+        for given in [{}, *({first: n} for n in range(1, _SIDES))] if len(names) > 1 else [{}]:
+            rest = names - set(given)
+            found = {**given, **dict.fromkeys(rest, _least(size, rest, case.batch, wanted, given))}
+            try:
+                reached = evaluate(size, {**dict.fromkeys(size_names(size), case.batch), **found})
+            except UnsupportedError:
+                return set()
+            if reached == wanted:
+                sizes |= found
+                return names
+        return set()
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -285,11 +289,11 @@ def size_names(size: Int) -> set[str]:
     return found
 
 
-def _least(size: Int, names: set[str], batch: int, wanted: int) -> int:
-    """The least value of dimensions with which a size that grows with them is as large as wanted."""
+def _least(size: Int, names: set[str], batch: int, wanted: int, given: Mapping[str, int] | None = None) -> int:
+    """The least value of dimensions with which a size that grows with them is as large as wanted, others as ``given``."""
 
     def reaches(n: int) -> bool:
-        others = dict.fromkeys(size_names(size), batch)
+        others = {**dict.fromkeys(size_names(size), batch), **(given or {})}
         return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
 
     try:

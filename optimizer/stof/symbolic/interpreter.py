@@ -62,7 +62,7 @@ class Context:
 
     def equate(self, one: Int, other: Int) -> None:
         """Notes that a valid graph has two equal sizes, both other than 1."""
-        if one != other:
+        if one != other and self.unified(one) != self.unified(other):
             self.same[one, other] = None
 
     def unified(self, size: Int) -> Int:

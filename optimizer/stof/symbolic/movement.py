@@ -209,6 +209,8 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
+    if bound(position, upper=True) < 0:  # minus a length: from the end
+        position = n + position
     return position  # a size that a valid graph keeps within the axis
 
 
@@ -334,7 +336,11 @@ def _equate_counts(context: Context, before: Int, after: Int) -> None:
 
 def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
-    mapping = None if value is None else _index_map(data, shape)
+    mapping = None
+    if value is not None:
+        # Sizes that are equal in every valid run may be written differently on both sides.
+        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
+        mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
         return [Fact(context.fact(0).dtype, shape)]
     return [_make(context, shape, lambda index: value.at(mapping(index)))]
