@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -130,6 +131,9 @@ class InputMaker:
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
+        softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
+        self.shapes = [s for s in softmaxes if s is not None]
+        self.scores = list(dict.fromkeys(d for shape in self.shapes for d in shape if _divides(d)))
         self.batch_names = {
             str(shape[0].atom.args[0])
             for i in self.inputs
@@ -151,16 +155,13 @@ class InputMaker:
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
+        self._settle(found)
         found.update((name, size) for name, size in case.other if name in found)
         return found
 
     def _lengths(self) -> list[Int]:
         """Lengths of scores that strides make shorter than the input: samples that become frames."""
-        found: dict[Int, None] = {}
-        for node in self.model.graph.node:
-            shape = self.symbolic.shape(node.output[0]) if node.op_type == "Softmax" else None
-            found |= {d: None for d in (shape or ())[-2:] if any(a.kind == "div" for a in d.atoms())}
-        return list(found)
+        return list(dict.fromkeys(d for shape in self.shapes for d in shape[-2:] if _divides(d)))
 
     def _agree(self, sizes: dict[str, int], case: Case) -> None:
         """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say."""
@@ -186,6 +187,31 @@ class InputMaker:
                 sizes[name] = found
                 solved |= {name, *used}
                 break
+
+    def _settle(self, sizes: dict[str, int]) -> None:
+        """Makes lengths larger until all sizes agree and scores are not empty: an image of whole windows, say."""
+        wrong = self._disagreeing(sizes)
+        names = set().union(*(size_names(size) for size in wrong)) & set(sizes)
+        names = {n for n in names - self.batch_names if not n.isdigit()}
+        least = max((sizes[n] for n in names), default=0)
+        for length in range(least, least + _SIDES) if names else []:
+            tried = {**sizes, **dict.fromkeys(names, length)}
+            if not self._disagreeing(tried):
+                sizes |= tried
+                return
+
+    def _disagreeing(self, sizes: dict[str, int]) -> list[Int]:
+        """Sizes that are equal in a valid run and are not, and sizes of scores that are nothing."""
+        found: list[Int] = []
+        for one, other in self.symbolic.equalities:
+            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
+                if evaluate(one, sizes) != evaluate(other, sizes):
+                    found += [one, other]
+        for size in self.scores:
+            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
+                if evaluate(size, sizes) < 1:
+                    found.append(size)
+        return found
 
     def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
         """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
@@ -275,6 +301,10 @@ def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, n
             row[:] = np.searchsorted(starts, np.arange(length), side="right") - 1
             at[:] = np.arange(length) - starts[row]
     return ids, places
+
+
+def _divides(size: Int) -> bool:
+    return any(a.kind == "div" for a in size.atoms())
 
 
 def size_names(size: Int) -> set[str]:

@@ -397,21 +397,32 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
 
 
 def floor_mod(x: Int, n: int) -> Int:
-    """The remainder of x by n, for n > 0."""
+    """The remainder of x by n, for n > 0. Of sizes it is x less the whole part, which shows what rounds up to a multiple."""
     rest = _remaining(x, n)
-    return integer(rest.constant % n) if rest.constant is not None else of_atom("mod", rest, n)
+    if rest.constant is not None:
+        return integer(rest.constant % n)
+    return rest - floor_div(rest, n) * integer(n) if _of_sizes(rest) else of_atom("mod", rest, n)
 
 
 def floor_div(x: Int, n: int) -> Int:
     """The floor of x / n, for n > 0: terms that n divides are taken out."""
     rest = _remaining(x, n)
     whole = (x - rest).divide(integer(n)) or ZERO
-    return whole + (integer(rest.constant // n) if rest.constant is not None else of_atom("div", rest, n))
+    if rest.constant is not None:
+        return whole + integer(rest.constant // n)
+    if _of_sizes(rest) and all(c < 0 for m, c in rest.terms if m):  # rounded down what is less than 0: rounded up
+        return whole - floor_div(integer(n - 1) - rest, n)
+    return whole + of_atom("div", rest, n)
+
+
+def _of_sizes(x: Int) -> bool:
+    """Whether a number depends on sizes alone, not on places or on what inputs hold."""
+    return not any(word in str(x) for word in ("var(", "read(", "table(", "opaque("))
 
 
 def _remaining(x: Int, n: int) -> Int:
     """The terms that n does not divide."""
-    return Int(tuple((m, c) for m, c in x.terms if c % n)) if n > 1 else ZERO
+    return Int(tuple((m, c if m else c % n) for m, c in x.terms if c % n)) if n > 1 else ZERO
 
 
 def _flatten(context: Context) -> list[Fact] | None:

@@ -174,6 +174,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
         if isinstance(x, Int) and isinstance(y, Int):
+            if x.divide(y) is not None:
+                return integer(0)
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
