@@ -16,6 +16,7 @@ import numpy as np
 from onnx import TensorProto
 
 from stof.errors import UnsupportedError
+from stof.mask.counts import in_order
 from stof.mask.families import describe
 from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
@@ -67,7 +68,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
     ]
     banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
-    allowed = domain.simplify(banded)
+    allowed = in_order(symbolic, domain.simplify(banded))
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),

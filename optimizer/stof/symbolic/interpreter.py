@@ -155,6 +155,7 @@ class Symbolic:
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
+        self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
         self._read_graph(model.graph)
         for node in model.graph.node:
@@ -195,6 +196,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
+                if node.op_type == "CumSum" and _along_last(context):
+                    self.sums[name] = node.input[0]
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
@@ -239,6 +242,13 @@ class Symbolic:
             return None if array is None else np.asarray(array == float(value))
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
+
+
+def _along_last(context: Context) -> bool:
+    """Whether a CumSum is inclusive and runs forwards along the last axis."""
+    axis, shape = context.fixed_ints(1), context.shape(0)
+    plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
+    return plain and bool(axis) and shape is not None and axis is not None and axis[0] % len(shape) == len(shape) - 1
 
 
 def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
