@@ -18,6 +18,10 @@ _MODERNBERT = {**_ENCODER, **_TOKENS, "cls_token_id": 1, "sep_token_id": 2, "loc
 _TRACED = only(TORCH, "torchscript")
 _UNFUSED: Forms = (("optimum", "eager"),)
 _FEW = (("dynamo", "sdpa"), ("dynamo", "eager"), ("torchscript", "eager"))
+_SOME: Forms = (("torchscript", "eager"), ("dynamo", "sdpa"))
+_SOME_EAGER: Forms = (("torchscript", "eager"), ("dynamo", "eager"))
+_GPT = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_GROUPS = ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups")
 _SEQ2SEQ = {
     "vocab_size": 96,
     "d_model": 32,
@@ -303,6 +307,137 @@ ZOO: dict[str, Architecture] = {
     "hubert": Architecture("HubertConfig", "HubertModel", _SPEECH, "wave"),
     "ast": Architecture(
         "ASTConfig", "ASTModel", {**_VISION, "num_mel_bins": 32, "max_length": 64, "patch_size": 8}, "spectrogram"
+    ),
+    # Masks, biases, groups of heads and cross-attention that none of the above has.
+    "t5gemma": Architecture(
+        "T5GemmaConfig",
+        "T5GemmaModel",
+        {"encoder": {**_DECODER, **_MIXED}, "decoder": {**_DECODER, **_MIXED}},
+        "seq2seq",
+        _SOME,
+    ),
+    "umt5": Architecture("UMT5Config", "UMT5Model", _T5, "seq2seq", only(EAGER, "torchscript")),
+    "bigbird-pegasus": Architecture(
+        "BigBirdPegasusConfig",
+        "BigBirdPegasusModel",
+        {**_SEQ2SEQ, "attention_type": "original_full"},
+        "seq2seq",
+        only(EAGER, "torchscript"),
+    ),
+    "blenderbot": Architecture("BlenderbotConfig", "BlenderbotModel", _SEQ2SEQ, "seq2seq", _TRACED),
+    "longt5-global": Architecture(
+        "LongT5Config",
+        "LongT5Model",
+        {**_T5, "local_radius": 7, "encoder_attention_type": "transient-global", "global_block_size": 4},
+        "seq2seq",
+        only(EAGER, "torchscript"),
+    ),
+    "recurrent-gemma": _decoder(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaModel",
+        forms=only(EAGER, "torchscript"),
+        attention_window_size=20,
+        block_types=["attention"],
+        lru_width=32,
+    ),
+    "vaultgemma": _decoder(
+        "VaultGemmaConfig", "VaultGemmaModel", forms=only(EAGER, "torchscript"), **_MIXED, query_pre_attn_scalar=8
+    ),
+    "glm4": _decoder("Glm4Config", "Glm4Model", forms=(("dynamo", "sdpa"), ("transformers", "sdpa"))),
+    "lfm2": _decoder(
+        "Lfm2Config",
+        "Lfm2Model",
+        forms=_TRACED,
+        layer_types=["full_attention", "conv"],
+        block_ff_dim=40,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "diffllama": _decoder("DiffLlamaConfig", "DiffLlamaModel", forms=(("dynamo", "sdpa"),)),
+    "openai-gpt": Architecture("OpenAIGPTConfig", "OpenAIGPTModel", _GPT, forms=_SOME_EAGER),
+    "codegen": Architecture(
+        "CodeGenConfig", "CodeGenModel", {**_GPT, "rotary_dim": 4, "use_cache": False}, forms=only(EAGER, "torchscript")
+    ),
+    "gpt-bigcode": Architecture("GPTBigCodeConfig", "GPTBigCodeModel", {**_GPT, "use_cache": False}, forms=_TRACED),
+    "xglm": Architecture(
+        "XGLMConfig",
+        "XGLMModel",
+        {
+            "vocab_size": 96,
+            "d_model": 32,
+            "ffn_dim": 40,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 256,
+            "use_cache": False,
+        },
+        forms=only(EAGER, "torchscript"),
+    ),
+    "xlnet": Architecture(
+        "XLNetConfig",
+        "XLNetModel",
+        {"vocab_size": 96, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 40},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "deberta": Architecture(
+        "DebertaConfig",
+        "DebertaModel",
+        {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "roformer": Architecture(
+        "RoFormerConfig", "RoFormerModel", {**_ENCODER, "embedding_size": 32}, forms=only(EAGER, "torchscript")
+    ),
+    "mobilebert": Architecture(
+        "MobileBertConfig",
+        "MobileBertModel",
+        {**_ENCODER, "intra_bottleneck_size": 32, "embedding_size": 32, "true_hidden_size": 32},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "squeezebert": Architecture(
+        "SqueezeBertConfig",
+        "SqueezeBertModel",
+        {**_ENCODER, "embedding_size": 32, **dict.fromkeys(_GROUPS, 1)},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "esm": Architecture(
+        "EsmConfig",
+        "EsmModel",
+        {**_ENCODER, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 3},
+        forms=_TRACED,
+    ),
+    "beit": Architecture("BeitConfig", "BeitModel", {**_VISION, "use_relative_position_bias": True}, "pixels", _TRACED),
+    "dinov3": Architecture("DINOv3ViTConfig", "DINOv3ViTModel", {**_VISION, "num_register_tokens": 2}, "pixels", _SOME),
+    "segformer": Architecture(
+        "SegformerConfig",
+        "SegformerModel",
+        {
+            "image_size": 64,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [4, 2],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 16,
+        },
+        "pixels",
+        only(EAGER, "torchscript"),
+    ),
+    "wavlm": Architecture(
+        "WavLMConfig",
+        "WavLMModel",
+        {**_SPEECH, "num_buckets": 32, "max_bucket_distance": 40},
+        "wave",
+        only(EAGER, "torchscript"),
+    ),
+    "wav2vec2-conformer": Architecture(
+        "Wav2Vec2ConformerConfig",
+        "Wav2Vec2ConformerModel",
+        {**_SPEECH, "position_embeddings_type": "relative", "conv_depthwise_kernel_size": 3},
+        "wave",
+        only(EAGER, "torchscript"),
     ),
     # By optimum, as its command line exports them: whole models, with a cache where they generate.
     "bert-features": Architecture("BertConfig", "BertModel", _ENCODER, forms=OPTIMUM),

@@ -174,6 +174,9 @@ class Symbolic:
                 self._facts[initializer.name] = _initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+            self._visit_branches(node)
+            return
         context = Context(self._facts, node, self._opset, self._same)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
@@ -204,6 +207,38 @@ class Symbolic:
                 ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
+
+    def _visit_branches(self, node: onnx.NodeProto) -> None:
+        """An If: what the branch gives that is taken for all sizes and inputs, else the shapes that both have."""
+        branches = {a.name: a.g for a in node.attribute}
+        condition = self.constant(node.input[0])
+        taken = None if condition is None or condition.size != 1 else bool(condition.reshape(-1)[0])
+        found = []
+        for name, chosen in (("then_branch", True), ("else_branch", False)):
+            if name not in branches or taken not in (None, chosen):
+                continue
+            for initializer in branches[name].initializer:
+                self._facts[initializer.name] = _initializer(initializer)
+            known = dict(self._same)
+            for inner in branches[name].node:
+                self._visit(inner)
+            if taken is None:  # sizes that must be equal in a branch need not be so where it is not taken
+                self._same.clear()
+                self._same.update(known)
+            found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
+        for i, output in enumerate(node.output):
+            facts = [f[i] for f in found if i < len(f)]
+            if not output:
+                continue
+            if taken is not None and len(facts) == 1:
+                self._facts[output] = facts[0]
+                continue
+            same = len({(f.dtype, f.shape) for f in facts}) == 1
+            fact = replace(facts[0], value=None, reason="If") if same else Fact(reason="If")
+            if fact.shape is None and output in self._declared:
+                declared = self._declared[output]
+                fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
+            self._facts[output] = fact
 
     def _computed(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""

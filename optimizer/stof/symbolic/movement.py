@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
@@ -21,6 +24,7 @@ from stof.symbolic.terms import (
     of_atom,
     select,
     to_int,
+    to_real,
     var,
 )
 
@@ -496,7 +500,7 @@ def _range(context: Context) -> list[Fact] | None:
         return None
     scalars = [v.at(() if v.rank == 0 else (ZERO,)) for v in values if v is not None]
     if kind == "f" and any(isinstance(x, Real) and not _holds_integer(x) for x in scalars):
-        return None
+        return _fractional_range(dtype, scalars)
     start, limit, delta = (to_int(x) for x in scalars)
     if delta.constant is None or delta.constant == 0:
         return None
@@ -508,6 +512,18 @@ def _range(context: Context) -> list[Fact] | None:
         span = integer(-(-span.constant // step))
     shape = (span if span.constant is None else integer(max(0, span.constant)),)
     return [Fact(dtype, shape, SymTensor(shape, kind, lambda index: start + index[0] * delta))]
+
+
+def _fractional_range(dtype: int, scalars: Sequence[Scalar]) -> list[Fact] | None:
+    """From a fraction in steps of 1, as the centers of patches are numbered: 0.5, 1.5, ..."""
+    start, limit, delta = scalars
+    if not isinstance(start, Real) or start.kind != "const" or not isinstance(start.args[0], float):
+        return None
+    if any(isinstance(x, Real) and not _holds_integer(x) for x in (limit, delta)) or to_int(delta) != ONE:
+        return None
+    count = to_int(limit) - integer(math.floor(start.args[0]))
+    shape = (count if count.constant is None else integer(max(0, count.constant)),)
+    return [Fact(dtype, shape, SymTensor(shape, "f", lambda index: Real("add", (to_real(index[0]), start))))]
 
 
 def _holds_integer(value: Real) -> bool:
