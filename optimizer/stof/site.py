@@ -62,6 +62,11 @@ class MaskTerm:
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
     merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
 
+    @property
+    def zeroes(self) -> bool:
+        """Whether it makes scores zero, which another term then has to forbid: a mask that was multiplied."""
+        return self.kind is not TermKind.ADD and self.fill == 0
+
     def spread(self, array: np.ndarray) -> np.ndarray:
         """The tensor's value as it broadcasts to [B, H, S, T]."""
         return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array

@@ -202,7 +202,8 @@ class MaskChecker:
         Raises:
             UnsupportedError: when a mask tensor cannot be run.
         """
-        found = [-math.inf if t.fill is None else t.fill for t in site.terms if t.kind is not TermKind.ADD]
+        chosen = [t for t in site.terms if t.kind is not TermKind.ADD and not t.zeroes]
+        found = [-math.inf if t.fill is None else t.fill for t in chosen]
         added = [t for t in site.terms if t.kind is TermKind.ADD]
         if not added:
             return found
@@ -285,6 +286,7 @@ class MaskChecker:
         B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
+        nulled = np.zeros((B, H, S, T), bool)  # by multiplied masks
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
         for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
@@ -296,7 +298,14 @@ class MaskChecker:
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
-            wanted &= kept
+            if term.zeroes:
+                nulled |= ~kept
+            else:
+                wanted &= kept
+        if (nulled & wanted & left).any():
+            raise UnsupportedError(
+                f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
+            )
         found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)

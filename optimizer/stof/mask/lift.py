@@ -9,7 +9,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,9 +66,16 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
         else _lift_term(symbolic, site, term, tables)
         for term in site.terms
     ]
-    banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
-    allowed = in_order(symbolic, domain.simplify(banded))
+
+    def banded(conditions: Iterable[Cond]) -> Cond:
+        return domain.simplify(with_bands(all_of(conditions), lambda name: _table(symbolic, tables, name)))
+
+    others = [t.allowed for term, t in zip(site.terms, terms, strict=True) if not term.zeroes]
+    for term, found in zip(site.terms, terms, strict=True):
+        if term.zeroes and banded([*others, negate(found.allowed)]) != FALSE:
+            raise UnsupportedError(f"scores are multiplied by {term.tensor!r}, and nothing forbids all that it makes 0")
+    allowed = in_order(symbolic, banded(t.allowed for t in terms))
     operands: dict[str, str] = {}
     names = Names(
         _size_names(site),
@@ -177,7 +184,8 @@ def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
         fill = -math.inf if term.fill is None else term.fill
-        return _TermMask(cond if term.kind is TermKind.KEEP else negate(cond), (fill,), False)
+        fills = () if term.zeroes else (fill,)
+        return _TermMask(cond if term.kind is TermKind.KEEP else negate(cond), fills, False)
     if not isinstance(value, Real):
         raise UnsupportedError(f"mask tensor {term.tensor!r} is added to the scores but is no float")
     return _additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)

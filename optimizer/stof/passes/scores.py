@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx
 
 from stof.errors import UnsupportedError
@@ -13,7 +14,8 @@ from stof.graph import GraphIndex, describe
 from stof.passes.einsum import Order, products
 from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
-from stof.symbolic import Symbolic
+from stof.symbolic import Real, Symbolic, var
+from stof.symbolic.terms import cases
 
 _PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
@@ -81,7 +83,7 @@ class ScoreWalk:
             return self._sub(node, scores, depth)
         factor = scalar_factor(self.symbolic, node)
         if factor is None:
-            raise self._obstacle(node)
+            return self._multiplied(node, scores, depth)
         capped = self._softcap(node, factor, scores, depth)
         if capped is not None:
             return capped
@@ -192,6 +194,28 @@ class ScoreWalk:
             passed = scores.passed(node, "Where mask")
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
         raise self._obstacle(node)
+
+    def _multiplied(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        """Scores that a mask of ones and zeros makes zero, to which another adds what forbids them."""
+        for i in (0, 1) if node.op_type == "Mul" and any(t.kind is TermKind.ADD for t in scores.terms) else ():
+            if self._is_switch(node.input[1 - i]):
+                term = self._term(TermKind.KEEP, node, node.input[1 - i], 0.0)
+                passed = scores.passed(node, "multiplied mask")
+                return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
+        raise self._obstacle(node)
+
+    def _is_switch(self, tensor: str) -> bool:
+        """Whether a tensor is a float mask of ones and zeros."""
+        array, value = self.symbolic.constant(tensor), self.symbolic.value(tensor)
+        if array is not None:
+            return bool(np.isin(array, (0, 1)).all())
+        if value is None or value.kind != "f":
+            return False
+        element = value.at(tuple(var(f"place{a}") for a in range(value.rank)))
+        if isinstance(element, Real) and element.kind == "table":
+            array = self.symbolic.constant(str(element.args[0]))
+            return array is not None and bool(np.isin(array, (0, 1)).all())
+        return isinstance(element, Real) and all(x in (0.0, 1.0) for _, x in cases(element))
 
     def _term(
         self, kind: TermKind, node: onnx.NodeProto, tensor: str, fill: float | None, scale: float = 1.0

@@ -358,4 +358,8 @@ def output_layout(
         return Layout.BSN, ()
     if groups == [s, b, h + d]:
         return Layout.BSN, (1, 0, 2)
+    if (
+        len(groups) == 4 and all(groups) and all(g in (b, h, s, d) for g in groups) and len({g[0] for g in groups}) == 4
+    ):  # any other order of the four
+        return Layout.BHSD, tuple([b, h, s, d].index(g) for g in groups)
     return None
