@@ -61,15 +61,30 @@ class MaskTerm:
     fill: float | None = None  # KEEP and DROP
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
     merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
+    windows: tuple[Int, ...] = ()  # X, W, H, where it is added to the scores seen as [X, W, H, S, T], and B is X * W
 
     @property
     def zeroes(self) -> bool:
         """Whether it makes scores zero, which another term then has to forbid: a mask that was multiplied."""
         return self.kind is not TermKind.ADD and self.fill == 0
 
-    def spread(self, array: np.ndarray) -> np.ndarray:
-        """The tensor's value as it broadcasts to [B, H, S, T]."""
-        return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array
+    def spread(self, array: np.ndarray, batch: int) -> np.ndarray:
+        """The tensor's value as it broadcasts to [B, H, S, T], of a batch size B.
+
+        Raises:
+            ValueError: when it does not.
+        """
+        if self.merged:
+            return array.reshape(-1, self.merged, *array.shape[1:])
+        if not self.windows:
+            return array
+        shape = (1,) * (5 - array.ndim) + array.shape
+        (outer, windows), rest = shape[:2], shape[2:]
+        if outer == windows == 1:
+            return array.reshape(1, *rest)
+        outer, windows = (outer, batch // outer) if windows == 1 else (batch // windows, windows)
+        spread: np.ndarray = np.broadcast_to(array, (outer, windows, *rest)).reshape(outer * windows, *rest)
+        return spread
 
     def apply(self, scores: np.ndarray, value: np.ndarray) -> np.ndarray:
         """Scores [B, H, S, T] with the term's value, spread, in the arithmetic of their type."""

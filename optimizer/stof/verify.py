@@ -553,7 +553,7 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
-        scores = term.apply(scores, term.spread(known[term.tensor]))
+        scores = term.apply(scores, term.spread(known[term.tensor], len(q)))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
         column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)

@@ -2,8 +2,8 @@
 """Counts the attention of a graph by running it, with nothing of stof's matcher.
 
 A softmax counts when its output reaches a product with a value, when the way back to the product of query and key, or to
-several where the scores are assembled of parts, is free of other activations, and when whatever is added to the scores, multiplied with them or selects them is the same for other
-tokens, pixels or samples: then it depends on shapes, constants, padding, positions or segments alone.
+several where the scores are assembled of parts, is free of other activations, and when whatever is added to the scores,
+multiplied with them or selects them is the same for other tokens, pixels or samples: then it depends on shapes, constants, padding, positions or segments alone.
 
 ``python tests/zoo/count_sites.py [NAME ...]`` prints each softmax with what was found.
 """

@@ -208,7 +208,7 @@ class MaskChecker:
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(site, added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -226,7 +226,7 @@ class MaskChecker:
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -243,7 +243,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._values(terms, feeds, sizes), allowed
+        return self._values(site, terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -288,7 +288,7 @@ class MaskChecker:
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
         nulled = np.zeros((B, H, S, T), bool)  # by multiplied masks
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
@@ -327,10 +327,15 @@ class MaskChecker:
             )
 
     def _values(
-        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+        self, site: AttentionSite, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
     ) -> list[np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T]."""
-        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
+        batch = _dims(site, sizes)[0]
+        found = self._run([t.tensor for t in terms], feeds, sizes)
+        try:
+            return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
+        except ValueError as error:
+            raise _DoesNotRun(f"a mask does not broadcast to the scores: {error}") from error
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)

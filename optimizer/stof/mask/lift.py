@@ -24,8 +24,9 @@ from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOpe
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
+from stof.symbolic.movement import floor_div, floor_mod
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, of_atom, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -127,11 +128,18 @@ def _domain(site: AttentionSite) -> Domain:
     )
 
 
-def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Cond | Real:
-    """The tensor, broadcast to the scores, at (b, h, q, k); ``merged`` is H where it is [B*H, .., ..]."""
+def element(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> Int | Cond | Real:
+    """A term's tensor, broadcast to the scores, at (b, h, q, k)."""
     index: tuple[Int, ...] = _index(site)
-    if merged:
-        index = (index[0] * integer(merged) + index[1], *index[2:])
+    if term.merged:
+        index = (index[0] * integer(term.merged) + index[1], *index[2:])
+    elif term.windows:
+        count = term.windows[1]
+        if count.constant is None:
+            outer, window = (of_atom("opaque", kind, index[0], count) for kind in ("division", "modulo"))
+        else:
+            outer, window = floor_div(index[0], count.constant), floor_mod(index[0], count.constant)
+        index = (outer, window, *index[1:])
     return tensor.at(project(index, tensor.shape))
 
 
@@ -173,14 +181,15 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
 def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
-    if tensor is None or shape is None or len(shape) > 4:
-        if term.kind is TermKind.ADD and shape is not None and len(shape) <= 4:
+    most = 5 if term.windows else 4
+    if tensor is None or shape is None or len(shape) > most:
+        if term.kind is TermKind.ADD and shape is not None and len(shape) <= most:
             return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {symbolic.reason(term.tensor)}")
         raise UnsupportedError(
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
-    value = element(tensor, site, term.merged)
+    value = element(tensor, site, term)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
         fill = -math.inf if term.fill is None else term.fill

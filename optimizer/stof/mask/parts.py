@@ -50,7 +50,7 @@ def _lifted(symbolic: Symbolic, site: AttentionSite) -> LiftedMask | None:
 def _addends(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list[MaskTerm]:
     """The terms whose sum a term is, each of which broadcasts to the scores as it does; [] when it is none."""
     node = index.producer(term.tensor)
-    if term.kind is not TermKind.ADD or term.merged or node is None or node.op_type != "Add":
+    if term.kind is not TermKind.ADD or term.merged or term.windows or node is None or node.op_type != "Add":
         return []
     if node.domain not in ("", "ai.onnx") or any(symbolic.value(name) is None for name in node.input):
         return []

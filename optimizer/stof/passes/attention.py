@@ -140,6 +140,12 @@ def _site(
         raise UnsupportedError(f"the scale of the scores is {scale}")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
     _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims)
+    for term in scores.terms:
+        if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
+            raise UnsupportedError(
+                f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
+                f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
+            )
     return AttentionSite(
         name=name,
         index=number,

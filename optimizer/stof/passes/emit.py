@@ -16,11 +16,11 @@ import stof
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, opset_of
 from stof.mask.distance import table_of
-from stof.mask.lift import LOWEST
+from stof.passes.biases import append, bias_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand
+from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
@@ -269,7 +269,7 @@ def _operands(
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         given[name] = editing.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site, extra)
+        given["bias"] = bias_of(editing, symbolic, rewrite.site, mask.bias, extra)
     if mask.relative is not None:
         given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if rewrite.site.sink is not None:
@@ -279,31 +279,6 @@ def _operands(
 
 def _neutral(editing: Editing, role: str) -> gs.Tensor:
     return editing.initializer(f"stof_unused_{role}", _NEUTRAL.get(role, np.zeros(1, np.bool_)))
-
-
-def _bias(
-    editing: Editing, symbolic: Symbolic, terms: Sequence[MaskTerm], site: AttentionSite, extra: list[gs.Node]
-) -> gs.Tensor:
-    """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
-    types = {symbolic.dtype(t.tensor) for t in terms}
-    known = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
-    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known
-    total: gs.Tensor | None = None
-    for term in terms:
-        tensor = editing.tensors[term.tensor]
-        if term.merged:
-            tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
-        if not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
-            tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
-        if term.scale != 1.0:
-            factor = editing.initializer("stof_bias_scale", np.array(term.scale, np.float32))
-            tensor = _append(editing, extra, "Mul", [tensor, factor])
-        total = tensor if total is None else _append(editing, extra, "Add", [total, tensor])
-    assert total is not None
-    if site.floored:  # of a row with -inf and the lowest number alone, all keys have a share
-        least = editing.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
-        total = _append(editing, extra, "Max", [total, least])
-    return total
 
 
 def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
@@ -317,30 +292,5 @@ def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list
         extra.append(editing.node("Reshape", out.name, [tensor, flat], [out]))
         tensor = out
     if dtype not in (site.dtype, TensorProto.FLOAT):
-        tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+        tensor = append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor
-
-
-def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
-    """[B*H, .., ..] as [B, H, .., ..]."""
-
-    def add(op: str, name: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
-        out = editing.variable(f"stof_bias_{name}", kind)
-        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-        return out
-
-    def numbers(*values: int) -> gs.Tensor:
-        return editing.initializer("stof_bias_sizes", np.array(values, np.int64))
-
-    sizes = add("Shape", "shape", [tensor], TensorProto.INT64)
-    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)], TensorProto.INT64)
-    target = add("Concat", "target", [numbers(-1, heads), rest], TensorProto.INT64, axis=0)
-    return add("Reshape", "spread", [tensor, target], dtype)
-
-
-def _append(
-    editing: Editing, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object
-) -> gs.Tensor:
-    out = editing.variable("stof_bias", TensorProto.FLOAT)
-    extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-    return out

@@ -224,7 +224,7 @@ class ScoreWalk:
         shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
         if shape is None or own is None:
             raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
-        if len(shape) == 4 or all(d.constant == 1 for d in own[:-2]):
+        if len(shape) == 4 or (len(own) < 5 and all(d.constant == 1 for d in own[:-2])):
             return MaskTerm(kind, tensor, fill, scale)
         source, moves = tensor, list[onnx.NodeProto]()
         while len(shape) == 3 and len(moves) < 4:  # [B*H, S, T] from a tensor [B, H, S, T]
@@ -242,6 +242,8 @@ class ScoreWalk:
                 return MaskTerm(kind, source, fill, scale)
         if len(shape) == len(own) == 3 and own[0] == shape[0]:
             return MaskTerm(kind, tensor, fill, scale, MERGED)
+        if len(shape) == 5:  # Swin's windows: [images, windows of each, H, S, T]
+            return MaskTerm(kind, tensor, fill, scale, windows=shape[:3])
         raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
 
 
