@@ -3,7 +3,8 @@
 
 A softmax counts when its output reaches a product with a value, when the way back to the product of query and key, or to
 several where the scores are assembled of parts, is free of other activations, and when whatever is added to the scores,
-multiplied with them or selects them is the same for other tokens, pixels or samples: then it depends on shapes, constants, padding, positions or segments alone.
+multiplied with them or selects them is the same for other tokens, pixels or samples: then it depends on shapes, constants,
+padding, positions or segments alone.
 
 ``python tests/zoo/count_sites.py [NAME ...]`` prints each softmax with what was found.
 """
