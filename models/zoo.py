@@ -314,7 +314,7 @@ ZOO: dict[str, Architecture] = {
         "T5GemmaModel",
         {"encoder": {**_DECODER, **_MIXED}, "decoder": {**_DECODER, **_MIXED}},
         "seq2seq",
-        _SOME,
+        _SOME_EAGER,
     ),
     "umt5": Architecture("UMT5Config", "UMT5Model", _T5, "seq2seq", only(EAGER, "torchscript")),
     "bigbird-pegasus": Architecture(

@@ -33,12 +33,6 @@ REFUSED = {
         BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)\nother = Neg (p)",
         "go to the MatMul node that writes 'out', the Neg node that writes 'other'",
     ),
-    "a scale per head": (
-        PLAIN + ", float[1,4,1,1] scale",
-        "float[a,b,c,d] out",
-        BEGIN + "s2 = Mul (s1, scale)\np = Softmax (s2)\nout = MatMul (p, v)",
-        "the walk met the Mul node that writes 's2'",
-    ),
     "fill that is no mask": (
         PLAIN,
         "float[a,b,c,d] out",

@@ -146,6 +146,9 @@ def _site(
                 f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
                 f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
             )
+    factor = scores.spread_factor
+    if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
+        raise UnsupportedError(f"the scores are scaled by {factor[1]!r} of another type than the query's")
     return AttentionSite(
         name=name,
         index=number,
@@ -166,6 +169,7 @@ def _site(
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
+        query_factor=factor,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,
         query_offset=_offset(dims),

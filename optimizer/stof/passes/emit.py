@@ -119,7 +119,8 @@ Layouts = tuple[Layout, Layout, Layout, Layout]
 
 
 def _layouts(site: AttentionSite) -> Layouts:
-    return (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+    query = site.query.layout if site.query_factor is None else Layout.BHSD  # where it is multiplied
+    return (query, site.key.layout, site.value.layout, site.output_layout)
 
 
 def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
@@ -177,11 +178,13 @@ def _replace(
         (site.kv_num_heads, site.value_head_size),
         (site.num_heads, site.value_head_size),
     )
+    given = [_laid_out(editing, extra, o, site.dtype) for o in (site.query, site.key, site.value)]
+    if site.query_factor is not None:
+        own = (site.query.layout, Layout.BHSD)
+        given[0] = _multiplied(editing, extra, site, _convert(editing, extra, given[0], site.dtype, own, sizes[0]))
     inputs = [
-        _convert(editing, extra, _laid_out(editing, extra, o, site.dtype), site.dtype, (own, wanted), size)
-        for o, own, wanted, size in zip(
-            (site.query, site.key, site.value), _layouts(site), variant.layouts, sizes, strict=False
-        )
+        _convert(editing, extra, tensor, site.dtype, (own, wanted), size)
+        for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
     ]
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
@@ -204,6 +207,15 @@ def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: i
         return tensor
     out = editing.variable(f"{operand.tensor}_laid", dtype)
     nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    return out
+
+
+def _multiplied(editing: Editing, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
+    """The query [B, H, S, D] times what the graph multiplies its scores with."""
+    assert site.query_factor is not None
+    op, factor = site.query_factor
+    out = editing.variable(f"{site.query.tensor}_scaled", site.dtype)
+    nodes.append(editing.node(op, out.name, [query, editing.tensors[factor]], [out]))
     return out
 
 

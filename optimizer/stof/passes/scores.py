@@ -34,6 +34,7 @@ class Scores:
     key_order: Order = ()
     factor: float = 1.0
     softcap: float = 0.0
+    spread_factor: tuple[str, str] | None = None  # "Mul" or "Div" and a tensor [.., 1]
     floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
     terms: tuple[MaskTerm, ...] = ()
     words: tuple[str, ...] = ()
@@ -202,6 +203,28 @@ class ScoreWalk:
                 term = self._term(TermKind.KEEP, node, node.input[1 - i], 0.0)
                 passed = scores.passed(node, "multiplied mask")
                 return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
+        return self._scaled_by_row(node, scores, depth)
+
+    def _scaled_by_row(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        """Scores times a tensor that is the same for all keys: the query may be multiplied instead."""
+        for i in {"Mul": (0, 1), "Div": (0,)}.get(node.op_type, ()):
+            shape, own = (self.symbolic.shape(node.input[j]) for j in (i, 1 - i))
+            same = shape is not None and len(shape) == 4 and shape == self.symbolic.shape(node.output[0])
+            if not same or not own or own[-1].constant != 1 or len(own) > 4:
+                continue
+            if scores.spread_factor is not None:
+                raise UnsupportedError(f"{describe(node)} scales scores by head or row a second time")
+            passed = replace(scores.passed(node, "scale by head"), spread_factor=(node.op_type, node.input[1 - i]))
+            found = self.walk(node.input[i], passed, depth + 1)
+            if (
+                len(found.terms) != len(scores.terms)
+                or found.softcap != scores.softcap
+                or found.floored != scores.floored
+            ):
+                raise UnsupportedError(
+                    f"scores are masked or bounded before {describe(node)} scales them by head or row"
+                )
+            return found
         raise self._obstacle(node)
 
     def _is_switch(self, tensor: str) -> bool:

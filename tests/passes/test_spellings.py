@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks and scales that architectures spell in ways of their own: found by the whole optimizer, equal after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from forms import PLAIN, assert_equivalent, feeds, model, only_site, reason, rewrite, run
+
+import stof
+from stof.errors import UnsupportedError
+
+HEAD = "%kt\ns1 = MatMul (q, kt)\n"
+TAIL = "p = Softmax <axis = -1> (masked)\nout = MatMul (p, v)"
+SIZES = ({"B": 2, "S": 19}, {"B": 1, "S": 3})
+OUT = "float[a,b,c,d] out"
+# The mask w of a causal window of 5 as ones and zeros, and what is added where it is zero.
+SWITCH = """%window
+    switch = Cast <to = 1> (w)
+    unit = Constant <value = float {1.0}> ()
+    low = Constant <value = float {-10000.0}> ()
+    off = Sub (unit, switch)
+    added = Mul (off, low)
+"""
+
+
+@pytest.mark.parametrize("op", ["Mul", "Div"])
+@pytest.mark.parametrize("shape", ["1,4,1,1", "4,1,1", "B,1,S,1"])
+def test_scores_that_are_scaled_by_head_or_row(op: str, shape: str) -> None:
+    body = HEAD + f"masked = {op} (s1, scale)\n" + TAIL
+    graph = model(f"{PLAIN}, float[{shape}] scale", OUT, body)
+    site = only_site(graph)
+    assert site.query_factor == (op, "scale")
+    optimized, _ = rewrite(graph)
+    for seed, sizes in enumerate(SIZES):
+        given = feeds(graph, sizes, seed)
+        given["scale"] = np.abs(given["scale"]) + np.float32(0.5)
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6
+
+
+def test_a_mask_before_such_a_scale_is_refused() -> None:
+    body = HEAD + "%window\n%added\ns2 = Add (s1, added)\nmasked = Mul (s2, scale)\n" + TAIL
+    assert "masked or bounded before" in reason(model(f"{PLAIN}, float[1,4,1,1] scale", OUT, body))
+
+
+def test_scores_that_are_multiplied_with_a_mask() -> None:
+    body = HEAD + SWITCH + "s2 = Mul (s1, switch)\nmasked = Add (s2, added)\n" + TAIL
+    graph = model(PLAIN, OUT, body)
+    _, (found,) = rewrite(graph)
+    assert found.mask.expression == "k <= q and q - k <= 4"
+    assert_equivalent(graph, *SIZES)
+
+
+def test_zeros_that_nothing_forbids_stay() -> None:
+    alone = model(PLAIN, OUT, HEAD + SWITCH + "masked = Mul (s1, switch)\n" + TAIL)
+    assert "the walk met the Mul node" in reason(alone)
+    # What is added forbids less than the mask makes zero.
+    body = HEAD + SWITCH + "later = Not (causal)\nsome = Cast <to = 1> (later)\npart = Mul (some, low)\n"
+    other = model(PLAIN, OUT, body + "s2 = Mul (s1, switch)\nmasked = Add (s2, part)\n" + TAIL)
+    with pytest.raises(UnsupportedError, match="nothing forbids all that it makes 0"):
+        rewrite(other)
+
+
+@pytest.mark.parametrize("shape", ["1,3,1,S,S", "3,1,S,S", "X,3,4,S,S", "X,1,1,1,S", "1,1,1,S,S"])
+def test_masks_of_windows_in_five_axes(shape: str) -> None:
+    body = """
+        length = Shape <start = 3, end = 4> (q0)
+        eight = Constant <value = int64[1] {8}> ()
+        four = Constant <value = int64[2] {-1, 4}> ()
+        sizes = Concat <axis = 0> (four, length, eight)
+        q = Reshape (q0, sizes)
+        k = Reshape (k0, sizes)
+        v = Reshape (v0, sizes)
+        %kt
+        s1 = MatMul (q, kt)
+        ahead = Constant <value = int64[3] {-1, 3, 4}> ()
+        wide = Concat <axis = 0> (ahead, length, length)
+        s5 = Reshape (s1, wide)
+        s6 = Add (s5, mask)
+        flat = Concat <axis = 0> (four, length, length)
+        masked = Reshape (s6, flat)
+        """
+    inputs = "float[X,3,4,S,8] q0, float[X,3,4,S,8] k0, float[X,3,4,S,8] v0"
+    graph = model(f"{inputs}, float[{shape}] mask", OUT, body + TAIL)
+    assert [len(t.windows) for t in only_site(graph).terms] == [3]
+    optimized, _ = rewrite(graph)
+    for seed, length in enumerate((11, 3)):
+        given = feeds(graph, {"X": 2, "S": length}, seed)
+        given["mask"][..., 0, -1] = -np.inf
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6
+
+
+def test_a_result_in_another_order_of_axes() -> None:
+    body = """%kt
+        s1 = MatMul (q, kt)
+        p = Softmax <axis = -1> (s1)
+        out = Einsum <equation = "bhqk,bhkd->qbhd"> (p, v)"""
+    graph = model(PLAIN, OUT, body)
+    assert only_site(graph).output_perm == (2, 0, 1, 3)
+    assert_equivalent(graph, *SIZES)
+
+
+def _optimized(graph: onnx.ModelProto, folder: Path) -> tuple[stof.report.SiteReport, onnx.ModelProto]:
+    path = folder / "model.onnx"
+    onnx.save(graph, str(path))
+    (site,) = stof.optimize(path, folder / "out.onnx").sites
+    return site, onnx.load(str(folder / "out.onnx"))
+
+
+def test_a_mask_that_is_added_to_a_bias_first(tmp_path: Path) -> None:
+    body = HEAD + "%window\n%added\nboth = Add (bias, added)\nmasked = Add (s1, both)\n" + TAIL
+    graph = model(PLAIN + ", float[1,4,S,S] bias", OUT, body)
+    site, optimized = _optimized(graph, tmp_path)
+    assert site.replaced
+    assert site.mask == "k <= q and q - k <= 4"
+    given = feeds(graph, SIZES[0])
+    assert np.abs(run(optimized, given, library=True)[0] - run(graph, given)[0]).max() < 5e-6
+
+
+def test_a_slice_that_counts_from_the_end_by_a_length(tmp_path: Path) -> None:
+    body = (
+        HEAD
+        + """%window
+        %added
+        length = Shape <start = 2, end = 3> (q)
+        back = Neg (length)
+        far = Constant <value = int64[1] {9223372036854775807}> ()
+        rowaxis = Constant <value = int64[1] {0}> ()
+        mine = Slice (added, back, far, rowaxis)
+        masked = Add (s1, mine)
+        """
+    )
+    graph = model(PLAIN, OUT, body + TAIL)
+    site, _ = _optimized(graph, tmp_path)
+    assert site.mask == "k <= q and q - k <= 4"
+
+
+DOCUMENTS = (
+    HEAD
+    + """
+    zero1 = Constant <value = int64[1] {0}> ()
+    one1 = Constant <value = int64[1] {1}> ()
+    last1 = Constant <value = int64[1] {-1}> ()
+    far = Constant <value = int64[1] {9223372036854775807}> ()
+    one = Constant <value = int64 {1}> ()
+    step = Constant <value = int64 {%step}> ()
+    axis = Constant <value = int64 {-1}> ()
+    first = Slice (position_ids, zero1, one1, one1)
+    before = Sub (first, step)
+    longer = Concat <axis = -1> (before, position_ids)
+    now = Slice (longer, one1, far, one1)
+    past = Slice (longer, zero1, last1, one1)
+    change = Sub (now, past)
+    same = Equal (change, step)
+    begins = Not (same)
+    begin = Cast <to = 7> (begins)
+    document = CumSum <%sum> (begin, axis)
+    ax13 = Constant <value = int64[2] {1, 3}> ()
+    ax12 = Constant <value = int64[2] {1, 2}> ()
+    dq = Unsqueeze (document, ax13)
+    dk = Unsqueeze (document, ax12)
+    pq = Unsqueeze (position_ids, ax13)
+    pk = Unsqueeze (position_ids, ax12)
+    together = Equal (dq, dk)
+    earlier = %compare
+    keep = And (together, earlier)
+    nothing = Constant <value = float {0.0}> ()
+    least = Constant <value = float {-inf}> ()
+    added = Where (keep, nothing, least)
+    masked = Add (s1, added)
+    """
+)
+
+
+def documents(step: int = 1, total: str = "reverse = 0", compare: str = "LessOrEqual (pk, pq)") -> onnx.ModelProto:
+    body = DOCUMENTS.replace("%step", str(step)).replace("%sum", total).replace("%compare", compare)
+    return model(PLAIN + ", int64[B,S] position_ids", OUT, body + TAIL)
+
+
+@pytest.mark.parametrize(
+    ("step", "compare", "mask"),
+    [
+        (1, "LessOrEqual (pk, pq)", "k <= q and segment_k[b, k] == segment_q[b, q]"),
+        (-1, "GreaterOrEqual (pk, pq)", "k <= q and segment_k[b, k] == segment_q[b, q]"),
+        (2, "LessOrEqual (pk, pq)", "k <= q and segment_k[b, k] == segment_q[b, q]"),
+    ],
+)
+def test_documents_kept_apart_by_positions(step: int, compare: str, mask: str, tmp_path: Path) -> None:
+    graph = documents(step, compare=compare)
+    site, optimized = _optimized(graph, tmp_path)
+    assert site.mask == mask
+    rng = np.random.default_rng(5)
+    for drawn in (rng.integers(-2, 3, (2, 23)), np.cumsum(rng.choice([step, step, step, 5], (2, 23)), axis=1)):
+        given = feeds(graph, {"B": 2, "S": 23})
+        given["position_ids"] = drawn.astype(np.int64)
+        assert np.abs(run(optimized, given, library=True)[0] - run(graph, given)[0]).max() < 5e-6
+
+
+@pytest.mark.parametrize("total", ["reverse = 1", "exclusive = 1"])
+def test_other_running_sums_say_nothing_of_order(total: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(documents(total=total), str(path))
+    (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
+    assert "k <= q" not in site.mask
