@@ -44,12 +44,19 @@ class TermKind(str, enum.Enum):
 class Operand:
     """One of query, key, value: a tensor of the graph and how it lies in memory.
 
-    ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows.
+    ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows. ``joined``: its
+    first two axes are the batch, in two parts.
     """
 
     tensor: str
     layout: Layout
     perm: tuple[int, ...] = ()
+    joined: bool = False
+
+    def laid_out(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value in its layout."""
+        array = array.reshape(-1, *array.shape[2:]) if self.joined else array
+        return np.transpose(array, self.perm) if self.perm else array
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,7 @@ class AttentionSite:
     dims: tuple[Int, ...] = ()  # B, H, S, T
     nodes: tuple[str, ...] = ()
     output_perm: tuple[int, ...] = ()
+    output_joined: bool = False  # the output has the batch in two axes, as the queries have
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
 

@@ -477,8 +477,7 @@ def _compare_outputs(
 
 
 def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    array = known[operand.tensor]
-    return np.transpose(array, operand.perm) if operand.perm else array
+    return operand.laid_out(known[operand.tensor])
 
 
 def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -510,6 +509,8 @@ def _compare_site(
     if site.output_perm:
         back = np.argsort(site.output_perm)
         original, computed = np.transpose(original, back), np.transpose(computed, back)
+    if site.output_joined:
+        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
     operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
     arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)

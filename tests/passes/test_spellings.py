@@ -209,3 +209,36 @@ def test_other_running_sums_say_nothing_of_order(total: str, tmp_path: Path) -> 
     onnx.save(documents(total=total), str(path))
     (site,) = stof.optimize(path, tmp_path / "out.onnx").sites
     assert "k <= q" not in site.mask
+
+
+FIVE = "float[X,Y,S,4,8] q0, float[X,Y,S,4,8] k0, float[X,Y,S,4,8] v0"
+
+
+@pytest.mark.parametrize("mask", ["", "1,1,4,S,S", "X,Y,1,1,S", "1,Y,1,S,S", "X,1,1,S,S"])
+@pytest.mark.parametrize("einsum", [True, False])
+def test_a_batch_in_two_axes(mask: str, einsum: bool) -> None:
+    scores = (
+        'raw = Einsum <equation = "...qhd,...khd->...hqk"> (q0, k0)\n'
+        if einsum
+        else "q = Transpose <perm = [0, 1, 3, 2, 4]> (q0)\nk = Transpose <perm = [0, 1, 3, 4, 2]> (k0)\nraw = MatMul (q, k)\n"
+    )
+    value = (
+        'out = Einsum <equation = "...hqk,...khd->...qhd"> (p, v0)'
+        if einsum
+        else "v = Transpose <perm = [0, 1, 3, 2, 4]> (v0)\no = MatMul (p, v)\nout = Transpose <perm = [0, 1, 3, 2, 4]> (o)"
+    )
+    added = "masked = Add (raw, mask)\n" if mask else "masked = Identity (raw)\n"
+    inputs = f"{FIVE}, float[{mask}] mask" if mask else FIVE
+    graph = model(inputs, "float[a,b,c,d,e] out", scores + added + "p = Softmax <axis = -1> (masked)\n" + value)
+    assert only_site(graph).output_joined
+    optimized, _ = rewrite(graph)
+    assert not any(n.op_type in ("Softmax", "MatMul", "Einsum") for n in optimized.graph.node)
+    for seed, sizes in enumerate(({"X": 2, "Y": 3, "S": 11}, {"X": 1, "Y": 1, "S": 3})):
+        given = feeds(graph, sizes, seed)
+        if mask:
+            given["mask"][..., 0] = -np.inf
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            (found,) = run(optimized, given, library=library)
+            assert found.shape == wanted.shape
+            assert np.abs(found - wanted).max() < 5e-6

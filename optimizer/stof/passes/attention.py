@@ -103,7 +103,7 @@ def _match(
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
-    if shape is None or len(shape) not in (3, 4):
+    if shape is None or len(shape) not in (3, 4, 5):
         rank = "unknown rank" if shape is None else f"rank {len(shape)}"
         raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
@@ -116,6 +116,10 @@ def _match(
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
     values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
     outputs = forward.outputs(weighted, queries[-1].heads, staying)
+    if len(shape) == 5:
+        if sink is not None or weighted.row_guard is not None:
+            raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+        outputs = [o for o in outputs if o.row_guard is None]
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
     site = make(_choose(queries, keys, values, outputs))
     earlier = [o for o in outputs if o.row_guard is None]
@@ -138,6 +142,10 @@ def _site(
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):
         raise UnsupportedError(f"the scale of the scores is {scale}")
+    operands = (query.operand, key.operand, found.value.operand)
+    result = symbolic.shape(found.output.tensor) or ()
+    if any(o.joined != (len(result) == 5) for o in operands):
+        raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
     _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims)
     for term in scores.terms:
@@ -159,6 +167,7 @@ def _site(
         output=found.output.tensor,
         output_layout=found.output.layout,
         output_perm=found.output.perm,
+        output_joined=query.operand.joined,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
@@ -247,6 +256,8 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
 
 def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int]) -> None:
     """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
+    if len(shape) == 5:  # the batch in two parts
+        shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):
         if own == size:

@@ -84,9 +84,10 @@ def _over_windows(
     if any(single) and not all(single):
         other = 1 if single[0] else 0
         # Batch comes first in every layout; of a query that is transposed for one, where the transposition takes it from.
-        axis = site.query.perm[0] if site.query.perm else 0
-        batch = add("Gather", "batch", [add("Shape", "query", [editing.tensors[site.query.tensor]]), numbers(axis)])
-        count = add("Div", "count", [batch, add("Gather", "part", [shape, numbers(other)])])
+        axis = 1 - other if site.query.joined else site.query.perm[0] if site.query.perm else 0
+        count = add("Gather", "batch", [add("Shape", "query", [editing.tensors[site.query.tensor]]), numbers(axis)])
+        if not site.query.joined:
+            count = add("Div", "count", [count, add("Gather", "part", [shape, numbers(other)])])
         parts = [numbers(1)] * 5
         parts[1 - other] = count
         tensor = add("Expand", "spread", [tensor, add("Concat", "target", parts, axis=0)], kind)

@@ -189,25 +189,63 @@ def _replace(
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else output
+    written = editing.variable(f"{site.output}_laid", site.dtype) if perm or site.output_joined else output
     result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
         _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
         nodes.append(editing.node("Transpose", output.name, [written], [output], perm=perm))
+    if site.output_joined:
+        nodes += _parted(editing, site, written, output)
     editing.graph.nodes[place:place] = nodes
-    editing.declare(site.output, site.dtype, _output_shape(site))
+    if not site.output_joined:
+        editing.declare(site.output, site.dtype, _output_shape(site))
 
 
 def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int) -> gs.Tensor:
     """The operand's tensor in its layout: itself, or transposed."""
     tensor: gs.Tensor = editing.tensors[operand.tensor]
+    if operand.joined:
+        tensor = _joined(editing, nodes, tensor, dtype)
     if not operand.perm:
         return tensor
     out = editing.variable(f"{operand.tensor}_laid", dtype)
     nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
     return out
+
+
+def _sizes_of(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
+    """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
+    sizes, some = (editing.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
+    limits = [editing.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
+    nodes.append(editing.node("Shape", sizes.name, [tensor], [sizes]))
+    nodes.append(editing.node("Slice", some.name, [sizes, *limits], [some]))
+    return some
+
+
+def _reshaped(
+    editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
+) -> gs.Tensor:
+    target = editing.variable(f"{output.name}_shape", TensorProto.INT64)
+    nodes.append(editing.node("Concat", target.name, parts, [target], axis=0))
+    nodes.append(editing.node("Reshape", output.name, [tensor, target], [output]))
+    return output
+
+
+def _joined(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+    """A tensor of five axes with the first two in one."""
+    any_size = editing.initializer("stof_shape", np.array([-1], np.int64))
+    out = editing.variable(f"{tensor.name}_joined", dtype)
+    return _reshaped(editing, nodes, tensor, [any_size, _sizes_of(editing, nodes, tensor, 2, 5)], out)
+
+
+def _parted(editing: Editing, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
+    """The nodes that write a result with its batch in the two axes of the query's."""
+    nodes: list[gs.Node] = []
+    batch = _sizes_of(editing, nodes, editing.tensors[site.query.tensor], 0, 2)
+    _reshaped(editing, nodes, tensor, [batch, _sizes_of(editing, nodes, tensor, 1, 4)], output)
+    return nodes
 
 
 def _multiplied(editing: Editing, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
