@@ -134,6 +134,7 @@ class AttentionSite:
         None  # "Mul" or "Div" and a tensor [.., S or 1, 1]: a scale of each head or row
     )
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
+    zeroed: bool = False  # weights that are masked are made zero after the softmax: empty rows give zero
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions

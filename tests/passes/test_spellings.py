@@ -242,3 +242,47 @@ def test_a_batch_in_two_axes(mask: str, einsum: bool) -> None:
             (found,) = run(optimized, given, library=library)
             assert found.shape == wanted.shape
             assert np.abs(found - wanted).max() < 5e-6
+
+
+ZEROED = (
+    HEAD
+    + """axes = Constant <value = int64[2] {1, 2}> ()
+    wide = Unsqueeze (am, axes)
+    kept = Cast <to = 9> (wide)
+    drop = Not (kept)
+    other = Not (kept)
+    nothing = Constant <value = float {0.0}> ()
+    least = Constant <value = float {%fill}> ()
+    masked = %mask
+    p0 = Softmax <axis = -1> (masked)
+    p = %again
+    out = MatMul (p, v)"""
+)
+
+
+@pytest.mark.parametrize("fill", ["-3.4028234663852886e38", "-inf", "-10000.0"])
+@pytest.mark.parametrize("mask", ["Where (drop, least, s1)", "Where (kept, s1, least)"])
+@pytest.mark.parametrize(
+    "again", ["Where (drop, nothing, p0)", "Where (other, nothing, p0)", "Where (kept, p0, nothing)"]
+)
+def test_weights_that_are_made_zero_once_more(fill: str, mask: str, again: str) -> None:
+    body = ZEROED.replace("%fill", fill).replace("%mask", mask).replace("%again", again)
+    graph = model(PLAIN + ", int64[B,S] am", OUT, body)
+    assert only_site(graph).zeroed
+    optimized, (found,) = rewrite(graph)
+    assert found.mask.expression == "pad[b, k]"
+    for padded in ((0, 9), (3, 17), (0, 17)):
+        given = feeds(graph, {"B": 2, "S": 17})
+        given["am"][0, slice(*padded)] = 0
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 2e-6
+        assert padded != (0, 17) or not wanted[0].any()
+
+
+def test_weights_that_another_mask_makes_zero_stay() -> None:
+    again = "Where (w, p0, nothing)"
+    body = "%window\n" + ZEROED.replace("%fill", "-inf").replace("%mask", "Where (drop, least, s1)").replace(
+        "%again", again
+    )
+    assert "expected MatMul with the values" in reason(model(PLAIN + ", int64[B,S] am", OUT, body))

@@ -100,6 +100,7 @@ class MaskChecker:
             site.dims,
             site.query_offset,
             site.nan_guard,
+            site.zeroed,
             site.floored,
             site.sink is not None,
         )

@@ -305,7 +305,9 @@ def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool)
 
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
-    if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
+    if (
+        not fills or site.zeroed or site.row_guard is not None or site.sink is not None
+    ):  # a sink takes all of an empty row
         return EmptyRows.ZERO
     if site.floored:
         fills = [max(f, _FLOOR) for f in fills]

@@ -113,7 +113,7 @@ def _match(
     queries, keys = _accept(index, symbolic, scores)
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
+    weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
     values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
     outputs = forward.outputs(weighted, queries[-1].heads, staying)
     if len(shape) == 5:
@@ -178,6 +178,7 @@ def _site(
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
+        zeroed=weighted.zeroed,
         query_factor=factor,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,

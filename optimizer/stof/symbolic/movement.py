@@ -619,7 +619,7 @@ def _split(context: Context) -> list[Fact] | None:
 
 def _pad(context: Context) -> list[Fact] | None:
     data, given = context.shape(0), context.ints(1)
-    if data is None or given is None or context.attribute("mode", "constant") != "constant":
+    if data is None or given is None:
         return None
     rank = len(data)
     axes = context.fixed_ints(3) if context.has(3) else list(range(rank))
@@ -630,6 +630,8 @@ def _pad(context: Context) -> list[Fact] | None:
         pads[axis % rank], pads[axis % rank + rank] = given[place], given[place + len(axes)]
     shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
+    if context.attribute("mode", "constant") != "constant" and any(p != ZERO for p in pads):
+        return [Fact(context.fact(0).dtype, shape)]
 
     def at(index: Index) -> Scalar:
         assert value is not None
