@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onnx import TensorProto
+
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.mask.lift import lift
@@ -53,5 +55,7 @@ def _addends(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list[Mask
     if term.kind is not TermKind.ADD or term.merged or term.windows or node is None or node.op_type != "Add":
         return []
     if node.domain not in ("", "ai.onnx") or any(symbolic.value(name) is None for name in node.input):
+        return []
+    if symbolic.dtype(term.tensor) != TensorProto.FLOAT:  # halves overflow in the sum
         return []
     return [replace(term, tensor=name) for name in node.input]

@@ -156,6 +156,8 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         if exact is not None:
             return exact
         if y.constant and y.constant > 0:
+            if bound(x, upper=True) <= 0:
+                return -movement.floor_div(-x, y.constant)
             floor = movement.floor_div(x, y.constant)
             # Sizes of a valid graph are not negative, nor what is computed of them alone.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
