@@ -111,10 +111,14 @@ def _match(
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
     queries, keys = _accept(index, symbolic, scores)
+    if scores.heads:  # of [B*H, S, D] only what tells B and H apart
+        queries = [q for q in queries if q.heads == scores.heads] or queries
+        keys = [k for k in keys if k.batch == queries[-1].batch] or keys
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
     values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
+    values = [v for v in values if v.batch == keys[-1].batch] or values
     outputs = forward.outputs(weighted, queries[-1].heads, staying)
     if len(shape) == 5:
         if sink is not None or weighted.row_guard is not None:

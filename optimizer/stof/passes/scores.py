@@ -36,6 +36,7 @@ class Scores:
     softcap: float = 0.0
     spread_factor: tuple[str, str] | None = None  # "Mul" or "Div" and a tensor [.., 1]
     floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
+    heads: int = 0  # H, where a mask meets the scores as [B, H, S, T]
     terms: tuple[MaskTerm, ...] = ()
     words: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()  # first outputs of the nodes passed
@@ -164,6 +165,10 @@ class ScoreWalk:
             raise UnsupportedError(f"a mask is applied below {describe(tanh)}")
         return result
 
+    def _heads(self, node: onnx.NodeProto) -> int:
+        shape = self.symbolic.shape(node.output[0])
+        return (shape[1].constant or 0) if shape is not None and len(shape) == 4 else 0
+
     def _add(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         # The side that can be computed from shapes and inputs is the mask; two opaque sides are tried in turn.
         failure: UnsupportedError | None = None
@@ -172,7 +177,7 @@ class ScoreWalk:
                 continue
             try:
                 term = self._term(TermKind.ADD, node, node.input[1 - i], None, scores.factor)
-                passed = scores.passed(node, "additive mask")
+                passed = replace(scores.passed(node, "additive mask"), heads=self._heads(node) or scores.heads)
                 return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
             except UnsupportedError as error:
                 failure = failure or error
@@ -180,7 +185,7 @@ class ScoreWalk:
 
     def _sub(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         term = self._term(TermKind.ADD, node, node.input[1], None, -scores.factor)
-        passed = scores.passed(node, "subtracted mask")
+        passed = replace(scores.passed(node, "subtracted mask"), heads=self._heads(node) or scores.heads)
         return self.walk(node.input[0], replace(passed, terms=(*passed.terms, term)), depth + 1)
 
     def _where(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
@@ -192,7 +197,7 @@ class ScoreWalk:
             if number > _MASKED:
                 raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
             term = self._term(kind, node, node.input[0], number)
-            passed = scores.passed(node, "Where mask")
+            passed = replace(scores.passed(node, "Where mask"), heads=self._heads(node) or scores.heads)
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
         raise self._obstacle(node)
 
