@@ -515,18 +515,6 @@ ZOO: dict[str, Architecture] = {
         only(EAGER, "torchscript"),
     ),
     "helium": _decoder("HeliumConfig", "HeliumModel", forms=(("dynamo", "sdpa"),)),
-    "led": Architecture(
-        "LEDConfig",
-        "LEDModel",
-        {
-            **_SEQ2SEQ,
-            "max_encoder_position_embeddings": 256,
-            "max_decoder_position_embeddings": 256,
-            "attention_window": [8, 8],
-        },
-        "seq2seq",
-        (("dynamo", "eager"),),
-    ),
     # By optimum, as its command line exports them: whole models, with a cache where they generate.
     "bert-features": Architecture("BertConfig", "BertModel", _ENCODER, forms=OPTIMUM),
     "modernbert-features": Architecture("ModernBertConfig", "ModernBertModel", _MODERNBERT, forms=OPTIMUM),

@@ -25,6 +25,14 @@ def domain() -> Domain:
     return Domain({"q": (integer(0), S - ONE), "k": (integer(0), T - ONE)})
 
 
+def test_an_index_below_a_divisor() -> None:
+    heads = Domain({"h": (integer(0), integer(3))})
+    h = var("h")
+    assert heads.integer(of_atom("div", h, 4) + S) == S
+    assert heads.integer(of_atom("mod", h, 4) + S) == h + S
+    assert heads.integer(of_atom("div", h, 3)) == of_atom("div", h, 3)
+
+
 def test_products_and_sums_of_conditions_become_and_and_or() -> None:
     a, b = to_int(CAUSAL), to_int(NEAR)
     assert less_equal(ONE, a * b) == all_of([CAUSAL, NEAR])

@@ -22,7 +22,7 @@ import stof
 import stof.errors
 from stof.options import Options
 
-_WIDEST = 160
+_WIDEST = 260
 _BUDGET = 20.0
 
 

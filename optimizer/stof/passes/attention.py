@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -111,15 +111,15 @@ def _match(
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
     queries, keys = _accept(index, symbolic, scores)
-    if scores.heads:  # of [B*H, S, D] only what tells B and H apart
-        queries = [q for q in queries if q.heads == scores.heads] or queries
-        keys = [k for k in keys if k.batch == queries[-1].batch] or keys
-    staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
-    values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
-    values = [v for v in values if v.batch == keys[-1].batch] or values
-    outputs = forward.outputs(weighted, queries[-1].heads, staying)
+    for queries, keys in _told_apart(scores, queries, keys):
+        staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+        weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
+        values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
+        values = [v for v in values if v.batch == keys[-1].batch] or values
+        outputs = forward.outputs(weighted, queries[-1].heads, staying)
+        if outputs:
+            break
     if len(shape) == 5:
         if sink is not None or weighted.row_guard is not None:
             raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
@@ -208,6 +208,15 @@ def _readings(
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
     queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
     return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+
+
+def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
+    """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
+    merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    own = [q for q in queries if q.heads == (scores.heads or merged)]
+    if own and len(own) < len(queries):
+        yield own, [k for k in keys if k.batch == own[-1].batch] or keys
+    yield queries, keys
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
