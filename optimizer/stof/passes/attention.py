@@ -112,7 +112,8 @@ def _match(
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
     queries, keys = _accept(index, symbolic, scores)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    for queries, keys in _told_apart(scores, queries, keys):
+    for reading in _told_apart(scores, queries, keys):
+        queries, keys = reading
         staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
         weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
         values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
