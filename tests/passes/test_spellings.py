@@ -286,3 +286,63 @@ def test_weights_that_another_mask_makes_zero_stay() -> None:
         "%again", again
     )
     assert "expected MatMul with the values" in reason(model(PLAIN + ", int64[B,S] am", OUT, body))
+
+
+# Length before batch, heads merged with the batch, as fairseq and torch's nn.MultiheadAttention have it.
+MERGED = """
+    length = Shape <start = 0, end = 1> (x)
+    batch = Shape <start = 1, end = 2> (x)
+    four = Constant <value = int64[1] {4}> ()
+    eight = Constant <value = int64[1] {8}> ()
+    one = Constant <value = int64[1] {1}> ()
+    any = Constant <value = int64[1] {-1}> ()
+    whole = Constant <value = int64[1] {32}> ()
+    lanes = Mul (batch, four)
+    split = Concat <axis = 0> (length, lanes, eight)
+    qs = Reshape (x, split)
+    ks = Reshape (y, split)
+    vs = Reshape (z, split)
+    q = Transpose <perm = [1, 0, 2]> (qs)
+    kt = Transpose <perm = [1, 2, 0]> (ks)
+    v = Transpose <perm = [1, 0, 2]> (vs)
+    s1 = MatMul (q, kt)
+    axes = Constant <value = int64[2] {1, 2}> ()
+    kept = Cast <to = 9> (am)
+    wide = Unsqueeze (kept, axes)
+    drop = Not (wide)
+    nothing = Constant <value = float {0.0}> ()
+    least = Constant <value = float {-inf}> ()
+    %mask
+    p = Softmax <axis = -1> (masked)
+    o = MatMul (p, v)
+    os = Transpose <perm = [1, 0, 2]> (o)
+    flat = Concat <axis = 0> (length, batch, whole)
+    out = Reshape (os, flat)"""
+MASKS = {
+    "scores split": """parts = Concat <axis = 0> (batch, four, length, length)
+    s4 = Reshape (s1, parts)
+    s5 = Where (drop, least, s4)
+    joined = Concat <axis = 0> (lanes, length, length)
+    masked = Reshape (s5, joined)""",
+    "mask merged": """added = Where (drop, least, nothing)
+    spread = Concat <axis = 0> (batch, four, one, length)
+    every = Expand (added, spread)
+    joined = Concat <axis = 0> (lanes, one, length)
+    lane = Reshape (every, joined)
+    masked = Add (s1, lane)""",
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_heads_that_are_merged_with_the_batch(name: str) -> None:
+    inputs = "float[S,B,32] x, float[S,B,32] y, float[S,B,32] z, int64[B,S] am"
+    graph = model(inputs, "float[a,b,c] out", MERGED.replace("%mask", MASKS[name]))
+    site = only_site(graph)
+    assert site.num_heads == 4
+    optimized, (found,) = rewrite(graph)
+    assert found.mask.expression == "pad[b, k]"
+    for seed, sizes in enumerate(({"B": 3, "S": 19}, {"B": 1, "S": 3})):
+        given = feeds(graph, sizes, seed)
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6

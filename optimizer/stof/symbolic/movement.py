@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from onnx import TensorProto, numpy_helper
@@ -12,6 +13,7 @@ from onnx import TensorProto, numpy_helper
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
+    Atom,
     Int,
     Real,
     Scalar,
@@ -421,7 +423,14 @@ def floor_div(x: Int, n: int) -> Int:
 
 def _of_sizes(x: Int) -> bool:
     """Whether a number depends on sizes alone, not on places or on what inputs hold."""
-    return not any(word in str(x) for word in ("var(", "read(", "table(", "opaque("))
+    return all(_is_of_sizes(a) for a in x.atoms())
+
+
+@lru_cache(maxsize=10_000)
+def _is_of_sizes(atom: Atom) -> bool:
+    if atom.kind in ("var", "read", "table", "opaque"):
+        return False
+    return all(isinstance(a, int) or (isinstance(a, Int) and _of_sizes(a)) for a in atom.args) or atom.kind == "size"
 
 
 def _remaining(x: Int, n: int) -> Int:
