@@ -134,6 +134,8 @@ class InputMaker:
         softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
         self.shapes = [s for s in softmaxes if s is not None]
         self.scores = list(dict.fromkeys(d for shape in self.shapes for d in shape if _divides(d)))
+        # Sizes that strides and windows make; others are made to agree one by one.
+        self.whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = {
             str(shape[0].atom.args[0])
             for i in self.inputs
@@ -199,11 +201,13 @@ class InputMaker:
             if not self._disagreeing(tried):
                 sizes |= tried
                 return
+        if wrong:
+            self.whole = []  # no sizes make them agree: they are not looked for again
 
     def _disagreeing(self, sizes: dict[str, int]) -> list[Int]:
         """Sizes that are equal in a valid run and are not, and sizes of scores that are nothing."""
         found: list[Int] = []
-        for one, other in self.symbolic.equalities:
+        for one, other in self.whole:
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
                 if evaluate(one, sizes) != evaluate(other, sizes):
                     found += [one, other]
@@ -304,7 +308,7 @@ def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, n
 
 
 def _divides(size: Int) -> bool:
-    return any(a.kind == "div" for a in size.atoms())
+    return any(a.kind in ("div", "mod") for a in size.atoms())
 
 
 def size_names(size: Int) -> set[str]:
