@@ -346,3 +346,35 @@ def test_heads_that_are_merged_with_the_batch(name: str) -> None:
         (wanted,) = run(graph, given)
         for library in (False, True):
             assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6
+
+
+@pytest.mark.parametrize("fill", ["-3.4028234663852886e38", "-inf", "-1e9", "-10000.0"])
+@pytest.mark.parametrize("body", ["Where (given, s1, least)", "Where (other, least, s1)"])
+@pytest.mark.parametrize("shape", ["B,1,S,S", "B,4,1,S", "1,1,S,S"])
+def test_scores_that_an_input_selects(fill: str, body: str, shape: str) -> None:
+    text = f"""other = Not (given)
+        least = Constant <value = float {{{fill}}}> ()
+        masked = {body}
+        """
+    graph = model(f"{PLAIN}, bool[{shape}] given", OUT, HEAD + text + TAIL)
+    optimized, (found,) = rewrite(graph)
+    assert [t.kind.value for t in found.mask.bias] == ["keep" if "given" in body else "drop"]
+    for seed, sizes in enumerate(SIZES):
+        given = feeds(graph, sizes, seed)
+        given["given"] = np.random.default_rng(seed).random(given["given"].shape) < 0.4
+        given["given"][..., -1, :] = False  # a row without a key
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            (got,) = run(optimized, given, library=library)
+            np.testing.assert_allclose(got, wanted, atol=5e-6, rtol=0)
+
+
+def test_an_input_that_selects_beside_another_mask_is_refused() -> None:
+    text = """%window
+        %added
+        least = Constant <value = float {-1e9}> ()
+        s2 = Where (given, s1, least)
+        masked = Add (s2, added)
+        """
+    with pytest.raises(UnsupportedError, match="only vectors"):
+        rewrite(model(PLAIN + ", bool[B,1,S,S] given", OUT, HEAD + text + TAIL))

@@ -296,7 +296,9 @@ class MaskChecker:
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
-                reached &= ~np.isneginf(value.astype(np.float64) * term.scale)
+                # A selection becomes a bias of -inf.
+                added = term.kind is TermKind.ADD
+                reached &= ~np.isneginf(value.astype(np.float64) * term.scale) if added else kept
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)

@@ -164,7 +164,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
-    """One term; a tensor that is added stays a bias where no expression says which pairs it leaves."""
+    """One term; it stays a bias where no expression says which pairs it leaves, and a bias can stand for it."""
     found = _read_term(symbolic, site, term, tables)
     if found.allowed == TRUE:
         return found
@@ -172,10 +172,21 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     try:
         print_condition(_domain(site).simplify(found.allowed), names)
     except UnsupportedError as error:
-        if term.kind is not TermKind.ADD:
+        if term.kind is not TermKind.ADD and not _is_only_mask(symbolic, site, term):
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
-        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}", by_data=True)
+        fills = () if term.kind is TermKind.ADD else found.fills
+        return _TermMask(TRUE, fills, True, f"{term.tensor} stays a bias: {error}", by_data=True)
     return found
+
+
+def _is_only_mask(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
+    """Whether a selection of scores is the only mask of a site, and what it fills in stays as it is: then -inf may be added
+    in its place, and a row without a key gives what the number gives.
+    """
+    others = [t for t in site.terms if t != term]
+    opaque = all(t.kind is TermKind.ADD and symbolic.value(t.tensor) is None for t in others)
+    infinite = term.fill is not None and math.isinf(term.fill)
+    return opaque and not term.zeroes and (infinite or site.terms[-1] == term)
 
 
 def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from stof.mask.lift import LOWEST
 from stof.passes.editing import Editing
-from stof.site import AttentionSite, MaskTerm
+from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 
 
@@ -21,7 +21,7 @@ def bias_of(
     """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
     types = {symbolic.dtype(t.tensor) for t in terms}
     known = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
-    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known
+    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known and terms[0].kind is TermKind.ADD
     total: gs.Tensor | None = None
     for term in terms:
         tensor = editing.tensors[term.tensor]
@@ -29,7 +29,9 @@ def bias_of(
             tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
         if term.windows:
             tensor = _over_windows(editing, symbolic, site, term, extra)
-        if not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
+        if term.kind is not TermKind.ADD:
+            tensor = _selecting(editing, extra, tensor, term.kind is TermKind.KEEP)
+        elif not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
             tensor = append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
         if term.scale != 1.0:
             factor = editing.initializer("stof_bias_scale", np.array(term.scale, np.float32))
@@ -40,6 +42,14 @@ def bias_of(
         least = editing.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
         total = append(editing, extra, "Max", [total, least])
     return total
+
+
+def _selecting(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, keeps: bool) -> gs.Tensor:
+    """0 where a condition leaves scores, -inf elsewhere."""
+    condition = editing.variable("stof_bias_kept", TensorProto.BOOL)
+    extra.append(editing.node("Cast", condition.name, [tensor], [condition], to=int(TensorProto.BOOL)))
+    zero, minus = (editing.initializer("stof_bias_fill", np.array(x, np.float32)) for x in (0.0, -np.inf))
+    return append(editing, extra, "Where", [condition, zero, minus] if keeps else [condition, minus, zero])
 
 
 def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
