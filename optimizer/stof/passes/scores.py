@@ -235,6 +235,9 @@ class ScoreWalk:
     def _is_switch(self, tensor: str) -> bool:
         """Whether a tensor is a float mask of ones and zeros."""
         array, value = self.symbolic.constant(tensor), self.symbolic.value(tensor)
+        shape = self.symbolic.shape(tensor)
+        if not shape or shape[-1].constant == 1:  # the same for all keys
+            return False
         if array is not None:
             return bool(np.isin(array, (0, 1)).all())
         if value is None or value.kind != "f":
