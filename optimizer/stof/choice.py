@@ -15,6 +15,7 @@ from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
 from stof.mask.lift import lift, weaker_terms
+from stof.mask.parts import parted
 from stof.mask.relative import with_relative_bias
 from stof.mask.rows import check_rows
 from stof.mask.stated import state
@@ -135,6 +136,7 @@ class Chooser:
             if any(d.constant == 0 for d in site.dims):
                 raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
             step = Step.LIFT
+            site = parted(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +374,7 @@ class Verifier:
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
             found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
+            found += [site.query_factor[1]] if site.query_factor is not None else []
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
@@ -382,6 +383,7 @@ class Verifier:
         rewrites = scope.rewrites(self.rewrites)
         writers = {o: n for n in graph.node for o in n.output}
         read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
+        read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
         constants = {
             t.name: onnx.numpy_helper.to_array(t)
             for t in graph.initializer
@@ -475,8 +477,7 @@ def _compare_outputs(
 
 
 def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    array = known[operand.tensor]
-    return np.transpose(array, operand.perm) if operand.perm else array
+    return operand.laid_out(known[operand.tensor])
 
 
 def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
@@ -503,10 +504,13 @@ def _compare_site(
 ) -> Comparison:
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
     exact, rows = site_fp64(site, known)
+    site, known = _multiplied(site, known)
     original = known[site.output]
     if site.output_perm:
         back = np.argsort(site.output_perm)
         original, computed = np.transpose(original, back), np.transpose(computed, back)
+    if site.output_joined:
+        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
     operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
     arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
@@ -539,6 +543,17 @@ def _compare_site(
     return Comparison(what, worst, budget, worst <= budget, site.name, detail)
 
 
+def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
+    """The site with a query that is multiplied beforehand, where the graph multiplies its scores, as it is emitted."""
+    if site.query_factor is None:
+        return site, known
+    op, factor = site.query_factor
+    query = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)
+    scaled = query * known[factor] if op == "Mul" else query / known[factor]
+    name = f"{site.query.tensor} {op} {factor}"
+    return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**known, name: scaled}
+
+
 def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The site's output [B, H, S, Dv] in fp64 from its captured tensors, and which rows [B, H, S] have a key.
 
@@ -550,10 +565,13 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
     repeat = site.num_heads // site.kv_num_heads
     k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
     scores = np.einsum("bhsd,bhtd->bhst", q, k) * site.scale
+    if site.query_factor is not None:
+        factor = known[site.query_factor[1]].astype(np.float64)
+        scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
-        scores = term.apply(scores, term.spread(known[term.tensor]))
+        scores = term.apply(scores, term.spread(known[term.tensor], len(q)))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
         column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)

@@ -100,6 +100,7 @@ class MaskChecker:
             site.dims,
             site.query_offset,
             site.nan_guard,
+            site.zeroed,
             site.floored,
             site.sink is not None,
         )
@@ -140,7 +141,8 @@ class MaskChecker:
                 self._compare(site, mask, terms, case, number, stated)
                 compared += 1
             except _DoesNotRun as error:
-                failure, limit = error, case.length
+                # Beyond a stored mask nothing runs; below the size of a block, longer inputs may.
+                failure, limit = error, case.length if compared else limit
         if failure is not None and compared < _ENOUGH:
             raise failure
         for case in uneven(site, chosen[len(chosen) // 2]):
@@ -202,12 +204,13 @@ class MaskChecker:
         Raises:
             UnsupportedError: when a mask tensor cannot be run.
         """
-        found = [-math.inf if t.fill is None else t.fill for t in site.terms if t.kind is not TermKind.ADD]
+        chosen = [t for t in site.terms if t.kind is not TermKind.ADD and not t.zeroes]
+        found = [-math.inf if t.fill is None else t.fill for t in chosen]
         added = [t for t in site.terms if t.kind is TermKind.ADD]
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(site, added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -225,7 +228,7 @@ class MaskChecker:
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -242,7 +245,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._values(terms, feeds, sizes), allowed
+        return self._values(site, terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -285,18 +288,28 @@ class MaskChecker:
         B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
+        nulled = np.zeros((B, H, S, T), bool)  # by multiplied masks
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
                 raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
-                reached &= ~np.isneginf(value.astype(np.float64) * term.scale)
+                # A selection becomes a bias of -inf.
+                added = term.kind is TermKind.ADD
+                reached &= ~np.isneginf(value.astype(np.float64) * term.scale) if added else kept
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
-            wanted &= kept
+            if term.zeroes:
+                nulled |= ~kept
+            else:
+                wanted &= kept
+        if (nulled & wanted & left).any():
+            raise UnsupportedError(
+                f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
+            )
         found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
@@ -318,10 +331,15 @@ class MaskChecker:
             )
 
     def _values(
-        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+        self, site: AttentionSite, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
     ) -> list[np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T]."""
-        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
+        batch = _dims(site, sizes)[0]
+        found = self._run([t.tensor for t in terms], feeds, sizes)
+        try:
+            return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
+        except ValueError as error:
+            raise _DoesNotRun(f"a mask does not broadcast to the scores: {error}") from error
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)

@@ -15,7 +15,8 @@ from stof.passes.einsum import Order, products
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
-from stof.site import Layout
+from stof.passes.zeroed import zeroes_masked
+from stof.site import Layout, MaskTerm
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
 
@@ -34,6 +35,7 @@ class Weighted:
     row_guard: str | None = None
     value_order: Order = ()  # of axes in which the value is [.., T, Dv], and the product [.., S, Dv], where it is not its own
     product_order: Order = ()
+    zeroed: bool = False  # what is masked is made zero once more
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class Forward:
         return [n for n in users if n.op_type != "Shape" or self.teller.elements(n.output[0], staying) is None]
 
     def weights(
-        self, softmax: onnx.NodeProto, staying: Sequence[str], bias: str = "", shape: Shape | None = None
+        self,
+        softmax: onnx.NodeProto,
+        staying: Sequence[str],
+        bias: str = "",
+        shape: Shape | None = None,
+        terms: Sequence[MaskTerm] = (),
     ) -> Weighted:
         """Up to the MatMul with the values.
 
@@ -71,6 +78,7 @@ class Forward:
             staying: tensors that stay, which tell sizes.
             bias: what is added to the scores, where nothing else masks them.
             shape: that of the weights that are kept, where the softmax has a column more for a sink.
+            terms: what is done to the scores.
 
         Raises:
             UnsupportedError: naming the node that is in the way.
@@ -78,6 +86,7 @@ class Forward:
         tensor = softmax.output[0]
         guard = False
         row_guard: str | None = None
+        zeroed = False
         nodes = [tensor]
         for _ in range(_DEEPEST):
             if tensor in self.index.outputs or tensor in self.index.captured:
@@ -103,6 +112,11 @@ class Forward:
                     f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values"
                 )
             user = users[0]
+            if shape is None and zeroes_masked(self.index, self.symbolic, user, tensor, terms):
+                zeroed = True
+                tensor = user.output[0]
+                nodes.append(tensor)
+                continue
             if shape is not None and self._drops_last(user, tensor, shape):
                 shape = None
                 tensor = user.output[0]
@@ -113,7 +127,8 @@ class Forward:
                 if shape is not None:
                     raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
                 value, orders = product
-                return Weighted(value, user.output[0], guard, (*nodes, user.output[0]), row_guard, *orders)
+                passed = (*nodes, user.output[0])
+                return Weighted(value, user.output[0], guard, passed, row_guard, *orders, zeroed=zeroed)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):

@@ -62,7 +62,7 @@ class Context:
 
     def equate(self, one: Int, other: Int) -> None:
         """Notes that a valid graph has two equal sizes, both other than 1."""
-        if one != other:
+        if one != other and self.unified(one) != self.unified(other):
             self.same[one, other] = None
 
     def unified(self, size: Int) -> Int:
@@ -155,6 +155,7 @@ class Symbolic:
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
+        self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
         self._read_graph(model.graph)
         for node in model.graph.node:
@@ -173,6 +174,9 @@ class Symbolic:
                 self._facts[initializer.name] = _initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+            self._visit_branches(node)
+            return
         context = Context(self._facts, node, self._opset, self._same)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
@@ -195,12 +199,46 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
+                if node.op_type == "CumSum" and _along_last(context):
+                    self.sums[name] = node.input[0]
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
                 ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
+
+    def _visit_branches(self, node: onnx.NodeProto) -> None:
+        """An If: what the branch gives that is taken for all sizes and inputs, else the shapes that both have."""
+        branches = {a.name: a.g for a in node.attribute}
+        condition = self.constant(node.input[0])
+        taken = None if condition is None or condition.size != 1 else bool(condition.reshape(-1)[0])
+        found = []
+        for name, chosen in (("then_branch", True), ("else_branch", False)):
+            if name not in branches or taken not in (None, chosen):
+                continue
+            for initializer in branches[name].initializer:
+                self._facts[initializer.name] = _initializer(initializer)
+            known = dict(self._same)
+            for inner in branches[name].node:
+                self._visit(inner)
+            if taken is None:  # sizes that must be equal in a branch need not be so where it is not taken
+                self._same.clear()
+                self._same.update(known)
+            found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
+        for i, output in enumerate(node.output):
+            facts = [f[i] for f in found if i < len(f)]
+            if not output:
+                continue
+            if taken is not None and len(facts) == 1:
+                self._facts[output] = facts[0]
+                continue
+            same = len({(f.dtype, f.shape) for f in facts}) == 1
+            fact = replace(facts[0], value=None, reason="If") if same else Fact(reason="If")
+            if fact.shape is None and output in self._declared:
+                declared = self._declared[output]
+                fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
+            self._facts[output] = fact
 
     def _computed(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
@@ -239,6 +277,13 @@ class Symbolic:
             return None if array is None else np.asarray(array == float(value))
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
+
+
+def _along_last(context: Context) -> bool:
+    """Whether a CumSum is inclusive and runs forwards along the last axis."""
+    axis, shape = context.fixed_ints(1), context.shape(0)
+    plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
+    return plain and bool(axis) and shape is not None and axis is not None and axis[0] % len(shape) == len(shape) - 1
 
 
 def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:

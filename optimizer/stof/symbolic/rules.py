@@ -156,6 +156,8 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         if exact is not None:
             return exact
         if y.constant and y.constant > 0:
+            if bound(x, upper=True) <= 0:
+                return -movement.floor_div(-x, y.constant)
             floor = movement.floor_div(x, y.constant)
             # Sizes of a valid graph are not negative, nor what is computed of them alone.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
@@ -174,6 +176,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
         if isinstance(x, Int) and isinstance(y, Int):
+            if x.divide(y) is not None:
+                return integer(0)
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
