@@ -164,7 +164,7 @@ def condition_of_real(value: Real) -> Cond | None:
             cond = value.args[0]
             assert isinstance(cond, Cond)
             return cond
-        case "int":
+        case "int" | "rounded":
             inner = value.args[0]
             assert isinstance(inner, Int)
             return condition_of(inner) or _is_one(inner)
@@ -183,8 +183,58 @@ def _is_one(value: Int) -> Cond | None:
     return Cond("ne", (Int((((atom,), 1),)),))
 
 
+@lru_cache(maxsize=20_000)
+def reads_number(value: Real) -> bool:
+    """Whether a float is made of numbers that a model reads, other than by conditions on them."""
+    return any(_sign_of_read(x) for x in _floats(value))
+
+
+@lru_cache(maxsize=20_000)
+def compares_reads(value: Real) -> bool:
+    """Whether numbers that a model reads are subtracted from each other: then they are no mask of 0 and 1."""
+    return any(len(_signs(x, 1)) > 1 for x in _floats(value) if x.kind in ("add", "neg"))
+
+
+def _floats(value: Real) -> Iterator[Real]:
+    """A float and those that it is computed of, each once."""
+    pending, seen = [value], set[Real]()
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            pending.extend(a for a in one.args if isinstance(a, Real))
+
+
+def _sign_of_read(value: Real) -> int:
+    """1 or -1 where a float is a number that is read, as it is or negative; else 0."""
+    inner = value.args[0] if value.kind in ("int", "rounded") else None
+    if not isinstance(inner, Int):
+        return 0
+    return next(((c > 0) - (c < 0) for m, c in inner.terms if any(a.kind == "read" for a in m)), 0)
+
+
+def _signs(value: Real, sign: int) -> set[int]:
+    """With which signs reads are added up; what is multiplied with another float than a constant counts for itself."""
+    if found := _sign_of_read(value):
+        return {sign * found}
+    args = [a for a in value.args if isinstance(a, Real)]
+    match value.kind:
+        case "add":
+            return _signs(args[0], sign) | _signs(args[1], sign)
+        case "neg":
+            return _signs(args[0], -sign)
+        case "mul" | "div":
+            factors = [a.args[0] for a in args if a.kind == "const"]
+            others = [a for a in args if a.kind != "const"]
+            if len(others) == 1 and isinstance(factors[0], float):
+                return _signs(others[0], sign if factors[0] > 0 else -sign)
+    return set()
+
+
 def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
     """The float where a condition is known."""
+    from stof.symbolic.ranges import rounded
     from stof.symbolic.rules import fold_real, negative
 
     match value.kind:
@@ -201,13 +251,13 @@ def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
             if value.kind == "bool":
                 return value
             return Real("select", (own, assume_real(yes, cond, holds), assume_real(no, cond, holds)))
-        case "int":
+        case "int" | "rounded":
             inner = value.args[0]
             assert isinstance(inner, Int)
             found = assume(inner, cond, holds)
             if cond.kind == "ne" and _is_one(inner) is not None:
                 found = _with(found, cond.args[0], int(holds))
-            return to_real(found)
+            return rounded(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
         case "neg":
             only = value.args[0]
             assert isinstance(only, Real)

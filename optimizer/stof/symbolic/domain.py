@@ -135,6 +135,9 @@ class Domain:
             return found
         if atom.kind in ("min", "max", "abs"):
             return self._ordered(atom.kind, args)
+        if atom.kind in ("div", "mod") and isinstance(args[0], Int) and isinstance(args[1], int):
+            inside = self.bound(args[0], upper=False) >= 0 and self.bound(args[0], upper=True) < args[1]
+            return (ZERO if atom.kind == "div" else args[0]) if inside else of_atom(atom.kind, *args)
         return of_atom(atom.kind, *args)
 
     def _argument(self, arg: object) -> object:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import compute, counting, floats, movement
+from stof.symbolic import compute, counting, floats, movement, ranges
+from stof.symbolic.casework import reads_number
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -265,6 +266,7 @@ def _as_int(x: Scalar) -> Int | None:
     return to_int(x)
 
 
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 _TESTS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
@@ -284,6 +286,16 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 
     if kind == "eq" and (found_read := floats.equals_zero(x, y)) is not None:
         return found_read
+    if y.kind == "rounded" != x.kind and kind in _SWAPPED:
+        return _compare_real(_SWAPPED[kind], y, x)
+    if x.kind == "rounded" and y.kind == "const":  # rounding keeps the order, and small numbers
+        inner, largest = x.args
+        limit = y.args[0]
+        assert isinstance(inner, Int)
+        assert isinstance(largest, int)
+        assert isinstance(limit, float)
+        if abs(limit) < largest:
+            return compare(kind)(to_real(inner), y)
     if x.kind == "int" and y.kind == "const":  # an integer against a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
@@ -295,6 +307,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
                 case "gt" | "ge":
                     return less_equal(integer(down + 1), inner)
             return FALSE
+    if reads_number(x) and reads_number(y):
+        return Cond("opaque", (kind, x, y))  # of documents, say: that a mask is 0 or 1 tells nothing
     found = []
     for c1, a in cases(x):
         for c2, b in cases(y):
@@ -347,9 +361,10 @@ def _cast(context: Context) -> list[Fact] | None:
     to = context.number("to", FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
     table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
-    convert = floats.to_half if to in floats.EXACT else table.get(kind or "")
-    if convert is floats.to_half:
-        return _elementwise(context, lambda x: floats.to_half(x, floats.EXACT[to]), to, 1)
+    convert = table.get(kind or "")
+    source, shape = context.value(0), context.shape(0)
+    if kind == "f" and source is not None and shape is not None:
+        return [Fact(to, shape, SymTensor(shape, "f", ranges.rounding(source, ranges.EXACT[to])))]
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _NARROW:
