@@ -94,21 +94,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     optimized = None if rewrite is None else emit(prepared.partly([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
-    original = _with_terms(case)
+    original = with_terms(case)
     runner = session(original)
     other = None if optimized is None else session(optimized, library=not body, optimize=optimize)
     for number, sizes in enumerate(_sizes(case, mask, rng, seen)):
         verdict.lengths.append((sizes["S"], sizes["T"], sizes["P"]))
-        feeds = _feeds(case, sizes, number, rng)
-        values = _values(case, sizes, feeds)
+        feeds = feeds_of(case, sizes, number, rng)
+        values = values_of(case, sizes, feeds)
         drawn = evaluate(mask, values)
         found: list[Any] = runner.run(None, feeds)
         count = len(case.model.graph.output)
-        _check_terms(case, drawn, found[count:])
+        check_terms(case, drawn, found[count:])
         if rewrite is None or other is None:
             break
         past = sizes["P"] if rewrite.site.query_offset else 0  # rows count from 0 where the sizes are fixed
-        _check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, feeds)
+        check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, feeds)
         _check_outputs(case, rewrite, drawn, found[:count], other.run(None, feeds))
     return verdict
 
@@ -141,7 +141,7 @@ def _lifted(
     return Rewrite(site, found)
 
 
-def _with_terms(case: Case) -> onnx.ModelProto:
+def with_terms(case: Case) -> onnx.ModelProto:
     model = onnx.ModelProto()
     model.CopyFrom(case.model)
     known = {o.name for o in model.graph.output} | {i.name for i in model.graph.input}
@@ -176,7 +176,7 @@ def _fixed(case: Case) -> dict[str, int | None]:
     return dict(case.numbers) if case.form.fixed else {}
 
 
-def _feeds(case: Case, sizes: dict[str, int], number: int, rng: random.Random) -> dict[str, np.ndarray]:
+def feeds_of(case: Case, sizes: dict[str, int], number: int, rng: random.Random) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(rng.getrandbits(32))
     total = {**sizes, "P + S": sizes["T"]}
     feeds = {}
@@ -209,7 +209,7 @@ def _padding(shape: list[int], number: int, draw: np.random.Generator) -> np.nda
     return pad
 
 
-def _values(case: Case, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> Values:
+def values_of(case: Case, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> Values:
     same = feeds.get("segment_ids")
     return Values(
         **{x: sizes[x] for x in "BHSTP"},
@@ -220,7 +220,7 @@ def _values(case: Case, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> 
     )
 
 
-def _check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None:
+def check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None:
     """The mask's tensors in the model say what was drawn."""
     kept = np.ones(drawn.shape, bool)
     limit = case.fill / 2 if np.isfinite(case.fill) else -1e30
@@ -236,7 +236,7 @@ def _check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None
         )
 
 
-def _check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> None:
+def check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> None:
     operands: dict[str, np.ndarray] = dict(tables_of(mask))
     for operand in mask.operands:
         array = feeds[operand.tensor]
