@@ -130,6 +130,8 @@ class MaskChecker:
             Case(batch, length, (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3])
             for number, length in enumerate(chosen)
         ]
+        if mask.operands:  # with a row that is all padding
+            cases.append(Case(4, chosen[1], Padding.RIGHT))
         cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
         # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
         short = [Case(2, length, Padding.RIGHT) for length in _SHORT if length not in chosen]
