@@ -126,3 +126,20 @@ def test_types_that_the_operator_does_not_take_stay_in_the_graph(form: str, kind
     assert any("int32 or int64 only; cast it before" in n for n in site.notes)
     given = feeds(kind, [0, 1, 2])
     np.testing.assert_allclose(outputs(written, given), outputs(path, given), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("names", ["B, S", "N, M"])
+def test_padding_of_another_size_broadcasts_or_is_refused(names: str, tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    text = _TEXT % ("int64", "int64", "int64", EXACT["cast"])
+    onnx.save(onnx.parser.parse_model(text.replace("int64[B, S] mask", f"int64[{names}] mask")), str(path))
+    (site,) = stof.optimize(path, written).sites
+    assert site.mask == "pad[b, k]"
+    given = feeds("int64", [0, 1])
+    row = {**given, "mask": given["mask"][1:]}  # one for the whole batch
+    np.testing.assert_allclose(outputs(written, row), outputs(path, row), atol=5e-6, rtol=0)
+    # Names are no checks: the runtime takes this, and one number stands for all keys. The operator does not guess.
+    short = {**given, "mask": np.ones((2, 1), np.int64)}
+    assert outputs(path, short).shape == (2, 4, 19, 8)
+    with pytest.raises(Exception, match=r"pad has shape \[2, 1\], expected \[2, 19\]"):
+        outputs(written, short)

@@ -57,6 +57,24 @@ _FLAT = """%%kt
     column = Mod (flat, tx)
     kept = LessOrEqual (column, row)
     """
+# One Range over all pairs.
+_COUNTED = """%%kt
+    %%window
+    tx = Cast <to = %(type)s> (t)
+    sx = Cast <to = %(type)s> (s)
+    count = Mul (sx, tx)
+    z = Cast <to = %(type)s> (zero)
+    o = Cast <to = %(type)s> (one)
+    flat = Range (z, count, o)
+    row1 = Div (flat, tx)
+    column1 = Mod (flat, tx)
+    kept1 = LessOrEqual (column1, row1)
+    axis = Constant <value = int64[1] {0}> ()
+    su = Unsqueeze (s, axis)
+    tu = Unsqueeze (t, axis)
+    square = Concat <axis = 0> (su, tu)
+    kept = Reshape (kept1, square)
+    """
 _WRAPPED = """%%kt
     %%window
     qx = Cast <to = %(type)s> (rows)
@@ -136,11 +154,12 @@ def test_positions_of_a_fixed_length_that_fits(kind: int) -> None:
     assert_same(made, feeds(made, {}), "k <= q and q - k <= 4")
 
 
-def test_a_flat_index() -> None:
-    made = graph(_FLAT, PLAIN, type=INT64)
+@pytest.mark.parametrize("text", [_FLAT, _COUNTED], ids=["sum", "range"])
+def test_a_flat_index(text: str) -> None:
+    made = graph(text, PLAIN, type=INT64)
     assert_same(made, feeds(made, {"B": 1, "S": 30}), "k <= q")
-    assert_left(graph(_FLAT, PLAIN, type=INT32), "int32")  # from 46341 positions on it wraps
-    fixed = graph(_FLAT, PLAIN.replace("S", "30"), type=INT32)
+    assert_left(graph(text, PLAIN, type=INT32), "int32")  # from 46341 positions on it wraps
+    fixed = graph(text, PLAIN.replace("S", "30"), type=INT32)
     assert_same(fixed, feeds(fixed, {"B": 1}), "k <= q")
 
 

@@ -25,6 +25,7 @@ EXACT: dict[int, int] = {
     int(TensorProto.FLOAT): 1 << 24,
     int(TensorProto.DOUBLE): 1 << 53,
 }
+_MOST_ELEMENTS = 1 << 48  # of a tensor: more fit no machine
 _PROBE = "place"  # indices of a tensor whose elements are bounded
 
 Limits = Mapping[str, float]  # of index variables: their largest value
@@ -85,7 +86,7 @@ def fits(value: Int, largest: float, limits: Limits | None = None, *, read: floa
 def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
     """Variables for the indices of a tensor, and how large they get."""
     sizes = _Bounds({}, LONGEST)
-    most = [min(LONGEST, sizes.integer(d)[1]) - 1 for d in shape]
+    most = [min(_MOST_ELEMENTS, sizes.integer(d)[1]) - 1 for d in shape]
     names = [f"{_PROBE}{axis}" for axis in range(len(shape))]
     return tuple(var(n) for n in names), dict(zip(names, most, strict=True))
 
