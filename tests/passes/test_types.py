@@ -57,6 +57,18 @@ _FLAT = """%%kt
     column = Mod (flat, tx)
     kept = LessOrEqual (column, row)
     """
+# Numbers of keys, compared with positions in a float type.
+_LENGTHS = """%%kt
+    %%window
+    kx = Cast <to = %(type)s> (columns)
+    k1 = Cast <to = 1> (kx)
+    axes = Constant <value = int64[3] {1, 2, 3}> ()
+    lx = Cast <to = %(type)s> (lengths)
+    l1 = Cast <to = 1> (lx)
+    l4 = Unsqueeze (l1, axes)
+    nil = Constant <value = float {0.0}> ()
+    %(test)s
+    """
 # One Range over all pairs.
 _COUNTED = """%%kt
     %%window
@@ -199,3 +211,23 @@ def test_sizes_alone_may_be_multiplied() -> None:
         out = Reshape (x, target)"""
     symbolic = Symbolic(model("float[B, S, 8] x", "float[a, b] out", text))
     assert [str(d) for d in symbolic.shape("out") or ()] == ["1*size(B)*size(S)", "8"]
+
+
+_LIMITED = PLAIN + ", int64[B] lengths"
+
+
+@pytest.mark.parametrize(
+    "test", ["kept = Less (k1, l4)", "kept = Greater (l4, k1)", "d = Sub (k1, l4)\nkept = Less (d, nil)"]
+)
+def test_lengths_compared_with_positions_in_floats(test: str) -> None:
+    made = graph(_LENGTHS, _LIMITED, type=FP32, test=test)
+    given = feeds(made, {"B": 3, "S": 12})
+    given["lengths"] = np.array([5, 12, (1 << 24) + 1])
+    optimized, (found,) = rewrite(made)
+    assert found.mask.expression == ("k + 1 <= lengths[b]" if "Sub" not in test else "")
+    (wanted,), (got,) = run(made, given), run(optimized, given, library=True)
+    np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=0)
+
+
+def test_lengths_compared_with_positions_in_halves() -> None:
+    assert_left(graph(_LENGTHS, _LIMITED, type=FP16, test="kept = Less (k1, l4)"), "does not hold every integer")

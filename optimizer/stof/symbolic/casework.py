@@ -186,13 +186,20 @@ def _is_one(value: Int) -> Cond | None:
 @lru_cache(maxsize=20_000)
 def reads_number(value: Real) -> bool:
     """Whether a float is made of numbers that a model reads, other than by conditions on them."""
-    return any(_sign_of_read(x) for x in _floats(value))
+    return any(x.kind in ("int", "rounded") and _reads(x) for x in _floats(value))
 
 
 @lru_cache(maxsize=20_000)
 def compares_reads(value: Real) -> bool:
-    """Whether numbers that a model reads are subtracted from each other: then they are no mask of 0 and 1."""
-    return any(len(_signs(x, 1)) > 1 for x in _floats(value) if x.kind in ("add", "neg"))
+    """Whether numbers that a model reads are subtracted from each other or from positions: they are no mask of 0 and 1."""
+    for one in _floats(value):
+        if one.kind in ("add", "neg"):
+            leaves = list(_leaves(one, 1.0))
+            reads = {factor for reading, factor in leaves if reading}
+            others = {abs(factor) for reading, factor in leaves if not reading}
+            if len({factor > 0 for factor in reads}) > 1 or others & {abs(factor) for factor in reads}:
+                return True
+    return False
 
 
 def _floats(value: Real) -> Iterator[Real]:
@@ -206,30 +213,30 @@ def _floats(value: Real) -> Iterator[Real]:
             pending.extend(a for a in one.args if isinstance(a, Real))
 
 
-def _sign_of_read(value: Real) -> int:
-    """1 or -1 where a float is a number that is read, as it is or negative; else 0."""
-    inner = value.args[0] if value.kind in ("int", "rounded") else None
-    if not isinstance(inner, Int):
-        return 0
-    return next(((c > 0) - (c < 0) for m, c in inner.terms if any(a.kind == "read" for a in m)), 0)
+def _reads(value: Real) -> bool:
+    inner = value.args[0]
+    return isinstance(inner, Int) and any(a.kind == "read" for a in inner.atoms())
 
 
-def _signs(value: Real, sign: int) -> set[int]:
-    """With which signs reads are added up; what is multiplied with another float than a constant counts for itself."""
-    if found := _sign_of_read(value):
-        return {sign * found}
+def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
+    """The integers that are added up, whether they are read, and their factors; products with others stand for themselves."""
     args = [a for a in value.args if isinstance(a, Real)]
     match value.kind:
+        case "int" | "rounded":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            sign = next((1.0 if c > 0 else -1.0 for m, c in inner.terms if any(a.kind == "read" for a in m)), 1.0)
+            yield _reads(value), sign * factor
         case "add":
-            return _signs(args[0], sign) | _signs(args[1], sign)
+            yield from _leaves(args[0], factor)
+            yield from _leaves(args[1], factor)
         case "neg":
-            return _signs(args[0], -sign)
+            yield from _leaves(args[0], -factor)
         case "mul" | "div":
-            factors = [a.args[0] for a in args if a.kind == "const"]
+            numbers = [a.args[0] for a in args if a.kind == "const"]
             others = [a for a in args if a.kind != "const"]
-            if len(others) == 1 and isinstance(factors[0], float):
-                return _signs(others[0], sign if factors[0] > 0 else -sign)
-    return set()
+            if len(others) == 1 and isinstance(numbers[0], float) and numbers[0]:
+                yield from _leaves(others[0], factor * numbers[0] if value.kind == "mul" else factor / numbers[0])
 
 
 def assume_real(value: Real, cond: Cond, holds: bool) -> Real:

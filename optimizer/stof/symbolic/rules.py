@@ -281,6 +281,13 @@ def to_real_case(value: float | Real) -> Real:
     return real(value) if isinstance(value, float) else value
 
 
+def _below(value: Real, largest: int) -> bool:
+    """Whether a number is smaller than that whatever the run."""
+    if value.kind == "int" and isinstance(value.args[0], Int):
+        return ranges.fits(value.args[0], largest - 1)
+    return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
+
+
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     from stof.symbolic.terms import FALSE, TRUE
 
@@ -288,14 +295,13 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         return found_read
     if y.kind == "rounded" != x.kind and kind in _SWAPPED:
         return _compare_real(_SWAPPED[kind], y, x)
-    if x.kind == "rounded" and y.kind == "const":  # rounding keeps the order, and small numbers
+    if x.kind == "rounded":
         inner, largest = x.args
-        limit = y.args[0]
         assert isinstance(inner, Int)
         assert isinstance(largest, int)
-        assert isinstance(limit, float)
-        if abs(limit) < largest:
+        if _below(y, largest):  # rounding keeps the order, and small numbers
             return compare(kind)(to_real(inner), y)
+        return Cond("opaque", (kind, x, y))
     if x.kind == "int" and y.kind == "const":  # an integer against a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
