@@ -241,8 +241,8 @@ def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
 
 def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
     """The float where a condition is known."""
-    from stof.symbolic.ranges import rounded
     from stof.symbolic.rules import fold_real, negative
+    from stof.symbolic.widths import rounded
 
     match value.kind:
         case "bool" | "select":

@@ -136,8 +136,9 @@ class Domain:
         if atom.kind in ("min", "max", "abs"):
             return self._ordered(atom.kind, args)
         if atom.kind in ("div", "mod") and isinstance(args[0], Int) and isinstance(args[1], int):
-            inside = self.bound(args[0], upper=False) >= 0 and self.bound(args[0], upper=True) < args[1]
-            return (ZERO if atom.kind == "div" else args[0]) if inside else of_atom(atom.kind, *args)
+            value, divisor = args[0], args[1]
+            if self.bound(value, upper=False) >= 0 and self.bound(value, upper=True) < divisor:
+                return ZERO if atom.kind == "div" else value
         return of_atom(atom.kind, *args)
 
     def _argument(self, arg: object) -> object:

@@ -11,9 +11,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
-from stof.symbolic.ranges import guarded
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Atom, Int, integer, size
+from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import compute, counting, floats, movement, ranges
+from stof.symbolic import compute, counting, floats, movement, widths
 from stof.symbolic.casework import reads_number
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
@@ -284,7 +284,7 @@ def to_real_case(value: float | Real) -> Real:
 def _below(value: Real, largest: int) -> bool:
     """Whether a number is smaller than that whatever the run."""
     if value.kind == "int" and isinstance(value.args[0], Int):
-        return ranges.fits(value.args[0], largest - 1)
+        return widths.fits(value.args[0], largest - 1)
     return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
 
 
@@ -370,7 +370,7 @@ def _cast(context: Context) -> list[Fact] | None:
     convert = table.get(kind or "")
     source, shape = context.value(0), context.shape(0)
     if kind == "f" and source is not None and shape is not None:
-        return [Fact(to, shape, SymTensor(shape, "f", ranges.rounding(source, ranges.EXACT[to])))]
+        return [Fact(to, shape, SymTensor(shape, "f", widths.rounding(source, widths.EXACT[to])))]
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _NARROW:
