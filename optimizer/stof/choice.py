@@ -141,6 +141,7 @@ class Chooser:
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
             accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
+            row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
             step = Step.KERNEL
             if reasons := why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -241,6 +242,10 @@ def _length(size: Int, options: Options, end: int) -> int:
     except UnsupportedError:  # a length that is computed in the graph
         found = _RANGE[end]
     return max(1, min(found, _LONGEST))
+
+
+def _granted(inputs: Sequence[str]) -> list[str]:
+    return [f"{name} is taken to hold 0 and 1 only: the graph computes with it" for name in inputs]
 
 
 def _kept(row: SiteReport, step: Step, reason: str) -> Choice:

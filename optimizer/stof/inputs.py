@@ -15,6 +15,8 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.symbolic import Symbolic
+from stof.symbolic.casework import reads_input
+from stof.symbolic.interpreter import dtype_kind
 from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
@@ -122,6 +124,7 @@ class InputMaker:
         self.model = model
         self.symbolic = symbolic
         self.limits = limits or {}
+        self._divides: bool | None = None
         index = GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
@@ -255,18 +258,32 @@ class InputMaker:
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
         return feeds
 
+    def _counts_divide(self) -> bool:
+        """Whether integers are divided by what is computed from data: the runtime ends the process when that is 0."""
+        if self._divides is None:
+            nodes = [n for n in self.model.graph.node if n.op_type in ("Div", "Mod") and len(n.input) == 2]
+            self._divides = any(self._by_data(n.input[1]) for n in nodes)
+        return self._divides
+
+    def _by_data(self, divisor: str) -> bool:
+        if dtype_kind(self.symbolic.dtype(divisor)) != "i" or self.symbolic.constant(divisor) is not None:
+            return False
+        value = self.symbolic.value(divisor)
+        element = None if value is None else value.at(tuple(integer(0) for _ in value.shape))
+        return element is None or reads_input(element)
+
     def _draw_one(
         self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
     ) -> np.ndarray:
         if name in self.pads:
-            return _padding(dims, case, rng).astype(dtype)
+            return _padding(dims, case, rng, self._counts_divide()).astype(dtype)
         if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
             # A switch, which an If reads: on in the first case of all, off in the last one.
             on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
             return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
-            return _padding(dims, case, rng).astype(dtype)
+            return _padding(dims, case, rng, self._counts_divide()).astype(dtype)
         if name in self.documents or name in self.restarting:
             ids, places = _documents(dims, rng)
             limit = self.rows[name] or 1 << 30
@@ -280,7 +297,8 @@ class InputMaker:
         return rng.standard_normal(dims).astype(dtype)
 
 
-def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarray:
+def _padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool) -> np.ndarray:
+    """0 where a key is padded; ``least``: one key is left in every row."""
     mask = np.ones(dims, np.int64)
     if case.padding is Padding.NONE or not dims or dims[-1] < 2:
         return mask
@@ -288,6 +306,8 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarra
         count = int(rng.integers(1, max(2, dims[-1] // 2)))
         if number == 1:  # a third one has one key left, so that rows of a window have none
             count = dims[-1] - 1
+        if number == 2:  # a fourth one is all padding
+            count = dims[-1] - least
         if case.padding is Padding.LEFT:
             row[:count] = 0
         else:

@@ -24,6 +24,7 @@ from stof.mask.signature import Signatures
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
+from stof.symbolic.interpreter import dtype_kind
 from stof.widen import widen
 
 _LONGEST = 1200
@@ -82,6 +83,7 @@ class MaskChecker:
         self.passed: set[tuple[object, ...]] = set()
         self.rows: set[tuple[object, ...]] = set()  # masks of which rows without a key were compared
         self.relatives: dict[tuple[object, ...], LiftedMask] = {}  # masks, their biases as tables where they can be
+        self.assumed: dict[tuple[object, ...], list[str]] = {}  # inputs of which a mask takes 0 and 1 for granted
         self.seen: set[int] = set()  # lengths at which masks were compared
 
     def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
@@ -129,6 +131,8 @@ class MaskChecker:
             Case(batch, length, (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3])
             for number, length in enumerate(chosen)
         ]
+        if mask.operands:  # with a row that is all padding
+            cases.append(Case(4, chosen[1], Padding.RIGHT))
         cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
         # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
         short = [Case(2, length, Padding.RIGHT) for length in _SHORT if length not in chosen]
@@ -149,6 +153,26 @@ class MaskChecker:
             with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
                 self._compare(site, mask, terms, case, 0, stated)
         self.passed.add(key)
+
+    def assumes(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        """The whole-number inputs behind a site's padding that the graph computes with, so that 0 and 1 alone are padding.
+
+        Found by running the mask on others. Empty where it does what the lifted mask says for these, too.
+        """
+        key = self.key(site, mask)
+        if key not in self.assumed:
+            read = InputMaker(self.model, self.symbolic, *read_by([(site, mask)])).pads
+            found = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
+            terms = [t for t in site.terms if t not in mask.bias]
+            try:
+                if found and terms:
+                    for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):
+                        self._compare(site, mask, terms, case, number, stated=False, numbers=frozenset(found))
+                found = []
+            except UnsupportedError:
+                pass
+            self.assumed[key] = found
+        return self.assumed[key]
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
@@ -279,10 +303,21 @@ class MaskChecker:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 
     def _compare(
-        self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int, stated: bool
+        self,
+        site: AttentionSite,
+        mask: LiftedMask,
+        terms: list[MaskTerm],
+        case: Case,
+        seed: int,
+        stated: bool,
+        numbers: frozenset[str] = frozenset(),
     ) -> None:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
+        for name in numbers & set(feeds):  # inputs that hold more than 0 and 1
+            low = -2 if feeds[name].dtype.kind == "i" else 0
+            drawn = np.random.default_rng(seed).integers(low, 4, feeds[name].shape)
+            feeds[name] = drawn.astype(feeds[name].dtype)
         if not terms:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         B, H, S, T = _dims(site, sizes)

@@ -34,6 +34,9 @@ LOWEST: dict[int, float] = {
     TensorProto.FLOAT16: 65504.0,
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
+# Element types of run-time operands (docs/operators.md).
+_NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
+_PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _FLOOR = -LOWEST[TensorProto.FLOAT]
@@ -289,6 +292,13 @@ def _size_names(site: AttentionSite) -> dict[str, str]:
 def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool) -> str:
     """The role of a model input that the mask reads."""
     shape = symbolic.shape(tensor)
+    dtype = symbolic.dtype(tensor)
+    if dtype not in (_PAD_TYPES if boolean else _NUMBER_TYPES):
+        kind, wanted = TensorProto.DataType.Name(dtype), "padding of bool, uint8, int32, int64, fp32 or fp16"
+        raise UnsupportedError(
+            f"the mask reads {tensor!r} of type {kind}, of which the operator takes "
+            f"{wanted if boolean else 'numbers of int32 or int64'} only; cast it before"
+        )
     if shape is not None and len(shape) == 1 and tuple(indices) in ((B,), (integer(0),)) and not boolean:
         if operands.setdefault("lengths", tensor) != tensor:
             raise UnsupportedError(f"the mask reads {operands['lengths']!r} and {tensor!r} as lengths; only one can be")

@@ -61,7 +61,7 @@ def find_sites(
     for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
         if within is not None and node.output[0] not in within:
             continue
-        name = _unique(node.name or f"attention_{number}", taken)
+        name = unique(node.name or f"attention_{number}", taken)
         try:
             sites.append(_match(index, symbolic, forward, node, name, first + len(sites)))
         except UnsupportedError as error:
@@ -78,7 +78,7 @@ def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
         where = f"local function {function.domain}::{function.name}"
         for node in all_nodes(function.node):
             if is_softmax(node):
-                name = _unique(node.name or f"softmax of {node.output[0]}", taken)
+                name = unique(node.name or f"softmax of {node.output[0]}", taken)
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
     return findings
 
@@ -88,7 +88,8 @@ def is_softmax(node: onnx.NodeProto) -> bool:
     return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique(name: str, taken: set[str]) -> str:
+    """The name, or one like it that is not taken; it is then."""
     candidate, i = name, 1
     while candidate in taken:
         i += 1

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Atom, Int, integer, size
+from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
@@ -20,6 +21,10 @@ LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 _REDUCING = frozenset(
     {"CumSum", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceMean", "ArgMax", "ArgMin", "TopK", "OneHot"}
 )
+
+
+# Operators after which a number may be too large for its type.
+_COMPUTING = frozenset({"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike"})
 
 
 def dtype_kind(dtype: int) -> str | None:
@@ -185,7 +190,8 @@ class Symbolic:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
-                found = [_folded(name, fact) for name, fact in zip(node.output, rule(context) or [], strict=False)]
+                made = [_in_range(node, fact) for fact in rule(context) or []]
+                found = [_folded(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         for i, name in enumerate(node.output):
@@ -308,6 +314,14 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     if kind is None or external or count > LARGEST_FOLDED:
         return Fact(tensor.data_type, shape, None, "a weight")
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
+
+
+def _in_range(node: onnx.NodeProto, fact: Fact) -> Fact:
+    """The fact of what is computed, as far as its type holds it; casts to floats round."""
+    whole = node.op_type not in ("Cast", "CastLike") or dtype_kind(fact.dtype) == "i"
+    if fact.value is None or node.op_type not in _COMPUTING or not whole:
+        return fact
+    return replace(fact, value=guarded(fact.value, fact.dtype))
 
 
 def _folded(name: str, fact: Fact) -> Fact:
