@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "cuda/attention_fp32.h"
 #include "cuda/device_mask.h"
 #include "cuda/selector.h"
 #include "plugins/core/cuda_backend.h"
@@ -23,9 +24,20 @@ Status ToHost(const void* from, size_t bytes, void* to) {
 
 Status Device(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
 
+Status CheckRows(const AttentionArgs& args) {
+  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
+  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
+  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
+    return Status::Error("too many rows for one launch");
+  }
+  return Status();
+}
+
 Status Check(const AttentionArgs& args) {
+  if (args.dtype == DType::kF32) return CheckRows(args);
   if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
-    return Status::Error("the CUDA kernels take fp16 and bf16, found data type " +
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
                          std::to_string(static_cast<int>(args.dtype)));
   }
   // Rows are copied 16 bytes at a time.
@@ -43,11 +55,7 @@ Status Check(const AttentionArgs& args) {
       return Status::Error("query, key, value and output must be aligned to 16 bytes");
     }
   }
-  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
-  if (items > std::numeric_limits<int32_t>::max() || args.S > (1 << 22) || args.T > (1 << 22)) {
-    return Status::Error("too many rows for one launch");
-  }
-  return Status();
+  return CheckRows(args);
 }
 
 cuda::AttentionParams ToParams(const AttentionArgs& args) {
@@ -128,6 +136,7 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (args_.dtype == DType::kF32) return RunFp32();
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
@@ -160,6 +169,25 @@ class Job {
   }
 
  private:
+  Status RunFp32() {
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    cuda::Fp32Params params;
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(cuda::MaskForm(), &params_, &entry));
+    params.attention = params_;
+    const size_t bytes = cuda::Fp32WorkspaceBytes(kernel, params_);
+    void* memory = bytes == 0 ? nullptr : context_.allocate(context_.self, bytes);
+    if (bytes != 0 && memory == nullptr) {
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split keys and values");
+    }
+    cuda::PlaceFp32Workspace(kernel, memory, &params);
+    STOF_RETURN_IF_ERROR(Launched(kernel.split(params, stream_)));
+    return Launched(kernel.launch(params, extras_, stream_));
+  }
+
   Status RunSm80() {
     int32_t* unused = nullptr;
     STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
