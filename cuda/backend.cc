@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
 #include "cuda/device_mask.h"
 #include "cuda/selector.h"
@@ -41,8 +42,8 @@ Status Check(const AttentionArgs& args) {
                          std::to_string(static_cast<int>(args.dtype)));
   }
   // Rows are copied 16 bytes at a time.
-  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 128) {
-    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 128, found " +
+  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 256) {
+    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 256, found " +
                          std::to_string(args.D) + " and " + std::to_string(args.Dv));
   }
   for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
@@ -136,6 +137,7 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (TakesDecode()) return RunDecode();
     if (args_.dtype == DType::kF32) return RunFp32();
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
@@ -169,6 +171,58 @@ class Job {
   }
 
  private:
+  // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
+  bool TakesDecode() const {
+    if (args_.S > cuda::kDecodeQueries || args_.T == 0) return false;
+    if (args_.dtype != DType::kF32) return true;
+    bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
+    for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
+      aligned = aligned && stride->b % 4 == 0 && stride->h % 4 == 0 && stride->s % 4 == 0;
+    }
+    for (const void* base : {args_.query, args_.key, args_.value}) {
+      aligned = aligned && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+    }
+    return aligned;
+  }
+
+  Status RunDecode() {
+    cuda::DecodeParams params;
+    cuda::MaskForm form;
+    form.m = cuda::kDecodeQueries;
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(form, &params_, &entry));
+    params.attention = params_;
+    const int64_t group = args_.H / args_.G;
+    params.heads = static_cast<int32_t>(entry == nullptr || params_.mask.layout_h == 1 ? group : 1);
+    const int64_t packed = params.heads * args_.S;
+    const cuda::DecodeKernel kernel = cuda::FindDecode(args_.dtype, size_, packed);
+    if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    const int64_t tiles = entry == nullptr ? (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys : entry->longest_row();
+    const int64_t blocks = args_.B * args_.G * (group / params.heads) * ((packed + kernel.rows - 1) / kernel.rows);
+    params.splits =
+        cuda::ChooseSplits(kernel, params_, args_.dtype == DType::kF32 ? 4 : 2, tiles, blocks, facts_.multiprocessors);
+    // Rows without a key that take all keys are found when the splits are joined, and get a second turn.
+    const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
+                                      (entry != nullptr && entry->empty_rows()));
+    const int64_t rows = args_.B * args_.H * args_.S;
+    if (params.splits > 1 || second) {
+      const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
+      const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
+      auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+      if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of sums");
+      params.state = reinterpret_cast<float*>(memory);
+      params.partial = reinterpret_cast<float*>(memory + states);
+      if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
+    }
+    for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
+      STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
+      if (params.partial != nullptr) STOF_RETURN_IF_ERROR(Launched(kernel.combine(params, stream_)));
+    }
+    return Status();
+  }
+
   Status RunFp32() {
     const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
     if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));

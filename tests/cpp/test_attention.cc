@@ -839,8 +839,8 @@ std::vector<Case> CudaCases() {
     if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
     // Scores of half types stay in their range.
     c.spread = std::min(c.spread, 8.0f);
-    c.D = std::min<int64_t>(128, (c.D + 7) / 8 * 8);
-    c.Dv = std::min<int64_t>(128, (c.Dv + 7) / 8 * 8);
+    c.D = (c.D + 7) / 8 * 8;
+    c.Dv = (c.Dv + 7) / 8 * 8;
   }
   return cases;
 }
@@ -849,8 +849,10 @@ void RunCudaCases(const std::vector<Case>& cases) {
   int devices = 0;
   CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
   int64_t ran = 0;
-  const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
-  for (size_t i = 0; i < cases.size(); ++i) {
+  const char* only = std::getenv("STOF_CASE");      // a seed, to repeat one
+  const char* sample = std::getenv("STOF_SAMPLE");  // n: every n-th, for slow tools
+  const size_t step = sample == nullptr ? 1 : std::max<size_t>(1, std::strtoull(sample, nullptr, 10));
+  for (size_t i = 0; i < cases.size(); i += step) {
     if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
     ran += RunOnCuda(cases[i], i);
   }
@@ -886,6 +888,50 @@ std::vector<Case> CudaFp32Cases() {
 
 void CudaFp32() { RunCudaCases(CudaFp32Cases()); }
 
+// Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them.
+void CudaDecode() {
+  Random random(77);
+  Deck<int64_t> queries({1, 1, 1, 2, 3, 4, 7, 8, 13, 16}, &random);
+  Deck<int64_t> keys({16, 17, 31, 63, 64, 65, 129, 700, 1500, 3001}, &random);
+  Deck<int64_t> sizes({8, 40, 64, 72, 128, 128, 200, 256}, &random);
+  Deck<std::pair<int64_t, int64_t>> heads({{8, 8}, {8, 2}, {8, 1}, {6, 2}, {2, 2}}, &random);
+  Deck<DType> dtypes({DType::kF16, DType::kBF16, DType::kF32}, &random);
+  Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
+  Deck<int> masks({0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
+  Deck<Bias> biases({Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids}, &random);
+  Deck<int64_t> relatives({0, 0, 0, 33, 999}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  Deck<float> softcaps({0, 0, 0, 30.0f}, &random);
+  std::vector<Case> cases;
+  for (int i = 0; i < Cases(360); ++i) {
+    Case c;
+    c.B = random.Range(1, 2);
+    std::tie(c.H, c.G) = heads.Deal();
+    c.S = queries.Deal(), c.T = keys.Deal();
+    c.D = c.Dv = sizes.Deal();
+    if (random.OneIn(4)) c.Dv = sizes.Deal();
+    c.dtype = dtypes.Deal();
+    for (Arrangement& arrangement : c.arrangement) arrangement = arrangements.Deal();
+    c.offset = !random.OneIn(3);
+    c.mask = masks.Deal();
+    c.pad = pads.Deal();
+    c.bias = biases.Deal();
+    c.bias_wide = random.OneIn(2);
+    if (c.bias != Bias::kNone) c.bias_broadcast = static_cast<uint32_t>(random.Range(0, 15));
+    c.relative = relatives.Deal();
+    c.sink = random.OneIn(4);
+    c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
+    c.softcap = softcaps.Deal();
+    c.spread = random.OneIn(3) ? 4.0f : 1.0f;
+    c.rising = random.OneIn(4);
+    if (c.empty_rows != EmptyRows::kAll && random.OneIn(2)) c.poison = Poison::kForbidden;
+    c.cuda = true;
+    cases.push_back(c);
+  }
+  RunCudaCases(cases);
+}
+
 // One of the kernels for compute capability 9.0 in all cases that it takes, wider heads and more rows than there are
 // workers among them.
 void CudaSm90(const char* kernel) {
@@ -918,6 +964,7 @@ void CudaSm90Third() { CudaSm90("2"); }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
+TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90First) { CudaSm90First(); }
 TEST(CudaAttentionSm90Second) { CudaSm90Second(); }
 TEST(CudaAttentionSm90Third) { CudaSm90Third(); }
