@@ -47,8 +47,7 @@ struct AttentionParams {
   int32_t sink_is_float = 0;
   int32_t has_mask = 0;
   DeviceMask mask;
-  const int32_t* only =
-      nullptr;  // [B, H, ceil(S / 64)]: rows that count, all others are left as they are; nullptr: all
+  const int32_t* only = nullptr;  // [B, H, ceil(S / 64)]: tiles without one stay as they are; nullptr: all count
 };
 
 // The launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.

@@ -70,9 +70,13 @@ int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bit
         void* stream) {
   const auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
   const dim3 grid(static_cast<unsigned>((words + 7) / 8), static_cast<unsigned>(B));
-  PadBits<T><<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const T*>(pad), batches == 1 ? 0 : keys, static_cast<int32_t>(keys), words, bits, cleared, zeros);
-  return static_cast<int>(cudaPeekAtLastError());
+  const auto* from = static_cast<const T*>(pad);
+  int64_t stride = batches == 1 ? 0 : keys;
+  auto count = static_cast<int32_t>(keys);
+  auto all_words = words;
+  void* arguments[] = {&from, &stride, &count, &all_words, &bits, &cleared, &zeros};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(PadBits<T>), grid, dim3(256), arguments, 0,
+                                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace

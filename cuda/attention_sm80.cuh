@@ -484,8 +484,11 @@ int LaunchSm80(const AttentionParams& params, void* stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  kernel<<<static_cast<unsigned>(items), S::kThreads, S::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaPeekAtLastError());
+  // Not <<<>>>, after which only the thread's last error can be asked for, whoever made it.
+  void* arguments[] = {const_cast<AttentionParams*>(&params)};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(items)),
+                                           dim3(S::kThreads), arguments, S::kSharedBytes,
+                                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace cuda

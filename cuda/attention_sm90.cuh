@@ -175,6 +175,8 @@ class Attention {
     if (planned) {
       i = worker < p_.workers ? p_.work_begin[worker] : 0;
       end = worker < p_.workers ? p_.work_begin[worker + 1] : 0;
+    } else if (worker >= p_.workers) {
+      end = 0;
     }
     // The next item is asked for while this one is worked on.
     WorkItem following = i < end ? ItemAt(i, rows) : WorkItem{};
@@ -243,6 +245,7 @@ class Attention {
       }
     }
     held.last = 1;
+    held.next = kEvery;
     Publish(held, cursor);
   }
 
@@ -638,8 +641,10 @@ int Launch(const Sm90Params& params, void* stream) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return static_cast<int>(error);
   const auto ctas = static_cast<unsigned>((params.workers + S::kTeams - 1) / S::kTeams);
-  kernel<<<ctas, S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaPeekAtLastError());
+  // Not <<<>>>, after which only the thread's last error can be asked for, whoever made it.
+  void* arguments[] = {const_cast<Sm90Params*>(&params)};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(ctas), dim3(S::kThreads),
+                                           arguments, kBytes, static_cast<cudaStream_t>(stream)));
 }
 
 // The entry of a list of kernels; its tile and teams are the shape's.

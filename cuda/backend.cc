@@ -128,6 +128,10 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
+      params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
+      return RunSm80();
+    }
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);

@@ -15,6 +15,18 @@ namespace {
 constexpr int64_t kCapacity = int64_t{64} << 20;
 constexpr int64_t kLine = 128;
 
+// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Rows of each table by falling number of tiles; a partial one counts half as much again, for its bits.
 std::vector<int32_t> OrderOf(const BlockMask& mask) {
   std::vector<int32_t> order(mask.full_begin.size());
@@ -55,17 +67,17 @@ bool HasEmptyRows(const BlockMask& mask) {
   return false;
 }
 
-constexpr int64_t kMostPlanned = int64_t{1} << 20;  // items; beyond, chance balances
-
 }  // namespace
 
 Status ToStatus(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
+  cudaGetLastError();  // not to be found by others
   return Status::Error(std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(error)) + ", " +
                        cudaGetErrorString(error));
 }
 
 MaskEntry::~MaskEntry() {
+  const RelaxedCapture relaxed;
   if (uploaded_ != nullptr) cudaEventDestroy(uploaded_);
   if (memory_ != nullptr) cudaFree(memory_);
 }
@@ -73,7 +85,7 @@ MaskEntry::~MaskEntry() {
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
   empty_rows_ = HasEmptyRows(mask);
   WorkPlan plan;
-  if (form.workers > 0 && sizes.B * sizes.H * mask.rows <= kMostPlanned) {
+  if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);
   }
   const std::vector<int32_t> order = OrderOf(mask);
@@ -90,6 +102,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id), bits = put(mask.bits), ordered = put(order);
   const size_t work = put(plan.items), work_begin = put(plan.begin);
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
+  const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
   // From pageable memory: the image is staged before the call returns.
   STOF_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(memory_, image.data(), image.size(), cudaMemcpyHostToDevice, stream),
@@ -118,10 +131,8 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
   if (ready_.load(std::memory_order_acquire)) return Status();
   // A captured stream may not wait for an event of the world outside; asking for its state needs the relaxed mode.
   // Whoever captures ran before, so that the upload has ended or is about to.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
+  const RelaxedCapture relaxed;
   const cudaError_t state = captured ? cudaEventSynchronize(uploaded_) : cudaEventQuery(uploaded_);
-  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
   if (state == cudaSuccess) {
     ready_.store(true, std::memory_order_release);
     return Status();
@@ -143,7 +154,8 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P, form.m, form.n, form.workers, form.section};
+  const Key key{device,  hash,   sizes.B, sizes.H,      sizes.S,      sizes.T,
+                sizes.P, form.m, form.n,  form.workers, form.section, form.cost.row};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

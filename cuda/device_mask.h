@@ -26,7 +26,7 @@ struct MaskForm {
   int m = kTileRows, n = kTileKeys;
   int workers = 0;
   int64_t section = 1;  // heads whose keys and values fit the L2 cache
-  TileCost cost;        // follows from the tile and the device
+  TileCost cost;        // of kernels with one tile, that of a row tells which
 };
 
 // A block mask in device memory, with the event behind which it is there.
@@ -69,7 +69,7 @@ class DeviceMaskCache {
              std::shared_ptr<const MaskEntry>* entry);
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t>;
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;
     std::list<Key>::iterator age;

@@ -51,7 +51,19 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
-  *nanoseconds = PlanWork(*mask, sizes.B, sizes.H, form.workers, form.section, form.cost).longest;
+  if (IsPlanned(*mask, sizes.B, sizes.H)) {
+    *nanoseconds = PlanWork(*mask, sizes.B, sizes.H, form.workers, form.section, form.cost).longest;
+    return Status();
+  }
+  const auto rows = static_cast<int64_t>(mask->full_begin.size());  // of all tables
+  int64_t partial = 0;
+  for (size_t at = 0; at < mask->full_begin.size(); ++at) partial += mask->full_begin[at] - mask->row_ptr[at];
+  const int64_t all = static_cast<int64_t>(mask->key_tile.size());
+  const double each = static_cast<double>(form.cost.row) +
+                      static_cast<double>(form.cost.partial * partial + form.cost.full * (all - partial)) /
+                          static_cast<double>(std::max<int64_t>(1, rows));
+  const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
+  *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
   return Status();
 }
 

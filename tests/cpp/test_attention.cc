@@ -866,9 +866,12 @@ void CudaSm90(const char* kernel) {
       cases.push_back(c);
     }
   }
-  setenv("STOF_CUDA_KERNEL", kernel, 1);
+  struct Chosen {
+    explicit Chosen(const char* kernel) { setenv("STOF_CUDA_KERNEL", kernel, 1); }
+    ~Chosen() { unsetenv("STOF_CUDA_KERNEL"); }
+  };
+  const Chosen chosen(kernel);
   RunCudaCases(cases);
-  unsetenv("STOF_CUDA_KERNEL");
 }
 void CudaSm90First() { CudaSm90("0"); }
 void CudaSm90Second() { CudaSm90("1"); }
