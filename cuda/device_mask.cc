@@ -115,6 +115,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.layout_h = mask.layout_h;
   view_.layout = reinterpret_cast<const int32_t*>(base + layout);
   view_.row_ptr = reinterpret_cast<const int32_t*>(base + row_ptr);
+  view_.row_end = view_.row_ptr + 1;
   view_.full_begin = reinterpret_cast<const int32_t*>(base + full);
   view_.key_tile = reinterpret_cast<const int32_t*>(base + tiles);
   view_.bits_id = reinterpret_cast<const int32_t*>(base + ids);
@@ -143,12 +144,13 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
 
 DeviceMaskCache& DeviceMaskCache::Global() {
   // Never destroyed: at exit the driver may be gone before static objects are.
-  static auto* cache = new DeviceMaskCache;
+  static auto* cache = new DeviceMaskCache(kCapacity);
   return *cache;
 }
 
 Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form,
-                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry) {
+                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry, bool* missing) {
+  *missing = false;
   int device = 0;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -160,16 +162,22 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
     if (found != slots_.end()) {
-      ages_.splice(ages_.begin(), ages_, found->second.age);
-      found->second.pinned |= captured;
-      *entry = found->second.entry;
+      Slot& slot = found->second;
+      if (captured && !slot.pinned) {
+        slot.pinned = true;
+        bytes_ -= slot.entry->bytes();
+        pinned_bytes_ += slot.entry->bytes();
+        ages_.erase(slot.age);
+      } else if (!slot.pinned) {
+        ages_.splice(ages_.begin(), ages_, slot.age);
+      }
+      *entry = slot.entry;
     }
   }
   if (*entry != nullptr) return (*entry)->Join(stream, captured);
   if (captured) {
-    return Status::Error(
-        "no block mask for these sizes is on the device yet, and none can be made while a graph is captured: run once "
-        "with the same shapes before capturing");
+    *missing = true;
+    return Status();
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, form.m, form.n, &mask));
@@ -186,19 +194,25 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   slot->second.entry = made;
   slot->second.age = ages_.begin();
   bytes_ += made->bytes();
-  for (auto age = std::prev(ages_.end()); bytes_ > kCapacity && age != ages_.begin();) {
-    const auto old = slots_.find(*age);
-    const auto before = std::prev(age);
-    if (!old->second.pinned) {
-      bytes_ -= old->second.entry->bytes();
-      gone.push_back(std::move(old->second.entry));
-      slots_.erase(old);
-      ages_.erase(age);
-    }
-    age = before;
+  while (bytes_ > capacity_ && ages_.size() > 1) {
+    const auto old = slots_.find(ages_.back());
+    bytes_ -= old->second.entry->bytes();
+    gone.push_back(std::move(old->second.entry));
+    slots_.erase(old);
+    ages_.pop_back();
   }
   *entry = std::move(made);
   return Status();
+}
+
+DeviceMaskCache::Stats DeviceMaskCache::GetStats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Stats stats;
+  stats.entries = static_cast<int64_t>(ages_.size());
+  stats.bytes = bytes_;
+  stats.pinned_entries = static_cast<int64_t>(slots_.size()) - stats.entries;
+  stats.pinned_bytes = pinned_bytes_;
+  return stats;
 }
 
 }  // namespace cuda

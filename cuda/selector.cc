@@ -2,6 +2,7 @@
 #include "cuda/selector.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -19,10 +20,18 @@ constexpr size_t kMostRemembered = 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What TakeKernel was told, at first by the environment.
+std::atomic<int>& Taken() {
+  static std::atomic<int> taken{[] {
+    const char* text = std::getenv("STOF_CUDA_KERNEL");
+    return text == nullptr || *text == '\0' ? -1 : std::atoi(text);
+  }()};
+  return taken;
+}
+
 const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
-  const char* text = std::getenv("STOF_CUDA_KERNEL");
-  if (text == nullptr || *text == '\0') return nullptr;
-  int index = std::atoi(text);
+  int index = Taken().load(std::memory_order_relaxed);
+  if (index < 0) return nullptr;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
     if (index-- == 0) return kernel;
   }
@@ -30,6 +39,8 @@ const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
 }
 
 }  // namespace
+
+void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   const int64_t items = problem.sizes.B * problem.sizes.H * CeilDiv(problem.sizes.S, kernel.rows);
@@ -65,6 +76,15 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
   const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
   *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
   return Status();
+}
+
+const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
+  if (const Sm90Kernel* asked = Asked(kernels)) return asked;
+  const Sm90Kernel* best = kernels;
+  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
+    if (kernel->rows * kernel->keys < best->rows * best->keys) best = kernel;
+  }
+  return best;
 }
 
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected) {
