@@ -22,9 +22,9 @@ struct DeviceMask {
   const int32_t* row_end = nullptr;
   const int32_t* full_begin = nullptr;
   const int32_t* key_tile = nullptr;
-  const int32_t* bits_id = nullptr;
-  const uint32_t* bits = nullptr;  // [distinct, m, n / 32]
-  const int32_t* order = nullptr;  // [tables, rows]: rows of a table by falling number of tiles
+  const int32_t* bits_id = nullptr;  // of full tiles not to be read
+  const uint32_t* bits = nullptr;    // [distinct, m, n / 32]
+  const int32_t* order = nullptr;    // [tables, rows]: rows of a table by falling number of tiles
 };
 
 // What a kernel gets, by value. Strides count elements; pointers are device addresses.

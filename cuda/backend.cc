@@ -390,7 +390,72 @@ Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMa
   return Job(args, pad, mask, sizes, operands, all, nullptr, context).Run();
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Attention};
+bool IsCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
+// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without.
+cudaMemPool_t PoolOf(int device) {
+  constexpr int kDevices = 64;
+  constexpr uint64_t kKept = uint64_t{64} << 20;  // bytes that stay in the pool when they are not used
+  static std::mutex mutex;
+  static cudaMemPool_t pools[kDevices];
+  static bool asked[kDevices];
+  if (device < 0 || device >= kDevices) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!asked[device]) {
+    asked[device] = true;
+    int supported = 0;
+    cudaMemPoolProps props = {};
+    props.allocType = cudaMemAllocationTypePinned;
+    props.location.type = cudaMemLocationTypeDevice;
+    props.location.id = device;
+    uint64_t kept = kKept;
+    const cuda::RelaxedCapture relaxed;
+    if (cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device) != cudaSuccess || supported == 0 ||
+        cudaMemPoolCreate(&pools[device], &props) != cudaSuccess ||
+        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept) != cudaSuccess) {
+      cudaGetLastError();
+      pools[device] = nullptr;
+    }
+  }
+  return pools[device];
+}
+
+bool Take(void* stream, size_t bytes, void** memory) {
+  *memory = nullptr;
+  auto* const on = static_cast<cudaStream_t>(stream);
+  int device = 0;
+  if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
+  cudaMemPool_t pool = PoolOf(device);
+  if (pool == nullptr) return false;
+  const cuda::RelaxedCapture relaxed;
+  if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
+    cudaGetLastError();
+    *memory = nullptr;
+  }
+  return true;
+}
+
+void Give(void* stream, void* memory) {
+  const cuda::RelaxedCapture relaxed;
+  if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
+}
+
+bool CapturedOrDone(void* stream) {
+  auto* const on = static_cast<cudaStream_t>(stream);
+  if (IsCaptured(on)) return true;
+  if (cudaStreamSynchronize(on) != cudaSuccess) cudaGetLastError();
+  return false;
+}
+
+void Relaxed(void (*run)(void* self), void* self) {
+  const cuda::RelaxedCapture relaxed;
+  run(self);
+}
+
+constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention};
 
 }  // namespace
 

@@ -15,18 +15,6 @@ namespace {
 constexpr int64_t kCapacity = int64_t{64} << 20;
 constexpr int64_t kLine = 128;
 
-// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // Rows of each table by falling number of tiles; a partial one counts half as much again, for its bits.
 std::vector<int32_t> OrderOf(const BlockMask& mask) {
   std::vector<int32_t> order(mask.full_begin.size());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Three kernels: summaries of the vectors; a class for every tile, with the bits of the partial ones; the lists of the
-// tiles of every row. The first also clears what the third counts with.
+// Four kernels: summaries of the vectors; a class for every tile, by intervals; the bits of those that are undecided,
+// shared out among all multiprocessors wherever in the mask they are; the lists of the tiles of every row. The first
+// also clears what the others count with.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -13,12 +14,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+constexpr int kCtas = 4;  // that evaluate tiles, a multiprocessor
 constexpr int64_t kLine = 128;
 constexpr int kInlineSteps = 128, kInlineAffines = 40;
 constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; of more, chance balances
 constexpr int kPiece = 3072;        // bytes of a program that one launch carries
 
-enum TileClass : uint8_t { kEmptyTile = 0, kPartialTile = 1, kFullTile = 2 };
+enum TileClass : uint8_t { kEmptyTile, kFullTile, kUndecidedTile };
 
 // By value: below the 4 KiB that every driver takes, and what a captured graph keeps.
 struct Build {
@@ -29,11 +31,15 @@ struct Build {
   const MaskAffine* affines;
   MaskStep inline_steps[kInlineSteps];
   MaskAffine inline_affines[kInlineAffines];
-  int32_t m, n, rows, columns, chunk;  // tile, tiles along the sides, tiles of a row that a CTA takes
-  int32_t tables, layout_h;            // heads that are told apart
-  int64_t b0, h0, q0, queries, keys;   // of the part; q0 is an absolute position
+  int32_t m, n, rows, columns;        // tile, tiles along the sides
+  int32_t class_stride;               // from one row of classes to the next, a multiple of 16
+  int32_t tables, layout_h;           // heads that are told apart
+  int64_t b0, h0, q0, queries, keys;  // of the part; q0 is an absolute position
   int64_t* summaries;
-  uint8_t* classes;  // [tables, rows, columns]
+  uint8_t* classes;     // [tables, rows, class_stride]
+  int32_t* ones;        // [tables, rows, columns] of undecided tiles: allowed pairs
+  uint32_t* undecided;  // their slots times 2, plus 1 where 32 bits are enough for the values
+  int32_t* count;       // of those
   int32_t* invalid;
   int32_t* arrived;  // [tables]
   int32_t *layout, *row_begin, *row_end, *full_begin, *key_tile, *bits_id, *order;
@@ -75,6 +81,7 @@ __global__ void __launch_bounds__(MaskOperand::kGroup) Summarize(const __grid_co
   int group = static_cast<int>(blockIdx.x);
   if (group == 0) {
     for (int t = thread; t < p.tables; t += kGroup) p.arrived[t] = 0, p.layout[t] = t;
+    if (thread == 0) *p.count = 0;
   }
   int which = 0;
   for (; which < p.operand_count; ++which) {
@@ -117,106 +124,117 @@ __global__ void __launch_bounds__(MaskOperand::kGroup) Summarize(const __grid_co
 }
 
 // ---- classes and bits ----
-// 32 rows of a tile, lane by lane of a column: gives this lane's number of ones in its row.
+// The program in shared memory; for all threads of a CTA.
+__device__ __forceinline__ MaskView Share(const Build& p, unsigned char* shared, MaskOperand* operands) {
+  const int thread = static_cast<int>(threadIdx.x);
+  auto* const affines = reinterpret_cast<MaskAffine*>(shared);
+  auto* const steps = reinterpret_cast<MaskStep*>(affines + p.affines_count);
+  const MaskAffine* from = p.affines == nullptr ? p.inline_affines : p.affines;
+  const MaskStep* source = p.steps == nullptr ? p.inline_steps : p.steps;
+  for (int i = thread; i < p.affines_count; i += kThreads) affines[i] = from[i];
+  for (int i = thread; i < p.steps_count; i += kThreads) steps[i] = source[i];
+  if (thread < p.operand_count) operands[thread] = p.operands[thread];
+  __syncthreads();
+  MaskView view;
+  view.steps = steps, view.affines = affines, view.operands = operands, view.summaries = p.summaries;
+  view.count = p.steps_count, view.narrow = p.narrow;
+  return view;
+}
+
+// Where a tile is.
+struct Place {
+  int64_t b, h, q, key;  // the first of its queries and keys
+  int rows;              // queries below S
+};
+__device__ __forceinline__ Place PlaceOf(const Build& p, int slot) {
+  const int at = slot / p.columns, table = at / p.rows, row = at % p.rows;
+  const int64_t first = static_cast<int64_t>(row) * p.m;
+  return {p.b0 + table / p.layout_h, p.h0 + table % p.layout_h, p.q0 + first,
+          static_cast<int64_t>(slot % p.columns) * p.n, static_cast<int>(Least(p.m, p.queries - first))};
+}
+
+// A thread decides a tile.
+__global__ void __launch_bounds__(kThreads) Decide(const __grid_constant__ Build p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ MaskOperand operands[kMostOperands];
+  const MaskView view = Share(p, shared, operands);
+  const int slot = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  bool open = false;
+  uint32_t entry = 0;
+  if (slot < p.tables * p.rows * p.columns) {
+    const Place place = PlaceOf(p, slot);
+    MaskIntervals intervals(view);
+    const MaskInterval found = intervals.Run(
+        {place.b, place.h, place.q, place.q + place.rows - 1, place.key, Least(place.key + p.n, p.keys) - 1});
+    TileClass verdict = kUndecidedTile;
+    if (!intervals.ok()) {
+      if (p.invalid != nullptr) *p.invalid = 1;
+      verdict = kEmptyTile;
+    } else if (found.hi == 0) {
+      verdict = kEmptyTile;
+    } else if (found.lo == 1 && place.key + p.n <= p.keys) {
+      verdict = kFullTile;
+    }
+    open = verdict == kUndecidedTile;
+    entry = 2 * static_cast<uint32_t>(slot) + (intervals.narrow() ? 1 : 0);
+    if (open) p.ones[slot] = 0;
+    p.classes[static_cast<int64_t>(slot / p.columns) * p.class_stride + slot % p.columns] = verdict;
+  }
+  // One addition a warp.
+  const uint32_t all = __ballot_sync(~0u, open);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int first = 0;
+  if (lane == 0 && all != 0) first = atomicAdd(p.count, __popc(all));
+  first = __shfl_sync(~0u, first, 0);
+  if (open) p.undecided[first + __popc(all & ((1u << lane) - 1u))] = entry;
+}
+
+// 32 rows of a tile, a lane for a key of a word and then for a row: gives the number of ones in this lane's row.
 template <typename V>
-__device__ __forceinline__ int Bits(const MaskView& view, const Build& p, int64_t slot, int row0, int rows,
-                                    int64_t q_first, int64_t key0) {
+__device__ __forceinline__ int Bits(const MaskView& view, const Build& p, int slot, const Place& place, int row0) {
   const int lane = static_cast<int>(threadIdx.x) % 32, words = p.n / 32;
-  const int64_t q_last = p.q0 + p.queries - 1;
-  uint32_t* const to = p.bits + (slot * p.m + row0 + lane) * words;
+  uint32_t* const to = p.bits + (static_cast<int64_t>(slot) * p.m + row0 + lane) * words;
   int ones = 0;
   for (int w = 0; w < words; ++w) {
-    const int64_t key = key0 + 32 * w + lane;
+    const int64_t key = place.key + 32 * w + lane;
     const bool there = key < p.keys;
     uint32_t mine = 0;
-    for (int group = 0; group < 32; group += kMaskRows) {
-      V allowed[kMaskRows];
-      EvaluateRows<V>(view, q_first + row0 + group, q_last, there ? key : p.keys - 1, allowed);
+#pragma unroll 1
+    for (int group = 0; group < 32; group += kMaskRows<V>) {
+      V allowed[kMaskRows<V>];
+      EvaluateRows<V>(view, place.b, place.h, place.q + row0 + group, key, allowed);
 #pragma unroll
-      for (int r = 0; r < kMaskRows; ++r) {
+      for (int r = 0; r < kMaskRows<V>; ++r) {
         const uint32_t word = __ballot_sync(~0u, there && allowed[r] != 0);
         if (lane == group + r) mine = word;
       }
     }
-    if (row0 + lane >= rows) mine = 0;
+    if (row0 + lane >= place.rows) mine = 0;
     to[w] = mine;
     ones += __popc(mine);
   }
   return ones;
 }
 
-// A CTA takes `chunk` tiles of a row: first a thread decides one by intervals, then warps evaluate those left
-// undecided, 32 rows at a time.
-__global__ void __launch_bounds__(kThreads) Classify(const __grid_constant__ Build p) {
+// Warps take pieces of 32 rows of the undecided tiles in turn.
+__global__ void __launch_bounds__(kThreads) Evaluate(const __grid_constant__ Build p) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ MaskOperand operands[kMostOperands];
-  __shared__ int undecided[kThreads];
-  __shared__ int ones[kThreads];
-  __shared__ int count;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int chunks = (p.columns + p.chunk - 1) / p.chunk;
-  const int at = static_cast<int>(blockIdx.x) / chunks;  // row of a table
-  const int table = at / p.rows, row = at % p.rows;
-  const int column0 = static_cast<int>(blockIdx.x) % chunks * p.chunk;
-  auto* const lines = reinterpret_cast<MaskLine*>(shared);
-  auto* const steps = reinterpret_cast<MaskStep*>(lines + p.affines_count);
-  const MaskAffine* affines = p.affines == nullptr ? p.inline_affines : p.affines;
-  const MaskStep* source = p.steps == nullptr ? p.inline_steps : p.steps;
-  for (int i = thread; i < p.affines_count; i += kThreads) {
-    lines[i] = LineOf(affines[i], p.b0 + table / p.layout_h, p.h0 + table % p.layout_h);
-  }
-  for (int i = thread; i < p.steps_count; i += kThreads) steps[i] = source[i];
-  if (thread < p.operand_count) operands[thread] = p.operands[thread];
-  if (thread == 0) count = 0;
-  __syncthreads();
-  MaskView view;
-  view.steps = steps, view.lines = lines, view.operands = operands, view.summaries = p.summaries;
-  view.count = p.steps_count, view.narrow = p.narrow;
-
-  const int64_t q_first = p.q0 + static_cast<int64_t>(row) * p.m;
-  const int rows = static_cast<int>(Least(p.m, p.queries - static_cast<int64_t>(row) * p.m));
-  const int64_t slot0 = static_cast<int64_t>(at) * p.columns;
-  const int column = column0 + thread;
-  if (thread < p.chunk && column < p.columns) {
-    const int64_t key0 = static_cast<int64_t>(column) * p.n;
-    MaskIntervals intervals(view);
-    const MaskInterval found = intervals.Run({q_first, q_first + rows - 1, key0, Least(key0 + p.n, p.keys) - 1});
-    TileClass verdict = kPartialTile;
-    if (!intervals.ok()) {
-      if (p.invalid != nullptr) *p.invalid = 1;
-      verdict = kEmptyTile;
-    } else if (found.hi == 0) {
-      verdict = kEmptyTile;
-    } else if (found.lo == 1 && key0 + p.n <= p.keys) {
-      verdict = kFullTile;
-    }
-    if (verdict == kPartialTile) {
-      const int place = atomicAdd(&count, 1);
-      undecided[place] = column << 1 | (intervals.narrow() ? 1 : 0);
-      ones[place] = 0;
-    } else {
-      p.classes[slot0 + column] = verdict;
-    }
-  }
-  __syncthreads();
-  const int groups = p.m / 32;
-  for (int unit = warp; unit < count * groups; unit += kWarps) {
-    const int tile = undecided[unit / groups] >> 1, row0 = unit % groups * 32;
-    const int64_t key0 = static_cast<int64_t>(tile) * p.n;
+  const MaskView view = Share(p, shared, operands);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t pieces = p.m / 32, all = *p.count * pieces;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + warp; at < all; at += int64_t{gridDim.x} * kWarps) {
+    const uint32_t entry = p.undecided[at / pieces];
+    const int slot = static_cast<int>(entry >> 1), row0 = static_cast<int>(at % pieces) * 32;
+    const Place place = PlaceOf(p, slot);
     int own = 0;
-    if ((undecided[unit / groups] & 1) != 0) {
-      own = Bits<int32_t>(view, p, slot0 + tile, row0, rows, q_first, key0);
+    if ((entry & 1) != 0) {
+      own = Bits<int32_t>(view, p, slot, place, row0);
     } else {
-      own = Bits<int64_t>(view, p, slot0 + tile, row0, rows, q_first, key0);
+      own = Bits<int64_t>(view, p, slot, place, row0);
     }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(~0u, own, lanes);
-    if (lane == 0) atomicAdd(&ones[unit / groups], own);
-  }
-  __syncthreads();
-  for (int i = thread; i < count; i += kThreads) {
-    const int all = ones[i];
-    p.classes[slot0 + (undecided[i] >> 1)] = all == 0 ? kEmptyTile : all == rows * p.n ? kFullTile : kPartialTile;
+    own = __reduce_add_sync(~0u, own);
+    if (lane == 0 && own != 0) atomicAdd(p.ones + slot, own);
   }
 }
 
@@ -233,19 +251,43 @@ __global__ void __launch_bounds__(kThreads) ListTiles(const __grid_constant__ Bu
   if (row < p.rows) {
     const int64_t at = static_cast<int64_t>(table) * p.rows + row;
     const int64_t begin = at * p.columns;
+    const uint8_t* classes = p.classes + at * p.class_stride;
+    const int every = static_cast<int>(Least(p.m, p.queries - static_cast<int64_t>(row) * p.m)) * p.n;
     int64_t next = begin;
     for (int pass = 0; pass < 2; ++pass) {
-      const int wanted = pass == 0 ? kPartialTile : kFullTile;
-      for (int column0 = 0; column0 < p.columns; column0 += 32) {
-        const int column = column0 + lane;
-        const bool own = column < p.columns && p.classes[begin + column] == wanted;
-        const uint32_t found = __ballot_sync(~0u, own);
-        if (own) {
-          const int64_t to = next + __popc(found & ((1u << lane) - 1u));
-          p.key_tile[to] = column;
-          p.bits_id[to] = pass == 0 ? static_cast<int32_t>(begin + column) : -1;
+      // A lane takes 16 columns.
+      for (int column0 = 0; column0 < p.columns; column0 += 16 * 32) {
+        const int first = column0 + 16 * lane;
+        uint32_t wanted = 0;
+        if (first < p.columns) {
+          const uint4 found = *reinterpret_cast<const uint4*>(classes + first);
+          const uint32_t words[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+          for (int e = 0; e < 16; ++e) {
+            const uint32_t own = words[e / 4] >> 8 * (e % 4) & 0xffu;
+            if (first + e >= p.columns || own == kEmptyTile) continue;
+            bool full = own == kFullTile, partial = false;
+            if (own == kUndecidedTile) {
+              const int32_t ones = p.ones[begin + first + e];
+              full = ones == every;
+              partial = ones != 0 && !full;
+            }
+            if (pass == 0 ? partial : full) wanted |= 1u << e;
+          }
         }
-        next += __popc(found);
+        int behind = __popc(wanted);  // of this lane and those before it
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+          const int before = __shfl_up_sync(~0u, behind, lanes);
+          if (lane >= lanes) behind += before;
+        }
+        int64_t to = next + behind - __popc(wanted);
+        for (; wanted != 0; wanted &= wanted - 1, ++to) {
+          const int column = first + __ffs(static_cast<int>(wanted)) - 1;
+          p.key_tile[to] = column;
+          if (pass == 0) p.bits_id[to] = static_cast<int32_t>(begin + column);
+        }
+        next += __shfl_sync(~0u, behind, 31);
       }
       if (lane == 0) (pass == 0 ? p.full_begin : p.row_end)[at] = static_cast<int32_t>(next);
     }
@@ -290,12 +332,14 @@ __global__ void Invalidate(const int32_t* invalid, uint16_t* output, Strides str
 
 // ---- the host's part ----
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t TileBytes(const MaskTile& tile) { return int64_t{tile.m} * tile.n / 8 + 9; }  // bits, class, two list entries
+// Bits, class, and four words in lists.
+int64_t TileBytes(const MaskTile& tile) { return int64_t{tile.m} * tile.n / 8 + 17; }
+int64_t ClassStride(int64_t columns) { return CeilDiv(columns, 16) * 16; }
 
 struct Layout {
   int64_t rows = 0, columns = 0, tables = 0;
   int64_t summaries = 0, steps = 0, affines = 0, arrived = 0, layout = 0, row_begin = 0, row_end = 0, full_begin = 0,
-          order = 0, key_tile = 0, bits_id = 0, classes = 0, bits = 0, total = 0;
+          order = 0, key_tile = 0, bits_id = 0, classes = 0, ones = 0, undecided = 0, count = 0, bits = 0, total = 0;
 };
 
 bool IsInline(const MaskProgram& program) {
@@ -327,7 +371,10 @@ Layout LayoutOf(const MaskBuild& build) {
   l.order = take(4 * all);
   l.key_tile = take(4 * all * l.columns);
   l.bits_id = take(4 * all * l.columns);
-  l.classes = take(all * l.columns);
+  l.classes = take(all * ClassStride(l.columns));
+  l.ones = take(4 * all * l.columns);
+  l.undecided = take(4 * all * l.columns);
+  l.count = take(4);
   l.bits = take(all * l.columns * build.tile.m * build.tile.n / 8);
   return l;
 }
@@ -345,7 +392,7 @@ MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const Mas
     : sizes_(sizes) {
   const int64_t rows = CeilDiv(sizes.S, tile.m);
   // bits_id and the list's places are 32 bits.
-  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), int64_t{1} << 30));
+  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), int64_t{1} << 29));
   const int64_t row_tiles = std::max<int64_t>(1, CeilDiv(sizes.T, tile.n));
   const int64_t table = rows * row_tiles;
   const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1;
@@ -403,6 +450,9 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   p.q0 = build.sizes.P + build.part.row, p.queries = build.part.rows, p.keys = build.sizes.T;
   p.summaries = reinterpret_cast<int64_t*>(base + l.summaries);
   p.classes = base + l.classes;
+  p.class_stride = static_cast<int32_t>(ClassStride(l.columns));
+  p.ones = words(l.ones), p.count = words(l.count);
+  p.undecided = reinterpret_cast<uint32_t*>(base + l.undecided);
   p.invalid = build.invalid;
   p.arrived = words(l.arrived), p.layout = words(l.layout);
   p.row_begin = words(l.row_begin), p.row_end = words(l.row_end), p.full_begin = words(l.full_begin);
@@ -416,17 +466,19 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   int error = Start(Summarize, p, std::max<int64_t>(1, groups), MaskOperand::kGroup, 0, on);
   if (error != 0) return error;
 
-  // Few tiles a CTA where there would not be several CTAs for every multiprocessor.
-  const int64_t all = l.tables * l.rows;
-  p.chunk = kThreads;
-  while (p.chunk > 16 && all * CeilDiv(l.columns, p.chunk) < 4 * int64_t{build.multiprocessors}) p.chunk /= 2;
-  const size_t shared = program.affines.size() * sizeof(MaskLine) + program.steps.size() * sizeof(MaskStep);
-  if (shared > 40 << 10) {
+  const int64_t all = l.tables * l.rows * l.columns;
+  const size_t shared = program.affines.size() * sizeof(MaskAffine) + program.steps.size() * sizeof(MaskStep);
+  for (auto* kernel : {Decide, Evaluate}) {
+    if (shared <= 40 << 10) break;
     const cudaError_t allowed =
-        cudaFuncSetAttribute(Classify, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (allowed != cudaSuccess) return static_cast<int>(allowed);
   }
-  error = Start(Classify, p, all * CeilDiv(l.columns, p.chunk), kThreads, shared, on);
+  error = Start(Decide, p, CeilDiv(all, kThreads), kThreads, shared, on);
+  if (error != 0) return error;
+  const int64_t pieces = all * (p.m / 32);
+  error = Start(Evaluate, p, std::min<int64_t>(CeilDiv(pieces, kWarps), kCtas * int64_t{build.multiprocessors}),
+                kThreads, shared, on);
   if (error != 0) return error;
   error = Start(ListTiles, p, l.tables * CeilDiv(l.rows, kWarps), kThreads, 0, on);
   if (error != 0) return error;

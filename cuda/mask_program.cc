@@ -2,7 +2,9 @@
 #include "cuda/mask_program.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <map>
 #include <string>
 
 #include "plugins/core/interval.h"
@@ -12,6 +14,7 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kMostSummarized = int64_t{1} << 20;  // elements of a table; larger ones are known by their extremes
+constexpr size_t kMostBytes = 96 << 10;                // of a program, in the shared memory of every device
 constexpr int32_t kFewest = 64;                        // elements that are worth a summary
 
 bool IsShift(int64_t d, int32_t* bits) {
@@ -281,7 +284,7 @@ class Compiler {
     return need(0) == need(1) ? need(0) + 1 : std::max(need(0), need(1));
   }
 
-  void Push(int32_t affine) { program_.steps.push_back({ExprOp::kConst, MaskStep::kPlain, 0, 0, affine}); }
+  void Push(int32_t affine) { program_.steps.push_back({ExprOp::kConst, MaskStep::kStack, 0, 0, affine}); }
   void Immediate(ExprOp op, int64_t constant) {
     int32_t bits = 0;
     if ((op == ExprOp::kDiv || op == ExprOp::kMod) && IsShift(constant, &bits)) {
@@ -316,7 +319,7 @@ class Compiler {
           Emit(node.child[axis]);
         }
       }
-      program_.steps.push_back({ExprOp::kLookup, MaskStep::kPlain,
+      program_.steps.push_back({ExprOp::kLookup, MaskStep::kStack,
                                 static_cast<uint8_t>(slot_[static_cast<size_t>(node.operand)]), places, node.arity});
       return;
     }
@@ -329,7 +332,24 @@ class Compiler {
         node.arity == 2 && need_[static_cast<size_t>(node.child[1])] > need_[static_cast<size_t>(node.child[0])];
     Emit(node.child[swapped ? 1 : 0]);
     if (node.arity == 2) Emit(node.child[swapped ? 0 : 1]);
-    program_.steps.push_back({node.op, swapped ? MaskStep::kSwapped : MaskStep::kPlain, 0, 0, 0});
+    program_.steps.push_back({swapped ? Mirrored(node.op) : node.op, MaskStep::kStack, 0, 0, 0});
+    if (swapped && node.op == ExprOp::kSub) program_.steps.push_back({ExprOp::kNeg, MaskStep::kStack, 0, 0, 0});
+  }
+
+  // The operator that gives with its sides exchanged what this one gives, or for - its negative.
+  static ExprOp Mirrored(ExprOp op) {
+    switch (op) {
+      case ExprOp::kLt:
+        return ExprOp::kGt;
+      case ExprOp::kLe:
+        return ExprOp::kGe;
+      case ExprOp::kGt:
+        return ExprOp::kLt;
+      case ExprOp::kGe:
+        return ExprOp::kLe;
+      default:
+        return op;
+    }
   }
 
   const MaskExpr& expr_;
@@ -342,18 +362,18 @@ class Compiler {
   std::vector<int> need_;        // [nodes] of the stack
 };
 
-// Affines that no step names (what larger ones were folded from) go.
+// Affines that no step names (what larger ones were folded from) go, and equal ones become one.
 void DropUnused(MaskProgram* program) {
-  std::vector<int32_t> moved(program->affines.size(), -1);
+  using Key = std::array<int64_t, 5>;
+  std::map<Key, int32_t> places;
   std::vector<MaskAffine> kept;
   for (MaskStep& step : program->steps) {
     if (step.op != ExprOp::kConst && step.mode != MaskStep::kImmediate) continue;
-    int32_t& to = moved[static_cast<size_t>(step.arg)];
-    if (to < 0) {
-      to = static_cast<int32_t>(kept.size());
-      kept.push_back(program->affines[static_cast<size_t>(step.arg)]);
-    }
-    step.arg = to;
+    const MaskAffine& affine = program->affines[static_cast<size_t>(step.arg)];
+    const auto [place, fresh] = places.try_emplace(Key{affine.b, affine.h, affine.q, affine.k, affine.constant},
+                                                   static_cast<int32_t>(kept.size()));
+    if (fresh) kept.push_back(affine);
+    step.arg = place->second;
   }
   program->affines = std::move(kept);
 }
@@ -390,8 +410,14 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
                          "): run this node on the CPU");
   }
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
-  if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kPlain, 0, 0, 0});
+  if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
   DropUnused(program);
+  const size_t bytes = program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(MaskAffine);
+  if (bytes > kMostBytes) {
+    return Status::Error("the mask expression is too long for the device (" + std::to_string(bytes) +
+                         " bytes of shared memory, expected at most " + std::to_string(kMostBytes) +
+                         "): run this node on the CPU");
+  }
   return Status();
 }
 

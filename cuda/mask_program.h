@@ -23,16 +23,15 @@
 namespace stof {
 namespace cuda {
 
-// One step. Operands come from a stack, whose top is what was pushed last.
+// One step. Operands come from a stack, whose top is what was pushed last; of two the left one was pushed first.
 struct MaskStep {
   enum Mode : uint8_t {
-    kPlain,      // of two operands the left one was pushed first
-    kSwapped,    // the right one was
+    kStack,
     kImmediate,  // the right one is the constant of affine `arg`
     kShift,      // // and % by 2^arg
   };
   ExprOp op = ExprOp::kConst;  // kConst: push affine `arg`
-  uint8_t mode = kPlain;
+  uint8_t mode = kStack;
   uint8_t operand = 0;  // kLookup: which
   uint8_t places = 0;   // kLookup: two bits an axis, how far its index is from the lowest of the indices on the stack
   int32_t arg = 0;      // kLookup: the number of axes
@@ -41,10 +40,6 @@ struct MaskStep {
 // b * B + h * H + q * Q + k * K + constant
 struct MaskAffine {
   int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
-};
-// One with batch and head put in.
-struct MaskLine {
-  int64_t q = 0, k = 0, constant = 0;
 };
 
 // A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
@@ -66,18 +61,20 @@ struct MaskInterval {
 
 // Queries and keys, inclusive, of one batch and head.
 struct MaskBox {
-  int64_t q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
+  int64_t b = 0, h = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
 };
 
 constexpr int kMaskStack = 24;     // a program that needs more is refused
 constexpr int kMostOperands = 16;  // vectors and tables of a program
-constexpr int kMaskRows = 8;       // queries that are evaluated at once
 constexpr int64_t kMaskLimit = int64_t{1} << 61;
+// Queries that are evaluated at once: the more, the less each step costs beside its arithmetic.
+template <typename V>
+constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
 
 // What the evaluation reads.
 struct MaskView {
   const MaskStep* steps = nullptr;
-  const MaskLine* lines = nullptr;
+  const MaskAffine* affines = nullptr;
   const MaskOperand* operands = nullptr;
   const int64_t* summaries = nullptr;
   int32_t count = 0;   // of steps
@@ -145,19 +142,18 @@ class MaskIntervals {
       const MaskStep step = view_.steps[i];
       MaskInterval result;
       if (step.op == ExprOp::kConst) {
-        result = Span(view_.lines[step.arg], box);
+        result = Span(view_.affines[step.arg], box);
       } else if (step.op == ExprOp::kLookup) {
         depth -= step.arg;
         result = Lookup(step, stack + depth);
       } else if (step.op == ExprOp::kNeg || step.op == ExprOp::kAbs || step.op == ExprOp::kNot) {
         result = Unary(step.op, stack[--depth]);
       } else if (step.mode == MaskStep::kImmediate || step.mode == MaskStep::kShift) {
-        const int64_t c = step.mode == MaskStep::kShift ? int64_t{1} << step.arg : view_.lines[step.arg].constant;
+        const int64_t c = step.mode == MaskStep::kShift ? int64_t{1} << step.arg : view_.affines[step.arg].constant;
         result = Binary(step.op, stack[--depth], {c, c});
       } else {
         depth -= 2;
-        const bool swapped = step.mode == MaskStep::kSwapped;
-        result = Binary(step.op, stack[depth + (swapped ? 1 : 0)], stack[depth + (swapped ? 0 : 1)]);
+        result = Binary(step.op, stack[depth], stack[depth + 1]);
       }
       narrow_ = narrow_ && result.lo >= INT32_MIN && result.hi <= INT32_MAX;
       stack[depth++] = result;
@@ -169,13 +165,15 @@ class MaskIntervals {
 
  private:
   // Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
-  static STOF_HOST_DEVICE MaskInterval Span(const MaskLine& line, const MaskBox& box) {
+  static STOF_HOST_DEVICE MaskInterval Span(const MaskAffine& x, const MaskBox& box) {
     using U = uint64_t;
-    const U q = static_cast<U>(line.q), k = static_cast<U>(line.k), c = static_cast<U>(line.constant);
-    const U lo = c + q * static_cast<U>(line.q >= 0 ? box.q_lo : box.q_hi) +
-                 k * static_cast<U>(line.k >= 0 ? box.k_lo : box.k_hi);
-    const U hi = c + q * static_cast<U>(line.q >= 0 ? box.q_hi : box.q_lo) +
-                 k * static_cast<U>(line.k >= 0 ? box.k_hi : box.k_lo);
+    const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
+    const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
+                static_cast<U>(x.h) * static_cast<U>(box.h);
+    const U lo =
+        c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
+    const U hi =
+        c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
     return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
   }
 
@@ -352,97 +350,127 @@ STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
   }
 }
 
+template <typename V>
+using MaskValues = V[kMaskRows<V>];
+
+// top = left op top, or top op constant. Templates, so that loops stand inside of the switch over operators.
 template <ExprOp kOp, typename V>
-STOF_HOST_DEVICE void OperateAll(const V (&x)[kMaskRows], const V (&y)[kMaskRows], V (&r)[kMaskRows]) {
+STOF_HOST_DEVICE void OperateLeft(const MaskValues<V>& left, MaskValues<V>& top) {
   STOF_UNROLL
-  for (int i = 0; i < kMaskRows; ++i) r[i] = Operate<V>(kOp, x[i], y[i]);
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, left[r], top[r]);
+}
+template <ExprOp kOp, typename V>
+STOF_HOST_DEVICE void OperateRight(MaskValues<V>& top, V constant) {
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, top[r], constant);
 }
 
 template <typename E, typename V>
-STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const V (&flat)[kMaskRows], V (&values)[kMaskRows]) {
+STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
   const E* data = static_cast<const E*>(operand.data);
   STOF_UNROLL
-  for (int r = 0; r < kMaskRows; ++r) values[r] = static_cast<V>(data[flat[r]]);
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(data[flat[r]]);
 }
 // ReadElement for all queries.
 template <typename V>
-STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const V (&flat)[kMaskRows], V (&values)[kMaskRows]) {
-  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t>(operand, flat, values);
-  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t>(operand, flat, values);
+STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t, V>(operand, flat, values);
+  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t, V>(operand, flat, values);
   if (operand.dtype == DType::kBool || operand.dtype == DType::kU8) {
-    ReadAll<uint8_t>(operand, flat, values);
+    ReadAll<uint8_t, V>(operand, flat, values);
     if (operand.boolean == 0) return;
     STOF_UNROLL
-    for (int r = 0; r < kMaskRows; ++r) values[r] = values[r] != 0;
+    for (int r = 0; r < kMaskRows<V>; ++r) values[r] = values[r] != 0;
     return;
   }
-  for (int r = 0; r < kMaskRows; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
 }
 
-// The expression for queries q0 ... q0 + 7, clamped to q_last, and one key, as 0 or 1. V is int32_t where `narrow` says
-// so for a box that holds them, else int64_t. Loops stand inside of the switch, which is so paid once for all queries.
+// The expression for queries q0, q0 + 1, ... and one key, as 0 or 1. V is int32_t where `narrow` says so for a box,
+// else int64_t. Of queries and keys beyond the box, or beyond the problem, the result means nothing.
 template <typename V>
-STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t q0, int64_t q_last, int64_t k, V (&top)[kMaskRows]) {
+STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k,
+                                   MaskValues<V>& top) {
   using U = std::make_unsigned_t<V>;
-  V stack[kMaskStack][kMaskRows];
+  constexpr int kRows = kMaskRows<V>;
+  const auto wrap = [](int64_t x) { return static_cast<U>(static_cast<uint64_t>(x)); };
+  alignas(16) V stack[kMaskStack][kRows];
   int depth = 0;  // entries below `top`
   for (int i = 0; i < view.count; ++i) {
     const MaskStep step = view.steps[i];
     if (step.op == ExprOp::kConst) {
       if (i > 0) {
         STOF_UNROLL
-        for (int r = 0; r < kMaskRows; ++r) stack[depth][r] = top[r];
+        for (int r = 0; r < kRows; ++r) stack[depth][r] = top[r];
         ++depth;
       }
-      const MaskLine line = view.lines[step.arg];
-      const U base = static_cast<U>(static_cast<uint64_t>(line.constant)) +
-                     static_cast<U>(static_cast<uint64_t>(line.k)) * static_cast<U>(static_cast<uint64_t>(k));
+      const MaskAffine& affine = view.affines[step.arg];
+      const U slope = wrap(affine.q);
+      const U first = wrap(affine.constant) + wrap(affine.b) * wrap(b) + wrap(affine.h) * wrap(h) +
+                      wrap(affine.k) * wrap(k) + slope * wrap(q0);
       STOF_UNROLL
-      for (int r = 0; r < kMaskRows; ++r) {
-        const int64_t q = Least(q0 + r, q_last);
-        top[r] = static_cast<V>(base + static_cast<U>(static_cast<uint64_t>(line.q)) *
-                                           static_cast<U>(static_cast<uint64_t>(q)));
-      }
+      for (int r = 0; r < kRows; ++r) top[r] = static_cast<V>(first + slope * static_cast<U>(r));
       continue;
     }
     if (step.op == ExprOp::kLookup) {
       const MaskOperand& operand = view.operands[step.operand];
       depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
-      V flat[kMaskRows] = {};
+      V flat[kRows] = {};
       for (int axis = 0; axis < step.arg; ++axis) {
         const int place = step.places >> 2 * axis & 3;
-        const V dim = static_cast<V>(operand.dims[axis]);
+        const U dim = static_cast<U>(operand.dims[axis]);
         STOF_UNROLL
-        for (int r = 0; r < kMaskRows; ++r) {
-          flat[r] = flat[r] * dim + (place == step.arg - 1 ? top[r] : stack[depth + place][r]);
+        for (int r = 0; r < kRows; ++r) {
+          const V index = place == step.arg - 1 ? top[r] : stack[depth + place][r];
+          flat[r] = static_cast<V>(static_cast<U>(flat[r]) * dim + static_cast<U>(index));
         }
       }
+      const V last = static_cast<V>(operand.count - 1);
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) flat[r] = flat[r] < 0 ? 0 : flat[r] > last ? last : flat[r];
       ReadElements<V>(operand, flat, top);
       continue;
     }
-    V x[kMaskRows], y[kMaskRows];
     if (step.mode == MaskStep::kShift) {
       STOF_UNROLL
-      for (int r = 0; r < kMaskRows; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         top[r] = step.op == ExprOp::kDiv ? top[r] >> step.arg : top[r] & ((V{1} << step.arg) - 1);
       }
       continue;
     }
-    const bool binary = step.op != ExprOp::kNeg && step.op != ExprOp::kAbs && step.op != ExprOp::kNot;
-    const bool popped = binary && step.mode != MaskStep::kImmediate;
-    if (popped) --depth;
-    const V constant = step.mode == MaskStep::kImmediate ? static_cast<V>(view.lines[step.arg].constant) : V{0};
-    STOF_UNROLL
-    for (int r = 0; r < kMaskRows; ++r) {
-      const V other = popped ? stack[depth][r] : constant;
-      const bool first = step.mode == MaskStep::kPlain && popped;  // what was pushed first is on the left
-      x[r] = first ? other : top[r];
-      y[r] = first ? top[r] : other;
+    const bool popped =
+        step.mode == MaskStep::kStack && step.op != ExprOp::kNeg && step.op != ExprOp::kAbs && step.op != ExprOp::kNot;
+    if (popped) {
+      --depth;
+      switch (step.op) {
+#define STOF_OPERATE(name)                           \
+  case ExprOp::name:                                 \
+    OperateLeft<ExprOp::name, V>(stack[depth], top); \
+    break;
+        STOF_OPERATE(kAdd)
+        STOF_OPERATE(kSub)
+        STOF_OPERATE(kMul)
+        STOF_OPERATE(kMin)
+        STOF_OPERATE(kMax)
+        STOF_OPERATE(kLt)
+        STOF_OPERATE(kLe)
+        STOF_OPERATE(kGt)
+        STOF_OPERATE(kGe)
+        STOF_OPERATE(kEq)
+        STOF_OPERATE(kNe)
+        STOF_OPERATE(kAnd)
+        STOF_OPERATE(kOr)
+#undef STOF_OPERATE
+        default:
+          break;
+      }
+      continue;
     }
+    const V constant = step.mode == MaskStep::kImmediate ? static_cast<V>(view.affines[step.arg].constant) : V{0};
     switch (step.op) {
-#define STOF_OPERATE(name)                  \
-  case ExprOp::name:                        \
-    OperateAll<ExprOp::name, V>(x, y, top); \
+#define STOF_OPERATE(name)                        \
+  case ExprOp::name:                              \
+    OperateRight<ExprOp::name, V>(top, constant); \
     break;
       STOF_OPERATE(kAdd)
       STOF_OPERATE(kSub)
@@ -451,6 +479,7 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t q0, int64_t q_l
       STOF_OPERATE(kMod)
       STOF_OPERATE(kNeg)
       STOF_OPERATE(kAbs)
+      STOF_OPERATE(kNot)
       STOF_OPERATE(kMin)
       STOF_OPERATE(kMax)
       STOF_OPERATE(kLt)
@@ -459,9 +488,6 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t q0, int64_t q_l
       STOF_OPERATE(kGe)
       STOF_OPERATE(kEq)
       STOF_OPERATE(kNe)
-      STOF_OPERATE(kAnd)
-      STOF_OPERATE(kOr)
-      STOF_OPERATE(kNot)
 #undef STOF_OPERATE
       default:
         break;
@@ -488,14 +514,6 @@ struct MaskProgram {
 // right, an operand that is missing or of the wrong rank or type, an expression that needs too deep a stack.
 Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSizes& sizes, const MaskInputs& inputs,
                    MaskProgram* program);
-
-// With batch and head put in.
-STOF_HOST_DEVICE MaskLine LineOf(const MaskAffine& affine, int64_t b, int64_t h) {
-  using U = uint64_t;
-  return {affine.q, affine.k,
-          static_cast<int64_t>(static_cast<U>(affine.constant) + static_cast<U>(affine.b) * static_cast<U>(b) +
-                               static_cast<U>(affine.h) * static_cast<U>(h))};
-}
 
 }  // namespace cuda
 }  // namespace stof

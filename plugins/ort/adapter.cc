@@ -128,50 +128,63 @@ struct Kernel {
   int outputs = 1;
 };
 
-// Memory of one Run, returned to ONNX Runtime's arena at its end. On a device that is while kernels still use it, and
-// another thread's Run on another stream must not be given it before they are done: such memory is taken with the
-// stream, to which the arena then ties it.
+// Memory of one Run. On the CPU from ONNX Runtime's arena, returned at the end. On a device the end comes while kernels
+// still use it, and another thread's Run on another stream must not be given it before they are done. The arena can tie
+// memory to a stream, but the call for it (KernelContext_GetScratchBuffer) ends the process when the arena is full: it
+// throws, and is noexcept (seen with gpu_mem_limit). So such memory comes from CUDA, in the order of the stream. While
+// a graph is captured it is the arena's, as all that the graph uses: ONNX Runtime then has one thread and one stream.
 class Scratch {
  public:
-  // memory: the kind to take; stream: that of a device, nullptr on the CPU.
-  Scratch(const OrtApi* api, const OrtKernelContext* context, const OrtMemoryInfo* memory, OrtAllocator* allocator,
-          const void* stream)
-      : api_(api), context_(context), memory_(memory), allocator_(allocator), stream_(stream) {}
+  // stream: that of a device, and on_device.
+  Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream)
+      : api_(api), allocator_(allocator), backend_(on_device ? FindCudaBackend() : nullptr), stream_(stream) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
+    for (void* block : ordered_) backend_->give(stream_, block);
+    // On a device without memory in the order of a stream the arena gets its own back when the stream is done.
+    if (!blocks_.empty() && backend_ != nullptr) backend_->captured_or_done(stream_);
     for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
   }
   static void* Allocate(void* self, size_t bytes) {
     auto* scratch = static_cast<Scratch*>(self);
-    void* block = scratch->Take(bytes + kAlignment);
-    if (block == nullptr) return nullptr;
-    scratch->blocks_.push_back(block);
+    void* block = nullptr;
+    bytes += kAlignment;
+    if (scratch->backend_ == nullptr) {
+      block = scratch->FromArena(bytes);
+    } else if (scratch->backend_->take(scratch->stream_, bytes, &block)) {
+      if (block != nullptr) scratch->ordered_.push_back(block);
+    } else {
+      // An arena that grows while a graph is captured allocates.
+      struct Call {
+        Scratch* scratch;
+        size_t bytes;
+        void* block;
+      } call{scratch, bytes, nullptr};
+      scratch->backend_->relaxed(
+          [](void* c) {
+            static_cast<Call*>(c)->block = static_cast<Call*>(c)->scratch->FromArena(static_cast<Call*>(c)->bytes);
+          },
+          &call);
+      block = call.block;
+    }
     const auto address = reinterpret_cast<uintptr_t>(block);
     return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
   }
 
  private:
-  void* Take(size_t bytes) const {
+  void* FromArena(size_t bytes) {
     void* block = nullptr;
-    OrtStatus* status = nullptr;
-    try {
-      // The second call needs a stream. A device without one works on its default stream, where all Runs of the session
-      // then come one after the other.
-      status = stream_ == nullptr ? api_->AllocatorAlloc(allocator_, bytes, &block)
-                                  : api_->KernelContext_GetScratchBuffer(context_, memory_, bytes, &block);
-    } catch (...) {  // it does not catch what an arena at its limit throws
-      return nullptr;
-    }
-    return Failed(api_, status) ? nullptr : block;
+    if (Failed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
+    blocks_.push_back(block);
+    return block;
   }
 
   const OrtApi* api_;
-  const OrtKernelContext* context_;
-  const OrtMemoryInfo* memory_;
   OrtAllocator* allocator_;
-  const void* stream_;
-  std::vector<void*> blocks_;
+  const CudaBackend* backend_;
+  void* stream_;
+  std::vector<void*> blocks_, ordered_;
 };
 
 struct Pool {
@@ -334,25 +347,25 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
     if (value == nullptr) continue;
     STOF_ORT_RETURN(api->GetTensorMutableData(value, &outputs[i].data));
   }
-  OrtMemoryInfo* made = nullptr;
+  OrtMemoryInfo* memory = nullptr;
   OrtAllocator* allocator = nullptr;
   RunContext run;
   if (kernel.on_cuda) {
     int device = 0;
     STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
     STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
-    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &made));
+    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
     run.on_cuda = true;
   } else {
-    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &made));
+    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
   }
-  const std::unique_ptr<OrtMemoryInfo, void (*)(OrtMemoryInfo*)> memory(made, api->ReleaseMemoryInfo);
-  OrtStatus* status = api->KernelContext_GetAllocator(context, memory.get(), &allocator);
+  OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
+  api->ReleaseMemoryInfo(memory);
   STOF_ORT_RETURN(status);
 
   Pool pool{api, context};
   {
-    Scratch scratch(api, context, memory.get(), allocator, run.stream);
+    Scratch scratch(api, allocator, run.on_cuda, run.stream);
     // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
     const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
     run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};

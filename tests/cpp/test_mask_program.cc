@@ -15,7 +15,6 @@ using cuda::CompileMask;
 using cuda::MaskBox;
 using cuda::MaskInterval;
 using cuda::MaskIntervals;
-using cuda::MaskLine;
 using cuda::MaskOperand;
 using cuda::MaskProgram;
 using cuda::MaskView;
@@ -42,14 +41,11 @@ std::vector<int64_t> Summaries(const MaskProgram& program) {
   return pairs;
 }
 
-// A program of one batch and head.
 struct Bound {
   std::vector<int64_t> summaries;
-  std::vector<MaskLine> lines;
   MaskView view;
-  Bound(const MaskProgram& program, int64_t b, int64_t h) : summaries(Summaries(program)) {
-    for (const cuda::MaskAffine& affine : program.affines) lines.push_back(cuda::LineOf(affine, b, h));
-    view.steps = program.steps.data(), view.lines = lines.data(), view.operands = program.operands.data();
+  explicit Bound(const MaskProgram& program) : summaries(Summaries(program)) {
+    view.steps = program.steps.data(), view.affines = program.affines.data(), view.operands = program.operands.data();
     view.summaries = summaries.data();
     view.count = static_cast<int32_t>(program.steps.size());
     view.narrow = program.narrow ? 1 : 0;
@@ -63,15 +59,14 @@ cuda::MaskInputs AllInputs(const Operands& operands) {
 }
 
 template <typename V>
-void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box, int64_t b, int64_t h) {
-  for (int64_t q0 = box.q_lo; q0 <= box.q_hi; q0 += cuda::kMaskRows) {
+void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box) {
+  for (int64_t q0 = box.q_lo; q0 <= box.q_hi; q0 += cuda::kMaskRows<V>) {
     for (int64_t k = box.k_lo; k <= box.k_hi; ++k) {
-      V allowed[cuda::kMaskRows];
-      cuda::EvaluateRows<V>(bound.view, q0, box.q_hi, k, allowed);
-      for (int r = 0; r < cuda::kMaskRows; ++r) {
-        const int64_t q = std::min(q0 + r, box.q_hi);
-        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, b, h, q, k);
-        CHECK(allowed[r] == (want ? 1 : 0), mask.text, " at ", b, " ", h, " ", q, " ", k, ": ", allowed[r]);
+      V allowed[cuda::kMaskRows<V>];
+      cuda::EvaluateRows<V>(bound.view, box.b, box.h, q0, k, allowed);
+      for (int64_t q = q0; q <= std::min<int64_t>(box.q_hi, q0 + cuda::kMaskRows<V> - 1); ++q) {
+        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, k);
+        CHECK(allowed[q - q0] == (want ? 1 : 0), mask.text, " at ", box.b, " ", box.h, " ", q, " ", k);
       }
     }
   }
@@ -92,9 +87,10 @@ TEST(MaskProgramsGiveTheExpression) {
     CHECK(status.ok(), mask.text, ": ", status.message());
     const ExprSizes& s = mask.sizes;
     const int64_t b = random.Range(0, s.B - 1), h = random.Range(0, s.H - 1);
-    const Bound bound(program, b, h);
+    const Bound bound(program);
     for (int i = 0; i < 6; ++i) {
       MaskBox box;
+      box.b = b, box.h = h;
       box.q_lo = s.P + random.Range(0, s.S - 1), box.k_lo = random.Range(0, s.T - 1);
       box.q_hi = std::min(s.P + s.S - 1, box.q_lo + random.Range(0, 40));
       box.k_hi = std::min(s.T - 1, box.k_lo + random.Range(0, 70));
@@ -103,9 +99,9 @@ TEST(MaskProgramsGiveTheExpression) {
       CHECK(intervals.ok(), mask.text, ": Check passed, so every box must");
       CHECK(found.lo >= 0 && found.hi <= 1 && found.lo <= found.hi, mask.text, ": ", found.lo, " to ", found.hi);
       ++boxes;
-      CheckRows<int64_t>(bound, mask, box, b, h);
+      CheckRows<int64_t>(bound, mask, box);
       if (intervals.narrow()) {
-        CheckRows<int32_t>(bound, mask, box, b, h);
+        CheckRows<int32_t>(bound, mask, box);
         ++narrow;
       }
       if (found.lo != found.hi) continue;
@@ -158,9 +154,9 @@ TEST(MaskProgramsTellWhatVectorsMayBreak) {
   const auto ok = [&](const char* text) {
     const Status status = Compile(text, sizes, inputs, &program);
     CHECK(status.ok(), text, ": ", status.message());
-    const Bound bound(program, 0, 0);
+    const Bound bound(program);
     MaskIntervals intervals(bound.view);
-    intervals.Run({0, 7, 0, 7});
+    intervals.Run({0, 0, 0, 7, 0, 7});
     return intervals.ok();
   };
   CHECK(ok("segment_k[b, lengths[b] - 1] == 3"));
@@ -193,8 +189,8 @@ TEST(MaskProgramsOfLongExpressions) {
     MaskProgram program;
     status = CompileMask(mask.expr, MaskExpr(), sizes, {}, &program);
     CHECK(status.ok(), status.message());
-    const Bound bound(program, 0, 1);
-    CheckRows<int32_t>(bound, mask, {0, 69, 0, 69}, 0, 1);
+    const Bound bound(program);
+    CheckRows<int32_t>(bound, mask, {0, 1, 0, 69, 0, 69});
   }
   CountCases(2);
 }
