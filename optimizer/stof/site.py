@@ -80,7 +80,7 @@ class AttentionSite:
     """An attention core in the graph.
 
     ``output`` is the tensor that the new op replaces; it is written in ``output_layout``, and transposed by ``output_perm``
-    where that is given.
+    where that is given, and flattened to two axes with ``output_flat``.
     ``nodes`` are the first outputs (names of tensors are unique) of the nodes between the first MatMul and the output;
     they disappear with it. ``dims`` are the symbolic sizes of the scores, B, H, S, T.
     """
@@ -111,6 +111,7 @@ class AttentionSite:
     dims: tuple[Int, ...] = ()  # B, H, S, T
     nodes: tuple[str, ...] = ()
     output_perm: tuple[int, ...] = ()
+    output_flat: bool = False  # the first two axes of the (transposed) output are one: [B*S, N]
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
 

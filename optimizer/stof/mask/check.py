@@ -30,6 +30,7 @@ _LONGEST = 1200
 _LARGEST = 4200  # windows up to here are run once above their length, at batch 1: [S, S] of int64 is 140 MB then
 _SHORT = (3, 5, 10, 13)
 _STORED = 40  # a length that shows what a stored mask looks like
+_FRUITLESS = 2  # lengths at which nothing runs, after which longer ones are not tried
 _ENOUGH = 3  # lengths that a mask must be compared at
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 
@@ -130,6 +131,7 @@ class MaskChecker:
         ]
         cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
         # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
+        # One that is put together from pieces runs from the length of the pieces on.
         short = [Case(2, length, Padding.RIGHT) for length in _SHORT if length not in chosen]
         compared, limit = 0, _LARGEST + 3
         failure: _DoesNotRun | None = None
@@ -140,7 +142,7 @@ class MaskChecker:
                 self._compare(site, mask, terms, case, number, stated)
                 compared += 1
             except _DoesNotRun as error:
-                failure, limit = error, case.length
+                failure, limit = error, case.length if compared or number >= _FRUITLESS else limit
         if failure is not None and compared < _ENOUGH:
             raise failure
         for case in uneven(site, chosen[len(chosen) // 2]):

@@ -7,6 +7,8 @@ equal windows of different exporters print equally.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -29,7 +31,9 @@ from stof.symbolic.terms import (
 )
 
 _WIDEST = 1 << 20  # largest constant in a band that is recognized as one
+_DEGREE = 2  # of a polynomial in q - k: its values stay below 2^63
 Q, K, B, H = var("q"), var("k"), var("b"), var("h")
+_ROW, _COLUMN = Atom("var", ("q",)), Atom("var", ("k",))
 
 
 @dataclass
@@ -51,19 +55,21 @@ class Names:
         return name
 
 
-def _difference(value: Int) -> tuple[int, int] | None:
-    """(a, c) of a * (q - k) + c, or None."""
-    q = k = c = 0
+def _difference(value: Int) -> list[int] | None:
+    """The coefficients of a polynomial in q - k, the constant first; None where it is none or of a high degree."""
+    found = [0] * (_DEGREE + 1)
+    others: Counter[tuple[int, int]] = Counter()
     for monomial, coefficient in value.terms:
-        if monomial == ():
-            c = coefficient
-        elif monomial == (Atom("var", ("q",)),):
-            q = coefficient
-        elif monomial == (Atom("var", ("k",)),):
-            k = coefficient
-        else:
+        rows, columns = monomial.count(_ROW), monomial.count(_COLUMN)
+        if rows + columns < len(monomial) or len(monomial) > _DEGREE:
             return None
-    return (q, c) if q == -k else None
+        for power in range(rows + 1):  # q ** n * k ** m with q = k + d
+            times = coefficient * math.comb(rows, power)
+            if rows + columns == power:
+                found[power] += times
+            else:
+                others[power, rows + columns - power] += times
+    return None if any(others.values()) else found
 
 
 def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
@@ -81,7 +87,7 @@ def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
         else:
             rest.append((monomial, coefficient))
     found = _difference(Int(tuple(rest)))
-    return None if found is None else total + found[0] * d + found[1]
+    return None if found is None else total + sum(c * d**n for n, c in enumerate(found) if c)
 
 
 def _band(cond: Cond, d: np.ndarray) -> np.ndarray | None:
@@ -114,11 +120,14 @@ def _reach(cond: Cond) -> int:
 
 
 def _int_reach(value: Int) -> int:
-    total = abs(value.offset)
-    for monomial, _ in value.terms:
+    """Beyond the sum of its coefficients, a polynomial has the sign of its leading term."""
+    total = 1
+    for monomial, coefficient in value.terms:
+        size = abs(coefficient)
         for atom in monomial:
             if atom.kind == "abs" and isinstance(atom.args[0], Int):
-                total += _int_reach(atom.args[0])
+                size *= _int_reach(atom.args[0])
+        total += size
     return total
 
 

@@ -150,6 +150,7 @@ def _site(
         output=found.output.tensor,
         output_layout=found.output.layout,
         output_perm=found.output.perm,
+        output_flat=found.output.flat,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,

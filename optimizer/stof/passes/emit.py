@@ -186,13 +186,17 @@ def _replace(
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else output
+    flat = editing.variable(f"{site.output}_rows", site.dtype) if site.output_flat else output
+    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else flat
     result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
         _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
-        nodes.append(editing.node("Transpose", output.name, [written], [output], perm=perm))
+        nodes.append(editing.node("Transpose", flat.name, [written], [flat], perm=perm))
+    if site.output_flat:
+        shape = editing.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
+        nodes.append(editing.node("Reshape", output.name, [flat, shape], [output]))
     editing.graph.nodes[place:place] = nodes
     editing.declare(site.output, site.dtype, _output_shape(site))
 
@@ -243,6 +247,8 @@ def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
     batch, rows = (_dimension(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
+    if site.output_flat:
+        return ["", heads * size]
     shape: list[int | str] = {
         Layout.BHSD: [batch, heads, rows, size],
         Layout.BSHD: [batch, rows, heads, size],

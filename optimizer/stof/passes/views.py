@@ -246,7 +246,14 @@ def readings(
         found.insert(0 if heads.operand.perm else len(found), heads)
         if _written_anyway(index, symbolic, chain.source):
             break
-    return found
+    # [B*H, S, D] reads as B*H batches of one head as well; masks tell batches from heads, so that comes first.
+    return sorted(found, key=lambda h: not any(_splits(o, h) for o in found))
+
+
+def _splits(one: Heads, other: Heads) -> bool:
+    """Whether a reading tells heads where another takes them for batches."""
+    count = other.batch.divide(one.batch)
+    return count is not None and (count.constant or 1) > 1
 
 
 def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
@@ -330,8 +337,9 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
 
 def output_layout(
     shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = ()
-) -> tuple[Layout, tuple[int, ...]] | None:
-    """The layout of a view of the result [.., S, Dv] of the second MatMul, and the transposition of it that the view is.
+) -> tuple[Layout, tuple[int, ...], bool] | None:
+    """The layout of a view of the result [.., S, Dv] of the second MatMul, the transposition of it that the view is, and
+    whether the first two axes of that are one.
 
     None when it is no legal one. ``order`` is the order of axes in which the result is that, where it is not its own.
     """
@@ -340,7 +348,7 @@ def output_layout(
     groups = [_strip(g) for g in axes]
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
-    elif len(shape) == 3 and len(axes) in (3, 4) and not order:  # [B*H, S, Dv]
+    elif len(shape) == 3 and len(axes) in (2, 3, 4) and not order:  # [B*H, S, Dv]
         first = _strip([a for g in axes for a in g if a.axis == 0])
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
@@ -350,12 +358,12 @@ def output_layout(
         s, d = _strip([whole[1]]), _strip([whole[2]])
     else:
         return None
-    if groups == [b, h, s, d]:
-        return Layout.BHSD, ()
-    if groups == [b, s, h, d]:
-        return Layout.BSHD, ()
-    if groups == [b, s, h + d]:
-        return Layout.BSN, ()
-    if groups == [s, b, h + d]:
-        return Layout.BSN, (1, 0, 2)
-    return None
+    legal: list[tuple[list[list[AxisAtom]], Layout, tuple[int, ...], bool]] = [
+        ([b, h, s, d], Layout.BHSD, (), False),
+        ([b, s, h, d], Layout.BSHD, (), False),
+        ([b, s, h + d], Layout.BSN, (), False),
+        ([s, b, h + d], Layout.BSN, (1, 0, 2), False),
+        ([b + s, h + d], Layout.BSN, (), True),
+        ([s + b, h + d], Layout.BSN, (1, 0, 2), True),
+    ]
+    return next(((layout, perm, flat) for own, layout, perm, flat in legal if groups == own), None)

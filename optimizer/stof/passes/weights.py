@@ -46,6 +46,7 @@ class Output:
     row_guard: str | None
     nodes: tuple[str, ...]
     perm: tuple[int, ...] = ()
+    flat: bool = False
 
 
 class Forward:
@@ -194,7 +195,7 @@ class Forward:
         return str(where.output[0])
 
     def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str]) -> list[Output]:
-        """The tensors that the op can write, the farthest first."""
+        """The tensors that the op can write, the best first: the farther the better, flattened ones last."""
         start = weighted.product
         shape = self.symbolic.shape(start)
         if shape is None:
@@ -208,9 +209,10 @@ class Forward:
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))
             view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order)
-            layout, perm = view if view is not None else (None, ())
+            layout, perm, flat = view if view is not None else (None, (), False)
             if layout is not None:
-                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed, perm))
+                output = Output(current, layout, self.symbolic.dtype(current), guard, passed, perm, flat)
+                found.insert(0 if flat else len(found), output)
             users = self._users(current, staying)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break

@@ -178,7 +178,6 @@ RULES: dict[str, Rule] = {
     "GroupNormalization": as_first,
     "LpNormalization": as_first,
     "MeanVarianceNormalization": as_first,
-    "ScatterElements": as_first,
     "ReverseSequence": as_first,
     "Hardmax": as_first,
     "CumSum": as_first,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
@@ -25,6 +27,7 @@ from stof.symbolic.terms import (
 )
 
 INT64 = TensorProto.INT64
+_MOST_ROWS = 16  # that are assigned one by one
 ZERO, ONE = integer(0), integer(1)
 
 
@@ -171,9 +174,13 @@ def _slice(context: Context) -> list[Fact] | None:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis %= len(data)
         n = data[axis]
-        if step < 0:
-            if n.constant is None:
+        if step < 0 and n.constant is None:
+            if step != -1:
                 return None
+            first, length = _backwards(start, end, n)
+            plan[axis], shape[axis] = (first, step), length
+            continue
+        if step < 0:
             span = range(*slice(start.constant, end.constant, step).indices(n.constant))
             plan[axis] = (integer(span.start), step)
             shape[axis] = integer(len(span))
@@ -181,9 +188,7 @@ def _slice(context: Context) -> list[Fact] | None:
         first, last = _clamp(start, n), _clamp(end, n)
         length = last - first
         if step != 1:
-            if length.constant is None:
-                return None
-            length = integer(-(-length.constant // step))
+            length = floor_div(length + integer(step - 1), step)
         plan[axis] = (first, step)
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
 
@@ -194,6 +199,15 @@ def _slice(context: Context) -> list[Fact] | None:
         return value.at(tuple(moved))
 
     return [_make(context, tuple(shape), at)]
+
+
+def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
+    """The first position and the length of a slice of step -1 along an axis of n."""
+    first = _clamp(start, n)
+    first = n - ONE if first == n else first
+    c = end.constant
+    last = integer(-1) if c is not None and c <= -(1 << 31) + 1 else _clamp(end, n)
+    return first, first - last
 
 
 def _clamp(position: Int, n: Int) -> Int:
@@ -611,25 +625,21 @@ def _pad(context: Context) -> list[Fact] | None:
 
 
 def _scatter_nd(context: Context) -> list[Fact] | None:
-    """Slice assignment as exporters write it: every index tuple is the position itself plus a constant."""
+    """Slice assignment as exporters write it: index tuples are the position itself plus a constant, or few."""
     data, indices, updates = context.shape(0), context.value(1), context.value(2)
     if data is None:
         return None
     value = context.value(0)
+    unknown = [Fact(context.fact(0).dtype, data)]
     if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
-        return [Fact(context.fact(0).dtype, data)]
+        return unknown
     depth = indices.shape[-1].constant
-    rank = indices.rank - 1
-    if depth is None or depth != rank:
-        return [Fact(context.fact(0).dtype, data)]
-    probe = tuple(var(f"scatter{a}") for a in range(rank))
-    shifts = []
-    for a in range(depth):
-        place = to_int(indices.at((*probe, integer(a))))
-        shift = place - probe[a] if indices.shape[a] != ONE else place
-        if shift.constant is None:
-            return [Fact(context.fact(0).dtype, data)]
-        shifts.append(shift)
+    if depth is None:
+        return unknown
+    shifts = _shifts(indices, depth)
+    if shifts is None:
+        places = _few(indices, depth, data)
+        return unknown if places is None else [_make(context, data, _placed(value, updates, places, depth))]
     counts = indices.shape[:-1]
 
     def at(index: Index) -> Scalar:
@@ -639,6 +649,71 @@ def _scatter_nd(context: Context) -> list[Fact] | None:
         )
         placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
         return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
+
+    return [_make(context, data, at)]
+
+
+def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
+    """What index tuples [.., depth] add to the position that they stand at; None where that is no constant."""
+    rank = indices.rank - 1
+    if depth != rank:
+        return None
+    probe = tuple(var(f"scatter{a}") for a in range(rank))
+    shifts = []
+    for a in range(depth):
+        place = to_int(indices.at((*probe, integer(a))))
+        shift = place - probe[a] if indices.shape[a] != ONE else place
+        if shift.constant is None:
+            return None
+        shifts.append(shift)
+    return shifts
+
+
+def _few(indices: SymTensor, depth: int, data: Shape) -> list[tuple[Int, ...]] | None:
+    """The index tuples of a short list [n, depth] of them."""
+    sizes = indices.sizes()
+    if sizes is None or len(sizes) != 2 or sizes[0] > _MOST_ROWS:
+        return None
+    return [
+        tuple(_wrap(to_int(indices.at((integer(i), integer(a)))), data[a]) for a in range(depth))
+        for i in range(sizes[0])
+    ]
+
+
+def _placed(value: SymTensor, updates: SymTensor, places: list[tuple[Int, ...]], depth: int) -> Callable[[Index], Scalar]:
+    """A tensor with updates [n, ..] at n places."""
+
+    def at(index: Index) -> Scalar:
+        result = value.at(index)
+        for i, place in enumerate(places):
+            here = all_of(equal(a, p) for a, p in zip(index, place, strict=False))
+            result = select(here, updates.at((integer(i), *index[depth:])), result)
+        return result
+
+    return at
+
+
+def _scatter_elements(context: Context) -> list[Fact] | None:
+    """Rows or columns that are assigned whole, as exporters write it: few along the axis, all of the others."""
+    data, indices, updates = context.shape(0), context.value(1), context.value(2)
+    if data is None:
+        return None
+    value = context.value(0)
+    axis = context.number("axis", 0) % len(data)
+    count = None if indices is None else indices.shape[axis].constant
+    if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
+        return [Fact(context.fact(0).dtype, data)]
+    whole = all(n == d for a, (n, d) in enumerate(zip(indices.shape, data, strict=True)) if a != axis)
+    if count is None or count > _MOST_ROWS or not whole:
+        return [Fact(context.fact(0).dtype, data)]
+
+    def at(index: Index) -> Scalar:
+        result = value.at(index)
+        for i in range(count):
+            place = (*index[:axis], integer(i), *index[axis + 1 :])
+            row = _wrap(to_int(indices.at(place)), data[axis])
+            result = select(equal(index[axis], row), updates.at(place), result)
+        return result
 
     return [_make(context, data, at)]
 
@@ -666,5 +741,6 @@ RULES: dict[str, Rule] = {
     "EyeLike": _eye_like,
     "Split": _split,
     "Pad": _pad,
+    "ScatterElements": _scatter_elements,
     "ScatterND": _scatter_nd,
 }
