@@ -107,6 +107,7 @@ class InputMaker:
         pads: tensors that masks read as padding: model inputs, or what is computed from them.
         limits: inputs that hold numbers of keys, each with the number that there are.
         segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
+        forbidding: of the padding, what is true where a key may not be attended.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class InputMaker:
         pads: frozenset[str],
         limits: Mapping[str, Int] | None = None,
         segments: frozenset[str] = frozenset(),
+        forbidding: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.symbolic = symbolic
@@ -127,6 +129,7 @@ class InputMaker:
         given = {i.name for i in self.inputs}
         # Numbers of keys that are counted are counted in padding masks.
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
+        self.forbidding = forbidding & given
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
@@ -215,7 +218,7 @@ class InputMaker:
             if value.name in self.limits:
                 most = evaluate(self.limits[value.name], sizes)
                 counts = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
-                counts[2:3] = min(1, most)  # a third row has one key, as with padding
+                counts.reshape(-1)[2:3] = min(1, most)  # a third row has one key, as with padding
                 feeds[value.name] = counts
                 continue
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
@@ -225,7 +228,8 @@ class InputMaker:
         self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
     ) -> np.ndarray:
         if name in self.pads:
-            return _padding(dims, case, rng).astype(dtype)
+            mask = _padding(dims, case, rng)
+            return (1 - mask if name in self.forbidding else mask).astype(dtype)
         if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
             # A switch, which an If reads: on in the first case of all, off in the last one.
             on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)

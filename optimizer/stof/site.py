@@ -32,6 +32,16 @@ class EmptyRows(str, enum.Enum):
     ALL = "all"
 
 
+class OperandView(str, enum.Enum):
+    """How a tensor of the graph becomes a run-time operand."""
+
+    SAME = "same"
+    ROW = "row"  # [L], and axes of size 1: one row for all batches
+    ROWS = "rows"  # [B, L], and axes of size 1 after the first
+    FLAT = "flat"  # one number, or [B, 1, ..]
+    TURNED = "turned"  # [L, B]
+
+
 class TermKind(str, enum.Enum):
     """How a tensor of the graph changes the scores [B, H, S, T] before the softmax."""
 
@@ -121,6 +131,21 @@ class RuntimeOperand:
 
     role: str  # "pad", "segment_q", ...
     tensor: str
+    view: OperandView = OperandView.SAME
+
+    def laid(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value as the op takes it: [B or 1, L], or [B or 1] of lengths."""
+        match self.view:
+            case OperandView.ROW:
+                return array.reshape(1, -1)
+            case OperandView.ROWS:
+                return array.reshape(array.shape[0], -1)
+            case OperandView.FLAT:
+                return array.reshape(-1)
+            case OperandView.TURNED:
+                return np.transpose(array)
+            case OperandView.SAME:
+                return array
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,15 @@ def lengths(expression: str) -> list[int]:
 
 def read_by(
     masks: Iterable[tuple[AttentionSite, LiftedMask]],
-) -> tuple[frozenset[str], dict[str, Int], frozenset[str]]:
-    """The tensors that masks read, for :class:`InputMaker`: as padding, as numbers of keys, as segments."""
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true."""
+    masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
+    forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and "not pad[" in m.expression}
     pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
     limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
-    return pads, limits, frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
+    segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
+    return pads, limits, segments, frozenset(forbidding)
 
 
 def uneven(site: AttentionSite, length: int) -> list[Case]:
@@ -95,7 +98,7 @@ class MaskChecker:
             None if mask.relative is None else replace(mask.relative, terms=()),
             mask.expression,
             mask.tables,
-            tuple((o.role, self.signatures.of(o.tensor)) for o in mask.operands),
+            tuple((o.role, o.view, self.signatures.of(o.tensor)) for o in mask.operands),
             None if site.row_guard is None else self.signatures.of(site.row_guard),
             mask.empty_rows,
             site.dims,
@@ -252,7 +255,7 @@ class MaskChecker:
         P = shape[3] - shape[2] if site.query_offset else 0
         runtime = {}
         for operand in mask.operands:
-            array = feeds[operand.tensor]
+            array = operand.laid(feeds[operand.tensor])
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
         try:
             return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
@@ -270,8 +273,8 @@ class MaskChecker:
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        pads, limits, segments = read_by([(site, mask)])
-        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments)
+        pads, limits, segments, forbidding = read_by([(site, mask)])
+        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments, forbidding)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:

@@ -8,6 +8,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from stof.errors import UnsupportedError
 from stof.mask.families import describe
 from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
@@ -55,9 +56,31 @@ class _TermMask:
 def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
     """The mask of a site as an expression; tensors that are ``kept`` stay a bias, whatever they forbid.
 
+    What is made of data by operators of which no expression is known may still be a vector for the expression to read.
+
     Raises:
         UnsupportedError: with the tensor and what its value depends on.
     """
+    failure: UnsupportedError | None = None
+    found: LiftedMask | None = None
+    try:
+        found = _lift(symbolic, site, kept)
+    except UnsupportedError as error:
+        failure = error
+    unread = () if found is None else [t for t in found.by_data if t not in kept]
+    if found is not None and not unread:
+        return found
+    with contextlib.suppress(UnsupportedError):
+        other = _lift(symbolic.coarse, site, kept)
+        if found is None or len(other.by_data) < len(found.by_data):
+            return other
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -> LiftedMask:
     tables: dict[str, np.ndarray] = {}
     terms = [
         _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
@@ -68,7 +91,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
     banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
     allowed = domain.simplify(banded)
-    operands: dict[str, str] = {}
+    operands: dict[str, RuntimeOperand] = {}
     names = Names(
         _size_names(site),
         lambda tensor, indices, boolean: _operand(symbolic, operands, tensor, indices, boolean),
@@ -81,7 +104,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
         notes.append("a bias may forbid as well; a row without any key may differ")
     return LiftedMask(
         expression=expression,
-        operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
+        operands=tuple(operands[role] for role in sorted(operands)),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
         by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
@@ -257,23 +280,64 @@ def _size_names(site: AttentionSite) -> dict[str, str]:
     return names
 
 
-def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool) -> str:
-    """The role of a model input that the mask reads."""
+def _operand(
+    symbolic: Symbolic,
+    operands: dict[str, RuntimeOperand],
+    tensor: str,
+    indices: Sequence[Int],
+    boolean: bool,
+) -> tuple[str, int | None]:
+    """The role of a model input that the mask reads, and its axis of positions."""
     shape = symbolic.shape(tensor)
-    if shape is not None and len(shape) == 1 and tuple(indices) in ((B,), (integer(0),)) and not boolean:
-        if operands.setdefault("lengths", tensor) != tensor:
-            raise UnsupportedError(f"the mask reads {operands['lengths']!r} and {tensor!r} as lengths; only one can be")
-        return "lengths"
-    if shape is None or len(shape) != 2 or len(indices) != 2 or indices[0] not in (B, integer(0)):
+    axes = [a for a, d in enumerate(shape or ()) if d.constant != 1]
+    others = [a for a in axes if indices[a] != B]
+    place = others[0] if others else None
+    view = None if shape is None or len(others) > 1 else _view(axes, place, len(shape))
+    if view is None:
+        words = ", ".join(str(d.constant or "?") for d in shape or ())
         raise UnsupportedError(
-            f"the mask reads model input {tensor!r} of rank {len(shape) if shape else '?'}; only vectors [B, length] "
-            "can be operands"
+            f"the mask reads {tensor!r} of shape [{words}] at ({', '.join(_short(i) for i in indices)}); only vectors with one "
+            "axis of positions, [B, length] or [length], and numbers for each batch, [B] or one, can be operands"
         )
-    reads_query = any(a.kind == "var" and a.args == ("q",) for a in indices[1].atoms())
-    role = "pad" if boolean else "segment_q" if reads_query else "segment_k"
-    if operands.setdefault(role, tensor) != tensor:
-        raise UnsupportedError(f"the mask reads {operands[role]!r} and {tensor!r} as {role}; only one can be")
-    return role
+    if place is None:
+        role = "lengths"
+    else:
+        role = _vector_role(operands, RuntimeOperand("pad", tensor, view), indices[place], boolean)
+    operand = RuntimeOperand(role, tensor, view)
+    if operands.setdefault(role, operand) != operand:
+        raise UnsupportedError(f"the mask reads {operands[role].tensor!r} and {tensor!r} as {role}; only one can be")
+    return role, place
+
+
+def _vector_role(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index: Int, boolean: bool) -> str:
+    """The role of a vector of positions. There is one of padding, by keys; other conditions are numbers other than 0."""
+    reads_query = any(a.kind == "var" and a.args == ("q",) for a in index.atoms())
+    if boolean and (operands.get("pad") == pad or ("pad" not in operands and not reads_query)):
+        return "pad"
+    return "segment_q" if reads_query else "segment_k"
+
+
+def _short(index: Int) -> str:
+    found = index.atom
+    if index.constant is not None:
+        return str(index.constant)
+    return str(found.args[0]) if found is not None and found.kind == "var" else "..."
+
+
+def _view(axes: Sequence[int], place: int | None, rank: int) -> OperandView | None:
+    """How a tensor becomes a vector: ``axes`` are those of more than one element, ``place`` is the one of positions."""
+    if place is None:
+        if len(axes) > 1:
+            return None
+        return OperandView.SAME if rank == 1 else OperandView.FLAT
+    match list(axes):
+        case [only] if only == place:
+            return OperandView.SAME if (rank, place) == (2, 1) else OperandView.ROW
+        case [0, last] if last == place:
+            return OperandView.SAME if rank == 2 else OperandView.ROWS
+        case [0, 1] if place == 0 and rank == 2:
+            return OperandView.TURNED
+    return None
 
 
 def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool) -> EmptyRows:

@@ -41,7 +41,8 @@ class Names:
     """How sizes and reads of a graph are called in the expression. Filled while printing."""
 
     sizes: dict[str, str]  # dimension name -> S, T or P
-    operand: Callable[[str, tuple[Int, ...], bool], str]  # (tensor, indices, boolean) -> role
+    # (tensor, indices, boolean) -> role, axis of positions
+    operand: Callable[[str, tuple[Int, ...], bool], tuple[str, int | None]]
     constant: Callable[[str], np.ndarray]  # array of a constant tensor
     tables: dict[str, np.ndarray] = field(default_factory=dict)  # table name -> array
 
@@ -192,8 +193,7 @@ class _Printer:
             case "ne":
                 return self._not_equal(cond)
             case "read" | "unread":
-                text = self._read(cond.args[0], cond.args[1], boolean=True)
-                return (text, 7) if cond.kind == "read" else (f"not {text}", 2)
+                return self._truth(cond.args[0], cond.args[1], holds=cond.kind == "read")
             case "table" | "untable":
                 text = self._table(cond.args[0], cond.args[1])
                 return (text, 7) if cond.kind == "table" else (f"not {text}", 2)
@@ -236,8 +236,14 @@ class _Printer:
         assert isinstance(value, Int)
         atom = value.atom
         if atom is not None and atom.kind == "read":  # a 0/1 vector
-            return self._read(atom.args[0], atom.args[1], boolean=True), 7
+            return self._truth(atom.args[0], atom.args[1], holds=True)
         return self._comparison(cond, "!=")
+
+    def _truth(self, tensor: object, indices: object, *, holds: bool) -> tuple[str, int]:
+        text = self._read(tensor, indices, boolean=True)
+        if not text.startswith("pad"):
+            return f"{text} {'!=' if holds else '=='} 0", 3
+        return (text, 7) if holds else (f"not {text}", 2)
 
     def integer(self, value: Int) -> tuple[str, int]:
         if not value.terms:
@@ -283,12 +289,8 @@ class _Printer:
     def _read(self, tensor: object, indices: object, *, boolean: bool) -> str:
         assert isinstance(tensor, str)
         assert isinstance(indices, tuple)
-        role = self.names.operand(tensor, indices, boolean)
-        texts = []
-        for axis, index in enumerate(indices):
-            fixed = axis == 0 and (len(indices) > 1 or role == "lengths") and index == integer(0)
-            texts.append("b" if fixed else self.integer(index)[0])
-        return f"{role}[{', '.join(texts)}]"
+        role, place = self.names.operand(tensor, indices, boolean)
+        return f"{role}[b]" if place is None else f"{role}[b, {self.integer(indices[place])[0]}]"
 
     def _table(self, tensor: object, indices: object) -> str:
         assert isinstance(tensor, str)

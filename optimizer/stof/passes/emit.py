@@ -20,10 +20,12 @@ from stof.mask.lift import LOWEST
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand
+from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, OperandView, RuntimeOperand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
+_INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
+_PAD_TYPES = _INTEGERS | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 _NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
@@ -270,7 +272,7 @@ def _operands(
     editing: Editing, symbolic: Symbolic, rewrite: Rewrite, slots: Sequence[str], extra: list[gs.Node]
 ) -> list[gs.Tensor]:
     mask = rewrite.mask
-    given: dict[str, gs.Tensor] = {o.role: editing.tensors[o.tensor] for o in mask.operands}
+    given: dict[str, gs.Tensor] = {o.role: _vector(editing, symbolic, o, extra) for o in mask.operands}
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         given[name] = editing.initializer(f"stof_{name}", array)
@@ -281,6 +283,28 @@ def _operands(
     if rewrite.site.sink is not None:
         given["sink"] = _sink(editing, symbolic, rewrite.site, extra)
     return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
+
+
+def _vector(editing: Editing, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node]) -> gs.Tensor:
+    """A run-time operand in the shape and one of the types that the op takes."""
+    tensor: gs.Tensor = editing.tensors[operand.tensor]
+    dtype = symbolic.dtype(operand.tensor)
+    sizes = {OperandView.ROW: [1, -1], OperandView.ROWS: [0, -1], OperandView.FLAT: [-1]}.get(operand.view)
+    if operand.view is OperandView.TURNED:
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        extra.append(editing.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
+        tensor = out
+    elif sizes is not None:
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        shape = editing.initializer("stof_shape", np.array(sizes, np.int64))
+        extra.append(editing.node("Reshape", out.name, [tensor, shape], [out]))
+        tensor = out
+    types, wanted = (_PAD_TYPES, TensorProto.BOOL) if operand.role == "pad" else (_INTEGERS, TensorProto.INT64)
+    if dtype not in types:
+        out = editing.variable(f"stof_{operand.role}", int(wanted))
+        extra.append(editing.node("Cast", out.name, [tensor], [out], to=int(wanted)))
+        tensor = out
+    return tensor
 
 
 def _neutral(editing: Editing, role: str) -> gs.Tensor:

@@ -252,8 +252,8 @@ def readings(
 
 def _splits(one: Heads, other: Heads) -> bool:
     """Whether a reading tells heads where another takes them for batches."""
-    count = other.batch.divide(one.batch)
-    return count is not None and (count.constant or 1) > 1
+    by_parts = one.operand.layout is Layout.BSN or not one.operand.perm
+    return other.heads == 1 < one.heads and by_parts and other.batch == one.batch * integer(one.heads * one.repeat)
 
 
 def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:

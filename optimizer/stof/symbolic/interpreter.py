@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
-from stof.symbolic.terms import Atom, Int, integer, size
+from stof.symbolic.terms import Atom, Int, integer, parts, size, var
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
@@ -140,9 +140,11 @@ class Symbolic:
     Args:
         model: without external data.
         known: of the same model with its functions inlined: tells shapes of what calls of functions give.
+        vectors: take integer and boolean vectors [B, length], [length] or [B] that are computed from what inputs hold for
+            inputs themselves, whatever they are computed by.
     """
 
-    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
+    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
         from stof.symbolic import contrib, fused, quantized, rules
 
         self._facts: dict[str, Fact] = {}
@@ -156,7 +158,13 @@ class Symbolic:
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
+        self._model = model
+        self._vectors = vectors
+        self._coarse: Symbolic | None = None
         self._read_graph(model.graph)
+        self._batches = {
+            f.shape[0] for i in model.graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
+        }
         for node in model.graph.node:
             self._visit(node)
 
@@ -195,6 +203,10 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
+            if self._vectors and self._is_vector(fact):
+                assert fact.shape is not None
+                assert fact.value is not None
+                fact = replace(fact, value=computed_tensor(name, fact.shape, fact.value.kind))
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
@@ -209,6 +221,24 @@ class Symbolic:
         if kind is None or fact.shape is None or not known:
             return fact
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
+
+    def _is_vector(self, fact: Fact) -> bool:
+        """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches."""
+        value = fact.value
+        if value is None or value.kind == "f" or value.constant is not None or fact.shape is None:
+            return False
+        long = [d for d in fact.shape if d.constant != 1]
+        if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
+            return False
+        probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
+        return any(p.kind in ("read", "unread") for p in parts(value.at(probe)))
+
+    @property
+    def coarse(self) -> Symbolic:
+        """The same with computed vectors taken for inputs."""
+        if self._coarse is None:
+            self._coarse = self if self._vectors else Symbolic(self._model, self._known, vectors=True)
+        return self._coarse
 
     @property
     def equalities(self) -> list[tuple[Int, Int]]:

@@ -174,13 +174,13 @@ def _slice(context: Context) -> list[Fact] | None:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis %= len(data)
         n = data[axis]
-        if step < 0 and n.constant is None:
-            if step != -1:
-                return None
-            first, length = _backwards(start, end, n)
-            plan[axis], shape[axis] = (first, step), length
-            continue
         if step < 0:
+            if n.constant is None:
+                if step != -1:
+                    return None
+                first, length = _backwards(start, end, n)
+                plan[axis], shape[axis] = (first, step), length
+                continue
             span = range(*slice(start.constant, end.constant, step).indices(n.constant))
             plan[axis] = (integer(span.start), step)
             shape[axis] = integer(len(span))
@@ -680,7 +680,9 @@ def _few(indices: SymTensor, depth: int, data: Shape) -> list[tuple[Int, ...]] |
     ]
 
 
-def _placed(value: SymTensor, updates: SymTensor, places: list[tuple[Int, ...]], depth: int) -> Callable[[Index], Scalar]:
+def _placed(
+    value: SymTensor, updates: SymTensor, places: list[tuple[Int, ...]], depth: int
+) -> Callable[[Index], Scalar]:
     """A tensor with updates [n, ..] at n places."""
 
     def at(index: Index) -> Scalar:

@@ -309,6 +309,8 @@ def equal(left: Int, right: Int) -> Cond:
         return FALSE
     if (found := _by_cases(difference, lambda x: equal(x, integer(0)))) is not None:
         return found
+    if len(difference.terms) == 1 and len(factors := difference.terms[0][0]) > 1:
+        return any_of(equal(Int((((a,), 1),)), integer(0)) for a in set(factors))
     first = next(c for m, c in difference.terms if m != ())
     return Cond("eq", (difference if first > 0 else -difference,))
 
