@@ -14,9 +14,10 @@ from onnx import TensorProto, helper
 
 # Of these ONNX Runtime's CPU provider has fp64 kernels, or they only move elements.
 _KNOWN = frozenset(
-    "Add CastLike Cast Concat Div Dropout Einsum Expand Flatten Identity IsNaN MatMul Max Mul Pad ReduceMax Reshape Slice "
-    "Softmax Squeeze Sub Tanh Transpose Unsqueeze Where".split()
+    {"Add", "Div", "Einsum", "IsNaN", "MatMul", "Max", "Mul", "ReduceMax", "Softmax", "Sub", "Tanh", "Where"}
 )
+_KNOWN |= {"Cast", "CastLike", "Concat", "Dropout", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Slice"}
+_KNOWN |= {"Squeeze", "Transpose", "Unsqueeze"}
 _FLOAT, _DOUBLE = int(TensorProto.FLOAT), int(TensorProto.DOUBLE)
 
 

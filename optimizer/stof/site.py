@@ -113,6 +113,8 @@ class AttentionSite:
     softcap: float = 0.0
     floored: bool = False  # Max with the lowest finite number before the softmax: no -inf enters it
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
+    # Weights made 0 after the softmax, by their own mask; without a fill by a product, which leaves NaN.
+    pair_guard: MaskTerm | None = None
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph

@@ -16,10 +16,11 @@ import onnx
 
 from stof.errors import GuardError, UnsupportedError
 from stof.graph import GraphIndex
-from stof.mask.lift import lift
+from stof.mask.lift import element, lift
 from stof.passes.views import uniform
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
+from stof.symbolic.terms import cases, to_real
 
 _DEEPEST = 16
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -37,19 +38,52 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
     Raises:
         GuardError: when the guard says something else, or what it says cannot be read.
     """
+    if site.pair_guard is not None:
+        _check_pairs(symbolic, site, mask, site.pair_guard)
     if site.row_guard is None:
         return
     term = _reduced(index, symbolic, site.row_guard)
     if term is None:
         raise GuardError(f"{site.row_guard!r} zeroes rows by something other than whether a mask has a key in them")
     try:
-        found = lift(symbolic, replace(site, terms=(term,), row_guard=None, unguarded=None))
+        found = lift(symbolic, _masked_by(site, term))
     except UnsupportedError as error:
         raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that cannot be lifted: {error}") from error
-    if found.bias or (found.expression, found.operands, found.tables) != (mask.expression, mask.operands, mask.tables):
+    if found.bias or not _same(found, mask):
         raise GuardError(
             f"{site.row_guard!r} zeroes the rows without a key in {found.expression or 'True'!r}, the scores have "
             f"{mask.expression or 'True'!r}"
+        )
+
+
+def _masked_by(site: AttentionSite, term: MaskTerm) -> AttentionSite:
+    return replace(site, terms=(term,), row_guard=None, pair_guard=None, unguarded=None)
+
+
+def _same(one: LiftedMask, other: LiftedMask) -> bool:
+    return (one.expression, one.operands, one.tables) == (other.expression, other.operands, other.tables)
+
+
+def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guard: MaskTerm) -> None:
+    """Proves that what makes weights 0 after the softmax does so with the pairs that the mask forbids.
+
+    Raises:
+        UnsupportedError: when it may be others.
+    """
+    value = symbolic.value(guard.tensor)
+    if value is None:
+        raise UnsupportedError(
+            f"{guard.tensor!r} changes the attention weights by more than shapes and inputs: {symbolic.reason(guard.tensor)}"
+        )
+    if guard.fill is None:
+        numbers = [x for _, x in cases(to_real(element(value, site)))]
+        if not set(numbers) <= {0.0, 1.0}:
+            raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
+    found = lift(symbolic, _masked_by(site, guard))
+    if not _same(found, mask):
+        raise UnsupportedError(
+            f"{guard.tensor!r} keeps the attention weights of {found.expression or 'True'!r}, the scores are masked by "
+            f"{mask.expression or 'True'!r}; expected the same mask before and after the softmax"
         )
 
 

@@ -349,10 +349,26 @@ def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool)
     return found if site.nan_guard else EmptyRows.NAN
 
 
+def _guarded(site: AttentionSite, fills: Sequence[float]) -> EmptyRows:
+    """Rows without a key where the weights of all forbidden pairs are made 0."""
+    assert site.pair_guard is not None
+    missing = [f == -math.inf for f in fills]
+    if site.pair_guard.fill is not None or site.floored or site.nan_guard or not any(missing):
+        return EmptyRows.ZERO
+    if not all(missing):
+        raise UnsupportedError(
+            f"{site.pair_guard.tensor!r} multiplies the attention weights after masks some of which fill with -inf: rows "
+            "without a key would be NaN or 0 by which of them forbids"
+        )
+    return EmptyRows.NAN
+
+
 def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
         return EmptyRows.ZERO
+    if site.pair_guard is not None:
+        return _guarded(site, fills)
     if site.floored:
         fills = [max(f, _FLOOR) for f in fills]
         if set(fills) == {_FLOOR}:

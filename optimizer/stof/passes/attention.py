@@ -161,6 +161,7 @@ def _site(
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
+        pair_guard=weighted.pair_guard,
         sink=None if sink is None else sink.logits,
         row_guard=found.output.row_guard,
         query_offset=_offset(dims),
@@ -226,7 +227,8 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
     if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
         raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
-    if key.rows != value.rows:
+    # Names of sizes may differ; the second MatMul itself demands that the sizes are equal.
+    if key.rows != value.rows and None not in (key.rows.constant, value.rows.constant):
         raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
         raise UnsupportedError(f"query has head size {query.size}, key {key.size}")

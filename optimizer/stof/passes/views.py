@@ -295,9 +295,10 @@ def _classify(
             return None
         split = head_size.part == 1 if heads > 1 else head_size.part == 0
         inner = AxisAtom(head_size.axis, 0, integer(heads))
-        for perm in ((0, 1, 2), (1, 0, 2)):  # the second is torch's nn.MultiheadAttention: length before batch
+        # The second is torch's nn.MultiheadAttention, length before batch; the third comes from a convolution.
+        for perm in ((0, 1, 2), (1, 0, 2), (0, 2, 1)):
             repeat = _repeat(batch, [whole[perm[0]], inner])
-            if head_size.axis == 2 and split and repeat and _strip(rows) == _strip([whole[perm[1]]]):
+            if head_size.axis == perm[2] and split and repeat and _strip(rows) == _strip([whole[perm[1]]]):
                 operand = Operand(chain.source, Layout.BSN, () if perm == (0, 1, 2) else perm)
                 return Heads(operand, dtype, shape[perm[0]], heads, shape[perm[1]], width, repeat, chain.scale)
     return None
@@ -348,7 +349,7 @@ def output_layout(
     groups = [_strip(g) for g in axes]
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
-    elif len(shape) == 3 and len(axes) in (2, 3, 4) and not order:  # [B*H, S, Dv]
+    elif len(shape) == 3 and len(axes) in (2, 3, 4) and whole[0].axis == 0:  # [B*H, S, Dv]
         first = _strip([a for g in axes for a in g if a.axis == 0])
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
@@ -365,5 +366,7 @@ def output_layout(
         ([s, b, h + d], Layout.BSN, (1, 0, 2), False),
         ([b + s, h + d], Layout.BSN, (), True),
         ([s + b, h + d], Layout.BSN, (1, 0, 2), True),
+        ([b, h + d, s], Layout.BSN, (0, 2, 1), False),  # channels first
+        ([b, h, d, s], Layout.BHSD, (0, 1, 3, 2), False),
     ]
     return next(((layout, perm, flat) for own, layout, perm, flat in legal if groups == own), None)

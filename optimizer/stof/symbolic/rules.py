@@ -439,6 +439,13 @@ def _is_nan(x: Scalar) -> Scalar:
     return split_cond(to_real(x), math.isnan)
 
 
+def _is_infinite(context: Context) -> list[Fact] | None:
+    from stof.symbolic.terms import split_cond
+
+    signs = [s for s, name in ((1.0, "detect_positive"), (-1.0, "detect_negative")) if context.number(name, 1)]
+    return elementwise(context, lambda x: split_cond(to_real(x), lambda v: v in [s * math.inf for s in signs]), BOOL)
+
+
 def _clip(context: Context) -> list[Fact] | None:
     low, high = _extreme("max"), _extreme("min")
     has_low, has_high = context.has(1), context.has(2)
@@ -555,6 +562,7 @@ RULES: dict[str, Rule] = {
     "Or": _pointwise(_logic("or"), BOOL),
     "Xor": _pointwise(_logic("xor"), BOOL),
     "Not": _pointwise(_not, BOOL),
+    "IsInf": _is_infinite,
     "IsNaN": _pointwise(_is_nan, BOOL),
     "Where": _where,
     "Cast": _cast,
