@@ -22,6 +22,9 @@ _REDUCING = frozenset(
 )
 
 
+_UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
+
+
 def dtype_kind(dtype: int) -> str | None:
     """The scalar kind of an ONNX element type; None for strings, complex and sub-byte floats."""
     if dtype == TensorProto.BOOL:
@@ -223,7 +226,10 @@ class Symbolic:
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
 
     def _is_vector(self, fact: Fact) -> bool:
-        """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches."""
+        """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches.
+
+        One element of a vector, and what is made of it by arithmetic, stays that.
+        """
         value = fact.value
         if value is None or value.kind == "f" or value.constant is not None or fact.shape is None:
             return False
@@ -231,7 +237,12 @@ class Symbolic:
         if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
             return False
         probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
-        return any(p.kind in ("read", "unread") for p in parts(value.at(probe)))
+        found = list(parts(value.at(probe)))
+        reads = {p.args[:2] for p in found if p.kind in ("read", "unread")}
+        plain = {v for v in probe if v.constant is None}
+        indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
+        single = len(reads) == 1 and indices == plain
+        return bool(reads) and not (single and not any(p.kind in _UNTOLD for p in found))
 
     @property
     def coarse(self) -> Symbolic:

@@ -284,13 +284,21 @@ def _atom_range(atom: Atom) -> tuple[float, float]:
 
 def less_equal(left: Int, right: Int) -> Cond:
     """Left <= right."""
-    difference = left - right
+    difference = _reduced(left - right)
     high = bound(difference, upper=True)
     if high <= 0:
         return TRUE
     if bound(difference, upper=False) > 0:
         return FALSE
     return _by_cases(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
+
+
+def _reduced(value: Int) -> Int:
+    """An integer that is at most 0, or 0 where it can be, as ``value`` is: without a factor that all of its terms have."""
+    factor = math.gcd(*(c for m, c in value.terms if m != ()))
+    if factor < 2:
+        return value
+    return Int(tuple((m, c // factor) for m, c in value.terms if m != ())) + integer(-(-value.offset // factor))
 
 
 def _by_cases(value: Int, test: Callable[[Int], Cond]) -> Cond | None:
@@ -305,6 +313,9 @@ def equal(left: Int, right: Int) -> Cond:
     difference = left - right
     if difference.constant is not None:
         return TRUE if difference.constant == 0 else FALSE
+    if difference.offset % math.gcd(*(c for m, c in difference.terms if m != ())):
+        return FALSE
+    difference = _reduced(difference)
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
     if (found := _by_cases(difference, lambda x: equal(x, integer(0)))) is not None:
