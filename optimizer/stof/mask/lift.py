@@ -108,7 +108,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
         by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
-        empty_rows=_with_bias(site, empty_rows(site, fills, notes), bool(fills), any(t.bias for t in terms)),
+        empty_rows=_with_bias(site, empty_rows(site, fills, notes, terms), bool(fills), any(t.bias for t in terms)),
         family=describe(expression),
         notes=tuple(notes),
     )
@@ -159,7 +159,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
     strongest = 0.0
     for term in site.terms:
         try:
-            fills = _read_term(symbolic, site, term, {}).fills
+            fills = read_term(symbolic, site, term, {}).fills
         except UnsupportedError:
             return []
         strongest = min((strongest, *fills))
@@ -172,7 +172,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     """One term; a tensor that is added stays a bias where no expression says which pairs it leaves."""
-    found = _read_term(symbolic, site, term, tables)
+    found = read_term(symbolic, site, term, tables)
     if found.allowed == TRUE:
         return found
     names = Names(_size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n))
@@ -185,7 +185,12 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     return found
 
 
-def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+    """What one term allows, forbids with, and leaves to a bias; ``tables`` gets those that it reads.
+
+    Raises:
+        UnsupportedError: when it can neither be evaluated nor stay a bias.
+    """
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
     if tensor is None or shape is None or len(shape) > 4:
@@ -363,7 +368,16 @@ def _guarded(site: AttentionSite, fills: Sequence[float]) -> EmptyRows:
     return EmptyRows.NAN
 
 
-def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
+def _replaced(site: AttentionSite, terms: Sequence[_TermMask]) -> bool:
+    """Whether what is added to the scores forbids nothing, and is added before masks replace them by a number."""
+    first = next((i for i, t in enumerate(site.terms) if t.kind is not TermKind.ADD), len(site.terms))
+    adding = [(i, found) for i, (t, found) in enumerate(zip(site.terms, terms, strict=True)) if t.kind is TermKind.ADD]
+    return first < len(site.terms) and all(i < first and not found.fills for i, found in adding)
+
+
+def empty_rows(
+    site: AttentionSite, fills: Sequence[float], notes: list[str], terms: Sequence[_TermMask] = ()
+) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
         return EmptyRows.ZERO
@@ -380,7 +394,7 @@ def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) ->
     added = sum(t.kind is TermKind.ADD for t in site.terms)
     if len(set(finite)) > 1 or len(finite) < len(fills) or (added > 1 and len(finite) > 1):
         notes.append("masks of different strength are added; a row without any key may differ")
-    if all(t.kind is not TermKind.ADD for t in site.terms):
+    if all(t.kind is not TermKind.ADD for t in site.terms) or (terms and _replaced(site, terms)):
         return EmptyRows.MEAN  # every score of the row was replaced by the same number
     # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half
     # the distance of fp32 numbers there). That of fp16 absorbs only in fp16 arithmetic, which runtimes replace by fp32 as

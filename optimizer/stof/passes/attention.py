@@ -15,10 +15,12 @@ from stof.graph import DOMAIN, GraphIndex, all_nodes
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
+from stof.passes.sums import parts
 from stof.passes.views import Heads, readings
 from stof.passes.weights import Forward, Output, Weighted
 from stof.site import AttentionSite, Finding, TermKind
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.tensor import Shape
 
 _DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 _LARGEST_HEAD = 256
@@ -110,11 +112,13 @@ def _match(
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
-    queries, keys = _accept(index, symbolic, scores)
+    if len(shape) == 4:
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
+    queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
-    values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
+    values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
     outputs = forward.outputs(weighted, queries[-1].heads, staying)
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
     site = make(_choose(queries, keys, values, outputs))
@@ -186,6 +190,14 @@ def _readings(
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
     queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
     return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+
+
+def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
+    """Readings in their order, but those last whose batches and heads are the scores' own."""
+    if len(shape) != 4 or shape[1].constant is None:
+        return found
+    heads = shape[1].constant
+    return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
