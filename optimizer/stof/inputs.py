@@ -17,6 +17,7 @@ from stof.symbolic import Symbolic
 from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
+_LONGEST_CHAIN = 16
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 
 
@@ -108,6 +109,7 @@ class InputMaker:
         limits: inputs that hold numbers of keys, each with the number that there are.
         segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
         forbidding: of the padding, what is true where a key may not be attended.
+        added: tensors that are added to scores: inputs that are, or are moved to these, are masks of a caller.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class InputMaker:
         limits: Mapping[str, Int] | None = None,
         segments: frozenset[str] = frozenset(),
         forbidding: frozenset[str] = frozenset(),
+        added: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.symbolic = symbolic
@@ -130,6 +133,7 @@ class InputMaker:
         # Numbers of keys that are counted are counted in padding masks.
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.forbidding = forbidding & given
+        self.added = frozenset(source for name in added if (source := _source(index, name)) in given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         self.batch_names = {
@@ -247,7 +251,27 @@ class InputMaker:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
             return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
-        return rng.standard_normal(dims).astype(dtype)
+        numbers = rng.standard_normal(dims).astype(dtype)
+        return _with_masked(numbers, rng) if name in self.added and len(dims) > 1 else numbers
+
+
+def _source(index: GraphIndex, tensor: str) -> str:
+    """The tensor from whose elements a tensor is moved together."""
+    for _ in range(_LONGEST_CHAIN):
+        node = index.producer(tensor)
+        if node is None or node.op_type not in _THROUGH:
+            break
+        tensor = node.input[0]
+    return tensor
+
+
+def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Some entries the lowest number, and some rows all of them, but none of the first batch's first row."""
+    masked = (rng.random(numbers.shape) < 0.3) | (rng.random((*numbers.shape[:-1], 1)) < 0.2)
+    masked.reshape(-1, numbers.shape[-1])[:1] = False
+    if numbers.dtype.kind != "f":  # bfloat16
+        return numbers
+    return np.where(masked, np.finfo(numbers.dtype).min, numbers).astype(numbers.dtype)
 
 
 def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarray:

@@ -32,7 +32,7 @@ from stof.passes.scopes import Scope, graph_at
 from stof.precise import in_double
 from stof.runtime import Op
 from stof.sessions import Sessions
-from stof.site import AttentionSite, EmptyRows, Layout, Operand
+from stof.site import AttentionSite, EmptyRows, Layout, Operand, TermKind
 from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
@@ -161,7 +161,8 @@ class Verifier:
         self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
-        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites))
+        added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
+        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites), added)
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget))
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.

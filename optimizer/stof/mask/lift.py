@@ -24,6 +24,7 @@ from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandVie
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
+from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
 
@@ -216,7 +217,8 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
         if isinstance(x, Real) and x.kind == "table":
             split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
-            split.append((cond, x))
+            number = settled(x) if isinstance(x, Real) else x
+            split.append((cond, x if number is None else number))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = [x for _, x in split if isinstance(x, float) and x != 0]
     soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
@@ -251,7 +253,7 @@ def _table_cases(
     symbolic: Symbolic, read: Real, dtype: int, tables: dict[str, np.ndarray]
 ) -> list[tuple[Cond, float | Real]]:
     """A look-up into a constant float mask: forbidden entries as a boolean table or, where they are one, a band."""
-    name, indices = read.args
+    name, indices = read.args[:2]
     assert isinstance(name, str)
     assert isinstance(indices, tuple)
     array = np.asarray(_table(symbolic, tables, name), dtype=np.float64)

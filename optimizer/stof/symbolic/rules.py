@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import bits, compute, counting, floats, movement
+from stof.symbolic import bits, compute, counting, floats, movement, ranges
 from stof.symbolic.casework import times
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
@@ -347,6 +347,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
             elif (left := _as_int(to_real_case(a))) is not None and (right := _as_int(to_real_case(b))) is not None:
                 holds = to_cond(compare(kind)(left, right))
+            elif (known := ranges.compared(kind, to_real_case(a), to_real_case(b))) is not None:
+                holds = TRUE if known else FALSE
             else:
                 holds = Cond("opaque", (kind, x, y))
             found.append(all_of([c1, c2, holds]))

@@ -97,6 +97,7 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
     kind = kind_of(array.dtype)
     shape = tuple(integer(n) for n in array.shape)
     uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
+    limits = lru_cache(maxsize=1)(lambda: _limits(array))
     closed = lru_cache(maxsize=1)(lambda: _closed_form(array))
     distinct = lru_cache(maxsize=1)(lambda: _distinct(array, 4 if kind == "f" else 2))
 
@@ -115,9 +116,20 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
             return coerce(form(where), kind)
         if (few := distinct()) is not None:
             return _one_of(name, where, few, kind)
-        return of_atom("table", name, where) if kind == "i" else Real("table", (name, where))
+        if kind == "i":
+            return of_atom("table", name, where)
+        ends = limits()
+        return Real("table", (name, where) if ends is None else (name, where, ends))
 
     return SymTensor(shape, kind, function, array)
+
+
+def _limits(array: np.ndarray) -> tuple[float, float] | None:
+    """The least and the largest of finite numbers."""
+    if not array.size:
+        return None
+    low, high = float(array.min()), float(array.max())
+    return (low, high) if np.isfinite(low) and np.isfinite(high) else None
 
 
 def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:

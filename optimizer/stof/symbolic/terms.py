@@ -417,7 +417,8 @@ def _is_zero_without(conds: set[Cond]) -> bool:
 @dataclass(frozen=True)
 class Real(_Shared):
     """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
-    ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor, indices);
+    ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor,
+    indices, and the least and largest number where all are finite);
     ``opaque`` (text, arguments).
     """
 
