@@ -75,9 +75,7 @@ def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
     return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
-def _levels(
-    terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float
-) -> np.ndarray:
+def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float) -> np.ndarray:
     """Equal scores after all masks, fp32 [B, H, S, T]."""
     levels = np.full(shape, score, np.float32)
     with np.errstate(over="ignore"):
