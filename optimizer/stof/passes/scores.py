@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx
 
 from stof.errors import UnsupportedError
@@ -250,6 +251,9 @@ class ScoreWalk:
 
 def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | None:
     """The one number that is added, times ``sign``, where a mask of 0 and 1 is 0, while 0 is where it is 1."""
+    stored = symbolic.constant(mask), symbolic.constant(added)
+    if stored[0] is not None and stored[1] is not None:
+        return _stored_fill(*stored, sign)
     factors, terms = symbolic.value(mask), symbolic.value(added)
     if factors is None or terms is None or "f" not in (factors.kind, terms.kind):
         return None
@@ -268,6 +272,16 @@ def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | 
             if m == 0.0:
                 fills.add(x * sign)
     return fills.pop() if len(fills) == 1 else None
+
+
+def _stored_fill(mask: np.ndarray | None, added: np.ndarray | None, sign: float) -> float | None:
+    assert mask is not None
+    assert added is not None
+    keep, fills = np.broadcast_arrays(mask, added)
+    if not np.isin(keep, (0, 1)).all() or np.any(fills[keep == 1]):
+        return None
+    found = np.unique(fills[keep == 0])
+    return float(found[0]) * sign if found.size == 1 else None
 
 
 def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:

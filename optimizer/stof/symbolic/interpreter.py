@@ -22,6 +22,8 @@ _REDUCING = frozenset(
 )
 
 
+_LARGEST_RUN = 1 << 22  # elements of constants that are computed of others
+_SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 _UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
 
 
@@ -206,6 +208,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
+            if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
+                fact = self._computed_once(name, node) or fact
             if self._vectors and self._is_vector(fact):
                 assert fact.shape is not None
                 assert fact.value is not None
@@ -224,6 +228,31 @@ class Symbolic:
         if kind is None or fact.shape is None or not known:
             return fact
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
+
+    def _computed_once(self, name: str, node: onnx.NodeProto) -> Fact | None:
+        """The constant that a node makes of constants, found by running it; None where it does not or is large."""
+        given = {n: self.constant(n) for n in node.input if n}
+        arrays = {n: a for n, a in given.items() if a is not None}
+        if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
+            return None
+        if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
+            return None
+        from onnx.reference import ReferenceEvaluator
+
+        inputs = [helper.make_tensor_value_info(n, self.dtype(n), a.shape) for n, a in arrays.items()]
+        output = helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None)
+        graph = helper.make_graph([node], "constant", inputs, [output])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)])
+        try:
+            with np.errstate(all="ignore"):
+                (found,) = ReferenceEvaluator(model).run([name], arrays)
+        except Exception:  # whatever the evaluator raises: nothing is known then
+            return None
+        array = np.asarray(found)
+        if array.size > _LARGEST_RUN or array.dtype.kind not in "biuf":
+            return None
+        tensor = constant_tensor(name, array)
+        return Fact(helper.np_dtype_to_tensor_dtype(array.dtype), tensor.shape, tensor)
 
     def _is_vector(self, fact: Fact) -> bool:
         """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches.

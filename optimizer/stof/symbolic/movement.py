@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
+from stof.symbolic.casework import rebuilt
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -246,7 +247,12 @@ def _concat(context: Context) -> list[Fact] | None:
         place = index[axis]
 
         def element(i: int) -> Scalar:
-            return parts[i].at((*index[:axis], place - starts[i], *index[axis + 1 :]))
+            own = place - starts[i]
+            size = parts[i].shape[axis].constant
+            if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
+                # Look-ups stay within a stored part, also where another one is chosen.
+                own = rebuilt("max", (rebuilt("min", (own, integer(size - 1))), ZERO))
+            return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
             inside = bound(place - starts[i + 1], upper=True) < 0

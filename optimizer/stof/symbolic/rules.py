@@ -455,6 +455,13 @@ def _clip(context: Context) -> list[Fact] | None:
         return elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
     if has_low:
         return elementwise(context, low, context.fact(0).dtype, 2)
+    if has_high:
+        shape, most = context.shape(0), context.value(2)
+        value = context.value(0)
+        if shape is None or most is None or value is None:
+            return [Fact(context.fact(0).dtype, shape)]
+        limit = most.at((integer(0),) * most.rank)
+        return [Fact(context.fact(0).dtype, shape, SymTensor(shape, value.kind, lambda i: high(value.at(i), limit)))]
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
