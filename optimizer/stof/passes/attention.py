@@ -12,6 +12,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, GraphIndex, all_nodes
+from stof.passes.normalized import Softmax, softmax_of
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
@@ -60,14 +61,16 @@ def find_sites(
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
     taken = set() if taken is None else taken
-    for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
-        if within is not None and node.output[0] not in within:
+    found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
+    for number, softmax in enumerate(found):
+        weights = softmax.node.output[0]
+        if within is not None and weights not in within:
             continue
-        name = _unique(node.name or f"attention_{number}", taken)
+        name = _unique(softmax.node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, forward, node, name, first + len(sites)))
+            sites.append(_match(index, symbolic, forward, softmax, name, first + len(sites)))
         except UnsupportedError as error:
-            findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
+            findings.append(Finding(name, False, str(error), {"softmax": weights}))
     if within is None:
         findings.extend(_inside(model, taken))
     return sites, findings
@@ -100,8 +103,9 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def _match(
-    index: GraphIndex, symbolic: Symbolic, forward: Forward, softmax: onnx.NodeProto, name: str, number: int
+    index: GraphIndex, symbolic: Symbolic, forward: Forward, anchor: Softmax, name: str, number: int
 ) -> AttentionSite:
+    softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
@@ -112,6 +116,9 @@ def _match(
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
+    if anchor.mask is not None:
+        scores = replace(scores, terms=(anchor.mask, *scores.terms))
+    scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
     if len(shape) == 4:
         scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
     queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))

@@ -297,6 +297,8 @@ def less_maximum(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) ->
     if node.op_type != "Sub":
         return False
     maximum = index.producer(node.input[1])
+    while maximum is not None and maximum.op_type == "Identity":  # where a gradient was stopped
+        maximum = index.producer(maximum.input[0])
     if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
         return False
     shape, own = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
