@@ -116,6 +116,9 @@ class AttentionSite:
     # Weights made 0 after the softmax, by their own mask; without a fill by a product, which leaves NaN.
     pair_guard: MaskTerm | None = None
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
+    sink_values: tuple[
+        float, ...
+    ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions

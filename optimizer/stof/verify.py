@@ -390,7 +390,7 @@ class Verifier:
         for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
-            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
+            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
 
@@ -582,7 +582,8 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
         scores = term.apply(scores, term.spread(known[term.tensor]))
     rows = scores.max(-1, initial=-np.inf) > -1e4
     if site.sink is not None:
-        column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)
+        logits = np.array(site.sink_values) if site.sink_values else known[site.sink]
+        column = logits.astype(np.float64).reshape(1, -1, 1, 1)
         scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
     with np.errstate(all="ignore"):
         weights = np.exp(scores - scores.max(-1, keepdims=True))

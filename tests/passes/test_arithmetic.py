@@ -217,3 +217,21 @@ def test_a_strided_slice_of_any_length() -> None:
     assert value is not None
     assert [evaluate(shape[1], {"B": 1, "S": n}) for n in (1, 2, 3, 4, 5, 8)] == [0, 1, 1, 1, 2, 3]
     assert str(value.at((integer(0), integer(2)))) == str(symbolic.value("x").at((integer(0), integer(7))))  # type: ignore[union-attr]
+
+
+def test_constants_are_run_where_no_rule_says_what_they_are() -> None:
+    """Positions of a fixed length, divided before they were stored; and parts of a stored mask beside each other."""
+    positions = ", ".join(str(n / 5) for n in range(24))
+    nodes = f"""t = Constant <value = float[24] {{{positions}}}> ()
+        low = Floor (t)
+        b0 = Unsqueeze (low, ones)
+        b1 = Unsqueeze (low, zeros)
+        same = Equal (b0, b1)
+        first = Constant <value = bool[2, 24] {{{", ".join(["1", "0", "0"] * 16)}}}> ()
+        rest = Constant <value = bool[22, 24] {{{", ".join(["0", "1"] * 264)}}}> ()
+        stored = Concat <axis = 0> (first, rest)
+        w = Or (same, stored)"""
+    graph = model(
+        "float[B,4,24,8] q, float[B,4,24,8] k, float[B,4,24,8] v", "float[B,4,24,8] out", INDICES + nodes + CORE
+    )
+    assert_equivalent(graph, {"B": 2}, {"B": 1})

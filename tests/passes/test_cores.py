@@ -319,3 +319,132 @@ def test_a_bias_before_a_mask_that_replaces_scores(tmp_path: Path) -> None:
     onnx.save(graph, tmp_path / "m.onnx")
     report = stof.optimize(tmp_path / "m.onnx", tmp_path / "o.onnx", Options(verify_budget=5))
     assert [(s.replaced, s.empty_rows) for s in report.sites] == [(True, "mean")], report.sites
+
+
+WRITTEN_OUT = {
+    "divided by the sum": (
+        """m = ReduceMax <keepdims = 1> (s2, last)
+        z = Sub (s2, m)
+        e = Exp (z)
+        total = ReduceSum <keepdims = 1> (e, last)
+        p = Div (e, total)""",
+        EmptyRows.NAN,
+    ),
+    "times its inverse": (
+        """m0 = ReduceMax <keepdims = 1> (s2, last)
+        m = Identity (m0)
+        z = Sub (s2, m)
+        e = Exp (z)
+        total = ReduceSum <keepdims = 1> (e, last)
+        r = Reciprocal (total)
+        p = Mul (e, r)""",
+        EmptyRows.NAN,
+    ),
+    "masked between": (
+        """m = ReduceMax <keepdims = 1> (s1, last)
+        z = Sub (s1, m)
+        e0 = Exp (z)
+        e = Where (ww, e0, null)
+        total = ReduceSum <keepdims = 1> (e, last)
+        p = Div (e, total)""",
+        EmptyRows.NAN,
+    ),
+    "masked between by a product": (
+        """m = ReduceMax <keepdims = 1> (s1, last)
+        z = Sub (s1, m)
+        e0 = Exp (z)
+        e = Mul (f, e0)
+        total = ReduceSum <keepdims = 1> (e, last)
+        p = Div (e, total)""",
+        EmptyRows.NAN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_a_softmax_that_is_written_out(name: str) -> None:
+    nodes, rows = WRITTEN_OUT[name]
+    text = "last = Constant <value = int64[1] {-1}> ()\n s2 = Where (ww, s1, minus)\n" + nodes
+    graph = model(PADDED, "float[B,4,S,8] out", MASK + text + "\nout = MatMul (p, v)")
+    _, (one,) = rewrite(graph)
+    assert one.mask.expression == "k <= q and q - k <= 4 and pad[b, k]"
+    assert one.mask.empty_rows is rows
+    assert_equivalent(graph, *SIZES)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # nothing taken off: rows of -1e9 are 0 / 0
+        "e = Exp (s2)\n total = ReduceSum <keepdims = 1> (e, last)\n p = Div (e, total)",
+        "m = ReduceMax <keepdims = 1> (s2, last)\n z = Sub (s2, m)\n e = Exp (z)\n"
+        "total = ReduceSum <keepdims = 1> (e, last)\n more = Add (total, unit)\n p = Div (e, more)",
+        "m = ReduceMax <keepdims = 1> (s2, last)\n z = Sub (s2, m)\n e = Exp (z)\n"
+        "total = ReduceSum <keepdims = 1> (e, rows_axis)\n p = Div (e, total)",
+    ],
+)
+def test_other_quotients_of_exponentials_are_no_softmax(nodes: str) -> None:
+    text = """last = Constant <value = int64[1] {-1}> ()
+        rows_axis = Constant <value = int64[1] {-2}> ()
+        s2 = Where (ww, s1, low)
+        """
+    graph = model(PADDED, "float[B,4,S,8] out", MASK + text + nodes + "\nout = MatMul (p, v)")
+    assert rewrite(graph)[1] == []
+
+
+SINKS = {
+    "a zero behind": ("pads = Constant <value = int64[8] {0,0,0,0,0,0,0,1}> ()\n s3 = Pad (s2, pads)", 0, -1),
+    "a number in front": (
+        "pads = Constant <value = int64[8] {0,0,0,1,0,0,0,0}> ()\n two_f = Constant <value = float {2.0}> ()\n"
+        "s3 = Pad (s2, pads, two_f)",
+        1,
+        9223372036854775807,
+    ),
+    "numbers of heads in front": (
+        """logits = Constant <value = float[1, 4, 1, 1] {0.5, -1.0, 2.0, 0.0}> ()
+        sizes = Shape (s2)
+        firsts = Slice (sizes, begin, three)
+        wide = Concat <axis = 0> (firsts, one1)
+        column = Expand (logits, wide)
+        s3 = Concat <axis = -1> (column, s2)""",
+        1,
+        9223372036854775807,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks_of_constants(name: str) -> None:
+    nodes, start, end = SINKS[name]
+    text = f"""begin = Constant <value = int64[1] {{0}}> ()
+        three = Constant <value = int64[1] {{3}}> ()
+        one1 = Constant <value = int64[1] {{1}}> ()
+        s2 = Where (ww, s1, minus)
+        {nodes}
+        p0 = Softmax <axis = -1> (s3)
+        starts = Constant <value = int64[1] {{{start}}}> ()
+        ends = Constant <value = int64[1] {{{end}}}> ()
+        axis = Constant <value = int64[1] {{3}}> ()
+        p = Slice (p0, starts, ends, axis)
+        out = MatMul (p, v)"""
+    graph = model(PADDED, "float[B,4,S,8] out", MASK + text)
+    site = only_site(graph)
+    assert site.sink is not None
+    assert_equivalent(graph, *SIZES)
+    onnx.checker.check_model(rewrite(graph)[0])
+
+
+def test_a_column_that_stays_among_the_weights_is_no_sink() -> None:
+    """A column in front, and the last one dropped."""
+    text = """pads = Constant <value = int64[8] {0,0,0,1,0,0,0,0}> ()
+        s2 = Where (ww, s1, minus)
+        s3 = Pad (s2, pads)
+        p0 = Softmax <axis = -1> (s3)
+        begin = Constant <value = int64[1] {0}> ()
+        ends = Constant <value = int64[1] {-1}> ()
+        axis = Constant <value = int64[1] {3}> ()
+        p = Slice (p0, begin, ends, axis)
+        out = MatMul (p, v)"""
+    graph = model(PADDED, "float[B,4,S,8] out", MASK + text)
+    with pytest.raises(AssertionError, match="expected MatMul with the values"):
+        rewrite(graph)

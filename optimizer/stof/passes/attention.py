@@ -124,7 +124,9 @@ def _match(
     queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
     staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    weighted = forward.weights(softmax, staying, alone, None if sink is None else shape)
+    weighted = forward.weights(
+        softmax, staying, alone, None if sink is None else shape, sink is not None and sink.first
+    )
     values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
     outputs = forward.outputs(weighted, queries[-1].heads, staying)
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
@@ -174,6 +176,7 @@ def _site(
         nan_guard=weighted.nan_guard,
         pair_guard=weighted.pair_guard,
         sink=None if sink is None else sink.logits,
+        sink_values=() if sink is None else sink.values,
         row_guard=found.output.row_guard,
         query_offset=_offset(dims),
         scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),

@@ -339,6 +339,8 @@ def _bias(
 def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
     """The logits of the sink, [H] of the site's type or fp32."""
     assert site.sink is not None
+    if site.sink_values:
+        return editing.initializer("stof_sink", np.array(site.sink_values, np.float32))
     tensor, dtype = editing.tensors[site.sink], symbolic.dtype(site.sink)
     shape = symbolic.shape(site.sink)
     if shape is None or len(shape) != 1:

@@ -65,7 +65,12 @@ class Forward:
         return [n for n in users if n.op_type != "Shape" or self.teller.elements(n.output[0], staying) is None]
 
     def weights(
-        self, softmax: onnx.NodeProto, staying: Sequence[str], bias: str = "", shape: Shape | None = None
+        self,
+        softmax: onnx.NodeProto,
+        staying: Sequence[str],
+        bias: str = "",
+        shape: Shape | None = None,
+        first: bool = False,
     ) -> Weighted:
         """Up to the MatMul with the values.
 
@@ -74,6 +79,7 @@ class Forward:
             staying: tensors that stay, which tell sizes.
             bias: what is added to the scores, where nothing else masks them.
             shape: that of the weights that are kept, where the softmax has a column more for a sink.
+            first: whether that column is the first.
 
         Raises:
             UnsupportedError: naming the node that is in the way.
@@ -119,7 +125,7 @@ class Forward:
                     f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values"
                 )
             user = users[0]
-            if shape is not None and self._drops_last(user, tensor, shape):
+            if shape is not None and self._drops_sink(user, tensor, shape, first):
                 shape = None
                 tensor = user.output[0]
                 nodes.append(tensor)
@@ -181,14 +187,16 @@ class Forward:
         fits = shape is not None and (len(shape) == 4 or all(d.constant == 1 for d in shape[:-2]))
         return found if fits else None
 
-    def _drops_last(self, node: onnx.NodeProto, tensor: str, shape: Shape) -> bool:
-        """Whether a node keeps all but the last column of the weights, in their order."""
+    def _drops_sink(self, node: onnx.NodeProto, tensor: str, shape: Shape, first: bool) -> bool:
+        """Whether a node keeps all but the last (or ``first``) column of the weights, in their order."""
         if node.op_type != "Slice" or node.input[0] != tensor or self.symbolic.shape(node.output[0]) != shape:
             return False
         kept = self.symbolic.value(node.input[1])
         steps = self.symbolic.value(node.input[4]) if len(node.input) > 4 and node.input[4] else None
         starts = kept.elements() if kept is not None else None
         ones = steps.elements() if steps is not None else [integer(1)]
+        if first:  # one axis is cut, and it is the last one that is shorter
+            return starts == [integer(1)] and ones == [integer(1)]
         # A column less, from column 0 on: the other axes are whole.
         return starts == [integer(0)] * len(starts or [0]) and ones == [integer(1)] * len(ones or [0])
 
