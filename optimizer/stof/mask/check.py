@@ -39,6 +39,10 @@ class _DoesNotRun(UnsupportedError):
     """The subgraph that makes a mask cannot be run at a length."""
 
 
+class _OtherShape(_DoesNotRun):
+    """It runs, and gives another shape than the scores are told to have: the inputs are none that the model takes."""
+
+
 def lengths(expression: str) -> list[int]:
     """Lengths that show a mask: below, at and above its constants, odd ones among them."""
     numbers = [int(n) for n in re.findall(r"\d+", expression) if 0 < int(n) <= _LONGEST]
@@ -145,7 +149,9 @@ class MaskChecker:
                 self._compare(site, mask, terms, case, number, stated)
                 compared += 1
             except _DoesNotRun as error:
-                failure, limit = error, case.length if compared or number >= _FRUITLESS else limit
+                failure = error
+                if compared or number >= _FRUITLESS or isinstance(error, _OtherShape):
+                    limit = case.length
         if failure is not None and compared < _ENOUGH:
             raise failure
         for case in uneven(site, chosen[len(chosen) // 2]):
@@ -293,7 +299,7 @@ class MaskChecker:
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
         for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
-                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
+                raise _OtherShape(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
