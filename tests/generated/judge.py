@@ -108,7 +108,8 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
         if rewrite is None or other is None:
             break
         past = sizes["P"] if rewrite.site.query_offset else 0  # rows count from 0 where the sizes are fixed
-        _check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, feeds)
+        read = {**feeds, **_computed(case, rewrite.mask, feeds)}
+        _check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, read)
         _check_outputs(case, rewrite, drawn, found[:count], other.run(None, feeds))
     return verdict
 
@@ -236,10 +237,22 @@ def _check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None
         )
 
 
+def _computed(case: Case, mask: LiftedMask, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a mask reads besides inputs, as the model computes it."""
+    names = [o.tensor for o in mask.operands if o.tensor not in feeds]
+    if not names:
+        return {}
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in dict.fromkeys(names))
+    found: list[Any] = session(model).run(names, feeds)
+    return dict(zip(names, found, strict=True))
+
+
 def _check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> None:
     operands: dict[str, np.ndarray] = dict(tables_of(mask))
     for operand in mask.operands:
-        array = feeds[operand.tensor]
+        array = operand.laid(feeds[operand.tensor])
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
     found = oracle.evaluate(mask.expression, sizes, operands)
     # What a bias forbids (a finite one: by much) may be left to it.
