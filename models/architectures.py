@@ -11,6 +11,7 @@ TORCH: Forms = (("dynamo", "eager"), ("dynamo", "sdpa"), ("torchscript", "eager"
 ALL: Forms = (*TORCH, ("transformers", "sdpa"))
 # Classes without an sdpa implementation.
 EAGER: Forms = (("dynamo", "eager"), ("torchscript", "eager"), ("transformers", "eager"))
+OPTIMUM: Forms = (("optimum", "sdpa"),)
 
 
 def without(forms: Forms, *exporters: str) -> Forms:

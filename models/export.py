@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ import build
 from architectures import Architecture
 from exporters import OPSETS
 from exporters import export as export_model
-from feeds import feed
+from feeds import feed, feed_by_task
 from first import FIRST
 from store import forget_metadata, node_hash, strip, write
 from zoo import ZOO
@@ -56,7 +57,8 @@ def export(name: str) -> onnx.ModelProto:
     torch.manual_seed(0)
     core = getattr(transformers, what.model)(config).eval().to(getattr(torch, what.dtype))
     with tempfile.TemporaryDirectory() as folder:
-        model = export_model(core, feed(what.inputs, torch, config, what.dtype), exporter, Path(folder))
+        given = feed_by_task(what.inputs) if exporter == "optimum" else feed(what.inputs, torch, config, what.dtype)
+        model = export_model(core, given, exporter, Path(folder))
         strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else ())
     # Node names and metadata stay where users' files are most likely to have them.
     if name.startswith("zoo/") or not (exporter == "dynamo" and attention == "sdpa"):
@@ -92,6 +94,13 @@ def check(name: str, model: onnx.ModelProto) -> bool:
     same = node_hash(model) == node_hash(build.load_graph(name))
     print(f"{'same' if same else 'DIFFERENT'} {name}: {len(model.graph.node)} nodes", flush=True)
     return same
+
+
+def is_stored(name: str, model: onnx.ModelProto) -> bool:
+    """Whether the stored graph is this one, and the manifest says of it what it should."""
+    entry = build.manifest().get(name, {})
+    said = json.loads(json.dumps(facts(name)))
+    return all(entry.get(k) == v for k, v in said.items()) and node_hash(model) == node_hash(build.load_graph(name))
 
 
 def missing(name: str) -> str:
@@ -133,6 +142,8 @@ def main() -> int:
             continue
         if arguments.check:
             failures += not check(name, model)
+        elif is_stored(name, model):
+            print(f"same {name}", flush=True)
         else:
             write(name, model, facts(name))
     if arguments.check:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three ways to write a model of transformers as ONNX: torch's two exporters, and transformers' own."""
+"""Four ways to write a model of transformers as ONNX: torch's two exporters, transformers' own, and optimum's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import onnx
 from feeds import Feed
 
 _KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
-OPSETS = {"dynamo": 20, "torchscript": 18, "transformers": 21}
+OPSETS = {"dynamo": 20, "torchscript": 18, "transformers": 21, "optimum": 18}
 
 
 def export(core: Any, feed: Feed, exporter: str, folder: Path) -> onnx.ModelProto:
@@ -41,7 +41,10 @@ def export(core: Any, feed: Feed, exporter: str, folder: Path) -> onnx.ModelProt
 
     path = folder / "model.onnx"
     with torch.no_grad():
-        _EXPORTERS[exporter](torch, core, Wrapped().eval(), feed, path)
+        if exporter == "optimum":
+            path = _optimum(core, feed, folder)
+        else:
+            _EXPORTERS[exporter](torch, core, Wrapped().eval(), feed, path)
     return onnx.load(str(path), load_external_data=False)
 
 
@@ -72,6 +75,17 @@ def _transformers(torch: Any, core: Any, wrapped: Any, feed: Feed, path: Path) -
     config = OnnxConfig(dynamic=True, opset_version=OPSETS["transformers"])
     program, _ = exporter.export_program(core, dict(feed.tensors), config)
     exporter.save_program(program, path)
+
+
+def _optimum(core: Any, feed: Feed, folder: Path) -> Path:
+    """Optimum chooses inputs itself, by the task; of several files it is the one that the feed names."""
+    from optimum.exporters.onnx import onnx_export_from_model
+
+    task, _, part = feed.task.partition("/")
+    onnx_export_from_model(
+        core, output=folder, task=task, opset=OPSETS["optimum"], do_validation=False, device="cpu",
+    )  # fmt: skip
+    return folder / f"{part or 'model'}.onnx"
 
 
 _EXPORTERS: dict[str, Callable[..., None]] = {

@@ -19,6 +19,7 @@ class Feed:
     outputs: tuple[str, ...]
     call: Callable[..., Any]  # (core, *tensors) -> tensor or tuple
     output_axes: dict[str, dict[int, str]] = field(default_factory=dict)
+    task: str = ""  # what optimum calls it, and the file that is meant
 
 
 def _ids(torch: Any, rows: int, length: int) -> Any:
@@ -165,6 +166,16 @@ def _spectrogram(torch: Any, config: Any) -> Feed:
     return Feed(tensors, {"input_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
 
 
+# Of exports by optimum, which feeds models itself.
+_TASKS = {
+    "text": "feature-extraction",
+    "pixels": "feature-extraction",
+    "cached": "text-generation-with-past",
+    "seq2seq": "text2text-generation/encoder_model",
+    "decoder": "text2text-generation/decoder_model",
+    "whisper": "automatic-speech-recognition/decoder_model",
+}
+
 _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "text": _text,
     "fixed": _fixed,
@@ -186,3 +197,8 @@ def feed(kind: str, torch: Any, config: Any, dtype: str) -> Feed:
         if tensor.is_floating_point():
             found.tensors[name] = tensor.to(getattr(torch, dtype))
     return found
+
+
+def feed_by_task(kind: str) -> Feed:
+    """The same for an exporter that makes the inputs itself."""
+    return Feed({}, {}, (), lambda core: core, task=_TASKS[kind])

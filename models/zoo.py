@@ -1,98 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures of the zoo: tiny, with windows of 20 and less, so that lengths of 40 exceed them."""
+"""The architectures of the zoo: those whose masks are usual, and the first that have windows, chunks, biases and groups."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from architectures import ALL, EAGER, TORCH, Architecture, Forms, only, without
-
-_NARROW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 512}
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
-_ENCODER = {**_NARROW, **_LAYERS}
-_DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
-_MODERNBERT = {**_ENCODER, **_TOKENS, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 16}
-_TRACED = only(TORCH, "torchscript")
-_FEW = (("dynamo", "sdpa"), ("dynamo", "eager"), ("torchscript", "eager"))
-_SEQ2SEQ = {
-    "vocab_size": 96,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "max_position_embeddings": 256,
-    "use_cache": False,
-    **_TOKENS,
-    "decoder_start_token_id": 2,
-}
-_T5 = {
-    "vocab_size": 96,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 40,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "use_cache": False,
-    "decoder_start_token_id": 0,
-}
-_VISION = {"image_size": 48, "patch_size": 8, "hidden_size": 32, "intermediate_size": 40, **_LAYERS}
-_SPEECH = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    **_LAYERS,
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 8),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-    "feat_extract_norm": "layer",
-    "apply_spec_augment": False,
-}
-
-
-def _decoder(config: str, model: str, inputs: str = "text", forms: Forms = ALL, **settings: Any) -> Architecture:
-    return Architecture(config, model, {**_DECODER, **settings}, inputs, forms)
-
+from architectures import ALL, EAGER, TORCH, Architecture, only, without
+from zoo_more import MORE
+from zoo_sizes import ENCODER, FEW, MIXED, MODERNBERT, SEQ2SEQ, SPEECH, T5, TOKENS, TRACED, VISION, decoder
 
 ZOO: dict[str, Architecture] = {
     # Decoders: causal, and causal with windows or chunks.
-    "llama": _decoder("LlamaConfig", "LlamaModel"),
-    "llama-cached": _decoder("LlamaConfig", "LlamaModel", "cached", TORCH, use_cache=True),
-    "llama-packed": _decoder("LlamaConfig", "LlamaModel", "packed", without(ALL, "torchscript")),
-    "mistral-cached": _decoder("MistralConfig", "MistralModel", "cached", TORCH, sliding_window=20, use_cache=True),
-    "mixtral": _decoder(
+    "llama": decoder("LlamaConfig", "LlamaModel"),
+    "llama-cached": decoder("LlamaConfig", "LlamaModel", "cached", TORCH, use_cache=True),
+    "llama-packed": decoder("LlamaConfig", "LlamaModel", "packed", without(ALL, "torchscript")),
+    "mistral-cached": decoder("MistralConfig", "MistralModel", "cached", TORCH, sliding_window=20, use_cache=True),
+    "mixtral": decoder(
         "MixtralConfig", "MixtralModel", "text", without(ALL, "torchscript"), sliding_window=20, num_local_experts=2
     ),
-    "ministral": _decoder("MinistralConfig", "MinistralModel", **_MIXED),
-    "gemma2": _decoder("Gemma2Config", "Gemma2Model", "text", EAGER, **_MIXED, query_pre_attn_scalar=8),
-    "gemma3-cached": _decoder("Gemma3TextConfig", "Gemma3TextModel", "cached", TORCH, **(_MIXED | {"use_cache": True})),
-    "gpt-oss": _decoder(
+    "ministral": decoder("MinistralConfig", "MinistralModel", **MIXED),
+    "gemma2": decoder("Gemma2Config", "Gemma2Model", "text", EAGER, **MIXED, query_pre_attn_scalar=8),
+    "gemma3-cached": decoder("Gemma3TextConfig", "Gemma3TextModel", "cached", TORCH, **(MIXED | {"use_cache": True})),
+    "gpt-oss": decoder(
         "GptOssConfig",
         "GptOssModel",
         "text",
         without(EAGER, "torchscript"),
-        **_MIXED,
+        **MIXED,
         num_local_experts=2,
         num_experts_per_tok=1,
     ),
-    "qwen2": _decoder("Qwen2Config", "Qwen2Model", use_sliding_window=True, **_MIXED, max_window_layers=1),
-    "qwen3": _decoder("Qwen3Config", "Qwen3Model", use_sliding_window=True, **_MIXED, max_window_layers=1),
-    "phi3": _decoder("Phi3Config", "Phi3Model", sliding_window=20),
-    "starcoder2": _decoder("Starcoder2Config", "Starcoder2Model", sliding_window=20),
-    "cohere2": _decoder("Cohere2Config", "Cohere2Model", "text", without(ALL, "torchscript"), **_MIXED),
-    "olmo3": _decoder("Olmo3Config", "Olmo3Model", **_MIXED),
-    "exaone4": _decoder("Exaone4Config", "Exaone4Model", **_MIXED),
-    "smollm3": _decoder("SmolLM3Config", "SmolLM3Model", use_sliding_window=True, **_MIXED, no_rope_layers=[1, 0]),
-    "granite-swa": _decoder("GraniteSWAConfig", "GraniteSWAModel", "text", EAGER, **_MIXED),
-    "llama4": _decoder(
+    "qwen2": decoder("Qwen2Config", "Qwen2Model", use_sliding_window=True, **MIXED, max_window_layers=1),
+    "qwen3": decoder("Qwen3Config", "Qwen3Model", use_sliding_window=True, **MIXED, max_window_layers=1),
+    "phi3": decoder("Phi3Config", "Phi3Model", sliding_window=20),
+    "starcoder2": decoder("Starcoder2Config", "Starcoder2Model", sliding_window=20),
+    "cohere2": decoder("Cohere2Config", "Cohere2Model", "text", without(ALL, "torchscript"), **MIXED),
+    "olmo3": decoder("Olmo3Config", "Olmo3Model", **MIXED),
+    "exaone4": decoder("Exaone4Config", "Exaone4Model", **MIXED),
+    "smollm3": decoder("SmolLM3Config", "SmolLM3Model", use_sliding_window=True, **MIXED, no_rope_layers=[1, 0]),
+    "granite-swa": decoder("GraniteSWAConfig", "GraniteSWAModel", "text", EAGER, **MIXED),
+    "llama4": decoder(
         "Llama4TextConfig",
         "Llama4TextModel",
         "text",
@@ -103,7 +50,7 @@ ZOO: dict[str, Architecture] = {
         layer_types=["chunked_attention", "full_attention"],
         no_rope_layers=[0, 0],
     ),
-    "doge": _decoder("DogeConfig", "DogeModel", keep_window_size=20),
+    "doge": decoder("DogeConfig", "DogeModel", keep_window_size=20),
     "gpt-neo": Architecture(
         "GPTNeoConfig",
         "GPTNeoModel",
@@ -121,15 +68,15 @@ ZOO: dict[str, Architecture] = {
         forms=EAGER,
     ),
     # The tracer alone from here on: their masks are those of others, their projections, norms and rotations are not.
-    "gemma": _decoder("GemmaConfig", "GemmaModel", forms=_TRACED),
-    "granite": _decoder("GraniteConfig", "GraniteModel", forms=_TRACED),
-    "olmo2": _decoder("Olmo2Config", "Olmo2Model", forms=_TRACED),
-    "stablelm": _decoder("StableLmConfig", "StableLmModel", forms=_TRACED),
-    "nemotron": _decoder("NemotronConfig", "NemotronModel", forms=_TRACED),
-    "phi": _decoder("PhiConfig", "PhiModel", forms=_TRACED),
-    "seed-oss": _decoder("SeedOssConfig", "SeedOssModel", forms=_TRACED),
-    "arcee": _decoder("ArceeConfig", "ArceeModel", forms=_TRACED),
-    "biogpt": Architecture("BioGptConfig", "BioGptModel", {**_ENCODER, "use_cache": False}, forms=_TRACED),
+    "gemma": decoder("GemmaConfig", "GemmaModel", forms=TRACED),
+    "granite": decoder("GraniteConfig", "GraniteModel", forms=TRACED),
+    "olmo2": decoder("Olmo2Config", "Olmo2Model", forms=TRACED),
+    "stablelm": decoder("StableLmConfig", "StableLmModel", forms=TRACED),
+    "nemotron": decoder("NemotronConfig", "NemotronModel", forms=TRACED),
+    "phi": decoder("PhiConfig", "PhiModel", forms=TRACED),
+    "seed-oss": decoder("SeedOssConfig", "SeedOssModel", forms=TRACED),
+    "arcee": decoder("ArceeConfig", "ArceeModel", forms=TRACED),
+    "biogpt": Architecture("BioGptConfig", "BioGptModel", {**ENCODER, "use_cache": False}, forms=TRACED),
     "gptj": Architecture(
         "GPTJConfig",
         "GPTJModel",
@@ -144,24 +91,22 @@ ZOO: dict[str, Architecture] = {
         },
         forms=only(EAGER, "torchscript"),
     ),
-    "roberta": Architecture("RobertaConfig", "RobertaModel", {**_ENCODER, "pad_token_id": 1}, forms=_TRACED),
-    "electra": Architecture("ElectraConfig", "ElectraModel", {**_ENCODER, "embedding_size": 16}, forms=_TRACED),
-    "megatron-bert": Architecture(
-        "MegatronBertConfig", "MegatronBertModel", _ENCODER, forms=only(EAGER, "torchscript")
-    ),
+    "roberta": Architecture("RobertaConfig", "RobertaModel", {**ENCODER, "pad_token_id": 1}, forms=TRACED),
+    "electra": Architecture("ElectraConfig", "ElectraModel", {**ENCODER, "embedding_size": 16}, forms=TRACED),
+    "megatron-bert": Architecture("MegatronBertConfig", "MegatronBertModel", ENCODER, forms=only(EAGER, "torchscript")),
     "data2vec-text": Architecture(
-        "Data2VecTextConfig", "Data2VecTextModel", {**_ENCODER, "pad_token_id": 1}, forms=_TRACED
+        "Data2VecTextConfig", "Data2VecTextModel", {**ENCODER, "pad_token_id": 1}, forms=TRACED
     ),
     "gpt2": Architecture(
         "GPT2Config",
         "GPT2Model",
         {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "use_cache": False},
     ),
-    "gpt-neox": Architecture("GPTNeoXConfig", "GPTNeoXModel", {**_ENCODER, "use_cache": False}),
+    "gpt-neox": Architecture("GPTNeoXConfig", "GPTNeoXModel", {**ENCODER, "use_cache": False}),
     "opt": Architecture(
         "OPTConfig",
         "OPTModel",
-        {**_ENCODER, "ffn_dim": 40, "word_embed_proj_dim": 32, "use_cache": False, "pad_token_id": 1},
+        {**ENCODER, "ffn_dim": 40, "word_embed_proj_dim": 32, "use_cache": False, "pad_token_id": 1},
     ),
     "bloom": Architecture(
         "BloomConfig",
@@ -178,49 +123,49 @@ ZOO: dict[str, Architecture] = {
     "falcon-alibi": Architecture(
         "FalconConfig",
         "FalconModel",
-        {**_ENCODER, "alibi": True, "use_cache": False},
+        {**ENCODER, "alibi": True, "use_cache": False},
         forms=without(ALL, "torchscript"),
     ),
     # In half precision, and of one fixed size, for which exporters store masks as constants.
-    "mistral-fp16": replace(_decoder("MistralConfig", "MistralModel", sliding_window=20, forms=_FEW), dtype="float16"),
+    "mistral-fp16": replace(decoder("MistralConfig", "MistralModel", sliding_window=20, forms=FEW), dtype="float16"),
     "gemma2-bf16": replace(
-        _decoder("Gemma2Config", "Gemma2Model", **_MIXED, query_pre_attn_scalar=8, forms=only(EAGER, "dynamo")),
+        decoder("Gemma2Config", "Gemma2Model", **MIXED, query_pre_attn_scalar=8, forms=only(EAGER, "dynamo")),
         dtype="bfloat16",
     ),
-    "qwen3-fixed": _decoder(
-        "Qwen3Config", "Qwen3Model", "fixed", use_sliding_window=True, **_MIXED, max_window_layers=1, forms=TORCH
+    "qwen3-fixed": decoder(
+        "Qwen3Config", "Qwen3Model", "fixed", use_sliding_window=True, **MIXED, max_window_layers=1, forms=TORCH
     ),
-    "modernbert-fixed": Architecture("ModernBertConfig", "ModernBertModel", _MODERNBERT, "fixed", TORCH),
+    "modernbert-fixed": Architecture("ModernBertConfig", "ModernBertModel", MODERNBERT, "fixed", TORCH),
     # Encoders.
-    "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", {**_ENCODER, "pad_token_id": 1}),
+    "xlm-roberta": Architecture("XLMRobertaConfig", "XLMRobertaModel", {**ENCODER, "pad_token_id": 1}),
     "distilbert": Architecture(
         "DistilBertConfig",
         "DistilBertModel",
         {"vocab_size": 96, "dim": 32, "hidden_dim": 40, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 256},
     ),
-    "eurobert": Architecture("EuroBertConfig", "EuroBertModel", {**_ENCODER, **_TOKENS, "mask_token_id": 3}),
-    "mpnet": Architecture("MPNetConfig", "MPNetModel", {**_ENCODER, "pad_token_id": 1}, forms=EAGER),
+    "eurobert": Architecture("EuroBertConfig", "EuroBertModel", {**ENCODER, **TOKENS, "mask_token_id": 3}),
+    "mpnet": Architecture("MPNetConfig", "MPNetModel", {**ENCODER, "pad_token_id": 1}, forms=EAGER),
     "deberta-v2": Architecture(
         "DebertaV2Config",
         "DebertaV2Model",
-        {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16},
+        {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16},
         forms=EAGER,
     ),
     "longformer": Architecture(
         "LongformerConfig",
         "LongformerModel",
-        {**_ENCODER, "attention_window": [8, 8]},
+        {**ENCODER, "attention_window": [8, 8]},
         forms=only(EAGER, "torchscript"),
     ),
     "big-bird": Architecture(
-        "BigBirdConfig", "BigBirdModel", {**_ENCODER, "attention_type": "original_full"}, forms=EAGER
+        "BigBirdConfig", "BigBirdModel", {**ENCODER, "attention_type": "original_full"}, forms=EAGER
     ),
     "modernbert-decoder": Architecture(
         "ModernBertDecoderConfig",
         "ModernBertDecoderModel",
         {
-            **_ENCODER,
-            **_TOKENS,
+            **ENCODER,
+            **TOKENS,
             "cls_token_id": 1,
             "sep_token_id": 2,
             "local_attention": 32,
@@ -229,13 +174,13 @@ ZOO: dict[str, Architecture] = {
         },
     ),
     # Encoder-decoders.
-    "t5": Architecture("T5Config", "T5Model", _T5, "seq2seq"),
-    "mt5": Architecture("MT5Config", "MT5Model", {**_T5, "feed_forward_proj": "gated-gelu"}, "seq2seq"),
-    "longt5": Architecture("LongT5Config", "LongT5Model", {**_T5, "local_radius": 7}, "seq2seq", EAGER),
-    "bart": Architecture("BartConfig", "BartModel", _SEQ2SEQ, "seq2seq"),
-    "marian": Architecture("MarianConfig", "MarianModel", _SEQ2SEQ, "seq2seq"),
-    "pegasus": Architecture("PegasusConfig", "PegasusModel", _SEQ2SEQ, "seq2seq"),
-    "m2m-100": Architecture("M2M100Config", "M2M100Model", _SEQ2SEQ, "seq2seq"),
+    "t5": Architecture("T5Config", "T5Model", T5, "seq2seq"),
+    "mt5": Architecture("MT5Config", "MT5Model", {**T5, "feed_forward_proj": "gated-gelu"}, "seq2seq"),
+    "longt5": Architecture("LongT5Config", "LongT5Model", {**T5, "local_radius": 7}, "seq2seq", EAGER),
+    "bart": Architecture("BartConfig", "BartModel", SEQ2SEQ, "seq2seq"),
+    "marian": Architecture("MarianConfig", "MarianModel", SEQ2SEQ, "seq2seq"),
+    "pegasus": Architecture("PegasusConfig", "PegasusModel", SEQ2SEQ, "seq2seq"),
+    "m2m-100": Architecture("M2M100Config", "M2M100Model", SEQ2SEQ, "seq2seq"),
     "prophetnet": Architecture(
         "ProphetNetConfig",
         "ProphetNetModel",
@@ -257,18 +202,18 @@ ZOO: dict[str, Architecture] = {
     "whisper": Architecture(
         "WhisperConfig",
         "WhisperModel",
-        {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 128},
+        {**SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 128},
         "whisper",
         without(ALL, "torchscript"),
     ),
     # Vision and audio.
-    "vit": Architecture("ViTConfig", "ViTModel", _VISION, "pixels"),
-    "dinov2": Architecture("Dinov2Config", "Dinov2Model", _VISION, "pixels"),
-    "siglip": Architecture("SiglipVisionConfig", "SiglipVisionModel", _VISION, "pixels"),
+    "vit": Architecture("ViTConfig", "ViTModel", VISION, "pixels"),
+    "dinov2": Architecture("Dinov2Config", "Dinov2Model", VISION, "pixels"),
+    "siglip": Architecture("SiglipVisionConfig", "SiglipVisionModel", VISION, "pixels"),
     "clip": Architecture(
         "CLIPConfig",
         "CLIPModel",
-        {"text_config": {**_ENCODER, **_TOKENS}, "vision_config": _VISION, "projection_dim": 16},
+        {"text_config": {**ENCODER, **TOKENS}, "vision_config": VISION, "projection_dim": 16},
         "clip",
     ),
     "swin": Architecture(
@@ -288,7 +233,7 @@ ZOO: dict[str, Architecture] = {
         "SamVisionConfig",
         "SamVisionModel",
         {
-            **_VISION,
+            **VISION,
             "image_size": 64,
             "mlp_dim": 40,
             "output_channels": 16,
@@ -298,9 +243,10 @@ ZOO: dict[str, Architecture] = {
         },
         "pixels",
     ),
-    "wav2vec2": Architecture("Wav2Vec2Config", "Wav2Vec2Model", _SPEECH, "wave"),
-    "hubert": Architecture("HubertConfig", "HubertModel", _SPEECH, "wave"),
+    "wav2vec2": Architecture("Wav2Vec2Config", "Wav2Vec2Model", SPEECH, "wave"),
+    "hubert": Architecture("HubertConfig", "HubertModel", SPEECH, "wave"),
     "ast": Architecture(
-        "ASTConfig", "ASTModel", {**_VISION, "num_mel_bins": 32, "max_length": 64, "patch_size": 8}, "spectrogram"
+        "ASTConfig", "ASTModel", {**VISION, "num_mel_bins": 32, "max_length": 64, "patch_size": 8}, "spectrogram"
     ),
+    **MORE,
 }

@@ -188,3 +188,18 @@ def test_a_plan_that_replaces_what_cannot_be(
     assert f"replaces site {load(plan).sites[0].site!r}, which cannot be: no kernel: head size 512" in error
     assert "set its replace to false" in error
     assert not model.with_name("model.stof.onnx").exists()
+
+
+def test_a_model_that_was_optimized_before(narrow: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = narrow("bert.dynamo.eager")
+    once, twice, saved = (path.with_name(n) for n in ("once.onnx", "twice.onnx", "plan.json"))
+    assert cli.main([str(path), "-o", str(once), "--skip", "1"]) == 0
+    assert cli.main([str(once), "-o", str(twice), "--save-plan", str(saved)]) == 0
+    assert not twice.exists()
+    assert "optimize the model from which it was made" in capsys.readouterr().out
+    sites = load(saved).sites
+    assert [s.replace for s in sites] == [False, False]
+    assert sorted(s.reason[:9] for s in sites) == ["is StofAt", "the model"]
+    assert len({s.site for s in sites}) == 2
+    assert cli.main([str(once), "-o", str(twice), "--plan", str(saved)]) == 0
+    assert cli.main([str(once), "--skip", "no such site"]) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import numpy_helper
 
 import stof
@@ -61,6 +62,9 @@ def parsed(text: str) -> onnx.ModelProto:
         "lowest": _LOWEST,
         "null": np.float32(0),
         "unit": np.float32(1),
+        "infinite": np.float32(-np.inf),
+        "soft": np.float32(-10000),
+        "lastaxis": np.array([-1]),
     }
     read = {i for n in model.graph.node for i in n.input}
     model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items() if n in read)
@@ -114,3 +118,57 @@ def test_documents_that_the_graph_counts(tmp_path: Path) -> None:
     # The documents matter: with one document the answer is another.
     other = run(written, {**feeds, "position_ids": np.arange(37)[None].repeat(2, 0)})
     assert np.abs(other - run(written, feeds)).max() > 1e-2
+
+
+# One mask for padding, and what follows from a row of it without any key.
+_PADDED = f"""g ({_OPERANDS}, int64[B, S] mask) => (float[B, 4, S, 8] y) {{
+    m = Cast<to=9>(mask)  m4 = Unsqueeze(m, middle)
+    f = Cast<to=1>(m4)
+    kt = Transpose<perm=[0, 1, 3, 2]>(k)
+    scores = MatMul(q, kt)
+    %s
+    y = MatMul(weights, v)
+}}"""
+_SOFTMAX = "  weights = Softmax<axis=-1>(masked)"
+NO_KEYS = {
+    "lowest": ("added = Where(m4, null, lowest)  masked = Add(scores, added)" + _SOFTMAX, "mean"),
+    "selected": ("masked = Where(m4, scores, lowest)" + _SOFTMAX, "mean"),
+    "-inf": ("masked = Where(m4, scores, infinite)" + _SOFTMAX, "nan"),
+    "-inf, guarded": (
+        "masked = Where(m4, scores, infinite)  p = Softmax<axis=-1>(masked)  bad = IsNaN(p)  weights = Where(bad, null, p)",
+        "zero",
+    ),
+    "-10000": ("n = Sub(unit, f)  added = Mul(n, soft)  masked = Add(scores, added)" + _SOFTMAX, "all"),
+}
+
+
+@pytest.mark.parametrize("form", NO_KEYS)
+def test_a_row_of_the_batch_without_any_key(form: str, tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    body, policy = NO_KEYS[form]
+    onnx.save(parsed(_PADDED % body), str(path))
+    report = stof.optimize(path, written)
+    (site,) = report.sites
+    assert (site.mask, site.empty_rows) == ("pad[b, k]", policy)
+    assert report.verification is not None
+    assert any("batch 4" in c.what for c in report.verification.comparisons) == (policy != "all")
+    feeds = {**operands(21), "mask": np.ones((2, 21), np.int64)}
+    feeds["mask"][1] = 0
+    wanted, found = run(path, feeds), run(written, feeds)
+    assert np.array_equal(np.isnan(found), np.isnan(wanted))
+    assert np.isnan(wanted[1]).all() == (policy == "nan")
+    # -10000 leaves three digits of the scores that it is added to.
+    np.testing.assert_allclose(found, wanted, atol=5e-3 if policy == "all" else 5e-6, rtol=0)
+
+
+def test_a_graph_that_divides_by_the_number_of_keys_is_given_one(tmp_path: Path) -> None:
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    text = (_PADDED % NO_KEYS["lowest"][0]).replace("(float[B, 4, S, 8] y)", "(float[B, 4, S, 8] y, int64[B, S] share)")
+    text = text.replace(
+        "y = MatMul", "count = ReduceSum<keepdims=1>(mask, lastaxis)  share = Div(mask, count)\n y = MatMul"
+    )
+    onnx.save(parsed(text), str(path))
+    report = stof.optimize(path, written)  # a quotient by 0 ends the process
+    assert report.replaced == 1
+    assert report.verification is not None
+    assert not report.verification.failures

@@ -12,6 +12,8 @@ from stof.symbolic.casework import decide, reads_input
 from stof.symbolic.dims import dimension
 from stof.symbolic.domain import Domain, divisions
 from stof.symbolic.floats import floor
+from stof.symbolic.movement import floor_div, floor_mod
+from stof.symbolic.rules import div
 from stof.symbolic.terms import FALSE, TRUE, Real, all_of, cases, equal, less_equal, negate, of_atom, real, size, to_int
 
 Q, K, S, T = var("q"), var("k"), size("S"), size("T")
@@ -21,6 +23,14 @@ CAUSAL, NEAR = less_equal(K, Q), less_equal(Q - K, integer(4))
 
 def domain() -> Domain:
     return Domain({"q": (integer(0), S - ONE), "k": (integer(0), T - ONE)})
+
+
+def test_an_index_below_a_divisor() -> None:
+    heads = Domain({"h": (integer(0), integer(3))})
+    h = var("h")
+    assert heads.integer(of_atom("div", h, 4) + S) == S
+    assert heads.integer(of_atom("mod", h, 4) + S) == h + S
+    assert heads.integer(of_atom("div", h, 3)) == of_atom("div", h, 3)
 
 
 def test_products_and_sums_of_conditions_become_and_and_or() -> None:
@@ -92,3 +102,19 @@ def test_the_floor_of_a_quotient_of_positions() -> None:
     assert floor(quotient) == Real("int", (of_atom("div", Q, 4),))
     assert floor(Real("div", (Real("int", (Q - K,)), real(4.0)))) is None  # may be negative
     assert isinstance(CAUSAL, Cond)
+
+
+@pytest.mark.parametrize("factor", [-3, -1, 1, 3])
+def test_quotients_and_remainders_of_sizes(factor: int) -> None:
+    for constant in (-7, -1, 0, 3, 5):
+        value = S * integer(factor) + integer(constant)
+        for divisor in (1, 2, 4, 5):
+            quotient, rest = floor_div(value, divisor), floor_mod(value, divisor)
+            for n in range(1, 23):
+                expected = divmod(factor * n + constant, divisor)
+                assert (evaluate(quotient, {"S": n}), evaluate(rest, {"S": n})) == expected
+    rounded_up = S + floor_mod(-S, 4)  # to whole windows
+    assert floor_mod(rounded_up, 4) == integer(0)
+    assert rounded_up.divide(floor_div(rounded_up, 4)) == integer(4)
+    truncated = div(-S, integer(4))  # as ONNX divides
+    assert [evaluate(truncated, {"S": n}) for n in (1, 3, 4, 7, 8)] == [0, 0, -1, -1, -2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture of the zoo through the optimizer: verified by it, and run again here on inputs of another making.
 
-By default two graphs of each architecture; all of them with STOF_TEST_ALL=1. Original and optimized graph are compared at a
-length above every window, batch 2, padded on either side, rows without a key included.
+By default one graph of each architecture that is not large, of changing exporters; all with STOF_TEST_ALL=1. Original and
+optimized graph are compared at a length above every window, batch 2, padded on either side, rows without a key included.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import zoo_inputs
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "zoo.md"
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
+LARGEST = 900  # nodes of a graph that is tested by default; larger ones take 5 to 25 s each
 # Of the largest value, beside what two runs of the original differ by: graphs compute in fp32, or in halves.
 TOLERANCE = {"float32": 3e-5, "float16": 2e-2, "bfloat16": 3e-2}
 _ROW = re.compile(r"^\| (\S+) \| (\d+) \| (\d+) \| (\d+) \|")
@@ -37,25 +38,21 @@ def table() -> dict[str, tuple[int, int]]:
 
 
 def chosen() -> list[str]:
-    """The graphs to test: two of each architecture, of different exporters where there are several."""
+    """The graphs to test: one of each architecture, in turn of each of its forms that are not large."""
     if ALL:
         return zoo_inputs.names()
     by_architecture: dict[str, list[str]] = {}
-    for name in zoo_inputs.names():
+    manifest = zoo_inputs.build.manifest()
+    for name in (n for n in zoo_inputs.names() if manifest[n]["nodes"] <= LARGEST):
         by_architecture.setdefault(name.rsplit(".", 2)[0], []).append(name)
-    found = []
-    for i, forms in enumerate(by_architecture.values()):
-        first = forms[i % len(forms)]
-        others = [f for f in forms if f.split(".")[-2] != first.split(".")[-2]] or [f for f in forms if f != first]
-        found += [first, *others[i % len(others) : i % len(others) + 1]] if others else [first]
-    return found
+    return [forms[i % len(forms)] for i, forms in enumerate(by_architecture.values())]
 
 
 def test_the_table_covers_the_zoo() -> None:
     rows = table()
     assert list(rows) == zoo_inputs.names()
     total, replaced = (sum(column) for column in zip(*rows.values(), strict=True))
-    assert replaced >= 0.95 * total, f"{replaced} of {total} sites are replaced"
+    assert replaced >= 0.97 * total, f"{replaced} of {total} sites are replaced"
 
 
 @pytest.mark.parametrize("name", chosen())

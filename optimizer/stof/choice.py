@@ -16,6 +16,7 @@ from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
 from stof.mask.levels import equals_in_strength
 from stof.mask.lift import lift, weaker_terms
+from stof.mask.parts import parted
 from stof.mask.relative import with_relative_bias
 from stof.mask.rows import check_rows
 from stof.mask.stated import state
@@ -136,10 +137,12 @@ class Chooser:
             if any(d.constant == 0 for d in site.dims):
                 raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
             step = Step.LIFT
+            site = parted(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
             accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
+            row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
             step = Step.KERNEL
             if reasons := why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -244,6 +247,10 @@ def _length(size: Int, options: Options, end: int) -> int:
     except UnsupportedError:  # a length that is computed in the graph
         found = _RANGE[end]
     return max(1, min(found, _LONGEST))
+
+
+def _granted(inputs: Sequence[str]) -> list[str]:
+    return [f"{name} is taken to hold 0 and 1 only: the graph computes with it" for name in inputs]
 
 
 def _kept(row: SiteReport, step: Step, reason: str) -> Choice:

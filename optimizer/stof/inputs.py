@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,10 +15,13 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex
 from stof.symbolic import Symbolic
+from stof.symbolic.casework import reads_input
+from stof.symbolic.interpreter import dtype_kind
 from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
 _LONGEST_CHAIN = 16
+_SIDES = 257  # sizes of a side of an image that are tried
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 
 
@@ -125,6 +129,7 @@ class InputMaker:
         self.model = model
         self.symbolic = symbolic
         self.limits = limits or {}
+        self._divides: bool | None = None
         index = GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
@@ -136,6 +141,11 @@ class InputMaker:
         self.added = frozenset(source for name in added if (source := _source(index, name)) in given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
+        softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
+        self.shapes = [s for s in softmaxes if s is not None]
+        self.scores = list(dict.fromkeys(d for shape in self.shapes for d in shape if _divides(d)))
+        # Sizes that strides and windows make; others are made to agree one by one.
+        self.whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
         self.batch_names = {
             str(shape[0].atom.args[0])
             for i in self.inputs
@@ -157,16 +167,13 @@ class InputMaker:
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
         self._agree(found, case)
+        self._settle(found)
         found.update((name, size) for name, size in case.other if name in found)
         return found
 
     def _lengths(self) -> list[Int]:
         """Lengths of scores that strides make shorter than the input: samples that become frames."""
-        found: dict[Int, None] = {}
-        for node in self.model.graph.node:
-            shape = self.symbolic.shape(node.output[0]) if node.op_type == "Softmax" else None
-            found |= {d: None for d in (shape or ())[-2:] if any(a.kind == "div" for a in d.atoms())}
-        return list(found)
+        return list(dict.fromkeys(d for shape in self.shapes for d in shape[-2:] if _divides(d)))
 
     def _agree(self, sizes: dict[str, int], case: Case) -> None:
         """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say."""
@@ -193,21 +200,51 @@ class InputMaker:
                 solved |= {name, *used}
                 break
 
+    def _settle(self, sizes: dict[str, int]) -> None:
+        """Makes lengths larger until all sizes agree and scores are not empty: an image of whole windows, say."""
+        wrong = self._disagreeing(sizes)
+        names = set().union(*(size_names(size) for size in wrong)) & set(sizes)
+        names = {n for n in names - self.batch_names if not n.isdigit()}
+        least = max((sizes[n] for n in names), default=0)
+        for length in range(least, least + _SIDES) if names else []:
+            tried = {**sizes, **dict.fromkeys(names, length)}
+            if not self._disagreeing(tried):
+                sizes |= tried
+                return
+        if wrong:
+            self.whole = []  # no sizes make them agree: they are not looked for again
+
+    def _disagreeing(self, sizes: dict[str, int]) -> list[Int]:
+        """Sizes that are equal in a valid run and are not, and sizes of scores that are nothing."""
+        found: list[Int] = []
+        for one, other in self.whole:
+            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
+                if evaluate(one, sizes) != evaluate(other, sizes):
+                    found += [one, other]
+        for size in self.scores:
+            with contextlib.suppress(UnsupportedError, ZeroDivisionError):
+                if evaluate(size, sizes) < 1:
+                    found.append(size)
+        return found
+
     def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
         """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
         names = size_names(size) - self.batch_names
         if not names or names & solved or not names <= set(sizes):
             return set()
-        least = _least(size, names, case.batch, wanted)
-        others = dict.fromkeys(size_names(size), case.batch)
-        try:
-            reached = evaluate(size, {**others, **dict.fromkeys(names, least)})
-        except UnsupportedError:
-            return set()
-        if reached != wanted:
-            return set()
-        sizes |= dict.fromkeys(names, least)
-        return names
+        # All of them alike; or one of another size, as an image that is not square.
+        first, *_ = sorted(names)
+        for given in [{}, *({first: n} for n in range(1, _SIDES))] if len(names) > 1 else [{}]:
+            rest = names - set(given)
+            found = {**given, **dict.fromkeys(rest, _least(size, rest, case.batch, wanted, given))}
+            try:
+                reached = evaluate(size, {**dict.fromkeys(size_names(size), case.batch), **found})
+            except UnsupportedError:
+                return set()
+            if reached == wanted:
+                sizes |= found
+                return names
+        return set()
 
     def draw(self, case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """One set of inputs by name."""
@@ -228,11 +265,25 @@ class InputMaker:
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
         return feeds
 
+    def _counts_divide(self) -> bool:
+        """Whether integers are divided by what is computed from data: the runtime ends the process when that is 0."""
+        if self._divides is None:
+            nodes = [n for n in self.model.graph.node if n.op_type in ("Div", "Mod") and len(n.input) == 2]
+            self._divides = any(self._by_data(n.input[1]) for n in nodes)
+        return self._divides
+
+    def _by_data(self, divisor: str) -> bool:
+        if dtype_kind(self.symbolic.dtype(divisor)) != "i" or self.symbolic.constant(divisor) is not None:
+            return False
+        value = self.symbolic.value(divisor)
+        element = None if value is None else value.at(tuple(integer(0) for _ in value.shape))
+        return element is None or reads_input(element)
+
     def _draw_one(
         self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
     ) -> np.ndarray:
         if name in self.pads:
-            mask = _padding(dims, case, rng)
+            mask = _padding(dims, case, rng, self._counts_divide())
             return (1 - mask if name in self.forbidding else mask).astype(dtype)
         if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
             # A switch, which an If reads: on in the first case of all, off in the last one.
@@ -240,7 +291,7 @@ class InputMaker:
             return np.full(dims, on, dtype)
         if dtype.kind == "b":
             # Most likely a mask, and a stated one may forget it.
-            return _padding(dims, case, rng).astype(dtype)
+            return _padding(dims, case, rng, self._counts_divide()).astype(dtype)
         if name in self.documents or name in self.restarting:
             ids, places = _documents(dims, rng)
             limit = self.rows[name] or 1 << 30
@@ -274,7 +325,8 @@ def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.where(masked, np.finfo(numbers.dtype).min, numbers).astype(numbers.dtype)
 
 
-def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarray:
+def _padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool) -> np.ndarray:
+    """0 where a key is padded; ``least``: one key is left in every row."""
     mask = np.ones(dims, np.int64)
     if case.padding is Padding.NONE or not dims or dims[-1] < 2:
         return mask
@@ -282,6 +334,8 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator) -> np.ndarra
         count = int(rng.integers(1, max(2, dims[-1] // 2)))
         if number == 1:  # a third one has one key left, so that rows of a window have none
             count = dims[-1] - 1
+        if number == 2:  # a fourth one is all padding
+            count = dims[-1] - least
         if case.padding is Padding.LEFT:
             row[:count] = 0
         else:
@@ -301,6 +355,10 @@ def _documents(dims: list[int], rng: np.random.Generator) -> tuple[np.ndarray, n
     return ids, places
 
 
+def _divides(size: Int) -> bool:
+    return any(a.kind in ("div", "mod") for a in size.atoms())
+
+
 def size_names(size: Int) -> set[str]:
     """The dimensions that a size depends on."""
     found: set[str] = set()
@@ -313,11 +371,11 @@ def size_names(size: Int) -> set[str]:
     return found
 
 
-def _least(size: Int, names: set[str], batch: int, wanted: int) -> int:
-    """The least value of dimensions with which a size that grows with them is as large as wanted."""
+def _least(size: Int, names: set[str], batch: int, wanted: int, given: Mapping[str, int] | None = None) -> int:
+    """The least value of dimensions with which a size that grows with them is as large as wanted, others as ``given``."""
 
     def reaches(n: int) -> bool:
-        others = dict.fromkeys(size_names(size), batch)
+        others = {**dict.fromkeys(size_names(size), batch), **(given or {})}
         return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
 
     try:

@@ -21,13 +21,16 @@ from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read
 from stof.mask.check import tables_of
 from stof.mask.families import picture, window
 from stof.options import Options
+from stof.passes.attention import is_softmax, unique
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
-from stof.passes.prepare import prepare
+from stof.passes.prepare import is_fused, prepare
 from stof.passes.scopes import Scope, emit_scopes, search
+from stof.plan import Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
+from stof.site import Finding
 from stof.verify import Verifier
 
 
@@ -71,8 +74,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     _check_files(data, target, options, report.dry_run)
-    if done := [n for n in all_nodes(graph.graph.node) if n.domain == DOMAIN and n.op_type == OP]:
-        report.sites = [_done(n) for n in done]
+    if any(_is_done(n) for n in all_nodes(graph.graph.node)):
+        report.sites = _sites_again(graph)
+        check_selection(options, [], [Finding(s.site, False, s.reason) for s in report.sites])
+        if options.save_plan is not None:
+            Plan(tuple(SitePlan(s.site, False, reason=s.reason) for s in report.sites)).save(options.save_plan)
         return
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
@@ -153,9 +159,28 @@ def _timed(report: Report, step: str) -> Iterator[None]:
     report.seconds[step] = time.monotonic() - start
 
 
-def _done(node: onnx.NodeProto) -> SiteReport:
-    mask = next((a.s.decode() for a in node.attribute if a.name == "mask"), "")
-    return SiteReport(node.name, False, "is StofAttention already", mask=mask)
+def _is_done(node: onnx.NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type == OP
+
+
+def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
+    """What there is in a model that was optimized before: its operators, and attention that was left or came later."""
+    functions = [f for f in graph.functions if f.domain != DOMAIN]
+    nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
+    found: list[SiteReport] = []
+    taken: set[str] = set()
+    for node in nodes:
+        if _is_done(node):
+            mask = next((a.s.decode() for a in node.attribute if a.name == "mask"), "")
+            found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
+        elif is_softmax(node) or is_fused(node):
+            name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
+            reason = (
+                f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
+                "made, where all sites can be replaced together"
+            )
+            found.append(SiteReport(name, False, reason))
+    return found
 
 
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:

@@ -54,12 +54,19 @@ class TermKind(str, enum.Enum):
 class Operand:
     """One of query, key, value: a tensor of the graph and how it lies in memory.
 
-    ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows.
+    ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows. ``joined``: its
+    first two axes are the batch, in two parts.
     """
 
     tensor: str
     layout: Layout
     perm: tuple[int, ...] = ()
+    joined: bool = False
+
+    def laid_out(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value in its layout."""
+        array = array.reshape(-1, *array.shape[2:]) if self.joined else array
+        return np.transpose(array, self.perm) if self.perm else array
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,30 @@ class MaskTerm:
     fill: float | None = None  # KEEP and DROP
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
     merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
+    windows: tuple[Int, ...] = ()  # X, W, H, where it is added to the scores seen as [X, W, H, S, T], and B is X * W
 
-    def spread(self, array: np.ndarray) -> np.ndarray:
-        """The tensor's value as it broadcasts to [B, H, S, T]."""
-        return array.reshape(-1, self.merged, *array.shape[1:]) if self.merged else array
+    @property
+    def zeroes(self) -> bool:
+        """Whether it makes scores zero, which another term then has to forbid: a mask that was multiplied."""
+        return self.kind is not TermKind.ADD and self.fill == 0
+
+    def spread(self, array: np.ndarray, batch: int) -> np.ndarray:
+        """The tensor's value as it broadcasts to [B, H, S, T], of a batch size B.
+
+        Raises:
+            ValueError: when it does not.
+        """
+        if self.merged:
+            return array.reshape(-1, self.merged, *array.shape[1:])
+        if not self.windows:
+            return array
+        shape = (1,) * (5 - array.ndim) + array.shape
+        (outer, windows), rest = shape[:2], shape[2:]
+        if outer == windows == 1:
+            return array.reshape(1, *rest)
+        outer, windows = (outer, batch // outer) if windows == 1 else (batch // windows, windows)
+        spread: np.ndarray = np.broadcast_to(array, (outer, windows, *rest)).reshape(outer * windows, *rest)
+        return spread
 
     def apply(self, scores: np.ndarray, value: np.ndarray) -> np.ndarray:
         """Scores [B, H, S, T] with the term's value, spread, in the arithmetic of their type."""
@@ -115,10 +142,14 @@ class AttentionSite:
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
     # Weights made 0 after the softmax, by their own mask; without a fill by a product, which leaves NaN.
     pair_guard: MaskTerm | None = None
+    query_factor: tuple[str, str] | None = (
+        None  # "Mul" or "Div" and a tensor [.., S or 1, 1]: a scale of each head or row
+    )
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
     sink_values: tuple[
         float, ...
     ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
+    zeroed: bool = False  # weights that are masked are made zero after the softmax: empty rows give zero
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
@@ -127,6 +158,7 @@ class AttentionSite:
     nodes: tuple[str, ...] = ()
     output_perm: tuple[int, ...] = ()
     output_flat: bool = False  # the first two axes of the (transposed) output are one: [B*S, N]
+    output_joined: bool = False  # the output has the batch in two axes, as the queries have
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
 

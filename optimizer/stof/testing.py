@@ -132,7 +132,7 @@ def reference(problem: Problem) -> np.ndarray:
     k, v = (np.repeat(x.astype(np.float64), repeat, axis=1) for x in (problem.k, problem.v))
     T = k.shape[2]
     if T == 0:
-        return np.full(problem.shape, np.nan if problem.empty_rows is EmptyRows.NAN else 0.0)
+        return np.zeros(problem.shape)
     scale = 1 / np.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
     plain = np.einsum("bhsd,bhtd->bhst", q, k) * scale
     if problem.softcap:

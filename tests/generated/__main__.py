@@ -8,7 +8,7 @@ import sys
 import time
 
 from .mutated import mutant_report, run_mutants
-from .run import report, run_cases
+from .run import far_report, report, run_cases, run_far
 
 
 def main() -> int:
@@ -22,9 +22,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes (default %(default)s)")
     parser.add_argument("--mutants", type=int, default=0, help="how many changed exports besides (default %(default)s)")
     parser.add_argument("--reasons", type=int, default=25, help="reasons of refused sites to print")
+    parser.add_argument("--far", type=int, default=0, help="how many cases with large constants, instead of others")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else time.time_ns() % 1_000_000
     print(f"seed {seed}", flush=True)
+    if arguments.far:
+        far = run_far(seed, arguments.far, first=arguments.first, workers=arguments.workers)
+        print(far_report(far))
+        return 1 if far.faults else 0
     result = run_cases(
         seed, arguments.cases, first=arguments.first, minutes=arguments.minutes, workers=arguments.workers
     )

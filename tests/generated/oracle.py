@@ -65,7 +65,7 @@ def evaluate(text: str, sizes: Mapping[str, int], operands: Mapping[str, np.ndar
                     for p, n in zip(places, table.shape, strict=True)
                 ]
                 at = [np.zeros_like(a) if one else a for a, one in zip(at, single, strict=True)]
-                assert all(a.min() >= 0 for a in at), f"{name} is read at a negative index"
+                assert all(a.min(initial=0) >= 0 for a in at), f"{name} is read at a negative index"
                 return table[tuple(at)]
         raise AssertionError(f"{ast.dump(node)} is not in the grammar")
 

@@ -9,13 +9,14 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 import onnx.printer
 
 from .families import FAMILIES
+from .far import far_plans, far_spec, judge_far
 from .forms import FORMS
 from .judge import Fault, Verdict, judge
 from .schedule import Plan, Spec, plans, spec
@@ -82,17 +83,25 @@ def try_spec(one: Spec) -> Verdict:
 
 def run_one(plan: Plan) -> Outcome:
     """One case; a failing one is made smaller and told as ONNX text."""
+    return _outcome(spec(plan), try_spec, "")
+
+
+def run_far_one(plan: Plan) -> Outcome:
+    """The same for a case with large constants."""
+    return _outcome(far_spec(plan), judge_far, "--far 1")
+
+
+def _outcome(one: Spec, judged: Callable[[Spec], Verdict], how: str) -> Outcome:
     start = time.monotonic()
-    one = spec(plan)
     try:
-        verdict = try_spec(one)
+        verdict = judged(one)
     except Exception as error:
-        return Outcome(plan, None, _told(one, error), time.monotonic() - start)
-    return Outcome(plan, verdict, "", time.monotonic() - start)
+        return Outcome(one.plan, None, _told(one, error, judged, how), time.monotonic() - start)
+    return Outcome(one.plan, verdict, "", time.monotonic() - start)
 
 
-def _told(one: Spec, error: Exception) -> str:
-    small, last = shrink(one, error, try_spec)
+def _told(one: Spec, error: Exception, judged: Callable[[Spec], Verdict], how: str) -> str:
+    small, last = shrink(one, error, judged)
     words = str(last) if isinstance(last, Fault) else "".join(traceback.format_exception(last)[-4:])
     plan = one.plan
     try:
@@ -102,7 +111,7 @@ def _told(one: Spec, error: Exception) -> str:
     return (
         f"{words}\nfamily {plan.family!r}, style {plan.style!r}, form {plan.form!r}\n"
         f"mask {one.mask.expr}; made smaller: {small.mask.expr}, fill {small.fill}, {small.form}\n"
-        f"repeat: python -m tests.generated --seed {plan.seed} --first {plan.number} --cases 1\n{text}"
+        f"repeat: python -m tests.generated --seed {plan.seed} --first {plan.number} {how or '--cases 1'}\n{text}"
     )
 
 
@@ -129,6 +138,40 @@ def run_cases(seed: int, count: int, *, first: int = 0, minutes: float | None = 
                 result.outcomes = list(pool.imap(run_one, todo(), chunksize=8))
     result.seconds = time.monotonic() - start
     return result
+
+
+def run_far(seed: int, count: int, *, first: int = 0, workers: int = 2) -> Result:
+    """Runs ``count`` cases with large constants."""
+    result = Result(seed)
+    start = time.monotonic()
+    todo = far_plans(seed, count, first)
+    if workers <= 1:
+        result.outcomes = [run_far_one(p) for p in todo]
+    else:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            result.outcomes = list(pool.imap(run_far_one, todo, chunksize=4))
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def far_report(result: Result) -> str:
+    """Counts by family, what was refused, and the faults."""
+    lengths = [n for o in result.outcomes if o.verdict is not None for n, _, _ in o.verdict.lengths]
+    lines = [
+        f"far: {len(result.outcomes)} cases in {result.seconds:.0f} s, judged at lengths up to {max(lengths, default=0)}, "
+        f"{len(result.lifted)} lifted, {len(result.trivial)} left as a bias, {len(result.refused)} refused, "
+        f"{len(result.faults)} faults"
+    ]
+    for name in dict.fromkeys(o.plan.family for o in result.outcomes):
+        some = [
+            sum(o.plan.family == name for o in x)
+            for x in (result.outcomes, result.lifted, result.trivial, result.refused)
+        ]
+        lines.append("  {:22} {:5} {:6} {:4} {:7}".format(name, *some))
+    told = Counter(_general(o.verdict.reason) for o in result.refused + result.trivial if o.verdict is not None)
+    lines += [f"{n:5} × {words}" for words, n in told.most_common(10)]
+    lines += [f"---- fault\n{o.fault}" for o in result.faults[:5]]
+    return "\n".join(lines)
 
 
 def report(result: Result, *, reasons: int = 25) -> str:

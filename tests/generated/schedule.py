@@ -84,7 +84,7 @@ def spec(plan: Plan) -> Spec:
     mask, style = draw(plan.family, rng), STYLES[plan.style]
     form = legal(vary(FORMS[plan.form], rng), mask, style)
     if form.lengths == "cross":
-        mask = replace(mask, expr=_without_padq(mask))
+        mask = replace(mask, expr=without_padq(mask))
     S = mask.length or rng.randint(3, 16)
     P = rng.randint(1, 6) if form.lengths == "past" else 0
     T = rng.randint(3, 16) if form.lengths == "cross" else P + S
@@ -102,18 +102,18 @@ def spec(plan: Plan) -> Spec:
         style,
         form,
         opset=23 if form.node in ("bool", "float") else rng.randint(14, 23),
-        heads=2 if _reads_heads(mask) else rng.choice([2, 4]),
+        heads=2 if reads_heads(mask) else rng.choice([2, 4]),
         sizes={"S": S, "T": T, "P": P},
         fill=rng.choice(fills),
         pad_kind=rng.choice(["i", "i", "i", "b", "b", "f"]),
     )
 
 
-def _reads_heads(mask: Mask) -> bool:
+def reads_heads(mask: Mask) -> bool:
     return any(a == H for e in mask.expr.walk() if e.kind == "btable" for a in e.args)
 
 
-def _without_padq(mask: Mask):  # type: ignore[no-untyped-def]
+def without_padq(mask: Mask):  # type: ignore[no-untyped-def]
     """Queries of another sequence have no padding of their own here."""
     expr = mask.expr
     if expr.kind == "and" and PADQ in expr.args:
@@ -122,4 +122,4 @@ def _without_padq(mask: Mask):  # type: ignore[no-untyped-def]
     return expr
 
 
-__all__ = ["PADK", "Plan", "Spec", "plans", "spec"]
+__all__ = ["PADK", "Plan", "Spec", "plans", "reads_heads", "spec", "without_padq"]

@@ -7,10 +7,11 @@ import os
 
 from .families import FAMILIES
 from .forms import FORMS
-from .run import report, run_cases
+from .run import far_report, report, run_cases, run_far
 from .styles import STYLES
 
 CASES = 2000
+FAR = 512
 SEED = int(os.environ.get("STOF_GENERATED_SEED", "20250"))
 
 
@@ -30,3 +31,13 @@ def test_drawn_masks_are_lifted_and_computed_exactly() -> None:
             own = [o for o in result.outcomes if getattr(o.plan, which) == name]
             lifted = sum(getattr(o.plan, which) == name for o in result.lifted)
             assert lifted > len(own) / 2, f"of {which} {name!r} only {lifted} of {len(own)} are lifted\n{text}"
+
+
+def test_masks_of_hundreds_of_positions_are_lifted_exactly() -> None:
+    result = run_far(SEED, FAR)
+    text = far_report(result)
+    print(text)
+    assert not result.faults, text
+    assert {o.plan.style for o in result.outcomes} == set(STYLES)
+    assert {o.plan.family for o in result.outcomes} == set(FAMILIES) - {"arbitrary"}
+    assert len(result.lifted) > 0.85 * FAR, text

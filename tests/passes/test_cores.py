@@ -139,7 +139,7 @@ def test_other_changes_of_weights_are_refused(nodes: str, words: str) -> None:
 )
 def test_products_that_are_no_mask_are_refused(nodes: str) -> None:
     graph = model(PADDED, "float[B,4,S,8] out", MASK + nodes + "\np = Softmax (s3)\nout = MatMul (p, v)")
-    with pytest.raises(AssertionError, match="no MatMul of a query and a key"):
+    with pytest.raises((AssertionError, UnsupportedError), match=r"no MatMul of a query and a key|nothing forbids all"):
         rewrite(graph)
 
 

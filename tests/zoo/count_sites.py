@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the attention of a graph by running it, with nothing of stof's matcher.
 
-A softmax counts when its output reaches a product with a value, when the way back to the product of query and key is free of
-other activations, and when whatever is added to the scores, multiplied with them or selects them is the same for other
-tokens, pixels or samples: then it depends on shapes, constants, padding, positions or segments alone.
+A softmax counts when its output reaches a product with a value, when the way back to the product of query and key, or to
+several where the scores are assembled of parts, is free of other activations, and when whatever is added to the scores,
+multiplied with them or selects them is the same for other tokens, pixels or samples: then it depends on shapes, constants,
+padding, positions or segments alone.
 
 ``python tests/zoo/count_sites.py [NAME ...]`` prints each softmax with what was found.
 """
@@ -22,7 +23,8 @@ _PRODUCTS = frozenset({"MatMul", "Einsum", "FusedMatMul"})
 _FUSED = {"Attention": 3, "MultiHeadAttention": 5, "GroupQueryAttention": 10}  # with the place of their mask
 _MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Flatten", "Pad", "Gather", "Expand"}
 _CONTINUE = frozenset(_MOVES | {"Cast", "Identity", "Dropout", "Where", "Mul"})
-_FARTHEST = 40
+_ASSEMBLES = frozenset({"Concat", "ScatterND", "ScatterElements", "Where"})  # scores that are computed in parts
+_FARTHEST = 400
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Counter:
             for tensor in node.input:
                 self.users.setdefault(tensor, []).append(node)
         self.model = model
+        self.parts: dict[str, tuple[bool, str]] = {}
         self.fixed = {t.name for t in model.graph.initializer}
         self.varies = self._compare(name, length)
 
@@ -103,10 +106,20 @@ class Counter:
             shifted = self._shift(node)
             if shifted:
                 varying = [shifted]
+            if node.op_type in _ASSEMBLES and len(varying) > 1:
+                found = [self._part(v) for v in varying]
+                return next((f for f in found if not f[0]), (True, ""))
             if len(varying) != 1:
                 return False, f"{node.op_type} mixes the scores with other activations"
             tensor = varying[0]
         return False, "no product was found"
+
+    def _part(self, tensor: str) -> tuple[bool, str]:
+        """The same for one of the parts from which scores are assembled; each is looked at once."""
+        if tensor not in self.parts:
+            self.parts[tensor] = (True, "")  # where parts lead to each other
+            self.parts[tensor] = self._scores(tensor)
+        return self.parts[tensor]
 
     def _shift(self, node: onnx.NodeProto) -> str:
         """The scores below the subtraction of a row's own maximum."""

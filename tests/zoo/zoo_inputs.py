@@ -64,6 +64,8 @@ def feeds(name: str, model: onnx.ModelProto, batch: int, length: int, side: str,
             found[value.name] = padding(masks, shape, side).astype(dtype)
         elif "position" in value.name:
             found[value.name] = positions(masks, shape)
+        elif "token_type" in value.name:
+            found[value.name] = content.integers(0, 2, shape).astype(dtype)
         elif dtype.kind == "i":
             found[value.name] = content.integers(3, IDS, shape).astype(dtype)
         else:
@@ -88,6 +90,10 @@ def _shape(entry: dict[str, Any], name: str, dims: list[int], batch: int, length
         wanted = [batch, 0, past, 0]
     elif kind == "cached" and "mask" in name:
         wanted = [batch, past + length]
+    elif name == "encoder_hidden_states":
+        wanted = [batch, length, 0]
+    elif kind == "decoder":
+        wanted = [batch, length if name.startswith("encoder") else length - 3]
     else:
         wanted = [batch, length - 3 if name.startswith("decoder") else length]
     return [fixed or size for fixed, size in zip(dims, wanted, strict=True)]

@@ -24,23 +24,19 @@ from stof.mask.signature import Signatures
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
+from stof.symbolic.interpreter import dtype_kind
 from stof.widen import widen
 
 _LONGEST = 1200
 _LARGEST = 4200  # windows up to here are run once above their length, at batch 1: [S, S] of int64 is 140 MB then
 _SHORT = (3, 5, 10, 13)
 _STORED = 40  # a length that shows what a stored mask looks like
-_FRUITLESS = 2  # lengths at which nothing runs, after which longer ones are not tried
 _ENOUGH = 3  # lengths that a mask must be compared at
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
 
 
 class _DoesNotRun(UnsupportedError):
     """The subgraph that makes a mask cannot be run at a length."""
-
-
-class _OtherShape(_DoesNotRun):
-    """It runs, and gives another shape than the scores are told to have: the inputs are none that the model takes."""
 
 
 def lengths(expression: str) -> list[int]:
@@ -90,6 +86,7 @@ class MaskChecker:
         self.passed: set[tuple[object, ...]] = set()
         self.rows: set[tuple[object, ...]] = set()  # masks of which rows without a key were compared
         self.relatives: dict[tuple[object, ...], LiftedMask] = {}  # masks, their biases as tables where they can be
+        self.assumed: dict[tuple[object, ...], list[str]] = {}  # inputs of which a mask takes 0 and 1 for granted
         self.seen: set[int] = set()  # lengths at which masks were compared
 
     def key(self, site: AttentionSite, mask: LiftedMask) -> tuple[object, ...]:
@@ -108,6 +105,8 @@ class MaskChecker:
             site.dims,
             site.query_offset,
             site.nan_guard,
+            site.zeroed,
+            site.pair_guard,
             site.floored,
             site.sink is not None,
         )
@@ -136,6 +135,8 @@ class MaskChecker:
             Case(batch, length, (Padding.NONE, Padding.LEFT, Padding.RIGHT)[number % 3])
             for number, length in enumerate(chosen)
         ]
+        if mask.operands:  # with a row that is all padding
+            cases.append(Case(4, chosen[1], Padding.RIGHT))
         cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
         # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
         # One that is put together from pieces runs from the length of the pieces on.
@@ -149,15 +150,34 @@ class MaskChecker:
                 self._compare(site, mask, terms, case, number, stated)
                 compared += 1
             except _DoesNotRun as error:
-                failure = error
-                if compared or number >= _FRUITLESS or isinstance(error, _OtherShape):
-                    limit = case.length
+                # Beyond a stored mask nothing runs; below the size of a block, longer inputs may.
+                failure, limit = error, case.length if compared else limit
         if failure is not None and compared < _ENOUGH:
             raise failure
         for case in uneven(site, chosen[len(chosen) // 2]):
             with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
                 self._compare(site, mask, terms, case, 0, stated)
         self.passed.add(key)
+
+    def assumes(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        """The whole-number inputs behind a site's padding that the graph computes with, so that 0 and 1 alone are padding.
+
+        Found by running the mask on others. Empty where it does what the lifted mask says for these, too.
+        """
+        key = self.key(site, mask)
+        if key not in self.assumed:
+            read = InputMaker(self.model, self.symbolic, *read_by([(site, mask)])).pads
+            found = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
+            terms = [t for t in site.terms if t not in mask.bias]
+            try:
+                if found and terms:
+                    for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):
+                        self._compare(site, mask, terms, case, number, stated=False, numbers=frozenset(found))
+                found = []
+            except UnsupportedError:
+                pass
+            self.assumed[key] = found
+        return self.assumed[key]
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
@@ -213,12 +233,13 @@ class MaskChecker:
         Raises:
             UnsupportedError: when a mask tensor cannot be run.
         """
-        found = [-math.inf if t.fill is None else t.fill for t in site.terms if t.kind is not TermKind.ADD]
+        chosen = [t for t in site.terms if t.kind is not TermKind.ADD and not t.zeroes]
+        found = [-math.inf if t.fill is None else t.fill for t in chosen]
         added = [t for t in site.terms if t.kind is TermKind.ADD]
         if not added:
             return found
         feeds, sizes = self._draw(site, mask, Case(2, lengths(mask.expression)[-1], Padding.LEFT), seed=0)
-        for term, value in zip(added, self._values(added, feeds, sizes), strict=True):
+        for term, value in zip(added, self._values(site, added, feeds, sizes), strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             found += np.unique(value.astype(np.float64)[~kept] * term.scale).tolist()
         return found
@@ -236,7 +257,7 @@ class MaskChecker:
         total = np.zeros((B, H, S, T))
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, total):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
@@ -253,7 +274,7 @@ class MaskChecker:
         feeds, sizes = self._draw(site, mask, case, seed)
         B, H, S, T = _dims(site, sizes)
         allowed, _ = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
-        return self._values(terms, feeds, sizes), allowed
+        return self._values(site, terms, feeds, sizes), allowed
 
     def _allowed(
         self, site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
@@ -287,27 +308,48 @@ class MaskChecker:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 
     def _compare(
-        self, site: AttentionSite, mask: LiftedMask, terms: list[MaskTerm], case: Case, seed: int, stated: bool
+        self,
+        site: AttentionSite,
+        mask: LiftedMask,
+        terms: list[MaskTerm],
+        case: Case,
+        seed: int,
+        stated: bool,
+        numbers: frozenset[str] = frozenset(),
     ) -> None:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
+        for name in numbers & set(feeds):  # inputs that hold more than 0 and 1
+            low = -2 if feeds[name].dtype.kind == "i" else 0
+            drawn = np.random.default_rng(seed).integers(low, 4, feeds[name].shape)
+            feeds[name] = drawn.astype(feeds[name].dtype)
         if not terms:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         B, H, S, T = _dims(site, sizes)
         wanted = np.ones((B, H, S, T), bool)
         left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
+        nulled = np.zeros((B, H, S, T), bool)  # by multiplied masks
         reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
-        for term, value in zip(terms, self._values(terms, feeds, sizes), strict=True):
+        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
             if not _broadcasts(value, wanted):
-                raise _OtherShape(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
+                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
-                reached &= ~np.isneginf(value.astype(np.float64) * term.scale)
+                # A selection becomes a bias of -inf.
+                added = term.kind is TermKind.ADD
+                reached &= ~np.isneginf(value.astype(np.float64) * term.scale) if added else kept
                 continue
             if term not in mask.bias and not (mask.relative is not None and term in mask.relative.terms):
                 _check_no_bias(term, value, kept, case)
-            wanted &= kept
+            if term.zeroes:
+                nulled |= ~kept
+            else:
+                wanted &= kept
+        if (nulled & wanted & left).any():
+            raise UnsupportedError(
+                f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
+            )
         found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
@@ -329,10 +371,15 @@ class MaskChecker:
             )
 
     def _values(
-        self, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+        self, site: AttentionSite, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
     ) -> list[np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T]."""
-        return [t.spread(a) for t, a in zip(terms, self._run([t.tensor for t in terms], feeds, sizes), strict=True)]
+        batch = _dims(site, sizes)[0]
+        found = self._run([t.tensor for t in terms], feeds, sizes)
+        try:
+            return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
+        except ValueError as error:
+            raise _DoesNotRun(f"a mask does not broadcast to the scores: {error}") from error
 
     def _run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         nodes, given, used = self._cut(tensors, feeds, sizes)

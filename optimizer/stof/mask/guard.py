@@ -8,21 +8,24 @@ same expression. Where it cannot be read, the guard stays in the graph behind th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
 
 import onnx
+from onnx import TensorProto
 
 from stof.errors import GuardError, UnsupportedError
 from stof.graph import GraphIndex
 from stof.mask.lift import element, lift
 from stof.passes.views import uniform
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
-from stof.symbolic import Symbolic, integer
+from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.terms import cases, to_real
 
 _DEEPEST = 16
+_COUNTING = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE})
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "Less": operator.lt,
     "LessOrEqual": operator.le,
@@ -37,12 +40,24 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
 
     Raises:
         GuardError: when the guard says something else, or what it says cannot be read.
+        UnsupportedError: when what makes weights zero again may do so with others than those that the mask forbids.
     """
+    if site.zeroed:
+        added = [t for t in mask.bias if t.kind is TermKind.ADD and symbolic.value(t.tensor) is not None]
+        if added:
+            raise UnsupportedError(
+                f"weights are made zero once more where {added[0].tensor!r} masks, which stays a bias: the operator gives "
+                "what the bias gives where all of a row is masked, the graph zeros"
+            )
     if site.pair_guard is not None:
         _check_pairs(symbolic, site, mask, site.pair_guard)
     if site.row_guard is None:
         return
-    term = _reduced(index, symbolic, site.row_guard)
+    if mask.bias:
+        raise GuardError(
+            f"{site.row_guard!r} zeroes rows, of which {mask.bias[0].tensor!r} may leave others no key, too"
+        )
+    term = _reduced(index, symbolic, site)
     if term is None:
         raise GuardError(f"{site.row_guard!r} zeroes rows by something other than whether a mask has a key in them")
     try:
@@ -76,10 +91,16 @@ def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guar
             f"{guard.tensor!r} changes the attention weights by more than shapes and inputs: {symbolic.reason(guard.tensor)}"
         )
     if guard.fill is None:
-        numbers = [x for _, x in cases(to_real(element(value, site)))]
+        numbers = [x for _, x in cases(to_real(element(value, site, guard)))]
         if not set(numbers) <= {0.0, 1.0}:
             raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
-    found = lift(symbolic, _masked_by(site, guard))
+    found = lift(symbolic, _masked_by(site, replace(guard, fill=-math.inf)))
+    if found.bias or mask.by_data:  # an expression that leaves something to a bias is no proof
+        tensor = (found.bias or mask.by_data)[0].tensor
+        raise UnsupportedError(
+            f"{guard.tensor!r} changes the attention weights, and {tensor!r} is data of which no expression says whether "
+            "that is the mask of the scores"
+        )
     if not _same(found, mask):
         raise UnsupportedError(
             f"{guard.tensor!r} keeps the attention weights of {found.expression or 'True'!r}, the scores are masked by "
@@ -87,9 +108,9 @@ def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guar
         )
 
 
-def _reduced(index: GraphIndex, symbolic: Symbolic, condition: str) -> MaskTerm | None:
-    """The mask [.., S, T] of which a condition [.., S, 1] says, where true, that no entry of the row is allowed."""
-    told = _Told(index, symbolic).walk(condition)
+def _reduced(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> MaskTerm | None:
+    """The mask [.., S, T] of which a site's guard [.., S, 1] says, where true, that no entry of the row is allowed."""
+    told = _Told(index, symbolic, site.dims[3]).walk(site.row_guard or "")
     if told is None:
         return None
     tensor, kept = told
@@ -99,9 +120,10 @@ def _reduced(index: GraphIndex, symbolic: Symbolic, condition: str) -> MaskTerm 
 class _Told:
     """Walks from a condition back to the reduction, with what a row of all zeros and one of some ones give there."""
 
-    def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, keys: Int) -> None:
         self.index = index
         self.symbolic = symbolic
+        self.keys = keys
 
     def walk(self, tensor: str) -> tuple[str, bool] | None:
         """The mask, and whether its ones are what is allowed."""
@@ -121,8 +143,11 @@ class _Told:
             elif node.op_type in ("ReduceSum", "ReduceMax", "ReduceMin"):
                 return self._reduction(node, tells)
             elif node.op_type == "Cast":
-                if self.symbolic.dtype(node.output[0]) == onnx.TensorProto.BOOL:
+                to = self.symbolic.dtype(node.output[0])
+                if to == TensorProto.BOOL:
                     tells = _after(bool, tells)
+                elif to not in _COUNTING:  # 256 keys are none in 8 bits
+                    return None
             else:
                 return None
             tensor = node.input[0]
@@ -140,14 +165,18 @@ class _Told:
         return (mask, True) if tells(0.0) and not any(tells(n) for n in counts) else None
 
     def _over_keys(self, node: onnx.NodeProto) -> bool:
-        """Whether only the last axis is reduced, and stays as one of size 1; of an axis of size 1, it is all one."""
+        """Whether only the last axis is reduced, and stays as one of size 1; of an axis of size 1, it is all one.
+
+        An axis that is neither that nor as long as the keys tells of some of them.
+        """
         shape, reduced = self.symbolic.shape(node.input[0]), self.symbolic.shape(node.output[0])
-        return bool(shape) and shape is not None and reduced == (*shape[:-1], integer(1))
+        one = integer(1)
+        return bool(shape) and shape is not None and shape[-1] in (one, self.keys) and reduced == (*shape[:-1], one)
 
     def _mask(self, tensor: str) -> str | None:
         """The boolean tensor whose ones are added or compared."""
         for _ in range(_DEEPEST):
-            if self.symbolic.dtype(tensor) == onnx.TensorProto.BOOL:
+            if self.symbolic.dtype(tensor) == TensorProto.BOOL:
                 return tensor
             node = self.index.producer(tensor)
             if node is None or node.op_type != "Cast":

@@ -30,6 +30,11 @@ def equals_in_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask
     rival = next((t for t in mask.by_data if _reaches(symbolic, site, t, weakest)), None)
     if weakest == -math.inf or rival is None:
         return []
+    if site.zeroed:
+        raise UnsupportedError(
+            f"weights are made zero once more after {rival.tensor!r} was added, which is data of a run and may forbid as much as "
+            "the mask: such rows are neither zeros nor sums of one; a fill of -inf makes this plain"
+        )
     for term, own in fills.items():
         if term.kind is not TermKind.ADD and any(math.isfinite(f) for f in own):
             raise UnsupportedError(
@@ -52,7 +57,7 @@ def _reaches(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, level: flo
     tensor = symbolic.value(term.tensor)
     if tensor is None:
         return False  # computed by the network, as large as scores are
-    value = element(tensor, site, term.merged)
+    value = element(tensor, site, term)
     if not isinstance(value, Real) or any(isinstance(p, Real) and p.kind == "read" for p in parts(value)):
         return True
     numbers = [x * term.scale for _, x in cases(value) if isinstance(x, float)]

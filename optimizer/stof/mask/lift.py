@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import TensorProto
 
 from stof.errors import UnsupportedError
+from stof.mask.counts import in_order
 from stof.mask.families import describe
 from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
@@ -24,9 +25,10 @@ from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandVie
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
 from stof.symbolic.domain import Domain
+from stof.symbolic.movement import floor_div, floor_mod
 from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, to_cond
+from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, of_atom, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -34,6 +36,9 @@ LOWEST: dict[int, float] = {
     TensorProto.FLOAT16: 65504.0,
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
+# Element types of run-time operands (docs/operators.md).
+_NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
+_PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 _FLOOR = -LOWEST[TensorProto.FLOAT]
@@ -89,9 +94,16 @@ def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -
         else _lift_term(symbolic, site, term, tables)
         for term in site.terms
     ]
-    banded = with_bands(all_of(t.allowed for t in terms), lambda name: _table(symbolic, tables, name))
     domain = _domain(site)
-    allowed = domain.simplify(banded)
+
+    def banded(conditions: Iterable[Cond]) -> Cond:
+        return domain.simplify(with_bands(all_of(conditions), lambda name: _table(symbolic, tables, name)))
+
+    others = [t.allowed for term, t in zip(site.terms, terms, strict=True) if not term.zeroes]
+    for term, found in zip(site.terms, terms, strict=True):
+        if term.zeroes and banded([*others, negate(found.allowed)]) != FALSE:
+            raise UnsupportedError(f"scores are multiplied by {term.tensor!r}, and nothing forbids all that it makes 0")
+    allowed = in_order(symbolic, banded(t.allowed for t in terms))
     operands: dict[str, RuntimeOperand] = {}
     names = Names(
         _size_names(site),
@@ -143,11 +155,18 @@ def _domain(site: AttentionSite) -> Domain:
     )
 
 
-def element(tensor: SymTensor, site: AttentionSite, merged: int = 0) -> Int | Cond | Real:
-    """The tensor, broadcast to the scores, at (b, h, q, k); ``merged`` is H where it is [B*H, .., ..]."""
+def element(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> Int | Cond | Real:
+    """A term's tensor, broadcast to the scores, at (b, h, q, k)."""
     index: tuple[Int, ...] = _index(site)
-    if merged:
-        index = (index[0] * integer(merged) + index[1], *index[2:])
+    if term.merged:
+        index = (index[0] * integer(term.merged) + index[1], *index[2:])
+    elif term.windows:
+        count = term.windows[1]
+        if count.constant is None:
+            outer, window = (of_atom("opaque", kind, index[0], count) for kind in ("division", "modulo"))
+        else:
+            outer, window = floor_div(index[0], count.constant), floor_mod(index[0], count.constant)
+        index = (outer, window, *index[1:])
     return tensor.at(project(index, tensor.shape))
 
 
@@ -172,7 +191,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
 
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
-    """One term; a tensor that is added stays a bias where no expression says which pairs it leaves."""
+    """One term; it stays a bias where no expression says which pairs it leaves, and a bias can stand for it."""
     found = read_term(symbolic, site, term, tables)
     if found.allowed == TRUE:
         return found
@@ -180,10 +199,21 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     try:
         print_condition(_domain(site).simplify(found.allowed), names)
     except UnsupportedError as error:
-        if term.kind is not TermKind.ADD:
+        if term.kind is not TermKind.ADD and not _is_only_mask(symbolic, site, term):
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
-        return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {error}", by_data=True)
+        fills = () if term.kind is TermKind.ADD else found.fills
+        return _TermMask(TRUE, fills, True, f"{term.tensor} stays a bias: {error}", by_data=True)
     return found
+
+
+def _is_only_mask(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
+    """Whether a selection of scores is the only mask of a site, and what it fills in stays as it is: then -inf may be added
+    in its place, and a row without a key gives what the number gives.
+    """
+    others = [t for t in site.terms if t != term]
+    opaque = all(t.kind is TermKind.ADD and symbolic.value(t.tensor) is None for t in others)
+    infinite = term.fill is not None and math.isinf(term.fill)
+    return opaque and not term.zeroes and (infinite or site.terms[-1] == term)
 
 
 def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -194,18 +224,20 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     """
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
-    if tensor is None or shape is None or len(shape) > 4:
-        if term.kind is TermKind.ADD and shape is not None and len(shape) <= 4:
+    most = 5 if term.windows else 4
+    if tensor is None or shape is None or len(shape) > most:
+        if term.kind is TermKind.ADD and shape is not None and len(shape) <= most:
             return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {symbolic.reason(term.tensor)}")
         raise UnsupportedError(
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
         )
-    value = element(tensor, site, term.merged)
+    value = element(tensor, site, term)
     if term.kind is not TermKind.ADD:
         cond = to_cond(value)
         fill = -math.inf if term.fill is None else term.fill
-        return _TermMask(cond if term.kind is TermKind.KEEP else negate(cond), (fill,), False)
+        fills = () if term.zeroes else (fill,)
+        return _TermMask(cond if term.kind is TermKind.KEEP else negate(cond), fills, False)
     if not isinstance(value, Real):
         raise UnsupportedError(f"mask tensor {term.tensor!r} is added to the scores but is no float")
     return _additive(symbolic, term, value, symbolic.dtype(term.tensor), tables)
@@ -296,6 +328,13 @@ def _operand(
 ) -> tuple[str, int | None]:
     """The role of a model input that the mask reads, and its axis of positions."""
     shape = symbolic.shape(tensor)
+    dtype = symbolic.dtype(tensor)
+    if dtype not in (_PAD_TYPES if boolean else _NUMBER_TYPES):
+        kind, wanted = TensorProto.DataType.Name(dtype), "padding of bool, uint8, int32, int64, fp32 or fp16"
+        raise UnsupportedError(
+            f"the mask reads {tensor!r} of type {kind}, of which the operator takes "
+            f"{wanted if boolean else 'numbers of int32 or int64'} only; cast it before"
+        )
     axes = [a for a, d in enumerate(shape or ()) if d.constant != 1]
     others = [a for a in axes if indices[a] != B]
     place = others[0] if others else None
@@ -381,7 +420,9 @@ def empty_rows(
     site: AttentionSite, fills: Sequence[float], notes: list[str], terms: Sequence[_TermMask] = ()
 ) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
-    if not fills or site.row_guard is not None or site.sink is not None:  # a sink takes all of an empty row
+    if (
+        not fills or site.zeroed or site.row_guard is not None or site.sink is not None
+    ):  # a sink takes all of an empty row
         return EmptyRows.ZERO
     if site.pair_guard is not None:
         return _guarded(site, fills)

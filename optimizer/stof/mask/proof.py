@@ -30,9 +30,9 @@ class _Unproven(Exception):
 def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> int | None:
     """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None."""
     tensor = symbolic.value(term.tensor)
-    if tensor is None or term.kind is not TermKind.ADD:
+    if tensor is None or term.kind is not TermKind.ADD or term.windows:
         return None
-    value = element(tensor, site, term.merged)
+    value = element(tensor, site, term)
     if not isinstance(value, Real):
         return None
     least = -LOWEST.get(symbolic.dtype(term.tensor), LOWEST[1]) / 2

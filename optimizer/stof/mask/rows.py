@@ -30,7 +30,8 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     summed = any("different strength" in n for n in mask.notes)  # within one tensor
     if not summed and len(forbidding) < 2:
         return
-    if not mask.expression or site.row_guard is not None or site.sink is not None or site.pair_guard is not None:
+    guarded = site.zeroed or site.row_guard is not None or site.pair_guard is not None
+    if not mask.expression or guarded or site.sink is not None:
         return
     key = checker.key(site, mask)
     if key in checker.rows:

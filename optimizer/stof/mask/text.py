@@ -328,7 +328,7 @@ _OPERATORS = {
     "division": "Div",
     "modulo": "Mod",
     "remainder": "Mod",
-    "rounded": "a cast of positions to a half type",
+    "rounded": "a cast to a float type that does not hold every integer",
 }
 
 

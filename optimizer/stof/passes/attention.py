@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,7 +66,7 @@ def find_sites(
         weights = softmax.node.output[0]
         if within is not None and weights not in within:
             continue
-        name = _unique(softmax.node.name or f"attention_{number}", taken)
+        name = unique(softmax.node.name or f"attention_{number}", taken)
         try:
             sites.append(_match(index, symbolic, forward, softmax, name, first + len(sites)))
         except UnsupportedError as error:
@@ -83,7 +83,7 @@ def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
         where = f"local function {function.domain}::{function.name}"
         for node in all_nodes(function.node):
             if is_softmax(node):
-                name = _unique(node.name or f"softmax of {node.output[0]}", taken)
+                name = unique(node.name or f"softmax of {node.output[0]}", taken)
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
     return findings
 
@@ -93,7 +93,8 @@ def is_softmax(node: onnx.NodeProto) -> bool:
     return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def unique(name: str, taken: set[str]) -> str:
+    """The name, or one like it that is not taken; it is then."""
     candidate, i = name, 1
     while candidate in taken:
         i += 1
@@ -109,7 +110,7 @@ def _match(
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
-    if shape is None or len(shape) not in (3, 4):
+    if shape is None or len(shape) not in (3, 4, 5):
         rank = "unknown rank" if shape is None else f"rank {len(shape)}"
         raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
@@ -122,13 +123,22 @@ def _match(
     if len(shape) == 4:
         scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
     queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
-    staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    weighted = forward.weights(
-        softmax, staying, alone, None if sink is None else shape, sink is not None and sink.first
-    )
-    values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
-    outputs = forward.outputs(weighted, queries[-1].heads, staying)
+    kept = None if sink is None else shape
+    before = sink is not None and sink.first
+    for reading in _told_apart(scores, queries, keys):
+        queries, keys = reading
+        staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+        weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
+        values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
+        values = [v for v in values if v.batch == keys[-1].batch] or values
+        outputs = forward.outputs(weighted, queries[-1].heads, staying)
+        if outputs:
+            break
+    if len(shape) == 5:
+        if sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None:
+            raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+        outputs = [o for o in outputs if o.row_guard is None]
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
     site = make(_choose(queries, keys, values, outputs))
     earlier = [o for o in outputs if o.row_guard is None]
@@ -151,8 +161,21 @@ def _site(
     scale = scores.factor * query.scale * key.scale
     if not math.isfinite(scale):
         raise UnsupportedError(f"the scale of the scores is {scale}")
+    operands = (query.operand, key.operand, found.value.operand)
+    result = symbolic.shape(found.output.tensor) or ()
+    if any(o.joined != (len(result) == 5) for o in operands):
+        raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
     _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims)
+    for term in scores.terms:
+        if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
+            raise UnsupportedError(
+                f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
+                f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
+            )
+    factor = scores.spread_factor
+    if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
+        raise UnsupportedError(f"the scores are scaled by {factor[1]!r} of another type than the query's")
     return AttentionSite(
         name=name,
         index=number,
@@ -164,6 +187,7 @@ def _site(
         output_layout=found.output.layout,
         output_perm=found.output.perm,
         output_flat=found.output.flat,
+        output_joined=query.operand.joined,
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
@@ -175,6 +199,8 @@ def _site(
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
         pair_guard=weighted.pair_guard,
+        zeroed=weighted.zeroed,
+        query_factor=factor,
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,
         row_guard=found.output.row_guard,
@@ -208,6 +234,15 @@ def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
         return found
     heads = shape[1].constant
     return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
+
+
+def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
+    """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
+    merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    own = [q for q in queries if q.heads == (scores.heads or merged)]
+    if own and len(own) < len(queries):
+        yield own, [k for k in keys if k.batch == own[-1].batch] or keys
+    yield queries, keys
 
 
 def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
@@ -262,6 +297,8 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
 
 def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int]) -> None:
     """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
+    if len(shape) == 5:  # the batch in two parts
+        shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):
         if own == size:

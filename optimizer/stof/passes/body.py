@@ -162,11 +162,10 @@ class _Body:
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
 
     def _repeat(self, tensor: str, heads: str, count: str) -> str:
-        """[B, G, T, D] with every head ``count`` times."""
+        """[B, G, T, D] with every head ``count`` times. By Gather, since sizes of 0 mean others to Reshape."""
         b = self.builder
-        wide = b.add("Expand", [b.unsqueeze(tensor, [2]), self._vector([1, 1], count, [1, 1])])
-        shape = self._vector([0], heads, self._size(tensor, 2), self._size(tensor, 3))
-        return b.add("Reshape", [wide, shape])
+        numbers = b.add("Range", [b.constant(0), heads, b.constant(1)])
+        return b.add("Gather", [tensor, b.add("Div", [numbers, count])], axis=1)
 
     def _sizes(self, query: str, key: str) -> Sizes:
         b = self.builder

@@ -16,11 +16,11 @@ import stof
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, opset_of
 from stof.mask.distance import table_of
-from stof.mask.lift import LOWEST
+from stof.passes.biases import append, bias_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, OperandView, RuntimeOperand
+from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
@@ -121,7 +121,8 @@ Layouts = tuple[Layout, Layout, Layout, Layout]
 
 
 def _layouts(site: AttentionSite) -> Layouts:
-    return (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
+    query = site.query.layout if site.query_factor is None else Layout.BHSD  # where it is multiplied
+    return (query, site.key.layout, site.value.layout, site.output_layout)
 
 
 def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
@@ -179,37 +180,87 @@ def _replace(
         (site.kv_num_heads, site.value_head_size),
         (site.num_heads, site.value_head_size),
     )
+    given = [_laid_out(editing, extra, o, site.dtype) for o in (site.query, site.key, site.value)]
+    if site.query_factor is not None:
+        own = (site.query.layout, Layout.BHSD)
+        given[0] = _multiplied(editing, extra, site, _convert(editing, extra, given[0], site.dtype, own, sizes[0]))
     inputs = [
-        _convert(editing, extra, _laid_out(editing, extra, o, site.dtype), site.dtype, (own, wanted), size)
-        for o, own, wanted, size in zip(
-            (site.query, site.key, site.value), _layouts(site), variant.layouts, sizes, strict=False
-        )
+        _convert(editing, extra, tensor, site.dtype, (own, wanted), size)
+        for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
     ]
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    flat = editing.variable(f"{site.output}_rows", site.dtype) if site.output_flat else output
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else flat
+    apart = site.output_flat or site.output_joined
+    last = editing.variable(f"{site.output}_rows", site.dtype) if apart else output
+    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else last
     result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
         _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
-        nodes.append(editing.node("Transpose", flat.name, [written], [flat], perm=perm))
+        nodes.append(editing.node("Transpose", last.name, [written], [last], perm=perm))
     if site.output_flat:
         shape = editing.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
-        nodes.append(editing.node("Reshape", output.name, [flat, shape], [output]))
+        nodes.append(editing.node("Reshape", output.name, [last, shape], [output]))
+    if site.output_joined:
+        nodes += _parted(editing, site, last, output)
     editing.graph.nodes[place:place] = nodes
-    editing.declare(site.output, site.dtype, _output_shape(site))
+    if not site.output_joined:
+        editing.declare(site.output, site.dtype, _output_shape(site))
 
 
 def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int) -> gs.Tensor:
     """The operand's tensor in its layout: itself, or transposed."""
     tensor: gs.Tensor = editing.tensors[operand.tensor]
+    if operand.joined:
+        tensor = _joined(editing, nodes, tensor, dtype)
     if not operand.perm:
         return tensor
     out = editing.variable(f"{operand.tensor}_laid", dtype)
     nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    return out
+
+
+def _sizes_of(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
+    """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
+    sizes, some = (editing.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
+    limits = [editing.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
+    nodes.append(editing.node("Shape", sizes.name, [tensor], [sizes]))
+    nodes.append(editing.node("Slice", some.name, [sizes, *limits], [some]))
+    return some
+
+
+def _reshaped(
+    editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
+) -> gs.Tensor:
+    target = editing.variable(f"{output.name}_shape", TensorProto.INT64)
+    nodes.append(editing.node("Concat", target.name, parts, [target], axis=0))
+    nodes.append(editing.node("Reshape", output.name, [tensor, target], [output]))
+    return output
+
+
+def _joined(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+    """A tensor of five axes with the first two in one."""
+    any_size = editing.initializer("stof_shape", np.array([-1], np.int64))
+    out = editing.variable(f"{tensor.name}_joined", dtype)
+    return _reshaped(editing, nodes, tensor, [any_size, _sizes_of(editing, nodes, tensor, 2, 5)], out)
+
+
+def _parted(editing: Editing, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
+    """The nodes that write a result with its batch in the two axes of the query's."""
+    nodes: list[gs.Node] = []
+    batch = _sizes_of(editing, nodes, editing.tensors[site.query.tensor], 0, 2)
+    _reshaped(editing, nodes, tensor, [batch, _sizes_of(editing, nodes, tensor, 1, 4)], output)
+    return nodes
+
+
+def _multiplied(editing: Editing, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
+    """The query [B, H, S, D] times what the graph multiplies its scores with."""
+    assert site.query_factor is not None
+    op, factor = site.query_factor
+    out = editing.variable(f"{site.query.tensor}_scaled", site.dtype)
+    nodes.append(editing.node(op, out.name, [query, editing.tensors[factor]], [out]))
     return out
 
 
@@ -277,7 +328,7 @@ def _operands(
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         given[name] = editing.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = _bias(editing, symbolic, mask.bias, rewrite.site, extra)
+        given["bias"] = bias_of(editing, symbolic, rewrite.site, mask.bias, extra)
     if mask.relative is not None:
         given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if rewrite.site.sink is not None:
@@ -311,31 +362,6 @@ def _neutral(editing: Editing, role: str) -> gs.Tensor:
     return editing.initializer(f"stof_unused_{role}", _NEUTRAL.get(role, np.zeros(1, np.bool_)))
 
 
-def _bias(
-    editing: Editing, symbolic: Symbolic, terms: Sequence[MaskTerm], site: AttentionSite, extra: list[gs.Node]
-) -> gs.Tensor:
-    """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
-    types = {symbolic.dtype(t.tensor) for t in terms}
-    known = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
-    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known
-    total: gs.Tensor | None = None
-    for term in terms:
-        tensor = editing.tensors[term.tensor]
-        if term.merged:
-            tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
-        if not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
-            tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
-        if term.scale != 1.0:
-            factor = editing.initializer("stof_bias_scale", np.array(term.scale, np.float32))
-            tensor = _append(editing, extra, "Mul", [tensor, factor])
-        total = tensor if total is None else _append(editing, extra, "Add", [total, tensor])
-    assert total is not None
-    if site.floored:  # of a row with -inf and the lowest number alone, all keys have a share
-        least = editing.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
-        total = _append(editing, extra, "Max", [total, least])
-    return total
-
-
 def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
     """The logits of the sink, [H] of the site's type or fp32."""
     assert site.sink is not None
@@ -349,30 +375,5 @@ def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list
         extra.append(editing.node("Reshape", out.name, [tensor, flat], [out]))
         tensor = out
     if dtype not in (site.dtype, TensorProto.FLOAT):
-        tensor = _append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+        tensor = append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor
-
-
-def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
-    """[B*H, .., ..] as [B, H, .., ..]."""
-
-    def add(op: str, name: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
-        out = editing.variable(f"stof_bias_{name}", kind)
-        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-        return out
-
-    def numbers(*values: int) -> gs.Tensor:
-        return editing.initializer("stof_bias_sizes", np.array(values, np.int64))
-
-    sizes = add("Shape", "shape", [tensor], TensorProto.INT64)
-    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)], TensorProto.INT64)
-    target = add("Concat", "target", [numbers(-1, heads), rest], TensorProto.INT64, axis=0)
-    return add("Reshape", "spread", [tensor, target], dtype)
-
-
-def _append(
-    editing: Editing, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object
-) -> gs.Tensor:
-    out = editing.variable("stof_bias", TensorProto.FLOAT)
-    extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-    return out

@@ -14,7 +14,7 @@ from stof.graph import GraphIndex, describe
 from stof.passes.einsum import Order, products
 from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
-from stof.symbolic import Symbolic, var
+from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.rules import broadcast, project
 from stof.symbolic.terms import FALSE, all_of, cases, to_real
 
@@ -35,7 +35,9 @@ class Scores:
     key_order: Order = ()
     factor: float = 1.0
     softcap: float = 0.0
+    spread_factor: tuple[str, str] | None = None  # "Mul" or "Div" and a tensor [.., 1]
     floored: bool = False  # the scores that enter the softmax are at least the lowest finite number
+    heads: int = 0  # H, where a mask meets the scores as [B, H, S, T]
     terms: tuple[MaskTerm, ...] = ()
     words: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()  # first outputs of the nodes passed
@@ -84,7 +86,7 @@ class ScoreWalk:
             return self._sub(node, scores, depth)
         factor = scalar_factor(self.symbolic, node)
         if factor is None:
-            raise self._obstacle(node)
+            return self._multiplied(node, scores, depth)
         capped = self._softcap(node, factor, scores, depth)
         if capped is not None:
             return capped
@@ -164,6 +166,10 @@ class ScoreWalk:
             raise UnsupportedError(f"a mask is applied below {describe(tanh)}")
         return result
 
+    def _heads(self, node: onnx.NodeProto) -> int:
+        shape = self.symbolic.shape(node.output[0])
+        return (shape[1].constant or 0) if shape is not None and len(shape) == 4 else 0
+
     def _add(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         # The side that can be computed from shapes and inputs is the mask; two opaque sides are tried in turn.
         failure: UnsupportedError | None = None
@@ -175,7 +181,7 @@ class ScoreWalk:
                 if blended is not None:
                     return blended
                 term = self._term(TermKind.ADD, node, node.input[1 - i], None, scores.factor)
-                passed = scores.passed(node, "additive mask")
+                passed = replace(scores.passed(node, "additive mask"), heads=self._heads(node) or scores.heads)
                 return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
             except UnsupportedError as error:
                 failure = failure or error
@@ -197,6 +203,7 @@ class ScoreWalk:
                 continue
             term = self._term(TermKind.KEEP, node, mask, fill * scores.factor)
             passed = scores.passed(node, "mask by a product").passed(mul)
+            passed = replace(passed, heads=self._heads(node) or scores.heads)
             return self.walk(mul.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
         return None
 
@@ -205,7 +212,7 @@ class ScoreWalk:
         if blended is not None:
             return blended
         term = self._term(TermKind.ADD, node, node.input[1], None, -scores.factor)
-        passed = scores.passed(node, "subtracted mask")
+        passed = replace(scores.passed(node, "subtracted mask"), heads=self._heads(node) or scores.heads)
         return self.walk(node.input[0], replace(passed, terms=(*passed.terms, term)), depth + 1)
 
     def _where(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
@@ -217,9 +224,56 @@ class ScoreWalk:
             if number > _MASKED:
                 raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
             term = self._term(kind, node, node.input[0], number)
-            passed = scores.passed(node, "Where mask")
+            passed = replace(scores.passed(node, "Where mask"), heads=self._heads(node) or scores.heads)
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
         raise self._obstacle(node)
+
+    def _multiplied(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        """Scores that a mask of ones and zeros makes zero, to which another adds what forbids them."""
+        for i in (0, 1) if node.op_type == "Mul" and any(t.kind is TermKind.ADD for t in scores.terms) else ():
+            if self._is_switch(node.input[1 - i]):
+                term = self._term(TermKind.KEEP, node, node.input[1 - i], 0.0)
+                passed = scores.passed(node, "multiplied mask")
+                return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
+        return self._scaled_by_row(node, scores, depth)
+
+    def _scaled_by_row(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        """Scores times a tensor that is the same for all keys: the query may be multiplied instead."""
+        for i in {"Mul": (0, 1), "Div": (0,)}.get(node.op_type, ()):
+            shape, own = (self.symbolic.shape(node.input[j]) for j in (i, 1 - i))
+            same = shape is not None and len(shape) == 4 and shape == self.symbolic.shape(node.output[0])
+            if not same or not own or own[-1].constant != 1 or len(own) > 4:
+                continue
+            if scores.spread_factor is not None:
+                raise UnsupportedError(f"{describe(node)} scales scores by head or row a second time")
+            passed = replace(scores.passed(node, "scale by head"), spread_factor=(node.op_type, node.input[1 - i]))
+            found = self.walk(node.input[i], passed, depth + 1)
+            if (
+                len(found.terms) != len(scores.terms)
+                or found.softcap != scores.softcap
+                or found.floored != scores.floored
+            ):
+                raise UnsupportedError(
+                    f"scores are masked or bounded before {describe(node)} scales them by head or row"
+                )
+            return found
+        raise self._obstacle(node)
+
+    def _is_switch(self, tensor: str) -> bool:
+        """Whether a tensor is a float mask of ones and zeros."""
+        array, value = self.symbolic.constant(tensor), self.symbolic.value(tensor)
+        shape = self.symbolic.shape(tensor)
+        if not shape or shape[-1].constant == 1:  # the same for all keys
+            return False
+        if array is not None:
+            return bool(np.isin(array, (0, 1)).all())
+        if value is None or value.kind != "f":
+            return False
+        element = value.at(tuple(var(f"place{a}") for a in range(value.rank)))
+        if isinstance(element, Real) and element.kind == "table":
+            array = self.symbolic.constant(str(element.args[0]))
+            return array is not None and bool(np.isin(array, (0, 1)).all())
+        return isinstance(element, Real) and all(x in (0.0, 1.0) for _, x in cases(element))
 
     def _term(
         self, kind: TermKind, node: onnx.NodeProto, tensor: str, fill: float | None, scale: float = 1.0
@@ -228,7 +282,7 @@ class ScoreWalk:
         shape, own = self.symbolic.shape(node.output[0]), self.symbolic.shape(tensor)
         if shape is None or own is None:
             raise UnsupportedError(f"the shape of mask {tensor!r} of {describe(node)} is unknown")
-        if len(shape) == 4 or all(d.constant == 1 for d in own[:-2]):
+        if len(shape) == 4 or (len(own) < 5 and all(d.constant == 1 for d in own[:-2])):
             return MaskTerm(kind, tensor, fill, scale)
         source, moves = tensor, list[onnx.NodeProto]()
         while len(shape) == 3 and len(moves) < 4:  # [B*H, S, T] from a tensor [B, H, S, T]
@@ -246,6 +300,8 @@ class ScoreWalk:
                 return MaskTerm(kind, source, fill, scale)
         if len(shape) == len(own) == 3 and own[0] == shape[0]:
             return MaskTerm(kind, tensor, fill, scale, MERGED)
+        if len(shape) == 5:  # Swin's windows: [images, windows of each, H, S, T]
+            return MaskTerm(kind, tensor, fill, scale, windows=shape[:3])
         raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
 
 

@@ -23,7 +23,7 @@ def parts(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0)
     node = index.producer(term.tensor)
     if depth == _DEEPEST or node is None or node.op_type != "Add" or node.domain not in ("", "ai.onnx"):
         return (term,)
-    if term.kind is not TermKind.ADD or term.merged:
+    if term.kind is not TermKind.ADD or term.merged or term.windows:
         return (term,)
     shapes = [symbolic.shape(name) for name in node.input]
     if any(s is None or len(s) > 4 for s in shapes):

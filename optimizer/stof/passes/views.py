@@ -239,7 +239,8 @@ def readings(
         axes = tuple(axes[i] for i in order) if order else axes
         rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
         batch = [a for group in axes[:-2] for a in group]
-        heads = _classify(symbolic, chain, batch, rows, size)
+        classify = _joined if len(axes) == 5 else _classify
+        heads = classify(symbolic, chain, batch, rows, size)
         if heads is None:
             continue
         # One that has to be transposed first is the last choice.
@@ -304,6 +305,23 @@ def _classify(
     return None
 
 
+def _joined(
+    symbolic: Symbolic, chain: Chain, batch: Sequence[AxisAtom], rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
+) -> Heads | None:
+    """The reading of an operand of five axes, the first two of which are the batch: blocks of a sequence, say."""
+    shape = symbolic.shape(chain.source)
+    if shape is None or len(shape) != 5:
+        return None
+    whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+    for layout, head_axis, row_axis in ((Layout.BHSD, 2, 3), (Layout.BSHD, 3, 2)):
+        heads, width = shape[head_axis].constant, shape[4].constant
+        wanted = [whole[a] for a in (0, 1, head_axis, row_axis, 4)]
+        if heads and width and [*batch, *rows, *size] == wanted:
+            operand, dtype = Operand(chain.source, layout, joined=True), symbolic.dtype(chain.source)
+            return Heads(operand, dtype, shape[0] * shape[1], heads, shape[row_axis], width, 1, chain.scale)
+    return None
+
+
 def _transposition(
     whole: Sequence[AxisAtom], batch: Sequence[AxisAtom], rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
 ) -> tuple[int, ...] | None:
@@ -347,6 +365,10 @@ def output_layout(
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
     whole = [whole[i] for i in order] if order else whole
     groups = [_strip(g) for g in axes]
+    if len(shape) == 5:
+        outer, inner, h, s, d = ([w] for w in whole)
+        orders = {Layout.BHSD: [outer, inner, h, s, d], Layout.BSHD: [outer, inner, s, h, d]}
+        return next(((layout, (), False) for layout, order in orders.items() if [list(g) for g in axes] == order), None)
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
     elif len(shape) == 3 and len(axes) in (2, 3, 4) and whole[0].axis == 0:  # [B*H, S, Dv]
@@ -369,4 +391,11 @@ def output_layout(
         ([b, h + d, s], Layout.BSN, (0, 2, 1), False),  # channels first
         ([b, h, d, s], Layout.BHSD, (0, 1, 3, 2), False),
     ]
-    return next(((layout, perm, flat) for own, layout, perm, flat in legal if groups == own), None)
+    for own, layout, perm, flat in legal:
+        if groups == own:
+            return layout, perm, flat
+    if (
+        len(groups) == 4 and all(groups) and all(g in (b, h, s, d) for g in groups) and len({g[0] for g in groups}) == 4
+    ):  # any other order of the four
+        return Layout.BHSD, tuple([b, h, s, d].index(g) for g in groups), False
+    return None

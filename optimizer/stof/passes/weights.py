@@ -16,6 +16,7 @@ from stof.passes.pointwise import unchanged
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
+from stof.passes.zeroed import zeroes_masked
 from stof.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -36,6 +37,7 @@ class Weighted:
     pair_guard: MaskTerm | None = None  # keeps weights, makes others 0
     value_order: Order = ()  # of axes in which the value is [.., T, Dv], and the product [.., S, Dv], where it is not its own
     product_order: Order = ()
+    zeroed: bool = False  # what is masked is made zero once more
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Forward:
         bias: str = "",
         shape: Shape | None = None,
         first: bool = False,
+        terms: Sequence[MaskTerm] = (),
     ) -> Weighted:
         """Up to the MatMul with the values.
 
@@ -80,6 +83,7 @@ class Forward:
             bias: what is added to the scores, where nothing else masks them.
             shape: that of the weights that are kept, where the softmax has a column more for a sink.
             first: whether that column is the first.
+            terms: what is done to the scores.
 
         Raises:
             UnsupportedError: naming the node that is in the way.
@@ -88,6 +92,7 @@ class Forward:
         guard = False
         row_guard: str | None = None
         pair_guard: MaskTerm | None = None
+        zeroed = False
         nodes = [tensor]
         for _ in range(_DEEPEST):
             if tensor in self.index.outputs or tensor in self.index.captured:
@@ -113,6 +118,11 @@ class Forward:
                 tensor = where.output[0]
                 nodes.append(tensor)
                 continue
+            if len(users) == 1 and shape is None and zeroes_masked(self.index, self.symbolic, users[0], tensor, terms):
+                zeroed = True
+                tensor = users[0].output[0]
+                nodes.append(tensor)
+                continue
             pairs = self._pair_guard(tensor, users)
             if pairs is not None and pair_guard is None:
                 pair_guard = pairs
@@ -134,14 +144,16 @@ class Forward:
             if turned is not None and shape is None:
                 product_node, value, order = turned
                 passed = (*nodes, user.output[0], product_node.output[0])
-                return Weighted(value, product_node.output[0], guard, passed, row_guard, pair_guard, order, order)
+                return Weighted(
+                    value, product_node.output[0], guard, passed, row_guard, pair_guard, order, order, zeroed
+                )
             product = self._product(user, tensor)
             if product is not None:
                 if shape is not None:
                     raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
                 value, orders = product
                 passed = (*nodes, user.output[0])
-                return Weighted(value, user.output[0], guard, passed, row_guard, pair_guard, *orders)
+                return Weighted(value, user.output[0], guard, passed, row_guard, pair_guard, *orders, zeroed=zeroed)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):

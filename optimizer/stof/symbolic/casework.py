@@ -195,7 +195,7 @@ def condition_of_real(value: Real) -> Cond | None:
             cond = value.args[0]
             assert isinstance(cond, Cond)
             return cond
-        case "int":
+        case "int" | "rounded":
             inner = value.args[0]
             assert isinstance(inner, Int)
             return condition_of(inner) or _is_one(inner)
@@ -214,9 +214,66 @@ def _is_one(value: Int) -> Cond | None:
     return Cond("ne", (Int((((atom,), 1),)),))
 
 
+@lru_cache(maxsize=20_000)
+def reads_number(value: Real) -> bool:
+    """Whether a float is made of numbers that a model reads, other than by conditions on them."""
+    return any(x.kind in ("int", "rounded") and _reads(x) for x in _floats(value))
+
+
+@lru_cache(maxsize=20_000)
+def compares_reads(value: Real) -> bool:
+    """Whether numbers that a model reads are subtracted from each other or from positions: they are no mask of 0 and 1."""
+    for one in _floats(value):
+        if one.kind in ("add", "neg"):
+            leaves = list(_leaves(one, 1.0))
+            reads = {factor for reading, factor in leaves if reading}
+            others = {abs(factor) for reading, factor in leaves if not reading}
+            if len({factor > 0 for factor in reads}) > 1 or others & {abs(factor) for factor in reads}:
+                return True
+    return False
+
+
+def _floats(value: Real) -> Iterator[Real]:
+    """A float and those that it is computed of, each once."""
+    pending, seen = [value], set[Real]()
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            pending.extend(a for a in one.args if isinstance(a, Real))
+
+
+def _reads(value: Real) -> bool:
+    inner = value.args[0]
+    return isinstance(inner, Int) and any(a.kind == "read" for a in inner.atoms())
+
+
+def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
+    """The integers that are added up, whether they are read, and their factors; products with others stand for themselves."""
+    args = [a for a in value.args if isinstance(a, Real)]
+    match value.kind:
+        case "int" | "rounded":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            sign = next((1.0 if c > 0 else -1.0 for m, c in inner.terms if any(a.kind == "read" for a in m)), 1.0)
+            yield _reads(value), sign * factor
+        case "add":
+            yield from _leaves(args[0], factor)
+            yield from _leaves(args[1], factor)
+        case "neg":
+            yield from _leaves(args[0], -factor)
+        case "mul" | "div":
+            numbers = [a.args[0] for a in args if a.kind == "const"]
+            others = [a for a in args if a.kind != "const"]
+            if len(others) == 1 and isinstance(numbers[0], float) and numbers[0]:
+                yield from _leaves(others[0], factor * numbers[0] if value.kind == "mul" else factor / numbers[0])
+
+
 def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
     """The float where a condition is known."""
     from stof.symbolic.rules import fold_real, negative
+    from stof.symbolic.widths import rounded
 
     match value.kind:
         case "bool" | "select":
@@ -232,13 +289,13 @@ def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
             if value.kind == "bool":
                 return value
             return Real("select", (own, assume_real(yes, cond, holds), assume_real(no, cond, holds)))
-        case "int":
+        case "int" | "rounded":
             inner = value.args[0]
             assert isinstance(inner, Int)
             found = assume(inner, cond, holds)
             if cond.kind == "ne" and _is_one(inner) is not None:
                 found = _with(found, cond.args[0], int(holds))
-            return to_real(found)
+            return rounded(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
         case "neg":
             only = value.args[0]
             assert isinstance(only, Real)

@@ -146,6 +146,8 @@ class Domain:
         assert isinstance(value, Int)
         assert isinstance(divisor, int)
         if divisor > 0:
+            if self.bound(value, upper=False) >= 0 and self.bound(value, upper=True) < divisor:
+                return integer(0) if kind == "div" else value
             rest = Int(tuple((m, c) for m, c in value.terms if c % divisor))
             low, high = self.bound(rest, upper=False), self.bound(rest, upper=True)
             if math.isfinite(low) and math.isfinite(high) and low // divisor == high // divisor:

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from onnx import TensorProto
-
 from stof.symbolic.casework import rebuilt, times
-from stof.symbolic.terms import Cond, Int, Real, Scalar, bound, integer, negate, of_atom, to_int, to_real
+from stof.symbolic.terms import Cond, Int, Real, Scalar, bound, integer, negate, of_atom, to_real
 
 _LARGEST = 1 << 22  # fp32 holds every integer up to 2^24; positions are below 2^22
-EXACT: dict[int, int] = {TensorProto.FLOAT16: 1 << 11, TensorProto.BFLOAT16: 1 << 8}  # integers that a half type holds
 
 
 def _integer(value: Real) -> Int | None:
@@ -64,18 +61,3 @@ def equals_zero(x: Real, y: Real) -> Cond | None:
         if read.kind == "read" and zero.kind == "const" and zero.args[0] == 0.0:
             return negate(Cond("read", read.args))
     return None
-
-
-def to_half(value: Scalar, largest: int) -> Scalar:
-    """A cast to fp16 or bf16, which round integers above ``largest``."""
-    if isinstance(value, Int) and value.constant is None:
-        if any(a.kind not in ("bool", "select", "mod", "read") for a in value.atoms()):
-            return Real("opaque", ("rounded", to_real(value)))
-        if max(abs(bound(value, upper=True)), abs(bound(value, upper=False))) > largest and not all(
-            a.kind == "read" for a in value.atoms()
-        ):
-            return Real("opaque", ("rounded", to_real(value)))
-    return to_real(value)
-
-
-__all__ = ["EXACT", "equals_zero", "floor", "to_half", "to_int", "whole"]

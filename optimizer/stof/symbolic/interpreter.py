@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 from stof.symbolic.terms import Atom, Int, integer, parts, size, var
+from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
@@ -25,6 +26,12 @@ _REDUCING = frozenset(
 _LARGEST_RUN = 1 << 22  # elements of constants that are computed of others
 _SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 _UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
+
+
+# Operators after which a number may be too large for its type.
+_COMPUTING = frozenset(
+    {"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike", "BitShift"}
+)
 
 
 def dtype_kind(dtype: int) -> str | None:
@@ -67,7 +74,7 @@ class Context:
 
     def equate(self, one: Int, other: Int) -> None:
         """Notes that a valid graph has two equal sizes, both other than 1."""
-        if one != other:
+        if one != other and self.unified(one) != self.unified(other):
             self.same[one, other] = None
 
     def unified(self, size: Int) -> Int:
@@ -162,6 +169,7 @@ class Symbolic:
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
+        self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
         self._model = model
         self._vectors = vectors
@@ -186,6 +194,9 @@ class Symbolic:
                 self._facts[initializer.name] = _initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+            self._visit_branches(node)
+            return
         context = Context(self._facts, node, self._opset, self._same)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
@@ -194,7 +205,8 @@ class Symbolic:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
-                found = [_folded(name, fact) for name, fact in zip(node.output, rule(context) or [], strict=False)]
+                made = [_in_range(node, fact) for fact in rule(context) or []]
+                found = [_folded(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         for i, name in enumerate(node.output):
@@ -208,6 +220,8 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
+                if node.op_type == "CumSum" and _along_last(context):
+                    self.sums[name] = node.input[0]
             if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
                 fact = self._computed_once(name, node) or fact
             if self._vectors and self._is_vector(fact):
@@ -220,6 +234,38 @@ class Symbolic:
                 ]
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
+
+    def _visit_branches(self, node: onnx.NodeProto) -> None:
+        """An If: what the branch gives that is taken for all sizes and inputs, else the shapes that both have."""
+        branches = {a.name: a.g for a in node.attribute}
+        condition = self.constant(node.input[0])
+        taken = None if condition is None or condition.size != 1 else bool(condition.reshape(-1)[0])
+        found = []
+        for name, chosen in (("then_branch", True), ("else_branch", False)):
+            if name not in branches or taken not in (None, chosen):
+                continue
+            for initializer in branches[name].initializer:
+                self._facts[initializer.name] = _initializer(initializer)
+            known = dict(self._same)
+            for inner in branches[name].node:
+                self._visit(inner)
+            if taken is None:  # sizes that must be equal in a branch need not be so where it is not taken
+                self._same.clear()
+                self._same.update(known)
+            found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
+        for i, output in enumerate(node.output):
+            facts = [f[i] for f in found if i < len(f)]
+            if not output:
+                continue
+            if taken is not None and len(facts) == 1:
+                self._facts[output] = facts[0]
+                continue
+            same = len({(f.dtype, f.shape) for f in facts}) == 1
+            fact = replace(facts[0], value=None, reason="If") if same else Fact(reason="If")
+            if fact.shape is None and output in self._declared:
+                declared = self._declared[output]
+                fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
+            self._facts[output] = fact
 
     def _computed(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
@@ -311,6 +357,13 @@ class Symbolic:
         return None if fact is None or fact.value is None else fact.value.constant
 
 
+def _along_last(context: Context) -> bool:
+    """Whether a CumSum is inclusive and runs forwards along the last axis."""
+    axis, shape = context.fixed_ints(1), context.shape(0)
+    plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
+    return plain and bool(axis) and shape is not None and axis is not None and axis[0] % len(shape) == len(shape) - 1
+
+
 def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
     """The shape that the model states, by value or by name; dimensions without either get one of their own."""
     if not tensor.HasField("shape"):
@@ -333,6 +386,14 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     if kind is None or external or count > LARGEST_FOLDED:
         return Fact(tensor.data_type, shape, None, "a weight")
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
+
+
+def _in_range(node: onnx.NodeProto, fact: Fact) -> Fact:
+    """The fact of what is computed, as far as its type holds it; casts to floats round."""
+    whole = node.op_type not in ("Cast", "CastLike") or dtype_kind(fact.dtype) == "i"
+    if fact.value is None or node.op_type not in _COMPUTING or not whole:
+        return fact
+    return replace(fact, value=guarded(fact.value, fact.dtype))
 
 
 def _folded(name: str, fact: Fact) -> Fact:

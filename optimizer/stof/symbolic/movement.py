@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from onnx import TensorProto, numpy_helper
@@ -12,6 +14,7 @@ from stof.symbolic.casework import rebuilt
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
+    Atom,
     Int,
     Real,
     Scalar,
@@ -24,6 +27,7 @@ from stof.symbolic.terms import (
     of_atom,
     select,
     to_int,
+    to_real,
     var,
 )
 
@@ -224,6 +228,8 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
+    if bound(position, upper=True) < 0:  # minus a length: from the end
+        position = n + position
     return position  # a size that a valid graph keeps within the axis
 
 
@@ -354,7 +360,11 @@ def _equate_counts(context: Context, before: Int, after: Int) -> None:
 
 def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
-    mapping = None if value is None else _index_map(data, shape)
+    mapping = None
+    if value is not None:
+        # Sizes that are equal in every valid run may be written differently on both sides.
+        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
+        mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
         return [Fact(context.fact(0).dtype, shape)]
     return [_make(context, shape, lambda index: value.at(mapping(index)))]
@@ -411,21 +421,39 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
 
 
 def floor_mod(x: Int, n: int) -> Int:
-    """The remainder of x by n, for n > 0."""
+    """The remainder of x by n, for n > 0. Of sizes it is x less the whole part, which shows what rounds up to a multiple."""
     rest = _remaining(x, n)
-    return integer(rest.constant % n) if rest.constant is not None else of_atom("mod", rest, n)
+    if rest.constant is not None:
+        return integer(rest.constant % n)
+    return rest - floor_div(rest, n) * integer(n) if _of_sizes(rest) else of_atom("mod", rest, n)
 
 
 def floor_div(x: Int, n: int) -> Int:
     """The floor of x / n, for n > 0: terms that n divides are taken out."""
     rest = _remaining(x, n)
     whole = (x - rest).divide(integer(n)) or ZERO
-    return whole + (integer(rest.constant // n) if rest.constant is not None else of_atom("div", rest, n))
+    if rest.constant is not None:
+        return whole + integer(rest.constant // n)
+    if _of_sizes(rest) and all(c < 0 for m, c in rest.terms if m):  # rounded down what is less than 0: rounded up
+        return whole - floor_div(integer(n - 1) - rest, n)
+    return whole + of_atom("div", rest, n)
+
+
+def _of_sizes(x: Int) -> bool:
+    """Whether a number depends on sizes alone, not on places or on what inputs hold."""
+    return all(_is_of_sizes(a) for a in x.atoms())
+
+
+@lru_cache(maxsize=10_000)
+def _is_of_sizes(atom: Atom) -> bool:
+    if atom.kind in ("var", "read", "table", "opaque"):
+        return False
+    return all(isinstance(a, int) or (isinstance(a, Int) and _of_sizes(a)) for a in atom.args) or atom.kind == "size"
 
 
 def _remaining(x: Int, n: int) -> Int:
     """The terms that n does not divide."""
-    return Int(tuple((m, c) for m, c in x.terms if c % n)) if n > 1 else ZERO
+    return Int(tuple((m, c if m else c % n) for m, c in x.terms if c % n)) if n > 1 else ZERO
 
 
 def _flatten(context: Context) -> list[Fact] | None:
@@ -499,7 +527,7 @@ def _range(context: Context) -> list[Fact] | None:
         return None
     scalars = [v.at(() if v.rank == 0 else (ZERO,)) for v in values if v is not None]
     if kind == "f" and any(isinstance(x, Real) and not _holds_integer(x) for x in scalars):
-        return None
+        return _fractional_range(dtype, scalars)
     start, limit, delta = (to_int(x) for x in scalars)
     if delta.constant is None or delta.constant == 0:
         return None
@@ -511,6 +539,18 @@ def _range(context: Context) -> list[Fact] | None:
         span = integer(-(-span.constant // step))
     shape = (span if span.constant is None else integer(max(0, span.constant)),)
     return [Fact(dtype, shape, SymTensor(shape, kind, lambda index: start + index[0] * delta))]
+
+
+def _fractional_range(dtype: int, scalars: Sequence[Scalar]) -> list[Fact] | None:
+    """From a fraction in steps of 1, as the centers of patches are numbered: 0.5, 1.5, ..."""
+    start, limit, delta = scalars
+    if not isinstance(start, Real) or start.kind != "const" or not isinstance(start.args[0], float):
+        return None
+    if any(isinstance(x, Real) and not _holds_integer(x) for x in (limit, delta)) or to_int(delta) != ONE:
+        return None
+    count = to_int(limit) - integer(math.floor(start.args[0]))
+    shape = (count if count.constant is None else integer(max(0, count.constant)),)
+    return [Fact(dtype, shape, SymTensor(shape, "f", lambda index: Real("add", (to_real(index[0]), start))))]
 
 
 def _holds_integer(value: Real) -> bool:
@@ -606,7 +646,7 @@ def _split(context: Context) -> list[Fact] | None:
 
 def _pad(context: Context) -> list[Fact] | None:
     data, given = context.shape(0), context.ints(1)
-    if data is None or given is None or context.attribute("mode", "constant") != "constant":
+    if data is None or given is None:
         return None
     rank = len(data)
     axes = context.fixed_ints(3) if context.has(3) else list(range(rank))
@@ -617,6 +657,8 @@ def _pad(context: Context) -> list[Fact] | None:
         pads[axis % rank], pads[axis % rank + rank] = given[place], given[place + len(axes)]
     shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
+    if context.attribute("mode", "constant") != "constant" and any(p != ZERO for p in pads):
+        return [Fact(context.fact(0).dtype, shape)]
 
     def at(index: Index) -> Scalar:
         assert value is not None

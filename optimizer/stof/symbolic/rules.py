@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import bits, compute, counting, floats, movement, ranges
-from stof.symbolic.casework import times
+from stof.symbolic import bits, compute, counting, floats, movement, ranges, widths
+from stof.symbolic.casework import reads_number, times
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -159,6 +159,8 @@ def div(x: Scalar, y: Scalar) -> Scalar:
         if exact is not None:
             return exact
         if y.constant and y.constant > 0:
+            if bound(x, upper=True) <= 0:
+                return -movement.floor_div(-x, y.constant)
             floor = movement.floor_div(x, y.constant)
             # Sizes of a valid graph are not negative, nor what is computed of them alone.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
@@ -180,6 +182,8 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
         if isinstance(x, Int) and isinstance(y, Int):
             if not fmod and (found := _by_size(x, y)) is not None:
                 return found
+            if x.divide(y) is not None:
+                return integer(0)
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
@@ -310,6 +314,7 @@ def _as_int(x: Scalar) -> Int | None:
     return to_int(x)
 
 
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 _TESTS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
@@ -324,11 +329,27 @@ def to_real_case(value: float | Real) -> Real:
     return real(value) if isinstance(value, float) else value
 
 
+def _below(value: Real, largest: int) -> bool:
+    """Whether a number is smaller than that whatever the run."""
+    if value.kind == "int" and isinstance(value.args[0], Int):
+        return widths.fits(value.args[0], largest - 1)
+    return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
+
+
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     from stof.symbolic.terms import FALSE, TRUE
 
     if kind == "eq" and (found_read := floats.equals_zero(x, y)) is not None:
         return found_read
+    if y.kind == "rounded" != x.kind and kind in _SWAPPED:
+        return _compare_real(_SWAPPED[kind], y, x)
+    if x.kind == "rounded":
+        inner, largest = x.args
+        assert isinstance(inner, Int)
+        assert isinstance(largest, int)
+        if _below(y, largest):  # rounding keeps the order, and small numbers
+            return compare(kind)(to_real(inner), y)
+        return Cond("opaque", (kind, x, y))
     if x.kind == "int" and y.kind == "const":  # an integer against a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
@@ -340,6 +361,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
                 case "gt" | "ge":
                     return less_equal(integer(down + 1), inner)
             return FALSE
+    if reads_number(x) and reads_number(y):
+        return Cond("opaque", (kind, x, y))  # of documents, say: that a mask is 0 or 1 tells nothing
     found = []
     for c1, a in cases(x):
         for c2, b in cases(y):
@@ -400,9 +423,10 @@ def _cast(context: Context) -> list[Fact] | None:
     to = context.number("to", FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
     table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
-    convert = floats.to_half if to in floats.EXACT else table.get(kind or "")
-    if convert is floats.to_half:
-        return elementwise(context, lambda x: floats.to_half(x, floats.EXACT[to]), to, 1)
+    convert = table.get(kind or "")
+    source, shape = context.value(0), context.shape(0)
+    if kind == "f" and source is not None and shape is not None:
+        return [Fact(to, shape, SymTensor(shape, "f", widths.rounding(source, widths.EXACT[to])))]
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _NARROW:

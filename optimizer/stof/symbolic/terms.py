@@ -418,8 +418,8 @@ def _is_zero_without(conds: set[Cond]) -> bool:
 class Real(_Shared):
     """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
     ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor,
-    indices, and the least and largest number where all are finite);
-    ``opaque`` (text, arguments).
+    indices, and the least and largest number where all are finite); ``rounded`` (Int, int): an integer in a type that
+    holds all of them only up to the second one; ``opaque`` (text, arguments).
     """
 
     __hash__ = _Shared.__hash__
@@ -526,6 +526,10 @@ def to_cond(value: Scalar) -> Cond:
         return negate(equal(value, integer(0)))
     if value.kind == "read":
         return Cond("read", value.args)
+    if value.kind == "rounded":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_cond(inner)
     return split_cond(value, lambda x: x != 0)
 
 
@@ -547,7 +551,9 @@ def cases(value: Real) -> list[tuple[Cond, float | Real]]:
 
     An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
     """
-    found = _cases(value, 0)
+    from stof.symbolic.casework import compares_reads
+
+    found = None if compares_reads(value) else _cases(value, 0)
     return [(TRUE, value)] if found is None or len(found) > _MOST_CASES else found
 
 

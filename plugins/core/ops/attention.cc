@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <sstream>
 
 #include "plugins/core/block_mask_cache.h"
@@ -234,16 +233,9 @@ bool ReadsPad(const MaskExpr& expr) {
   return std::any_of(operands.begin(), operands.end(), [](const auto& operand) { return operand->name == "pad"; });
 }
 
-// No key at all: every row is empty, and there is nothing to average.
+// No key at all: nothing is summed, whatever rows without an allowed key give otherwise.
 void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
-  const int64_t count = output.Elements();
-  if (args.empty_rows != EmptyRows::kNan) {
-    std::memset(output.data, 0, static_cast<size_t>(count) * (args.dtype == DType::kF32 ? 4 : 2));
-  } else if (args.dtype == DType::kF32) {
-    std::fill_n(static_cast<float*>(output.data), count, std::numeric_limits<float>::quiet_NaN());
-  } else {
-    std::fill_n(static_cast<uint16_t*>(output.data), count, static_cast<uint16_t>(0x7fff));  // a NaN in fp16 and bf16
-  }
+  std::memset(output.data, 0, static_cast<size_t>(output.Elements()) * (args.dtype == DType::kF32 ? 4 : 2));
 }
 
 class AttentionOp final : public Op {

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More architectures of the zoo: masks, biases and scores of unusual forms, and whole models by optimum."""
+
+from __future__ import annotations
+
+from architectures import EAGER, OPTIMUM, Architecture, only
+from zoo_sizes import (
+    DECODER,
+    ENCODER,
+    GPT,
+    GROUPS,
+    MIXED,
+    MODERNBERT,
+    SEQ2SEQ,
+    SOME,
+    SOME_EAGER,
+    SPEECH,
+    T5,
+    TRACED,
+    UNFUSED,
+    VISION,
+    decoder,
+)
+
+MORE: dict[str, Architecture] = {
+    # Masks, biases, groups of heads and cross-attention that none of the above has.
+    "t5gemma": Architecture(
+        "T5GemmaConfig",
+        "T5GemmaModel",
+        {"encoder": {**DECODER, **MIXED}, "decoder": {**DECODER, **MIXED}},
+        "seq2seq",
+        SOME_EAGER,
+    ),
+    "umt5": Architecture("UMT5Config", "UMT5Model", T5, "seq2seq", only(EAGER, "torchscript")),
+    "bigbird-pegasus": Architecture(
+        "BigBirdPegasusConfig",
+        "BigBirdPegasusModel",
+        {**SEQ2SEQ, "attention_type": "original_full"},
+        "seq2seq",
+        only(EAGER, "torchscript"),
+    ),
+    "blenderbot": Architecture("BlenderbotConfig", "BlenderbotModel", SEQ2SEQ, "seq2seq", TRACED),
+    "longt5-global": Architecture(
+        "LongT5Config",
+        "LongT5Model",
+        {**T5, "local_radius": 7, "encoder_attention_type": "transient-global", "global_block_size": 4},
+        "seq2seq",
+        only(EAGER, "torchscript"),
+    ),
+    "recurrent-gemma": decoder(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaModel",
+        forms=only(EAGER, "torchscript"),
+        attention_window_size=20,
+        block_types=["attention"],
+        lru_width=32,
+    ),
+    "vaultgemma": decoder(
+        "VaultGemmaConfig", "VaultGemmaModel", forms=only(EAGER, "torchscript"), **MIXED, query_pre_attn_scalar=8
+    ),
+    "glm4": decoder("Glm4Config", "Glm4Model", forms=(("dynamo", "sdpa"), ("transformers", "sdpa"))),
+    "lfm2": decoder(
+        "Lfm2Config",
+        "Lfm2Model",
+        forms=TRACED,
+        layer_types=["full_attention", "conv"],
+        block_ff_dim=40,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "diffllama": decoder("DiffLlamaConfig", "DiffLlamaModel", forms=(("dynamo", "sdpa"),)),
+    "openai-gpt": Architecture("OpenAIGPTConfig", "OpenAIGPTModel", GPT, forms=SOME_EAGER),
+    "codegen": Architecture(
+        "CodeGenConfig", "CodeGenModel", {**GPT, "rotary_dim": 4, "use_cache": False}, forms=only(EAGER, "torchscript")
+    ),
+    "gpt-bigcode": Architecture("GPTBigCodeConfig", "GPTBigCodeModel", {**GPT, "use_cache": False}, forms=TRACED),
+    "xglm": Architecture(
+        "XGLMConfig",
+        "XGLMModel",
+        {
+            "vocab_size": 96,
+            "d_model": 32,
+            "ffn_dim": 40,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 256,
+            "use_cache": False,
+        },
+        forms=only(EAGER, "torchscript"),
+    ),
+    "xlnet": Architecture(
+        "XLNetConfig",
+        "XLNetModel",
+        {"vocab_size": 96, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 40},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "deberta": Architecture(
+        "DebertaConfig",
+        "DebertaModel",
+        {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "roformer": Architecture(
+        "RoFormerConfig", "RoFormerModel", {**ENCODER, "embedding_size": 32}, forms=only(EAGER, "torchscript")
+    ),
+    "mobilebert": Architecture(
+        "MobileBertConfig",
+        "MobileBertModel",
+        {**ENCODER, "intra_bottleneck_size": 32, "embedding_size": 32, "true_hidden_size": 32},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "squeezebert": Architecture(
+        "SqueezeBertConfig",
+        "SqueezeBertModel",
+        {**ENCODER, "embedding_size": 32, **dict.fromkeys(GROUPS, 1)},
+        forms=only(EAGER, "torchscript"),
+    ),
+    "esm": Architecture(
+        "EsmConfig",
+        "EsmModel",
+        {**ENCODER, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 3},
+        forms=TRACED,
+    ),
+    "beit": Architecture("BeitConfig", "BeitModel", {**VISION, "use_relative_position_bias": True}, "pixels", TRACED),
+    "dinov3": Architecture("DINOv3ViTConfig", "DINOv3ViTModel", {**VISION, "num_register_tokens": 2}, "pixels", SOME),
+    "segformer": Architecture(
+        "SegformerConfig",
+        "SegformerModel",
+        {
+            "image_size": 64,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [4, 2],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 16,
+        },
+        "pixels",
+        only(EAGER, "torchscript"),
+    ),
+    "wavlm": Architecture(
+        "WavLMConfig",
+        "WavLMModel",
+        {**SPEECH, "num_buckets": 32, "max_bucket_distance": 40},
+        "wave",
+        only(EAGER, "torchscript"),
+    ),
+    "wav2vec2-conformer": Architecture(
+        "Wav2Vec2ConformerConfig",
+        "Wav2Vec2ConformerModel",
+        {**SPEECH, "position_embeddings_type": "relative", "conv_depthwise_kernel_size": 3},
+        "wave",
+        only(EAGER, "torchscript"),
+    ),
+    "deepseek-v3": decoder(
+        "DeepseekV3Config",
+        "DeepseekV3Model",
+        forms=only(EAGER, "torchscript"),
+        head_dim=4,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        first_k_dense_replace=2,
+        num_key_value_heads=4,
+    ),
+    "qwen3-moe": decoder(
+        "Qwen3MoeConfig",
+        "Qwen3MoeModel",
+        forms=only(EAGER, "torchscript"),
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+    ),
+    "gemma3n": decoder(
+        "Gemma3nTextConfig",
+        "Gemma3nTextModel",
+        forms=only(EAGER, "torchscript"),
+        **MIXED,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+    ),
+    "layoutlmv3": Architecture(
+        "LayoutLMv3Config",
+        "LayoutLMv3Model",
+        {
+            **ENCODER,
+            "visual_embed": False,
+            "coordinate_size": 6,
+            "shape_size": 4,
+            "has_relative_attention_bias": True,
+            "rel_pos_bins": 16,
+            "has_spatial_attention_bias": True,
+            "max_2d_position_embeddings": 128,
+            "rel_2d_pos_bins": 16,
+        },
+        forms=only(EAGER, "torchscript"),
+    ),
+    "mobilevit": Architecture(
+        "MobileViTConfig",
+        "MobileViTModel",
+        {
+            "image_size": 64,
+            "hidden_sizes": [16, 16, 16],
+            "neck_hidden_sizes": [8, 8, 8, 8, 16, 16, 16],
+            "num_attention_heads": 2,
+            "expand_ratio": 2.0,
+        },
+        "pixels",
+        only(EAGER, "torchscript"),
+    ),
+    "swin2sr": Architecture(
+        "Swin2SRConfig",
+        "Swin2SRModel",
+        {"image_size": 16, "patch_size": 1, "embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": 4},
+        "pixels",
+        only(EAGER, "torchscript"),
+    ),
+    "sew-d": Architecture(
+        "SEWDConfig",
+        "SEWDModel",
+        {**SPEECH, "squeeze_factor": 2, "position_buckets": 16, "pos_att_type": ["p2c", "c2p"]},
+        "wave",
+        only(EAGER, "torchscript"),
+    ),
+    "helium": decoder("HeliumConfig", "HeliumModel", forms=(("dynamo", "sdpa"),)),
+    # By optimum, as its command line exports them: whole models, with a cache where they generate.
+    "bert-features": Architecture("BertConfig", "BertModel", ENCODER, forms=OPTIMUM),
+    "modernbert-features": Architecture("ModernBertConfig", "ModernBertModel", MODERNBERT, forms=OPTIMUM),
+    "vit-features": Architecture("ViTConfig", "ViTModel", VISION, "pixels", OPTIMUM),
+    "mistral-generates": decoder(
+        "MistralConfig", "MistralForCausalLM", "cached", OPTIMUM, sliding_window=20, use_cache=True
+    ),
+    "gemma3-generates": decoder(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", "cached", OPTIMUM, **(MIXED | {"use_cache": True})
+    ),
+    "llama-generates": decoder("LlamaConfig", "LlamaForCausalLM", "cached", OPTIMUM, use_cache=True),
+    "gpt2-generates": Architecture(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+        "cached",
+        OPTIMUM,
+    ),
+    "t5-encodes": Architecture("T5Config", "T5ForConditionalGeneration", T5, "seq2seq", UNFUSED),
+    "t5-decodes": Architecture("T5Config", "T5ForConditionalGeneration", T5, "decoder", UNFUSED),
+    "bart-decodes": Architecture("BartConfig", "BartForConditionalGeneration", SEQ2SEQ, "decoder", OPTIMUM),
+    "whisper-decodes": Architecture(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {**SEQ2SEQ, "num_mel_bins": 16, "max_target_positions": 128},  # its features have the usual length
+        "whisper",
+        OPTIMUM,
+    ),
+}
