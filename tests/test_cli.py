@@ -40,7 +40,6 @@ ATTENTION = """
     s2 = Where (w, s1, low)
     p = Softmax (s2)
     out = MatMul (p, v)"""
-# The same window from a cumulative sum, for which there is no symbolic rule.
 # Columns by a way that no rule knows: the square root of their squares.
 OPAQUE = WINDOW.replace(
     "columns = Range (zero, s, one)",
@@ -160,19 +159,37 @@ def test_a_graph_without_attention(put: Callable[..., Path], capsys: pytest.Capt
     assert set(snapshot(path.parent)) == {*before, path.parent / "report.json"}
 
 
-def test_a_mask_that_cannot_be_lifted_is_told_and_can_be_stated(
+def test_a_mask_that_cannot_be_lifted_is_told(put: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A finite number that is written over scores, before another mask, can be no bias."""
+    twice = ATTENTION.replace(
+        "s2 = Where (w, s1, low)",
+        """some = Constant <value = float {-20000.0}> ()
+    s0 = Where (w, s1, some)
+    early = Less (columns, five)
+    s2 = Where (early, s0, low)""",
+    )
+    path = put(text(OPAQUE + twice))
+    before = snapshot(path.parent)
+    assert cli.main([str(path), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "'w'" in out
+    assert "lift   stopped: " in out
+    assert "--mask SITE=EXPR" in out
+    assert cli.main([str(path)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert snapshot(path.parent) == before
+
+
+def test_a_mask_that_no_expression_says_stays_a_bias_and_can_be_stated(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = put(text(OPAQUE + ATTENTION))
     before = snapshot(path.parent)
     assert cli.main([str(path), "--explain"]) == 0
     out = capsys.readouterr().out
-    assert "'w'" in out
+    assert "w stays a bias" in out
     assert "Sqrt" in out
-    assert "lift   stopped: " in out
-    assert "--mask SITE=EXPR" in out
-    assert cli.main([str(path)]) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "####" not in out, "no picture of a mask that no expression says"
     assert snapshot(path.parent) == before
     refused([path, "--mask", "0=abs(q - k) < 4"], 2, "is not the graph's", path.parent, capsys)
     refused([path, "--mask", "0=abs(q - k) < 5 and pad[b, k]"], 1, "reads pad, but", path.parent, capsys)

@@ -186,8 +186,8 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
     for rewrite in rewrites:
         mask = rewrite.mask
-        if window(mask.expression) == (-1, -1):
-            continue  # every tile is full
+        if not mask.expression or window(mask.expression) == (-1, -1):
+            continue  # every tile is full, or a bias says which are not
         if mask.expression not in report.pictures and "segment_" not in mask.expression and len(report.pictures) < 6:
             try:
                 report.pictures[mask.expression] = picture(mask.expression, tables_of(mask))
