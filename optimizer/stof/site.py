@@ -140,8 +140,12 @@ class AttentionSite:
     softcap: float = 0.0
     floored: bool = False  # Max with the lowest finite number before the softmax: no -inf enters it
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
-    # Weights made 0 after the softmax, by their own mask; without a fill by a product, which leaves NaN.
+    # Weights made 0 after the softmax, by a mask that is proven to be the scores' own; without a fill by a product, which
+    # leaves NaN.
     pair_guard: MaskTerm | None = None
+    zeroed: bool = (
+        False  # the same by the very condition that masks the scores, which may be data: empty rows give zero
+    )
     query_factor: tuple[str, str] | None = (
         None  # "Mul" or "Div" and a tensor [.., S or 1, 1]: a scale of each head or row
     )
@@ -149,7 +153,6 @@ class AttentionSite:
     sink_values: tuple[
         float, ...
     ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
-    zeroed: bool = False  # weights that are masked are made zero after the softmax: empty rows give zero
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
