@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "cuda/attention_sm90.h"

@@ -4,8 +4,6 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 namespace stof {
 namespace cuda {
 namespace {

@@ -9,8 +9,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "cuda/attention_sm90.h"
 #include "cuda/mma_sm90.cuh"
 
@@ -642,6 +640,12 @@ int Launch(const Sm90Params& params, void* stream) {
   const auto ctas = static_cast<unsigned>((params.workers + S::kTeams - 1) / S::kTeams);
   kernel<<<ctas, S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
   return static_cast<int>(cudaPeekAtLastError());
+}
+
+// The entry of a list of kernels; its tile and teams are the shape's.
+template <typename S, typename T>
+constexpr Sm90Kernel Describe(const TileCost& cost) {
+  return {S::kM, S::kN, S::kTeams, cost, Launch<S, T>};
 }
 
 }  // namespace sm90

@@ -6,9 +6,9 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    {128, 160, 1, {2200, 1990, 2420}, sm90::Launch<sm90::Shape<128, 128, 160, 2, 1, 1>, T>},
-    {128, 128, 1, {2200, 1655, 1900}, sm90::Launch<sm90::Shape<128, 128, 128, 2, 2, 1>, T>},
-    {192, 64, 1, {3000, 1206, 1453}, sm90::Launch<sm90::Shape<128, 192, 64, 4, 1, 1>, T>},
+    sm90::Describe<sm90::Shape<128, 128, 160, 2, 1, 1>, T>({2200, 1990, 2420}),
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1>, T>({2200, 1655, 1900}),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1>, T>({3000, 1206, 1453}),
     {},
 };
 

@@ -6,9 +6,9 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    {256, 64, 1, {2750, 977, 1307}, sm90::Launch<sm90::Shape<64, 256, 64, 6, 2, 1>, T>},
-    {128, 64, 2, {2840, 1082, 1350}, sm90::Launch<sm90::Shape<64, 128, 64, 4, 2, 2>, T>},
-    {128, 128, 1, {1400, 1200, 1630}, sm90::Launch<sm90::Shape<64, 128, 128, 4, 2, 1>, T>},
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>({2750, 977, 1307}),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>({2840, 1082, 1350}),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>({1400, 1200, 1630}),
     {},
 };
 
