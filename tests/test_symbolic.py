@@ -90,6 +90,14 @@ def _named(value: Int) -> Int:
     return total
 
 
+def test_a_size_may_be_0() -> None:
+    """Row q of the queries behind an empty past is position q, so ``q + P < 1`` holds for the first one."""
+    q, past = var("q"), size("P")
+    assert less_equal(q + past, integer(0)) not in (TRUE, FALSE)
+    assert less_equal(q, q + past) == TRUE
+    assert less_equal(q + ONE, q - past) == FALSE
+
+
 def test_names_of_sizes_that_are_sums() -> None:
     assert dimension("past + sequence") == size("past") + size("sequence")
     assert dimension("2*s0 - 1") == size("s0") * integer(2) - ONE

@@ -8,6 +8,7 @@ D head size, Dv value head size.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -179,7 +180,7 @@ class RuntimeOperand:
             case OperandView.ROW:
                 return array.reshape(1, -1)
             case OperandView.ROWS:
-                return array.reshape(array.shape[0], -1)
+                return array.reshape(len(array), math.prod(array.shape[1:]))  # rows may be none
             case OperandView.FLAT:
                 return array.reshape(-1)
             case OperandView.TURNED:

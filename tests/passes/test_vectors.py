@@ -154,6 +154,13 @@ def test_vectors(name: str) -> None:
     for library in (False, True):
         (after,) = run(optimized, given, library=library)
         np.testing.assert_allclose(after, before, atol=2e-6)
+    for value in graph.graph.input:  # a batch of 0
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_param == "B":
+                given[value.name] = np.take(given[value.name], [], axis)
+    (before,) = run(graph, given)
+    (after,) = run(optimized, given, library=True)
+    assert before.shape == after.shape == (0, 4, 19, 8)
 
 
 def _stays_a_bias(graph: onnx.ModelProto, words: str) -> None:

@@ -340,14 +340,18 @@ def _vector(editing: Editing, symbolic: Symbolic, operand: RuntimeOperand, extra
     """A run-time operand in the shape and one of the types that the op takes."""
     tensor: gs.Tensor = editing.tensors[operand.tensor]
     dtype = symbolic.dtype(operand.tensor)
-    sizes = {OperandView.ROW: [1, -1], OperandView.ROWS: [0, -1], OperandView.FLAT: [-1]}.get(operand.view)
+    sides = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
     if operand.view is OperandView.TURNED:
         out = editing.variable(f"stof_{operand.role}", dtype)
         extra.append(editing.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
         tensor = out
-    elif sizes is not None:
+    elif sides is not None:  # a Reshape would refuse a batch of 0
         out = editing.variable(f"stof_{operand.role}", dtype)
-        shape = editing.initializer("stof_shape", np.array(sizes, np.int64))
+        extra.append(editing.node("Flatten", out.name, [tensor], [out], axis=sides))
+        tensor = out
+    elif operand.view is OperandView.FLAT:
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        shape = editing.initializer("stof_shape", np.array([-1], np.int64))
         extra.append(editing.node("Reshape", out.name, [tensor, shape], [out]))
         tensor = out
     types, wanted = (_PAD_TYPES, TensorProto.BOOL) if operand.role == "pad" else (_INTEGERS, TensorProto.INT64)

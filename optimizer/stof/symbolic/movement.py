@@ -228,7 +228,8 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
-    if bound(position, upper=True) < 0:  # minus a length: from the end
+    # Minus a length is counted from the end. Of a length of 0, no element is asked for.
+    if bound(position, upper=True, smallest=1.0) < 0:
         position = n + position
     return position  # a size that a valid graph keeps within the axis
 

@@ -242,13 +242,13 @@ _OPPOSITE = {
 }
 
 
-def bound(value: Int, upper: bool) -> float:
-    """An upper or lower bound, from indices and sizes being at least 0 (sizes at least 1)."""
+def bound(value: Int, upper: bool, smallest: float = 0.0) -> float:
+    """An upper or lower bound, from indices being at least 0 and sizes at least ``smallest``: a past may be empty."""
     total = 0.0
     for m, c in value.terms:
         low, high = 1.0, 1.0
         for a in m:
-            lo, hi = _atom_range(a)
+            lo, hi = _atom_range(a, smallest)
             products = [_times(x, y) for x in (low, high) for y in (lo, hi)]
             low, high = min(products), max(products)
         total += c * (high if (c > 0) == upper else low)
@@ -259,10 +259,10 @@ def _times(x: float, y: float) -> float:
     return 0.0 if x == 0 or y == 0 else x * y
 
 
-def _atom_range(atom: Atom) -> tuple[float, float]:
+def _atom_range(atom: Atom, smallest: float) -> tuple[float, float]:
     match atom.kind:
         case "size":
-            return (1.0, math.inf)
+            return (smallest, math.inf)
         case "var":
             return (0.0, math.inf)
         case "abs":
@@ -277,7 +277,7 @@ def _atom_range(atom: Atom) -> tuple[float, float]:
             inner, divisor = atom.args
             assert isinstance(inner, Int)
             assert isinstance(divisor, int)
-            if divisor > 0 and bound(inner, upper=False) >= 0:
+            if divisor > 0 and bound(inner, False, smallest) >= 0:
                 return (0.0, math.inf)
     return (-math.inf, math.inf)
 
