@@ -166,18 +166,21 @@ class InputMaker:
             names = size_names(size) - self.batch_names
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
-        self._agree(found, case)
+        other = {name: size for name, size in case.other if name in found}
+        found |= other
+        self._agree(found, case, set(other))
         self._settle(found)
-        found.update((name, size) for name, size in case.other if name in found)
-        return found
+        return found | other
 
     def _lengths(self) -> list[Int]:
         """Lengths of scores that strides make shorter than the input: samples that become frames."""
         return list(dict.fromkeys(d for shape in self.shapes for d in shape[-2:] if _divides(d)))
 
-    def _agree(self, sizes: dict[str, int], case: Case) -> None:
-        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say."""
-        solved: set[str] = set()
+    def _agree(self, sizes: dict[str, int], case: Case, solved: set[str]) -> None:
+        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say.
+
+        What is solved stays.
+        """
         for pair in self.symbolic.equalities:
             for alone, other in (pair, pair[::-1]):
                 if alone.constant is not None:

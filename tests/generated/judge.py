@@ -13,9 +13,9 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
-from stof.errors import GuardError, UnsupportedError
+from stof.errors import UnsupportedError
 from stof.kernels.cost import why_not
-from stof.mask.accept import accept
+from stof.mask.accept import accept, or_unguarded
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
@@ -125,29 +125,32 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
 def _lifted(
     model: onnx.ModelProto, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]
 ) -> Rewrite | None:
-    checker = MaskChecker(model, symbolic)
+    def settled(one: AttentionSite) -> Rewrite:
+        verdict.caught = False
+        checker = MaskChecker(model, symbolic)
+        found = with_relative_bias(checker, one, lift(symbolic, one))
+        try:
+            accept(checker, one, found)
+        except UnsupportedError as error:
+            verdict.caught = "differs" in str(error)
+            raise
+        finally:
+            seen.update(checker.seen)
+        return Rewrite(one, found)
+
     try:
-        found = with_relative_bias(checker, site, lift(symbolic, site))
+        rewrite = or_unguarded(site, settled)
     except UnsupportedError as error:
         verdict.reason = str(error)
         return None
-    try:
-        accept(checker, site, found)
-    except UnsupportedError as error:
-        if isinstance(error, GuardError) and site.unguarded is not None:
-            return _lifted(model, symbolic, site.unguarded, verdict, seen)
-        verdict.reason = str(error)
-        verdict.caught = "differs" in str(error)
-        return None
-    finally:
-        seen |= checker.seen
-    if reasons := why_not(site, found):
+    found = rewrite.mask
+    if reasons := why_not(rewrite.site, found):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression
     if (found.bias or found.relative is not None) and not found.expression:
         verdict.reason = f"bias: {'; '.join(found.notes)}"
-    return Rewrite(site, found)
+    return rewrite
 
 
 def with_terms(case: Case) -> onnx.ModelProto:

@@ -68,6 +68,14 @@ def uneven(site: AttentionSite, length: int) -> list[Case]:
     return [Case(2, length, Padding.RIGHT, ((name, n),)) for n in (2 * length + 5, max(1, length // 2))]
 
 
+def without_past(site: AttentionSite, length: int) -> list[Case]:
+    """A case of no past, where the keys are those of the queries and of a past of a size of its own."""
+    rows, columns = site.dims[2:]
+    names = {str(a.args[0]) for a in (columns - rows).atoms() if a.kind == "size"}
+    names -= {str(a.args[0]) for a in rows.atoms() if a.kind == "size"}
+    return [Case(2, length, Padding.LEFT, tuple((n, 0) for n in sorted(names)))] if site.query_offset and names else []
+
+
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
     """The tables of a lifted mask as arrays."""
     return {n: np.frombuffer(data, np.dtype(t)).reshape(shape) for n, t, shape, data in mask.tables}
@@ -154,7 +162,8 @@ class MaskChecker:
                 failure, limit = error, case.length if compared else limit
         if failure is not None and compared < _ENOUGH:
             raise failure
-        for case in uneven(site, chosen[len(chosen) // 2]):
+        middle = chosen[len(chosen) // 2]
+        for case in [*uneven(site, middle), *without_past(site, middle)]:
             with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
                 self._compare(site, mask, terms, case, 0, stated)
         self.passed.add(key)

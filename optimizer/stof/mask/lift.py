@@ -24,8 +24,8 @@ from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
-from stof.symbolic.movement import floor_div, floor_mod
 from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, of_atom, to_cond

@@ -7,8 +7,8 @@ import string
 
 from onnx import TensorProto
 
+from stof.symbolic.divisions import floor_div
 from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.movement import floor_div
 from stof.symbolic.tensor import Shape
 from stof.symbolic.terms import Int, integer
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import bits, compute, counting, floats, movement, ranges, widths
+from stof.symbolic import bits, compute, counting, divisions, floats, movement, ranges, widths
 from stof.symbolic.casework import reads_number, times
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
@@ -160,12 +160,12 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             return exact
         if y.constant and y.constant > 0:
             if bound(x, upper=True) <= 0:
-                return -movement.floor_div(-x, y.constant)
-            floor = movement.floor_div(x, y.constant)
+                return -divisions.floor_div(-x, y.constant)
+            floor = divisions.floor_div(x, y.constant)
             # Sizes of a valid graph are not negative, nor what is computed of them alone.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
                 return floor
-            rest = movement.floor_mod(x, y.constant)
+            rest = divisions.floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
     return fold_real("div", x, y)
@@ -177,7 +177,7 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if x.constant is not None:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
-                return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
+                return divisions.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
             return _truncated_rest(x, abs(y.constant))
         if isinstance(x, Int) and isinstance(y, Int):
             if not fmod and (found := _by_size(x, y)) is not None:
@@ -205,7 +205,7 @@ def _by_size(x: Int, size: Int) -> Int | None:
 
 def _truncated_rest(x: Int, y: int) -> Int:
     """The remainder with the sign of x, for y > 0."""
-    rest = movement.floor_mod(x, y)
+    rest = divisions.floor_mod(x, y)
     below = all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))])
     return rest - to_int(below) * integer(y)
 
@@ -275,6 +275,9 @@ def _sign(x: Scalar) -> Scalar:
             return to_real(_sign(to_int(value)))
         parts = _quotient(value)
         return Real("opaque", ("Sign", value)) if parts is None else to_real(_sign(parts[0]))
+    if divisions.of_sizes(x) and bound(x, upper=False, smallest=1.0) >= 1:
+        # A size's, in the floor divisions of exporters. Where it may be 0, a past's, the mask is compared without one.
+        return integer(1)
     positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
     return select(positive, integer(1), select(negative, integer(-1), integer(0)))
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.terms import (
     ANY,
     FALSE,
@@ -175,8 +176,6 @@ def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int
         return None
 
     def function(index: Index) -> Int:
-        from stof.symbolic.movement import floor_div, floor_mod
-
         block = floor_div(index[axis], width)
         return (floor_mod(block, count) if count else block) * integer(step) + integer(first)
 
