@@ -108,10 +108,7 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
-constexpr int64_t kPiece = 64;  // rows that share a word of AttentionParams::only
-// Masks of so few query rows are made on the device in each run: in decode every step has another length, which an
-// upload would cost more than the mask, and memory that is given back waits for the device.
-constexpr int64_t kUncachedRows = 8;
+constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
 constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
 // A mask that is made on the device, by run, and what its parts share.
@@ -241,6 +238,9 @@ class Job {
     build.tile = {form.m, form.n};
     build.multiprocessors = facts_.multiprocessors;
     build.invalid = build_->invalid;
+    if (!cuda::IsCountable(build)) {
+      return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
+    }
     const size_t bytes = cuda::MaskBytes(build);
     void* memory = nullptr;
     for (const DeviceBuild::Memory& held : build_->memory) {
@@ -376,14 +376,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(Check(args));
-  const auto has = [&operands](const std::shared_ptr<const ExprOperand>& table) {
-    return std::any_of(operands.begin(), operands.end(),
-                       [&](const auto& operand) { return operand.first == table->name; });
-  };
-  const ExprOperands& tables = mask.parts.fixed.operands();
-  const bool few =
-      args.S <= kUncachedRows && !mask.parts.fixed.empty() && std::all_of(tables.begin(), tables.end(), has);
-  if (args.T > 0 && (few || !mask.parts.dynamic.empty())) {
+  if (args.T > 0 && !mask.parts.dynamic.empty()) {
     return AttendInParts(args, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};

@@ -16,6 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kCtas = 4;  // that evaluate tiles, a multiprocessor
 constexpr int64_t kLine = 128;
+constexpr int64_t kMostTiles = int64_t{1} << 29;  // of a mask: twice their number fits 32 bits
 constexpr int kInlineSteps = 128, kInlineAffines = 40;
 constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; of more, chance balances
 constexpr int kPiece = 3072;        // bytes of a program that one launch carries
@@ -392,7 +393,7 @@ MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const Mas
     : sizes_(sizes) {
   const int64_t rows = CeilDiv(sizes.S, tile.m);
   // bits_id and the list's places are 32 bits.
-  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), int64_t{1} << 29));
+  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), kMostTiles));
   const int64_t row_tiles = std::max<int64_t>(1, CeilDiv(sizes.T, tile.n));
   const int64_t table = rows * row_tiles;
   const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1;
@@ -414,6 +415,11 @@ bool MaskCuts::Next(MaskPart* part) {
   if (next_.row >= sizes_.S) next_.row = 0, next_.h += heads_;
   if (next_.h >= sizes_.H) next_.h = 0, next_.b += batches_;
   return true;
+}
+
+bool IsCountable(const MaskBuild& build) {
+  const Layout l = LayoutOf(build);
+  return l.tables * l.rows * l.columns <= kMostTiles;
 }
 
 size_t MaskBytes(const MaskBuild& build) { return static_cast<size_t>(LayoutOf(build).total); }

@@ -48,6 +48,8 @@ class MaskCuts {
   int64_t batches_, heads_, rows_;  // of a part
 };
 
+// Whether tiles can be numbered; those of parts that MaskCuts gives can.
+bool IsCountable(const MaskBuild& build);
 // Bytes of device memory that a build needs.
 size_t MaskBytes(const MaskBuild& build);
 // Queues the kernels; gives a CUDA error code, 0 for none. `memory` is aligned to 64 bytes and belongs to the build
