@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention_fp32.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
@@ -25,9 +26,20 @@ Status ToHost(const void* from, size_t bytes, void* to) {
 
 Status Device(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
 
+Status CheckRows(const AttentionArgs& args) {
+  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
+  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
+  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
+    return Status::Error("too many rows for one launch");
+  }
+  return Status();
+}
+
 Status Check(const AttentionArgs& args) {
+  if (args.dtype == DType::kF32) return CheckRows(args);
   if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
-    return Status::Error("the CUDA kernels take fp16 and bf16, found data type " +
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
                          std::to_string(static_cast<int>(args.dtype)));
   }
   // Rows are copied 16 bytes at a time.
@@ -45,11 +57,7 @@ Status Check(const AttentionArgs& args) {
       return Status::Error("query, key, value and output must be aligned to 16 bytes");
     }
   }
-  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
-  if (items > std::numeric_limits<int32_t>::max() || args.S > (1 << 22) || args.T > (1 << 22)) {
-    return Status::Error("too many rows for one launch");
-  }
-  return Status();
+  return CheckRows(args);
 }
 
 cuda::AttentionParams ToParams(const AttentionArgs& args) {
@@ -115,7 +123,7 @@ constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is mad
 struct DeviceBuild {
   cuda::MaskProgram program;
   int32_t* invalid = nullptr;  // in device memory; nullptr: the program is proven
-  // Memory of a part's mask, by its tile: parts come one after the other on the stream.
+  // Memory of a part by its use: parts come one after the other on the stream.
   struct Memory {
     int m, n;
     size_t bytes;
@@ -151,8 +159,9 @@ class Job {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
     if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
-      return RunSm80();
+      return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
+    if (args_.dtype == DType::kF32) return RunFp32();
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
@@ -191,6 +200,25 @@ class Job {
   }
 
  private:
+  Status RunFp32() {
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    cuda::Fp32Params params;
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(cuda::MaskForm(), &params_, &entry));
+    params.attention = params_;
+    const size_t bytes = cuda::Fp32WorkspaceBytes(kernel, params_);
+    void* memory = bytes == 0 ? nullptr : Held(0, 0, bytes);
+    if (bytes != 0 && memory == nullptr) {
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split keys and values");
+    }
+    cuda::PlaceFp32Workspace(kernel, memory, &params);
+    STOF_RETURN_IF_ERROR(Launched(kernel.split(params, stream_)));
+    return Launched(kernel.launch(params, extras_, stream_));
+  }
+
   Status RunSm80() {
     int32_t* unused = nullptr;
     STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
@@ -230,6 +258,17 @@ class Job {
     return MakeMask(form, params);
   }
 
+  // Memory for one use, of a tile or of 0, 0 for what fp32 needs; parts have the same, one after the other.
+  void* Held(int m, int n, size_t bytes) {
+    if (build_ == nullptr) return context_.allocate(context_.self, bytes);
+    for (const DeviceBuild::Memory& held : build_->memory) {
+      if (held.m == m && held.n == n && held.bytes >= bytes) return held.data;
+    }
+    void* memory = context_.allocate(context_.self, bytes);
+    if (memory != nullptr) build_->memory.push_back({m, n, bytes, memory});
+    return memory;
+  }
+
   Status MakeMask(const cuda::MaskForm& form, cuda::AttentionParams* params) {
     cuda::MaskBuild build;
     build.program = &build_->program;
@@ -242,16 +281,9 @@ class Job {
       return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
     }
     const size_t bytes = cuda::MaskBytes(build);
-    void* memory = nullptr;
-    for (const DeviceBuild::Memory& held : build_->memory) {
-      if (held.m == form.m && held.n == form.n && held.bytes >= bytes) memory = held.data;
-    }
+    void* memory = Held(form.m, form.n, bytes);
     if (memory == nullptr) {
-      memory = context_.allocate(context_.self, bytes);
-      if (memory == nullptr) {
-        return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
-      }
-      build_->memory.push_back({form.m, form.n, bytes, memory});
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
     }
     const int error = cuda::LaunchMaskBuild(build, memory, stream_, &params->mask);
     params->has_mask = 1;
@@ -368,8 +400,9 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
         Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
   }
   if (build.invalid == nullptr) return Status();
-  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, args.output_stride,
-                                                                  args.B, args.H, args.S, args.Dv, context.stream)),
+  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, ItemSize(args.dtype),
+                                                                  args.output_stride, args.B, args.H, args.S, args.Dv,
+                                                                  context.stream)),
                   "launch of the kernel that marks an output");
 }
 

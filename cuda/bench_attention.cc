@@ -68,15 +68,70 @@ void* RandomHalves(int64_t count, uint32_t seed) {
   return memory;
 }
 
-void* NoMemory(void*, size_t) { return nullptr; }
+void* RandomFloats(int64_t count, uint32_t seed) {
+  std::vector<float> values(static_cast<size_t>(count));
+  std::mt19937 random(seed);
+  for (float& x : values) x = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-30f;
+  void* memory = nullptr;
+  CHECK_CUDA(cudaMalloc(&memory, values.size() * 4));
+  CHECK_CUDA(cudaMemcpy(memory, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+  return memory;
+}
 
-void Measure(const Row& row) {
+// Gives blocks one after the other, always from the beginning in the next run.
+struct Workspace {
+  char* memory = nullptr;
+  size_t size = 0, used = 0;
+  static void* Allocate(void* self, size_t bytes) {
+    auto* space = static_cast<Workspace*>(self);
+    const size_t at = (space->used + 255) / 256 * 256;
+    if (at + bytes > space->size) return nullptr;
+    space->used = at + bytes;
+    return space->memory + at;
+  }
+};
+
+// The largest error of a few rows of the first head against fp64, over the largest output there; fp32 only.
+double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
+  const auto size = static_cast<size_t>(row.S * row.D);
+  std::vector<float> tensors[4] = {std::vector<float>(size), std::vector<float>(size), std::vector<float>(size),
+                                   std::vector<float>(size)};
+  const void* from[] = {args.query, args.key, args.value, args.output};
+  for (int i = 0; i < 4; ++i) CHECK_CUDA(cudaMemcpy(tensors[i].data(), from[i], 4 * size, cudaMemcpyDeviceToHost));
+  double error = 0, largest = 0;
+  for (int64_t q = 0; q < row.S; q += row.S / 8 - 1) {
+    std::vector<double> out(static_cast<size_t>(row.D), 0.0);
+    double sum = 0;
+    for (int64_t k = 0; k < row.S; ++k) {
+      double score = 0;
+      for (int64_t d = 0; d < row.D; ++d) {
+        score +=
+            double{tensors[0][static_cast<size_t>(q * row.D + d)]} * tensors[1][static_cast<size_t>(k * row.D + d)];
+      }
+      const double weight = std::exp(score * static_cast<double>(args.scale));
+      sum += weight;
+      for (int64_t d = 0; d < row.D; ++d) {
+        out[static_cast<size_t>(d)] += weight * tensors[2][static_cast<size_t>(k * row.D + d)];
+      }
+    }
+    for (int64_t d = 0; d < row.D; ++d) {
+      const double want = out[static_cast<size_t>(d)] / sum;
+      error = std::max(error, std::abs(want - tensors[3][static_cast<size_t>(q * row.D + d)]));
+      largest = std::max(largest, std::abs(want));
+    }
+  }
+  return error / largest;
+}
+
+void Measure(const Row& row, stof::DType dtype) {
   stof::AttentionArgs args;
   args.B = row.B, args.H = args.G = row.H, args.S = args.T = row.S, args.D = args.Dv = row.D;
   args.dtype = stof::DType::kF16;
   const int64_t count = row.B * row.H * row.S * row.D;
-  args.query = RandomHalves(count, 1), args.key = RandomHalves(count, 2), args.value = RandomHalves(count, 3);
-  args.output = RandomHalves(count, 4);
+  args.dtype = dtype;
+  const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
+  args.query = random(count, 1), args.key = random(count, 2), args.value = random(count, 3);
+  args.output = random(count, 4);
   args.query_stride = args.key_stride = args.value_stride =
       args.output_stride = {row.H * row.S * row.D, row.S * row.D, row.D};
   args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
@@ -116,8 +171,13 @@ void Measure(const Row& row) {
   stof::RunContext context;
   context.on_cuda = true;
   context.stream = stream;
-  context.allocate = NoMemory;
+  Workspace space;
+  space.size = static_cast<size_t>(8 * count) + (size_t{16} << 20);
+  CHECK_CUDA(cudaMalloc(&space.memory, space.size));
+  context.allocate = Workspace::Allocate;
+  context.self = &space;
   const auto run = [&] {
+    space.used = 0;
     if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
@@ -151,19 +211,29 @@ void Measure(const Row& row) {
   std::printf(
       "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
       row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
+  if (dtype == stof::DType::kF32 && row.mask[0] == '\0') {
+    std::printf("  largest error over largest output, a few rows: %.2e\n", ErrorOf(row, args));
+  }
   std::fflush(stdout);
   CHECK_CUDA(cudaGraphExecDestroy(executable));
   CHECK_CUDA(cudaGraphDestroy(graph));
   for (const void* memory : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
   }
+  CHECK_CUDA(cudaFree(space.memory));
 }
 
 }  // namespace
 
+// bench_cuda_attention [fp16 | bf16 | fp32] [name of a row]
 int main(int argc, char** argv) {
+  stof::DType dtype = stof::DType::kF16;
+  int next = 1;
+  if (argc > next && std::strcmp(argv[next], "fp16") == 0) ++next;
+  if (argc > next && std::strcmp(argv[next], "bf16") == 0) dtype = stof::DType::kBF16, ++next;
+  if (argc > next && std::strcmp(argv[next], "fp32") == 0) dtype = stof::DType::kF32, ++next;
   for (const Row& row : kRows) {
-    if (argc < 2 || std::strcmp(argv[1], row.name) == 0) Measure(row);
+    if (argc <= next || std::strcmp(argv[next], row.name) == 0) Measure(row, dtype);
   }
   return 0;
 }

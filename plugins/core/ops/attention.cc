@@ -539,8 +539,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
 
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-  static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
-  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3, kCudaTypes, 2,
+  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3, kTypes, 3,
                                             CreateAttention, OutputShape};
   return &description;
 }
