@@ -142,7 +142,7 @@ class Decode {
       const int table = mask.layout[(mask.layout_b == 1 ? 0 : b_) * mask.layout_h + (mask.layout_h == 1 ? 0 : head0_)];
       begin = mask.row_ptr[table * mask.rows];
       full_ = mask.full_begin[table * mask.rows];
-      end = mask.row_ptr[table * mask.rows + 1];
+      end = mask.row_end[table * mask.rows];
     }
     const int share = (end - begin + params.splits - 1) / params.splits;
     next_ = min(end, begin + split_ * share);
@@ -397,7 +397,7 @@ class Decode {
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t word[2] = {entry.pad, entry.pad};
       if (entry.bits >= 0) {
-        const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeQueries * 2 + first_key_ / 32;
+        const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
         word[0] &= __ldg(bits + 2 * query_[n][0]);
         word[1] &= __ldg(bits + 2 * query_[n][1]);
       }

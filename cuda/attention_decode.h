@@ -8,7 +8,8 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kDecodeQueries = 16;  // the most that these kernels take, and the rows of their block mask's tiles
+constexpr int kDecodeQueries = 16;   // the most that these kernels take
+constexpr int kDecodeTileRows = 64;  // m of their block mask: the least that the kernels that make masks give
 constexpr int kMostSplits = 128;
 
 struct DecodeParams {

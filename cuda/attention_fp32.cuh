@@ -235,7 +235,7 @@ class Fp32Attention {
       const int at = table * mask.rows + row;
       begin_ = mask.row_ptr[at];
       full_ = mask.full_begin[at];
-      end_ = mask.row_ptr[at + 1];
+      end_ = mask.row_end[at];
     } else {
       end_ = tiles_;
     }

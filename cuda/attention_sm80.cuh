@@ -11,6 +11,7 @@
 #include <cstdlib>
 
 #include "cuda/attention.h"
+#include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
 
 namespace stof {
@@ -86,7 +87,7 @@ class Attention {
       const int at = table * p.mask.rows + row;
       begin_ = p.mask.row_ptr[at];
       full_ = p.mask.full_begin[at];
-      end_ = p.mask.row_ptr[at + 1];
+      end_ = p.mask.row_end[at];
     } else {
       end_ = (p.T + S::kN - 1) / S::kN;
     }
@@ -528,11 +529,16 @@ class Attention {
   bool empty_[S::kBlocks][2];
 };
 
+struct Sm80Params {
+  AttentionParams attention;
+  int stages = 2;
+};
+
 template <int kHead, typename T, bool kExtras>
 __global__ void __launch_bounds__(Shape<kHead>::kThreads, kHead <= 64 ? 2 : 1)
-    AttentionKernel(const __grid_constant__ AttentionParams params, int stages) {
+    AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Attention<kHead, T, kExtras>(params, stages, reinterpret_cast<T*>(shared)).Run();
+  Attention<kHead, T, kExtras>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
 // The most stages for which the device has the shared memory.
@@ -552,19 +558,13 @@ cudaError_t StagesOf(int* stages) {
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
   using S = Shape<kHead>;
-  int stages = 2;
-  cudaError_t error = StagesOf<kHead>(&stages);
-  if (error != cudaSuccess) return static_cast<int>(error);
-  auto* kernel = AttentionKernel<kHead, T, kExtras>;
-  const int bytes = S::SharedBytes(stages);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  Sm80Params copy;
+  copy.attention = params;
+  const cudaError_t error = StagesOf<kHead>(&copy.stages);
   if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  AttentionParams copy = params;
-  void* arguments[] = {&copy, &stages};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(items)),
-                                           dim3(S::kThreads), arguments, static_cast<size_t>(bytes),
-                                           static_cast<cudaStream_t>(stream)));
+  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras>>(copy, static_cast<unsigned>(items), S::kThreads,
+                                                                      S::SharedBytes(copy.stages), stream);
 }
 
 }  // namespace cuda

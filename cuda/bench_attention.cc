@@ -201,7 +201,7 @@ void Measure(const Row& row, stof::DType dtype) {
   context.self = &space;
   const auto run = [&] {
     space.used = 0;
-    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, context);
+    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);
