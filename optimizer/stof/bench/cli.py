@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stof.bench import grids, measure
+from stof.bench.gpu.cases import GRIDS
 from stof.errors import StofError
 
 RESULTS = Path("docs/results")
@@ -18,10 +19,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
     parser = argparse.ArgumentParser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
     commands = parser.add_subparsers(dest="command", required=True)
-    attention = commands.add_parser("attention", help="the CPU grid of the attention operator")
-    attention.add_argument("--masks", nargs="+", default=list(grids.ATTENTION_MASKS), metavar="NAME")
-    attention.add_argument("--lengths", nargs="+", type=int, default=list(grids.LENGTHS), metavar="S")
+    attention = commands.add_parser("attention", help="the grids of the attention operator")
+    attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    attention.add_argument("--grid", nargs="+", choices=GRIDS, default=["paper"], help="of --device cuda")
+    attention.add_argument("--masks", nargs="+", default=None, metavar="NAME", help="default: all")
+    attention.add_argument("--lengths", nargs="+", type=int, default=None, metavar="S", help="default: all")
+    attention.add_argument(
+        "--batches", nargs="+", type=int, default=None, metavar="B", help="of --grid paper; default: all"
+    )
     attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    attention.add_argument("--limit", type=float, metavar="SECONDS", help="of --device cuda: begin no point after that")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(grids.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
@@ -32,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
     for command in (attention, sites, model):
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
-        command.add_argument("--rounds", type=int, default=measure.ROUNDS)
+        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table = commands.add_parser("table", help="tables of the stored results, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
@@ -55,6 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             arguments.output.write_text(text)
         return 0
+    if arguments.command == "attention" and arguments.device == "cuda":
+        return _attention_on_gpu(arguments)
+    arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:
         return _each_thread_count(arguments)
     threads: int = arguments.threads[0]
@@ -97,13 +107,23 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
     if unknown:
         raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
     peers = [p for p in PEERS if arguments.peers is None or p.name in arguments.peers]
-    for name in arguments.masks:
-        for length in arguments.lengths:
+    for name in arguments.masks or grids.ATTENTION_MASKS:
+        for length in arguments.lengths or grids.LENGTHS:
             record = point(grids.attention_case(name, length), threads, peers, arguments.rounds)
             print("\n".join(lines(record)), flush=True)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
     return 0
+
+
+def _attention_on_gpu(arguments: argparse.Namespace) -> int:
+    from stof.bench.gpu.cases import grid
+    from stof.bench.gpu.run import run
+    from stof.bench.gpu.timing import ROUNDS
+
+    chosen = (arguments.masks, arguments.lengths, arguments.batches)
+    cases = [case for name in arguments.grid for case in grid(name, *chosen)]
+    return run(cases, arguments.peers, arguments.rounds or ROUNDS, arguments.results, arguments.limit)
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points in worker processes: all are built and checked at once, on every CPU core; then they are timed one by one.
+
+Compiling FlexAttention takes seconds a point, and only CPU time. A worker keeps what it has built; while a point is timed, all
+other workers wait. A worker that dies or hangs takes its own points along and no others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from stof.bench.gpu.cases import Case, anchor
+from stof.bench.results import Record
+from stof.bench.runner import require
+
+_BUILD_LIMIT = 90.0  # seconds for one point, most of it compiling
+_TIME_LIMIT = 40.0
+_START_LIMIT = 90.0
+
+
+def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> None:
+    """Answers (verb, number, case) with (number, answer) until the channel closes."""
+    from stof.bench.gpu.candidates import ANCHORS, find
+    from stof.bench.gpu.point import Point
+    from stof.bench.gpu.timing import copy_rate, empty_launch
+
+    torch: Any = require("torch")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    stream = torch.cuda.Stream()
+    points: dict[int, Point] = {}
+    channel.send((-1, "ready"))
+    while True:
+        try:
+            verb, number, case = channel.recv()
+        except EOFError:
+            return
+        try:
+            match verb:
+                case "build":
+                    points[number] = Point(case, find(list(peers) if peers else None, case.grid), stream)
+                    channel.send((number, None))
+                case "time":
+                    channel.send((number, points.pop(number).measure(rounds)))
+                case "anchor":
+                    record = Point(case, find(list(ANCHORS), "paper"), stream).measure(rounds)
+                    channel.send((number, record))
+                case _:
+                    device = {"device": torch.cuda.get_device_name()}
+                    channel.send((number, {**device, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
+        except Exception as failure:
+            channel.send((number, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"))
+
+
+class _Hand:
+    """A worker process and the channel to it."""
+
+    def __init__(self, peers: Sequence[str] | None, rounds: int) -> None:
+        self.channel, other = mp.Pipe()
+        self.process = mp.get_context("fork").Process(target=_worker, args=(other, peers, rounds), daemon=True)
+        self.process.start()
+        other.close()
+        self.busy: int | None = -1
+        self.until = time.monotonic() + _START_LIMIT
+
+    def ask(self, verb: str, number: int, case: Case | None, limit: float) -> None:
+        self.busy = number
+        self.until = time.monotonic() + limit
+        self.channel.send((verb, number, case))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+        self.channel.close()
+
+
+class Pool:
+    """Workers that build points at once and time them in turns."""
+
+    def __init__(self, workers: int, peers: Sequence[str] | None, rounds: int) -> None:
+        # Inductor would start compiling processes of its own in every worker.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Imported once, before the workers part; nothing may touch the device before that.
+        for package in ("torch", "torch.nn.attention.flex_attention", "onnx", "onnxruntime"):
+            try:
+                require(package)
+            except Exception as reason:
+                print(f"note: {reason}", file=sys.stderr)
+        self._hands = [_Hand(peers, rounds) for _ in range(workers)]
+        self._place: dict[int, _Hand] = {}
+
+    def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
+        """Builds and checks all points; gives the reasons of those that failed, by number."""
+        waiting = list(enumerate(cases))
+        waiting.reverse()
+        failed: dict[int, str] = {}
+        while waiting or any(h.busy is not None for h in self._hands):
+            for hand in self._hands:
+                if hand.busy is None and waiting:
+                    number, case = waiting.pop()
+                    self._place[number] = hand
+                    hand.ask("build", number, case, _BUILD_LIMIT)
+            for number, answer in self._answers(1.0):
+                if isinstance(answer, str) and number >= 0:
+                    failed[number] = answer
+            if not self._hands:
+                raise RuntimeError("all workers are gone; the last reasons: " + "; ".join(list(failed.values())[-3:]))
+        for number in failed:
+            said(f"not built: {cases[number]}: {failed[number]}")
+        return failed
+
+    def _answers(self, seconds: float) -> list[tuple[int, Any]]:
+        """What workers have answered; one that is gone or late is removed and answers with that."""
+        found: list[tuple[int, Any]] = []
+        ready = wait([h.channel for h in self._hands], seconds)
+        for hand in list(self._hands):
+            if hand.channel in ready:
+                try:
+                    number, answer = hand.channel.recv()
+                    hand.busy = None
+                    found.append((number, answer))
+                except EOFError:
+                    found += self._gone(hand, "the process that ran it ended")
+            elif hand.busy is not None and time.monotonic() > hand.until:
+                found += self._gone(hand, "it took too long")
+        return found
+
+    def _gone(self, hand: _Hand, reason: str) -> list[tuple[int, Any]]:
+        hand.kill()
+        self._hands.remove(hand)
+        lost = [n for n, h in self._place.items() if h is hand]
+        for number in lost:
+            del self._place[number]
+        if hand.busy is not None and hand.busy not in lost:
+            lost.append(hand.busy)
+        return [(number, reason) for number in lost]
+
+    def time(self, number: int) -> Record | str:
+        """Times a point that was built; the reason where that did not work."""
+        hand = self._place.get(number)
+        if hand is None:
+            return "the process that built it is gone"
+        found: Record | str = self._one(hand, "time", number, None)
+        return found
+
+    def anchors(self, shapes: Sequence[tuple[int, str]]) -> dict[str, Any]:
+        """Launch time, copy rate, and the dense problem of each (D, dtype): the ceilings of this machine, now."""
+        hand = self._hands[0]
+        rates = self._one(hand, "rates", -2, None)
+        found: dict[str, Any] = {"rates": rates, "tiles": {}}
+        for D, dtype in shapes:
+            found["tiles"][f"D{D} {dtype}"] = self._one(hand, "anchor", -3, anchor(D, dtype))
+        return found
+
+    def _one(self, hand: _Hand, verb: str, number: int, case: Case | None) -> Any:
+        hand.ask(verb, number, case, _TIME_LIMIT)
+        while True:
+            for answered, answer in self._answers(1.0):
+                if answered == number:
+                    return answer
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for hand in self._hands:
+            hand.kill()
+        self._hands.clear()
+
+
+def now() -> str:
+    """The date of a record."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU's benchmark does without a GPU: masks, densities, references, FlexAttention's blocks, sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from stof.bench.gpu import cases, run, summary
+from stof.bench.gpu.candidate import window
+from stof.bench.gpu.cases import Case
+
+torch = pytest.importorskip("torch")
+
+from stof.bench.gpu import peers_torch  # noqa: E402
+from stof.bench.gpu.problem import Problem  # noqa: E402
+
+
+def numpy_mask(case: Case) -> np.ndarray:
+    """[H, S, T], from the definitions in docs/benchmarks.md."""
+    q = (np.arange(case.S) + case.P)[None, :, None]
+    k = np.arange(case.T)[None, None, :]
+    h = np.arange(case.H)[:, None, None]
+    side = round(math.sqrt(case.T))
+    glob = (abs(q - k) <= side) | (q < side) | (k < side)
+    found = {
+        "dense": q >= 0,
+        "causal": k <= q,
+        "window": abs(q - k) <= side,
+        "dilated": (abs(q - k) <= side + 1) & ((q - k) % 2 == 0),
+        "longformer": glob,
+        "s2": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h) % 8 == 0)),
+        "window-128": abs(q - k) <= 128,
+        "causal-1024": (k <= q) & (q - k < 1024),
+    }
+    if case.name == "bigbird":
+        found["bigbird"] = glob | case.tables["table0"][q // 64, k // 64]
+    if case.name.startswith("random"):
+        found[case.name] = case.tables["table0"][q // 128, k // 128]
+    return np.broadcast_to(found[case.name], (case.H, case.S, case.T))
+
+
+def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[Case]:
+    """The grid's masks at short lengths, with few heads."""
+    found = {}
+    for case in cases.grid(grid):
+        for length in lengths:
+            mask, tables = cases.mask(case.name, length)
+            groups = max(1, heads * case.G // case.H)
+            sizes = {"H": heads, "G": groups, "T": length, "S": length if case.S > 1 else 1, "B": 1}
+            made = dataclasses.replace(case, mask=mask, tables=tables, **sizes)
+            found[str(made)] = made
+    return list(found.values())
+
+
+CASES = [*small("paper", (256,)), *small("long", (1024,), heads=8), *small("decode", (1024, 2048), heads=8)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masks(case: Case) -> None:
+    expected = numpy_mask(case)
+    problem = Problem(case, device="cpu")
+    heads = case.H if problem.by_head else 1
+    assert np.array_equal(problem.dense.numpy()[0], expected[:heads])
+    assert (heads == case.H) == (case.name == "s2")
+    assert problem.density.pairs == expected.sum() * case.B
+    assert problem.density.element == pytest.approx(expected.mean())
+    tiles = np.pad(expected, ((0, 0), (0, -case.S % 128), (0, -case.T % 128)))
+    tiles = tiles.reshape(case.H, -(-case.S // 128), 128, -(-case.T // 128), 128).any((2, 4))
+    assert problem.density.tiles == tiles.sum() * case.B
+    if case.S > 1:
+        problem.check_mask()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.mask and c.S > 1], ids=str)
+def test_blocks_of_flex(case: Case) -> None:
+    module = pytest.importorskip("torch.nn.attention.flex_attention")
+    problem = Problem(case, device="cpu")
+    block = peers_torch._block_mask(problem, module)
+    tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
+    kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
+    assert np.array_equal(kept, tiles.any((2, 4)))
+    whole = np.zeros_like(kept)
+    counts, indices = block.full_kv_num_blocks.numpy()[0], block.full_kv_indices.numpy()[0]
+    for h in range(case.H):
+        for row in range(kept.shape[1]):
+            at = h if len(counts) > 1 else 0
+            whole[h, row, indices[at, row, : counts[at, row]]] = True
+    assert np.array_equal(whole, tiles.all((2, 4)))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[9], CASES[-1]], ids=str)
+def test_reference(case: Case) -> None:
+    problem = Problem(case, device="cpu")
+    q, k, v = (x.double() for x in problem.sets()[0])
+    wide = (x.repeat_interleave(case.H // case.G, 1) for x in (k, v))
+    mask = torch.from_numpy(np.array(numpy_mask(case)))[None]
+    output = torch.nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask)
+    assert problem.error(output) < 1e-12
+    wrong = output.clone()
+    wrong[:, :, -1] += 0.5
+    assert problem.error(wrong) > 0.1
+    wrong[:, :, -1] = float("nan")
+    assert not problem.error(wrong) <= 1
+
+
+def test_windows() -> None:
+    def case(mask: str) -> Case:
+        return Case("paper", "", mask, 1, 1, 1, 128, 128, 64, "float16")
+
+    assert window(case("")) == (-1, -1)
+    assert window(case("k <= q")) == (-1, 0)
+    assert window(case("abs(q - k) <= 23")) == (23, 23)
+    assert window(case("k <= q and q - k <= 1023")) == (1023, 0)
+    assert window(case("abs(q - k) <= 23 or q < 23 or k < 23")) is None
+    assert window(case("abs(q - k) <= 23 and (q - k) % 2 == 0")) is None
+
+
+def test_grids() -> None:
+    assert len(list(cases.grid("paper"))) == 5 * 6 * 3
+    assert len(list(cases.grid("long"))) == 8 * 5 * 2
+    assert len(list(cases.grid("decode"))) == 3 * 8
+    assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
+    keys = [tuple(c.key) for g in cases.GRIDS for c in cases.grid(g)]
+    assert len(set(keys)) == len(keys)
+
+
+def record(us: float, peers: dict[str, float], S: int = 1024, mask: str = "window") -> dict[str, object]:
+    rows = {"stof": {"us": us, "roofline": 0.5}, **{k: {"us": v} for k, v in peers.items()}}
+    shape = {"B": 1, "H": 12, "G": 12, "S": S, "T": S, "D": 64, "dtype": "float16"}
+    return {"grid": "paper", "mask_name": mask, "shape": shape, "peers": rows, "roof_us": us / 2}
+
+
+def test_sums() -> None:
+    records = [
+        record(10, {"torch-flex": 20, "ort-mha": 40}),
+        record(10, {"torch-flex": 9, "stof-ort": 1}, mask="causal"),
+        record(10, {"torch-flex": 80}, S=256),
+    ]
+    assert summary.best_peer(records[0]) == ("torch-flex", 20)
+    assert summary.ratio(records[0], "ort-mha") == 4
+    assert summary.ratio(records[1]) == pytest.approx(0.9)
+    assert summary.row(records)[:4] == [
+        "3",
+        f"{(2 * 0.9 * 8) ** (1 / 3):.2f}",
+        "0.90",
+        f"{(2 * 0.9 * 8) ** (1 / 3):.2f}",
+    ]
+    assert summary.losses(records) == ["0.900 causal B1 H12 S1024 D64 float16: 10.0 µs, torch-flex 9.0 µs"]
+    text = "\n".join(summary.summary(records))
+    assert "1 point(s) below 1.0, 1 of them below 0.97" in text
+
+
+def test_ceilings() -> None:
+    def anchor(launch: float, copy: float, us: float) -> dict[str, object]:
+        tiles = {
+            "D64 float16": {"density": {"tiles": 1000}, "peers": {"stof": {"us": us}, "torch-cudnn": {"missing": ""}}}
+        }
+        return {"rates": {"device": "a GPU", "launch": launch, "copy": copy}, "tiles": tiles}
+
+    found = run.ceilings([anchor(2e-6, 3e12, 9.0), anchor(1e-6, 2e12, 8.0)])
+    assert found["launch_us"] == 1.0
+    assert found["copy_gbps"] == 3000.0
+    assert found["tile_ns"] == {"D64 float16": 8.0}
+    with pytest.raises(RuntimeError, match="no clock"):
+        run.ceilings([{"rates": "no clock", "tiles": {}}])
