@@ -159,7 +159,7 @@ def test_ceilings() -> None:
         tiles = {
             "D64 float16": {"density": {"tiles": 1000}, "peers": {"stof": {"us": us}, "torch-cudnn": {"missing": ""}}}
         }
-        return {"rates": {"device": "a GPU", "launch": launch, "copy": copy}, "tiles": tiles}
+        return {"rates": {"device": "a GPU", "versions": {}, "launch": launch, "copy": copy}, "tiles": tiles}
 
     found = run.ceilings([anchor(2e-6, 3e12, 9.0), anchor(1e-6, 2e12, 8.0)])
     assert found["launch_us"] == 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | sites | model | table``."""
+"""``stof-bench attention | sites | model | table | plot``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stof.bench import grids, measure
 from stof.bench.gpu.cases import GRIDS
+from stof.bench.runner import Unavailable
 from stof.errors import StofError
 
 RESULTS = Path("docs/results")
@@ -44,10 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = commands.add_parser("table", help="tables of the stored results, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument("-o", "--output", type=Path, help="the file to write (default: the terminal)")
+    plot = commands.add_parser("plot", help="pictures of the GPU's grids; needs matplotlib")
+    plot.add_argument("results", type=Path, metavar="DIR", help="a machine's folder, for instance docs/results/h100")
+    plot.add_argument("-o", "--output", type=Path, default=Path("docs/plots"), metavar="DIR")
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
-    except (StofError, ValueError, KeyError) as error:
+    except (StofError, Unavailable, ValueError, KeyError) as error:
         print(f"stof-bench: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, StofError) else 1
 
@@ -61,6 +65,11 @@ def _run(arguments: argparse.Namespace) -> int:
             print(text)
         else:
             arguments.output.write_text(text)
+        return 0
+    if arguments.command == "plot":
+        from stof.bench.gpu.plot import plots
+
+        print("\n".join(str(p) for p in plots(arguments.results, arguments.output)) or "no results of a GPU there")
         return 0
     if arguments.command == "attention" and arguments.device == "cuda":
         return _attention_on_gpu(arguments)

@@ -94,7 +94,7 @@ def math(problem: Problem, stream: Any) -> Candidate:
     operator = problem.torch.ops.aten._scaled_dot_product_attention_math
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return operator(q, k, v, problem.dense if case.mask else None, 0.0, False, scale=problem.scale)[0]
+        return operator(q, k, v, problem.additive if case.mask else None, 0.0, False, scale=problem.scale)[0]
 
     return once(problem, "BHSD", call)
 

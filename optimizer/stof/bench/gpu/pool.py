@@ -8,6 +8,7 @@ other workers wait. A worker that dies or hangs takes its own points along and n
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -36,6 +37,7 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
     torch.set_num_threads(1)
     stream = torch.cuda.Stream()
     points: dict[int, Point] = {}
+    gc.freeze()
     channel.send((-1, "ready"))
     while True:
         try:
@@ -45,18 +47,31 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
         try:
             match verb:
                 case "build":
+                    start = time.monotonic()
                     points[number] = Point(case, find(list(peers) if peers else None, case.grid), stream)
-                    channel.send((number, None))
+                    channel.send((number, time.monotonic() - start))
                 case "time":
                     channel.send((number, points.pop(number).measure(rounds)))
                 case "anchor":
                     record = Point(case, find(list(ANCHORS), "paper"), stream).measure(rounds)
                     channel.send((number, record))
                 case _:
-                    device = {"device": torch.cuda.get_device_name()}
-                    channel.send((number, {**device, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
+                    facts = {"device": torch.cuda.get_device_name(), "versions": _versions()}
+                    channel.send((number, {**facts, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
         except Exception as failure:
             channel.send((number, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"))
+
+
+def _versions() -> dict[str, str]:
+    """Of what was really loaded: a package may be there twice."""
+    found = {}
+    for name in ("torch", "triton", "onnxruntime", "numpy", "onnx"):
+        try:
+            found[name] = str(require(name).__version__)
+        except Exception:
+            found[name] = "missing"
+    torch = require("torch")
+    return {**found, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
 class _Hand:
@@ -99,9 +114,10 @@ class Pool:
 
     def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
         """Builds and checks all points; gives the reasons of those that failed, by number."""
-        waiting = list(enumerate(cases))
-        waiting.reverse()
+        # The longest first, so that no process is left with one of them when all others are done.
+        waiting = sorted(enumerate(cases), key=lambda item: item[1].S * item[1].T)
         failed: dict[int, str] = {}
+        took: dict[int, float] = {}
         while waiting or any(h.busy is not None for h in self._hands):
             for hand in self._hands:
                 if hand.busy is None and waiting:
@@ -109,10 +125,18 @@ class Pool:
                     self._place[number] = hand
                     hand.ask("build", number, case, _BUILD_LIMIT)
             for number, answer in self._answers(1.0):
-                if isinstance(answer, str) and number >= 0:
+                if number < 0:
+                    continue
+                if isinstance(answer, str):
                     failed[number] = answer
+                else:
+                    took[number] = answer
             if not self._hands:
                 raise RuntimeError("all workers are gone; the last reasons: " + "; ".join(list(failed.values())[-3:]))
+        if took:
+            longest = max(took, key=lambda n: took[n])
+            mean = sum(took.values()) / len(took)
+            said(f"building took {mean:.1f} s a point, at most {took[longest]:.1f} s ({cases[longest]})")
         for number in failed:
             said(f"not built: {cases[number]}: {failed[number]}")
         return failed

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stof.bench import measure
 from stof.bench.gpu.cases import Case
 from stof.bench.gpu.pool import Pool, now
 from stof.bench.gpu.summary import lines, summary
 from stof.bench.results import Record, store_all
+from stof.runtime import build_info
 
 _WORKERS = 14
 _STORED = 25
@@ -88,6 +88,7 @@ def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise RuntimeError(f"the machine's rates could not be measured: {anchors[0]['rates']}")
     found: dict[str, Any] = {
         "device": rates[0]["device"],
+        "versions": rates[0]["versions"],
         "launch_us": round(min(r["launch"] for r in rates) * 1e6, 3),
         "copy_gbps": round(max(r["copy"] for r in rates) * 1e-9, 1),
         "tile_ns": {},
@@ -118,8 +119,8 @@ def _complete(record: Record, anchors: Sequence[dict[str, Any]]) -> Record:
         compute = 0.0  # one row of a tile: only its bytes count
     roof = machine["launch_us"] + max(memory, compute)
     peers = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
-    known = measure.machine(0)
-    kept = {k: known[k] for k in ("library", "compiler", "versions")}
+    info = build_info()
+    kept = {"library": info["build_id"], "compiler": info["compiler"], "architectures": info["cuda_architectures"]}
     date = record.get("machine", {}).get("date", now())
     return {
         **record,

@@ -17,6 +17,8 @@ _PLAIN_ROUNDS = 3
 _LAUNCHES = 100  # in a graph of kernels below _SHORT
 _SHORT = 50e-6
 _SLICE = 2e-3  # seconds of work in the graph of a longer kernel
+_SLOW = 4e-3  # seconds; such a candidate is timed in fewer rounds
+_SLOW_ROUNDS = 3
 _COVER = 200_000  # cycles that a first kernel spins while the host queues what is timed
 
 
@@ -46,23 +48,36 @@ class Timed:
 
     def capture(self) -> None:
         """Warms up and captures; a graph whose launches turn out to be short is captured again with more of them."""
-        for _ in range(3):
-            self._plain(1)
-        self._estimate = self._plain(4)
-        self._capture(max(self.sets if self.sets <= 8 else 8, math.ceil(_SLICE / self._estimate)))
+        self._plain(1)
+        self._estimate = self._plain(1)
+        if not self.slow:
+            self._plain(2)
+            self._estimate = self._plain(4)
+        self._capture(max(min(self.sets, 8), math.ceil(_SLICE / self._estimate)))
         found = self.replay()
         if found < _SHORT and self.launches < _LAUNCHES:
             self._capture(_LAUNCHES)
             self.replay()
+
+    @property
+    def slow(self) -> bool:
+        """Whether one launch takes so long that few have to do."""
+        return self._estimate > _SLOW
 
     def _capture(self, launches: int) -> None:
         torch = self._torch
         self.launches = min(_LAUNCHES, launches)
         self.graph = None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            for i in range(self.launches):
-                self.call(i % self.sets)
+        # Not torch.cuda.graph(), which collects garbage and empties caches each time.
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for i in range(self.launches):
+                    self.call(i % self.sets)
+            finally:
+                graph.capture_end()
         self.graph = graph
 
     def replay(self) -> float:
@@ -79,7 +94,7 @@ class Timed:
 
     def plain(self) -> float:
         """Seconds a launch when the host queues each of them."""
-        return self._plain(max(3, min(50, math.ceil(_SLICE / 2 / self._estimate))))
+        return self._plain(1 if self.slow else max(3, min(50, math.ceil(_SLICE / 2 / self._estimate))))
 
     def _between(self, run: Callable[[], object], cover: bool = True) -> float:
         torch = self._torch
@@ -104,6 +119,8 @@ def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS) -> list[Timing
         for number in range(rounds):
             for i in range(len(candidates)):
                 j = (i + number) % len(candidates)
+                if candidates[j].slow and number >= _SLOW_ROUNDS:
+                    continue
                 replays[j].append(candidates[j].replay())
                 if number < _PLAIN_ROUNDS:
                     plain[j].append(candidates[j].plain())
@@ -123,11 +140,15 @@ def empty_launch(stream: Any) -> float:
     return interleave([timed])[0].median
 
 
-def copy_rate(stream: Any, size: int = 2 << 30) -> float:
-    """Bytes a second, read and written, of a copy within device memory."""
+def copy_rate(stream: Any, size: int = 1 << 30) -> float:
+    """Bytes a second, read and written, within device memory: the better of the driver's copy and an element-wise kernel."""
     torch: Any = require("torch")
-    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(size // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    timed = Timed(lambda _: target.copy_(source), 1, stream)
-    timed.capture()
-    return 2 * size / interleave([timed])[0].median
+    candidates = [
+        Timed(lambda _: target.copy_(source), 1, stream),
+        Timed(lambda _: torch.bitwise_not(source, out=target), 1, stream),
+    ]
+    for candidate in candidates:
+        candidate.capture()
+    return 2 * size / min(t.median for t in interleave(candidates))
