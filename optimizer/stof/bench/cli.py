@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--batch", type=int, default=1)
     model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
+    model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
+    model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     for command in (attention, sites, model):
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
@@ -73,6 +76,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "attention" and arguments.device == "cuda":
         return _attention_on_gpu(arguments)
+    if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
+        return _models_on_gpu(arguments)
     arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:
         return _each_thread_count(arguments)
@@ -133,6 +138,31 @@ def _attention_on_gpu(arguments: argparse.Namespace) -> int:
     chosen = (arguments.masks, arguments.lengths, arguments.batches)
     cases = [case for name in arguments.grid for case in grid(name, *chosen)]
     return run(cases, arguments.peers, arguments.rounds or ROUNDS, arguments.results, arguments.limit)
+
+
+def _models_on_gpu(arguments: argparse.Namespace) -> int:
+    from stof.bench.gpu.variants import prepare
+    from stof.bench.results import store
+
+    name = arguments.model.replace("/", "-")
+    worst = 0
+    for length in arguments.lengths:
+        shape = (arguments.batch, length)
+        folder = (arguments.prepared or Path("build/bench")) / f"{name}-{shape[0]}-{shape[1]}"
+        if arguments.prepare or not folder.is_dir():
+            for kind, reason in prepare(arguments.model, shape, folder).items():
+                print(f"{kind}: {reason}")
+                worst = 3
+        if arguments.prepare:
+            print(folder)
+            continue
+        from stof.bench.gpu.models import lines, point
+
+        record = point(name, folder, shape, arguments.rounds or 9, "quotient" not in arguments.without)
+        print("\n".join(lines(record)), flush=True)
+        store(arguments.results / "models-cuda.json", record)
+        worst = max(worst, 3 if "stof" not in record["us"] else 0)
+    return worst
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:

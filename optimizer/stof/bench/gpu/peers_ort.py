@@ -23,15 +23,24 @@ _KIND = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _MICROSOFT = "com.microsoft"
 
 
-def session(model: bytes | str, stream: Any, *, stof: bool = False, profile: str | None = None, **provider: str) -> Any:
-    """A session on the CUDA provider alone, which queues its work on a torch stream."""
+def session(
+    model: bytes | str,
+    stream: Any,
+    *,
+    stof: bool = False,
+    profile: str | None = None,
+    fallback: bool = False,
+    **provider: str,
+) -> Any:
+    """A session on the CUDA provider, which queues its work on a torch stream; alone, or with the CPU for sizes of tensors."""
     ort = require("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise Unavailable("onnxruntime has no CUDA provider here")
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    if not fallback:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = profile

@@ -56,13 +56,13 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
                     record = Point(case, find(list(ANCHORS), "paper"), stream).measure(rounds)
                     channel.send((number, record))
                 case _:
-                    facts = {"device": torch.cuda.get_device_name(), "versions": _versions()}
+                    facts = {"device": torch.cuda.get_device_name(), "versions": versions()}
                     channel.send((number, {**facts, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
         except Exception as failure:
             channel.send((number, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of what was really loaded: a package may be there twice."""
     found = {}
     for name in ("torch", "triton", "onnxruntime", "numpy", "onnx"):
