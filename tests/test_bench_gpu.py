@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 
-from stof.bench.gpu import cases, run, summary
+import stof
+from stof.bench.gpu import cases, models, run, summary, trace, variants
 from stof.bench.gpu.candidate import window
 from stof.bench.gpu.cases import Case
+from stof.bench.models import inputs
+from stof.runtime import LibraryError, build_info
+from stof.runtime_cuda import CudaOp, DeviceTensor
+from stof.widen import widen
 
 torch = pytest.importorskip("torch")
 
@@ -167,3 +175,74 @@ def test_ceilings() -> None:
     assert found["tile_ns"] == {"D64 float16": 8.0}
     with pytest.raises(RuntimeError, match="no clock"):
         run.ceilings([{"rates": "no clock", "tiles": {}}])
+
+
+def test_trace() -> None:
+    """Kernels go to the node that launched them, though the two clocks start elsewhere."""
+    shift = 7_000_123.0
+
+    def node(name: str, op: str, ts: int, dur: int) -> dict[str, object]:
+        shapes = {"input_type_shape": [{"float16": [1, 2, 64, 64]}], "output_type_shape": [{"float16": [1, 2, 64, 64]}]}
+        arguments = {"op_name": op, "provider": "CUDAExecutionProvider", **(shapes if op == "Softmax" else {})}
+        return {"cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "dur": dur, "args": arguments}
+
+    host = [
+        node("cold", "MatMul", 10, 900),
+        {"cat": "Session", "name": "model_run", "ts": 0, "dur": 1000},
+        node("a", "MatMul", 5010, 40),
+        node("b", "Softmax", 5060, 30),
+        {"cat": "Session", "name": "model_run", "ts": 5000, "dur": 100},
+    ]
+    device: list[dict[str, object]] = [{"name": "traced run", "ph": "X", "ts": 5000 + shift - 40}]
+    for i, (at, took) in enumerate([(5015, 100), (5045, 20), (5065, 7)]):
+        device.append({"cat": "cuda_runtime", "ts": at + shift, "args": {"correlation": i}})
+        device.append({"cat": "kernel", "ts": at + shift + 500, "dur": took, "args": {"correlation": i}})
+    nodes = trace.match(host, device)
+    assert [(n.call.name, round(n.device_seconds * 1e6)) for n in nodes] == [("a", 120), ("b", 7)]
+    sums = models._sums(nodes, 64)
+    assert (sums["attention_us"], sums["rest_us"], sums["memcpy_nodes"]) == (7.0, 120.0, 0)
+    host[2]["dur"], host[3]["dur"] = 2, 2
+    with pytest.raises(ValueError, match="launches fall into a node"):
+        trace.match(host, device)
+
+
+def test_variants(tmp_path: Path) -> None:
+    """All variants of a narrow model compute the same, the one with MultiHeadAttention too."""
+    missing = variants.prepare("narrow/modernbert.dynamo.sdpa", (2, 96), tmp_path / "bare")
+    assert missing == {}
+    kinds = variants.assemble(tmp_path / "bare", tmp_path / "full")
+    assert kinds == list(variants.LABELS)
+    results = {}
+    for kind in kinds:
+        model = onnx.load(str(tmp_path / "full" / f"{kind}.onnx"))
+        operators = {n.op_type for n in model.graph.node}
+        assert ("StofAttention" in operators) == ("stof" in kind)
+        assert ("MultiHeadAttention" in operators) == (kind == "mha")
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        stof.register(options)
+        # No kernel of the CPU takes MultiHeadAttention in fp16.
+        data = (widen(model) if kind == "mha" else model).SerializeToString()
+        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        feeds = {name: array % 90 for name, array in inputs(session, 2, 96).items()}  # of a small vocabulary
+        results[kind] = session.run(None, feeds)[0].astype(np.float32)
+    span = np.ptp(results["exported"])
+    for kind, output in results.items():
+        assert abs(output - results["exported"]).max() <= 0.01 * span, kind
+    assert span > 1
+
+
+def test_constants_of_a_device_operator() -> None:
+    """What needs no device: constants are checked when they are given."""
+    attributes = {"mask": "table0[k]", "operands": "table0"}
+    with pytest.raises(LibraryError, match="1 inputs, expected"):
+        CudaOp("StofAttention", attributes, 1)
+    with pytest.raises(LibraryError, match="table0"):
+        CudaOp("StofAttention", attributes, 4, {3: np.zeros((2, 2), np.float32)})
+    op = CudaOp("StofAttention", attributes, 4, {3: np.ones(8, bool)})
+    tensor = DeviceTensor(256, "float16", (1, 8, 64))
+    refusal = "expected rank 4" if "cuda" in build_info()["backends"] else "no CUDA kernels"
+    with pytest.raises(LibraryError, match=refusal):
+        op.bind([tensor] * 3, [tensor], 0)()
+    with pytest.raises(ValueError, match="complex64"):
+        op.bind([DeviceTensor(256, "complex64", (1,))] * 3, [tensor], 0)

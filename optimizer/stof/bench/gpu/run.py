@@ -15,7 +15,7 @@ from stof.bench.gpu.summary import lines, summary
 from stof.bench.results import Record, store_all
 from stof.runtime import build_info
 
-_WORKERS = 14
+_WORKERS = 16
 _STORED = 25
 
 
@@ -32,7 +32,7 @@ def run(cases: Sequence[Case], peers: Sequence[str] | None, rounds: int, results
     if not cases:
         raise ValueError("no point of the grids is left by --masks, --lengths and --batches")
     start = time.monotonic()
-    workers = max(1, min(_WORKERS, (os.cpu_count() or 1) - 2, len(cases)))
+    workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases)))
     pool = Pool(workers, peers, rounds)
     records: list[Record] = []
     lost: list[str] = []
