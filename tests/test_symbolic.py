@@ -10,9 +10,9 @@ from stof.inputs import evaluate
 from stof.symbolic import Cond, Int, integer, var
 from stof.symbolic.casework import decide, reads_input
 from stof.symbolic.dims import dimension
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain, divisions
 from stof.symbolic.floats import floor
-from stof.symbolic.movement import floor_div, floor_mod
 from stof.symbolic.rules import div
 from stof.symbolic.terms import FALSE, TRUE, Real, all_of, cases, equal, less_equal, negate, of_atom, real, size, to_int
 
@@ -88,6 +88,14 @@ def _named(value: Int) -> Int:
             product = product * size(str(atom.args[0]))
         total = total + product
     return total
+
+
+def test_a_size_may_be_0() -> None:
+    """Row q of the queries behind an empty past is position q, so ``q + P < 1`` holds for the first one."""
+    q, past = var("q"), size("P")
+    assert less_equal(q + past, integer(0)) not in (TRUE, FALSE)
+    assert less_equal(q, q + past) == TRUE
+    assert less_equal(q + ONE, q - past) == FALSE
 
 
 def test_names_of_sizes_that_are_sums() -> None:

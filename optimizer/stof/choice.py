@@ -14,6 +14,7 @@ from stof.inputs import evaluate
 from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
+from stof.mask.levels import equals_in_strength
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.parts import parted
 from stof.mask.relative import with_relative_bias
@@ -202,7 +203,11 @@ class Chooser:
 
     def _lifted(self, site: AttentionSite) -> LiftedMask:
         mask = lift(self.symbolic, site)
-        weaker = [] if self.options.ignore_empty_rows else weaker_terms(self.symbolic, site)
+        if self.options.ignore_empty_rows:
+            return mask
+        if rivals := equals_in_strength(self.symbolic, site, mask):
+            return lift(self.symbolic, site, rivals)
+        weaker = weaker_terms(self.symbolic, site)
         if not weaker:
             return mask
         try:

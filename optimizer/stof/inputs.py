@@ -20,6 +20,7 @@ from stof.symbolic.interpreter import dtype_kind
 from stof.symbolic.terms import Atom, Cond, Int, children, integer
 
 _LARGEST_INPUT = 1 << 22
+_LONGEST_CHAIN = 16
 _SIDES = 257  # sizes of a side of an image that are tried
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 
@@ -111,6 +112,8 @@ class InputMaker:
         pads: tensors that masks read as padding: model inputs, or what is computed from them.
         limits: inputs that hold numbers of keys, each with the number that there are.
         segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
+        forbidding: of the padding, what is true where a key may not be attended.
+        added: tensors that are added to scores: inputs that are, or are moved to these, are masks of a caller.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class InputMaker:
         pads: frozenset[str],
         limits: Mapping[str, Int] | None = None,
         segments: frozenset[str] = frozenset(),
+        forbidding: frozenset[str] = frozenset(),
+        added: frozenset[str] = frozenset(),
     ) -> None:
         self.model = model
         self.symbolic = symbolic
@@ -132,6 +137,8 @@ class InputMaker:
         given = {i.name for i in self.inputs}
         # Numbers of keys that are counted are counted in padding masks.
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
+        self.forbidding = forbidding & given
+        self.added = frozenset(source for name in added if (source := _source(index, name)) in given)
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
@@ -159,18 +166,21 @@ class InputMaker:
             names = size_names(size) - self.batch_names
             least = _least(size, names, case.batch, case.length)
             found |= {name: max(found.get(name, 1), least) for name in names}
-        self._agree(found, case)
+        other = {name: size for name, size in case.other if name in found}
+        found |= other
+        self._agree(found, case, set(other))
         self._settle(found)
-        found.update((name, size) for name, size in case.other if name in found)
-        return found
+        return found | other
 
     def _lengths(self) -> list[Int]:
         """Lengths of scores that strides make shorter than the input: samples that become frames."""
         return list(dict.fromkeys(d for shape in self.shapes for d in shape[-2:] if _divides(d)))
 
-    def _agree(self, sizes: dict[str, int], case: Case) -> None:
-        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say."""
-        solved: set[str] = set()
+    def _agree(self, sizes: dict[str, int], case: Case, solved: set[str]) -> None:
+        """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say.
+
+        What is solved stays.
+        """
         for pair in self.symbolic.equalities:
             for alone, other in (pair, pair[::-1]):
                 if alone.constant is not None:
@@ -252,7 +262,7 @@ class InputMaker:
             if value.name in self.limits:
                 most = evaluate(self.limits[value.name], sizes)
                 counts = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
-                counts[2:3] = min(1, most)  # a third row has one key, as with padding
+                counts.reshape(-1)[2:3] = min(1, most)  # a third row has one key, as with padding
                 feeds[value.name] = counts
                 continue
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
@@ -276,7 +286,8 @@ class InputMaker:
         self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
     ) -> np.ndarray:
         if name in self.pads:
-            return _padding(dims, case, rng, self._counts_divide()).astype(dtype)
+            mask = _padding(dims, case, rng, self._counts_divide())
+            return (1 - mask if name in self.forbidding else mask).astype(dtype)
         if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
             # A switch, which an If reads: on in the first case of all, off in the last one.
             on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
@@ -294,7 +305,27 @@ class InputMaker:
                 return rng.integers(0, rows, dims).astype(dtype)
             # Neither a look-up nor a mask: positions, the common meaning of what is left.
             return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
-        return rng.standard_normal(dims).astype(dtype)
+        numbers = rng.standard_normal(dims).astype(dtype)
+        return _with_masked(numbers, rng) if name in self.added and len(dims) > 1 else numbers
+
+
+def _source(index: GraphIndex, tensor: str) -> str:
+    """The tensor from whose elements a tensor is moved together."""
+    for _ in range(_LONGEST_CHAIN):
+        node = index.producer(tensor)
+        if node is None or node.op_type not in _THROUGH:
+            break
+        tensor = node.input[0]
+    return tensor
+
+
+def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Some entries the lowest number, and some rows all of them, but none of the first batch's first row."""
+    masked = (rng.random(numbers.shape) < 0.3) | (rng.random((*numbers.shape[:-1], 1)) < 0.2)
+    masked.reshape(-1, numbers.shape[-1])[:1] = False
+    if numbers.dtype.kind != "f":  # bfloat16
+        return numbers
+    return np.where(masked, np.finfo(numbers.dtype).min, numbers).astype(numbers.dtype)
 
 
 def _padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool) -> np.ndarray:

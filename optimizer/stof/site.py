@@ -8,6 +8,7 @@ D head size, Dv value head size.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,16 @@ class EmptyRows(str, enum.Enum):
     NAN = "nan"
     MEAN = "mean"
     ALL = "all"
+
+
+class OperandView(str, enum.Enum):
+    """How a tensor of the graph becomes a run-time operand."""
+
+    SAME = "same"
+    ROW = "row"  # [L], and axes of size 1: one row for all batches
+    ROWS = "rows"  # [B, L], and axes of size 1 after the first
+    FLAT = "flat"  # one number, or [B, 1, ..]
+    TURNED = "turned"  # [L, B]
 
 
 class TermKind(str, enum.Enum):
@@ -107,7 +118,7 @@ class AttentionSite:
     """An attention core in the graph.
 
     ``output`` is the tensor that the new op replaces; it is written in ``output_layout``, and transposed by ``output_perm``
-    where that is given.
+    where that is given, and flattened to two axes with ``output_flat``.
     ``nodes`` are the first outputs (names of tensors are unique) of the nodes between the first MatMul and the output;
     they disappear with it. ``dims`` are the symbolic sizes of the scores, B, H, S, T.
     """
@@ -130,11 +141,19 @@ class AttentionSite:
     softcap: float = 0.0
     floored: bool = False  # Max with the lowest finite number before the softmax: no -inf enters it
     nan_guard: bool = False  # Softmax -> IsNaN -> Where(0): empty rows give zero
+    # Weights made 0 after the softmax, by a mask that is proven to be the scores' own; without a fill by a product, which
+    # leaves NaN.
+    pair_guard: MaskTerm | None = None
+    zeroed: bool = (
+        False  # the same by the very condition that masks the scores, which may be data: empty rows give zero
+    )
     query_factor: tuple[str, str] | None = (
         None  # "Mul" or "Div" and a tensor [.., S or 1, 1]: a scale of each head or row
     )
     sink: str | None = None  # tensor of H logits, one more in every row's softmax of that head
-    zeroed: bool = False  # weights that are masked are made zero after the softmax: empty rows give zero
+    sink_values: tuple[
+        float, ...
+    ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
@@ -142,6 +161,7 @@ class AttentionSite:
     dims: tuple[Int, ...] = ()  # B, H, S, T
     nodes: tuple[str, ...] = ()
     output_perm: tuple[int, ...] = ()
+    output_flat: bool = False  # the first two axes of the (transposed) output are one: [B*S, N]
     output_joined: bool = False  # the output has the batch in two axes, as the queries have
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
@@ -152,6 +172,21 @@ class RuntimeOperand:
 
     role: str  # "pad", "segment_q", ...
     tensor: str
+    view: OperandView = OperandView.SAME
+
+    def laid(self, array: np.ndarray) -> np.ndarray:
+        """The tensor's value as the op takes it: [B or 1, L], or [B or 1] of lengths."""
+        match self.view:
+            case OperandView.ROW:
+                return array.reshape(1, -1)
+            case OperandView.ROWS:
+                return array.reshape(len(array), math.prod(array.shape[1:]))  # rows may be none
+            case OperandView.FLAT:
+                return array.reshape(-1)
+            case OperandView.TURNED:
+                return np.transpose(array)
+            case OperandView.SAME:
+                return array
 
 
 @dataclass(frozen=True)

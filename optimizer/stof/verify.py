@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +23,25 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.compare import Comparison, attributes_of, compare_outputs, compare_site, rounded
 from stof.inputs import Case, InputMaker, Padding
 from stof.mask.check import read_by
 from stof.noise import Noisy, perturbed, quantizes
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.scopes import Scope, graph_at
-from stof.runtime import Op
+from stof.precise import in_double
 from stof.sessions import Sessions
-from stof.site import AttentionSite, EmptyRows, Layout, Operand
+from stof.site import EmptyRows, Layout, TermKind
 from stof.widen import BF16, HALF, Twins, holds
 
 _LONGEST = 700
-SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
-MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 # Instead of 1e-6 for half-precision models, which run widened: fp16 scores stand beside 1024 there (see widen.py).
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
 _WITHOUT_KEYS = 4  # rows of a batch, of which the last one is all padding
-_ENOUGH = 64  # elements whose range tells how large an output is
 _FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a quantized model
 _MOST_SUSPECTS = 4  # sites that are searched for when only together they make outputs differ
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One comparison: what, the largest difference, the budget, whether it holds."""
-
-    what: str
-    difference: float
-    budget: float
-    ok: bool
-    site: str = ""
-    detail: str = ""
 
 
 @dataclass
@@ -160,7 +146,8 @@ class Verifier:
         self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
-        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites))
+        added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
+        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites), added)
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(r.mask.empty_rows is EmptyRows.ALL for r in rewrites)
         last = 2 if soft else _WITHOUT_KEYS
@@ -232,7 +219,7 @@ class Verifier:
 
         def compare(session: Any, i: int) -> list[Comparison]:
             tensors = zip(names, plain[i], zip(*legal[i], strict=True), session.run(None, feeds[i]), strict=True)
-            return [_compare_outputs(self.cases[ran[i]], floor, *t) for t in tensors]
+            return [compare_outputs(self.cases[ran[i]], floor, *t) for t in tensors]
 
         session = sessions.make(after, optimized=True, library=True)
         by_case = [compare(session, i) for i in range(len(plain))]
@@ -253,9 +240,13 @@ class Verifier:
     def _rounded_otherwise(
         self, probed: onnx.ModelProto, captured: Mapping[str, np.ndarray], widened: bool
     ) -> list[onnx.ModelProto]:
-        """Legal runs of a quantized model, where one run with graph optimizations does not show what rounding does."""
+        """Further legal runs, where one run with graph optimizations does not show what rounding does."""
+        found = []
+        soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
+        if exact := in_double(probed, [s.nodes for s in soft], partial(self._type, widened)) if soft else None:
+            found.append(exact)
         if not quantizes(self.model):
-            return []
+            return found
         single = int(onnx.TensorProto.FLOAT)
         outputs = {}
         for site in (r.site for r in self.rewrites):
@@ -263,7 +254,11 @@ class Verifier:
             known = captured.get(site.output)
             largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
             outputs[site.output] = Noisy(single if widened else site.dtype, channels, largest)
-        return [perturbed(probed, outputs, seed) for seed in range(_ROUNDINGS)]
+        return found + [perturbed(probed, outputs, seed) for seed in range(_ROUNDINGS)]
+
+    def _type(self, widened: bool, tensor: str) -> int:
+        dtype = self.symbolic.dtype(tensor)
+        return int(onnx.TensorProto.FLOAT) if widened and dtype in HALF else dtype
 
     def _half_constants(self) -> dict[str, np.ndarray]:
         found = {}
@@ -324,6 +319,7 @@ class Verifier:
             captured = {**feeds[0], **{n: everything[n] for n in wanted if n in everything}}
             session = sessions.make(reference, optimized=False, library=False)
         pace = 0.0  # seconds for a token
+        failure: Exception | None = None
         for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
             tokens = case.batch * case.length
             # Each case runs three times: here, with graph optimizations, and optimized.
@@ -331,17 +327,22 @@ class Verifier:
                 result.complete = False
                 continue
             start = time.monotonic()
-            if i == 0 and probed is reference:
-                everything = dict(zip(names, session.run(names, feed), strict=True))
+            first = not captured and probed is reference
+            try:
+                everything = dict(zip(names, session.run(names, feed), strict=True)) if first else {}
+                found = [everything[n] for n in outputs] if first else self._run(session, outputs, feeds, i)
+            except Exception as error:  # a stored mask ends somewhere, one that is put together begins somewhere
+                failure = failure or error
+                continue
+            if first:
                 captured = {**feed, **{n: everything[n] for n in wanted if n in everything}}
-                plain.append([everything[n] for n in outputs])
-                pace = (time.monotonic() - start) / tokens
-            else:
-                plain.append(self._run(session, outputs, feeds, i))
-                pace = pace or (time.monotonic() - start) / tokens
+            plain.append(found)
+            pace = (time.monotonic() - start) / tokens if first else pace or (time.monotonic() - start) / tokens
             # What is left of the budget also pays for the two other runs of what ran already.
             self.deadline -= 2 * (time.monotonic() - start)
             ran.append(i)
+        if failure is not None and not ran:
+            raise failure
         return ran, plain, captured
 
     def _run(self, session: Any, outputs: list[str], feeds: list[dict[str, np.ndarray]], i: int) -> list[np.ndarray]:
@@ -392,7 +393,7 @@ class Verifier:
         for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
-            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink is not None else [])
+            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             found += [site.query_factor[1]] if site.query_factor is not None else []
             found += [o.tensor for o in rewrite.mask.operands]
         return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
@@ -422,22 +423,33 @@ class Verifier:
             node = writers[site.output]
             while node.op_type != OP:  # the layout was converted
                 node = writers[node.input[0]]
-            mask = _attributes(node).get("mask", "")
+            mask = attributes_of(node).get("mask", "")
             if mask != rewrite.mask.expression:
                 # Windows longer than any input that is tried show nowhere else.
                 detail = f"the node's mask is {mask!r}"
                 found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))
                 continue
             if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
-                place = str(_attributes(node)["operands"]).split().index("sink")
+                place = str(attributes_of(node)["operands"]).split().index("sink")
                 known[node.input[3 + place]] = known[site.sink].reshape(-1)
+            roles = str(attributes_of(node)["operands"]).split()
+            for operand in rewrite.mask.operands:  # likewise
+                place = node.input[3 + roles.index(operand.role)]
+                if place not in known and operand.tensor in known:
+                    laid = operand.laid(known[operand.tensor])
+                    known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
             if not all(n in known for n in node.input[3:]):
                 continue  # a bias that the emitted graph adds up itself; the outputs tell
             tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
-            own = {n: _rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
+            own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
             inputs = [*tensors, *node.input[3:]]
-            found.append(_compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows))
+            found.append(compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows))
         return found
+
+
+def _absorbs(rewrite: Rewrite) -> bool:
+    """Whether large finite numbers may take digits from the scores of a whole row: the mask's own, or a caller's."""
+    return rewrite.mask.empty_rows is EmptyRows.ALL or any(t.kind is TermKind.ADD for t in rewrite.mask.by_data)
 
 
 def _same(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -456,147 +468,3 @@ def _runs(sessions: Sessions, model: onnx.ModelProto, feed: Mapping[str, np.ndar
 def _widened(feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Inputs of a model's fp32 twin."""
     return {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
-
-
-def _rounded(array: np.ndarray, dtype: int) -> np.ndarray:
-    """In the site's type, where the model ran widened."""
-    if dtype not in HALF or array.dtype != np.float32:
-        return array
-    return array.astype(helper.tensor_dtype_to_np_dtype(dtype))
-
-
-def _budget_ulp(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))
-
-
-def _compare_outputs(
-    case: Case, floor: float, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
-) -> Comparison:
-    what = f"output {name!r}, {case}"
-    if found.shape != plain.shape:
-        return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
-    if plain.dtype.kind != "f":
-        same = any(np.array_equal(found, x) for x in (plain, *legal))
-        return Comparison(what, 0.0 if same else np.inf, 0.0, same)
-    if not np.array_equal(np.isfinite(found), np.isfinite(plain)):
-        where = tuple(int(i) for i in np.argwhere(np.isfinite(found) != np.isfinite(plain))[0])
-        return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
-    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
-    first, *others = (x[good].astype(np.float64) for x in (plain, *legal))
-    own = found[good].astype(np.float64)
-    # The range of a few numbers can be small by chance, and of one it is 0.
-    span = float(first.max() - first.min()) if first.size >= _ENOUGH else float(np.abs(first).max(initial=0.0))
-    # Of a few numbers, legal runs that happen to agree tell little.
-    floor *= MODEL_FACTOR if first.size < _ENOUGH else 1.0
-    budget = MODEL_FACTOR * max(float(np.abs(first - x).max(initial=0.0)) for x in others) + floor * span
-    # Any legal run may be the nearest one.
-    difference = min(float(np.abs(own - x).max(initial=0.0)) for x in (first, *others))
-    return Comparison(what, difference, budget, difference <= budget)
-
-
-def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    return operand.laid_out(known[operand.tensor])
-
-
-def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
-    if layout is Layout.BSN:
-        array = array.reshape(*array.shape[:2], heads, -1)
-    return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, int | float | str]:
-    found: dict[str, int | float | str] = {}
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return found
-
-
-def _compare_site(
-    site: AttentionSite,
-    node: onnx.NodeProto,
-    inputs: Sequence[str],
-    known: Mapping[str, np.ndarray],
-    computed: np.ndarray,
-    ignore_empty_rows: bool,
-) -> Comparison:
-    """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
-    exact, rows = site_fp64(site, known)
-    site, known = _multiplied(site, known)
-    original = known[site.output]
-    if site.output_perm:
-        back = np.argsort(site.output_perm)
-        original, computed = np.transpose(original, back), np.transpose(computed, back)
-    if site.output_joined:
-        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
-    operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
-    arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
-    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
-    attributes = {**_attributes(node), "layout": " ".join(layout.value for layout in layouts)}
-    found = np.full(original.shape, np.nan, original.dtype)
-    what = f"site {site.name!r}"
-    try:
-        Op(OP, attributes).run(arrays, [found], threads=2)
-    except Exception as error:  # the message of the op says what it refused
-        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-    mine = _bhsd(found, site.output_layout, site.num_heads)
-    own = _bhsd(computed, site.output_layout, site.num_heads)
-    if not np.array_equal(np.isfinite(mine), np.isfinite(own)):
-        where = tuple(int(i) for i in np.argwhere(np.isfinite(mine) != np.isfinite(own))[0])
-        return Comparison(
-            what, np.inf, 0.0, False, site.name, f"inf or NaN at (b, h, q, d) = {where} in one of the two"
-        )
-    # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64.
-    rest = np.nan if ignore_empty_rows else own.astype(np.float64)
-    target = np.where(rows[..., None], exact, rest)
-    good = np.isfinite(own) & np.isfinite(target)
-    errors = np.abs(mine.astype(np.float64) - target)
-    base = np.abs(own.astype(np.float64) - target)
-    budget = SITE_FACTOR * float(base[good].max(initial=0.0)) + _budget_ulp(original)
-    worst = float(errors[good].max(initial=0.0))
-    detail = ""
-    if worst > budget:
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(good, errors, 0))), errors.shape))
-        detail = f"largest at (b, h, q, d) = {where}"
-    return Comparison(what, worst, budget, worst <= budget, site.name, detail)
-
-
-def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
-    """The site with a query that is multiplied beforehand, where the graph multiplies its scores, as it is emitted."""
-    if site.query_factor is None:
-        return site, known
-    op, factor = site.query_factor
-    query = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)
-    scaled = query * known[factor] if op == "Mul" else query / known[factor]
-    name = f"{site.query.tensor} {op} {factor}"
-    return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**known, name: scaled}
-
-
-def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The site's output [B, H, S, Dv] in fp64 from its captured tensors, and which rows [B, H, S] have a key.
-
-    Reads what the graph itself adds to the scores, never the lifted expression.
-    """
-    q = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads).astype(np.float64)
-    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads).astype(np.float64)
-    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads).astype(np.float64)
-    repeat = site.num_heads // site.kv_num_heads
-    k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
-    scores = np.einsum("bhsd,bhtd->bhst", q, k) * site.scale
-    if site.query_factor is not None:
-        factor = known[site.query_factor[1]].astype(np.float64)
-        scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
-    if site.softcap:
-        scores = site.softcap * np.tanh(scores / site.softcap)
-    for term in site.terms:
-        scores = term.apply(scores, term.spread(known[term.tensor], len(q)))
-    rows = scores.max(-1, initial=-np.inf) > -1e4
-    if site.sink is not None:
-        column = known[site.sink].astype(np.float64).reshape(1, -1, 1, 1)
-        scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
-    with np.errstate(all="ignore"):
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-    weights = weights[..., : k.shape[2]]
-    return np.einsum("bhst,bhtd->bhsd", weights, v), rows

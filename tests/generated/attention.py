@@ -123,7 +123,7 @@ class _Maker(Operands):
         else:
             for t in renderer.additive(self.fill):
                 x = self._added(x, t)
-            if form.guard == "row":
+            if form.guard in ("row", "pairs"):
                 self.allowed = renderer.allowed()
         if form.scale == "after":
             x = b.op("Mul", x, self.number(self.later))
@@ -179,15 +179,33 @@ class _Maker(Operands):
         if form.sink:
             column = self.sink(x)
             x = b.op("Concat", x, column, axis=-1)
-        p = b.op("Softmax", x, axis=self.rng.choice([-1, 2 if form.three else 3]))
+        if form.written and not form.sink:
+            p = self.written_out(x)
+        else:
+            p = b.op("Softmax", x, axis=self.rng.choice([-1, 2 if form.three else 3]))
         if form.sink:
             end = b.constant([-1]) if b.chance(0.5) else b.dim("T")
             p = b.op("Slice", p, b.constant([0]), end, b.constant([-1]))
         if form.guard == "nan":
             p = b.op("Where", b.op("IsNaN", p), self.number(0.0, FP32 if form.widened else None), p)
+        if form.guard == "pairs":
+            p = b.op("Where", self.allowed.name, p, self.number(0.0, FP32 if form.widened else None))
         if form.widened:
             p = b.op("Cast", p, to=FP16)
         return p
+
+    def written_out(self, x: str) -> str:
+        """A softmax by its parts."""
+        b = self.b
+
+        def reduced(op: str, tensor: str) -> str:
+            if b.opset >= (13 if op == "ReduceSum" else 18):
+                return b.op(op, tensor, b.constant([-1]), keepdims=1)
+            return b.op(op, tensor, axes=[-1], keepdims=1)
+
+        e = b.op("Exp", b.op("Sub", x, reduced("ReduceMax", x)))
+        total = reduced("ReduceSum", e)
+        return b.op("Mul", e, b.op("Reciprocal", total)) if b.chance(0.3) else b.op("Div", e, total)
 
     def sink(self, x: str) -> str:
         """One logit of each head, for every row."""

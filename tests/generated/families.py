@@ -230,6 +230,24 @@ def anything(rng: random.Random) -> Mask:
     return Mask(tree(rng.randint(1, 3)))
 
 
+def image(rng: random.Random) -> Mask:
+    """Neighbours in an image whose rows follow each other, or its rows and columns."""
+    width = rng.randint(3, 5)
+    parts = []
+    for kind in ("div", "mod"):
+        distance = make("sub", make(kind, Q, width), make(kind, K, width))
+        near = rng.randint(0, 1)
+        parts.append(make("le", make("abs", distance), near) if near else make("eq", distance, 0))
+    return Mask(_joined(rng, rng.choice(["and", "or"]), *parts))
+
+
+def squared(rng: random.Random) -> Mask:
+    """A window by the square of the distance."""
+    distance = make("sub", Q, K) if rng.random() < 0.5 else make("sub", K, Q)
+    near = make("lt", make("mul", distance, distance), rng.randint(2, 40))
+    return Mask(_joined(rng, "and", near, _causal_text(rng)) if rng.random() < 0.5 else near)
+
+
 FAMILIES: dict[str, Callable[[random.Random], Mask]] = {
     "causal": causal,
     "window": window,
@@ -247,6 +265,8 @@ FAMILIES: dict[str, Callable[[random.Random], Mask]] = {
     "block table": block_table,
     "arbitrary": arbitrary,
     "chunked": chunked,
+    "image": image,
+    "window, squared": squared,
     "and/or/not": anything,
 }
 

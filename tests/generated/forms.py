@@ -18,7 +18,8 @@ class Form:
     lengths: str = "self"  # self, cross (S and T differ), past (the queries are the last S of T)
     scale: str = "mul"  # mul, div, split, query, key, after (the mask is scaled, too)
     apply: str = "add"  # add, left (mask + scores), keep, drop, sub, guarded (Max with finfo.min)
-    guard: str = ""  # nan, row
+    guard: str = ""  # nan, row, pairs (the weights are masked again)
+    written: bool = False  # the softmax as exponentials divided by their sum
     key: str = "bhds"  # how the key is transposed: bhds, at once, 3-D
     three: bool = False  # scores [B*H, S, T]
     groups: int = 0  # key and value heads, 0 for as many as the query's
@@ -47,6 +48,8 @@ FORMS = {
     "NaN guard": Form(guard="nan"),
     "row guard": Form(guard="row", apply="keep"),
     "row guard, mask added": Form(guard="row"),
+    "weights masked again": Form(guard="pairs", apply="keep"),
+    "softmax written out": Form(written=True),
     "key transposed at once": Form(layout="bshd", key="at once"),
     "key transposed in 3-D": Form(key="3-D"),
     "[B*H, S, T]": Form(three=True),
@@ -101,7 +104,9 @@ def legal(form: Form, mask: Mask, style: Style) -> Form:
         form = replace(form, lengths="self", groups=0)
     if form.key == "at once" and (form.groups or form.lengths == "past" or form.layout == "bhsd"):
         form = replace(form, key="bhds")
-    if form.three and (form.groups or form.guard == "row"):
+    if form.guard == "pairs" and form.apply not in ("keep", "drop"):
+        form = replace(form, apply="keep")  # where it is written twice, it need not be the same to the eye
+    if form.three and (form.groups or form.guard in ("row", "pairs")):
         form = replace(form, groups=0, guard="")
     if form.softcap and form.scale == "after":
         form = replace(form, scale="mul")
@@ -112,6 +117,15 @@ def legal(form: Form, mask: Mask, style: Style) -> Form:
         form = replace(form, layout="bsn", lengths=lengths, groups=0, softcap=False)
     if form.node:
         form = replace(
-            form, half=False, bias="", sink=False, guard="", three=False, apply="add", key="bhds", scale="mul"
+            form,
+            half=False,
+            bias="",
+            sink=False,
+            guard="",
+            written=False,
+            three=False,
+            apply="add",
+            key="bhds",
+            scale="mul",
         )
     return form

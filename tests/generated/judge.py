@@ -13,9 +13,9 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
-from stof.errors import GuardError, UnsupportedError
+from stof.errors import UnsupportedError
 from stof.kernels.cost import why_not
-from stof.mask.accept import accept
+from stof.mask.accept import accept, or_unguarded
 from stof.mask.check import MaskChecker, tables_of
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
@@ -116,7 +116,8 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
         if rewrite is None or other is None:
             break
         past = sizes["P"] if rewrite.site.query_offset else 0  # rows count from 0 where the sizes are fixed
-        check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, feeds)
+        read = {**feeds, **_computed(case, rewrite.mask, feeds)}
+        check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, read)
         _check_outputs(case, rewrite, drawn, found[:count], other.run(None, feeds))
     return verdict
 
@@ -124,29 +125,32 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
 def _lifted(
     model: onnx.ModelProto, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]
 ) -> Rewrite | None:
-    checker = MaskChecker(model, symbolic)
+    def settled(one: AttentionSite) -> Rewrite:
+        verdict.caught = False
+        checker = MaskChecker(model, symbolic)
+        found = with_relative_bias(checker, one, lift(symbolic, one))
+        try:
+            accept(checker, one, found)
+        except UnsupportedError as error:
+            verdict.caught = "differs" in str(error)
+            raise
+        finally:
+            seen.update(checker.seen)
+        return Rewrite(one, found)
+
     try:
-        found = with_relative_bias(checker, site, lift(symbolic, site))
+        rewrite = or_unguarded(site, settled)
     except UnsupportedError as error:
         verdict.reason = str(error)
         return None
-    try:
-        accept(checker, site, found)
-    except UnsupportedError as error:
-        if isinstance(error, GuardError) and site.unguarded is not None:
-            return _lifted(model, symbolic, site.unguarded, verdict, seen)
-        verdict.reason = str(error)
-        verdict.caught = "differs" in str(error)
-        return None
-    finally:
-        seen |= checker.seen
-    if reasons := why_not(site, found):
+    found = rewrite.mask
+    if reasons := why_not(rewrite.site, found):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
     verdict.lifted = found.expression
     if (found.bias or found.relative is not None) and not found.expression:
         verdict.reason = f"bias: {'; '.join(found.notes)}"
-    return Rewrite(site, found)
+    return rewrite
 
 
 def with_terms(case: Case) -> onnx.ModelProto:
@@ -260,10 +264,22 @@ def check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None:
         )
 
 
+def _computed(case: Case, mask: LiftedMask, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a mask reads besides inputs, as the model computes it."""
+    names = [o.tensor for o in mask.operands if o.tensor not in feeds]
+    if not names:
+        return {}
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in dict.fromkeys(names))
+    found: list[Any] = session(model).run(names, feeds)
+    return dict(zip(names, found, strict=True))
+
+
 def check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], feeds: dict[str, np.ndarray]) -> None:
     operands: dict[str, np.ndarray] = dict(tables_of(mask))
     for operand in mask.operands:
-        array = feeds[operand.tensor]
+        array = operand.laid(feeds[operand.tensor])
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
     found = oracle.evaluate(mask.expression, sizes, operands)
     # What a bias forbids (a finite one: by much) may be left to it.

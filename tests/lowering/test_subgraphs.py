@@ -269,15 +269,30 @@ def test_nested(tmp_path: Path) -> None:
 
 
 def test_loop_that_masks_by_its_number(tmp_path: Path) -> None:
-    """No expression says a mask that depends on which iteration it is: it is computed in each, and added."""
-    original = parser.parse_model(
-        LOOP.replace("s2 = Where (real, s1, minus)", "far = Greater (i, count)\n s2 = Where (far, s1, minus)")
-    )
+    """Which iteration it is counts as a number of a run, like a length: here the second begins with other keys."""
+    late = """zero = Constant <value = int64 {0}> ()
+            one = Constant <value = int64 {1}> ()
+            axis = Constant <value = int64 {1}> ()
+            sizes = Shape (state)
+            length = Gather (sizes, axis)
+            places = Range (zero, length, one)
+            far = GreaterOrEqual (places, i)
+            s2 = Where (far, s1, minus)"""
+    original = parser.parse_model(LOOP.replace("s2 = Where (real, s1, minus)", late))
     report, target = forced(original, tmp_path)
-    assert [(s.site, s.replaced, s.mask) for s in report.sites] == [("softmax", True, "")]
+    assert [(s.replaced, s.mask) for s in report.sites] == [(True, "lengths[b] <= k")], report.sites
     rng = np.random.default_rng(0)
     given = {"x": rng.standard_normal((2, 9, 16)).astype(np.float32), "pad": np.ones((2, 9), np.int64)}
     same(run(target, given, library=True), run(original, given))
+
+
+def test_loop_that_masks_by_its_result(tmp_path: Path) -> None:
+    """A mask that depends on what the iteration before has computed cannot be lifted: left, with the reason."""
+    text = LOOP.replace("s2 = Where (real, s1, minus)", "far = Greater (s1, scale)\n s2 = Where (far, s1, minus)")
+    report, target = forced(parser.parse_model(text), tmp_path)
+    assert not report.replaced
+    assert not target.exists()
+    assert report.sites[0].reason
 
 
 @pytest.mark.parametrize("broken", ["then_out = MatMul (w, values)", "else_out = MatMul (w, v)"])

@@ -273,7 +273,7 @@ out = MatMul (p, v)"""
     [
         ("", "", ""),
         # The sink comes first: what is dropped is its weight only if the first column is.
-        ("Concat <axis = -1> (s2, column)", "Concat <axis = -1> (column, s2)", "Concat"),
+        ("Concat <axis = -1> (s2, column)", "Concat <axis = -1> (column, s2)", "Slice"),
         ("Slice (p1, zeros, end, axes)", "Slice (p1, ones, rest, axes)", "Slice"),
         # A logit per query is no sink of the head.
         ("column = Expand (logits, wide)", "column = ReduceMax <keepdims = 1> (s2, axes0)", "Concat"),

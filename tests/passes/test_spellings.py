@@ -285,7 +285,33 @@ def test_weights_that_another_mask_makes_zero_stay() -> None:
     body = "%window\n" + ZEROED.replace("%fill", "-inf").replace("%mask", "Where (drop, least, s1)").replace(
         "%again", again
     )
-    assert "expected MatMul with the values" in reason(model(PLAIN + ", int64[B,S] am", OUT, body))
+    with pytest.raises(UnsupportedError, match="the same mask before and after the softmax"):
+        rewrite(model(PLAIN + ", int64[B,S] am", OUT, body))
+
+
+@pytest.mark.parametrize("fill", ["-3.4028234663852886e38", "-inf", "-10000.0"])
+def test_weights_that_data_of_pairs_makes_zero(fill: str) -> None:
+    """The graph's mask stays a bias: -inf gives zeros as the graph does; one that is added does not, and nor do others."""
+    body = ZEROED.replace("int64[2] {1, 2}", "int64[1] {1}").replace("%fill", fill)
+    inputs = PLAIN + ", int64[B,S,S] am, int64[B,S,S] more"
+    selected = body.replace("%mask", "Where (drop, least, s1)")
+    graph = model(inputs, OUT, selected.replace("%again", "Where (drop, nothing, p0)"))
+    optimized, (found,) = rewrite(graph)
+    assert found.mask.expression == ""
+    given = feeds(graph, {"B": 2, "S": 9})
+    given["am"] = np.random.default_rng(0).integers(0, 2, (2, 9, 9))
+    given["am"][0, 0] = 0
+    (wanted,) = run(graph, given)
+    assert not wanted[0, :, 0].any()
+    for library in (False, True):
+        assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 2e-6
+    added = body.replace("%mask", "Add (s1, low)").replace("%again", "Where (drop, nothing, p0)")
+    with pytest.raises(UnsupportedError, match="which stays a bias"):
+        rewrite(model(inputs, OUT, added.replace("masked =", "low = Where (drop, least, nothing)\nmasked =")))
+    others = "wide2 = Unsqueeze (more, axes)\nkept2 = Cast <to = 9> (wide2)\n"
+    again = selected.replace("%again", "Where (kept2, p0, nothing)").replace("masked =", others + "masked =")
+    with pytest.raises(UnsupportedError, match="no expression says whether"):
+        rewrite(model(inputs, OUT, again))
 
 
 # Length before batch, heads merged with the batch, as fairseq and torch's nn.MultiheadAttention have it.

@@ -48,12 +48,15 @@ def lengths(expression: str) -> list[int]:
 
 def read_by(
     masks: Iterable[tuple[AttentionSite, LiftedMask]],
-) -> tuple[frozenset[str], dict[str, Int], frozenset[str]]:
-    """The tensors that masks read, for :class:`InputMaker`: as padding, as numbers of keys, as segments."""
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true."""
+    masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
+    forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and "not pad[" in m.expression}
     pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
     limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
-    return pads, limits, frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
+    segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
+    return pads, limits, segments, frozenset(forbidding)
 
 
 def uneven(site: AttentionSite, length: int) -> list[Case]:
@@ -63,6 +66,14 @@ def uneven(site: AttentionSite, length: int) -> list[Case]:
         return []
     name = str(rows.args[0])
     return [Case(2, length, Padding.RIGHT, ((name, n),)) for n in (2 * length + 5, max(1, length // 2))]
+
+
+def without_past(site: AttentionSite, length: int) -> list[Case]:
+    """A case of no past, where the keys are those of the queries and of a past of a size of its own."""
+    rows, columns = site.dims[2:]
+    names = {str(a.args[0]) for a in (columns - rows).atoms() if a.kind == "size"}
+    names -= {str(a.args[0]) for a in rows.atoms() if a.kind == "size"}
+    return [Case(2, length, Padding.LEFT, tuple((n, 0) for n in sorted(names)))] if site.query_offset and names else []
 
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
@@ -96,13 +107,14 @@ class MaskChecker:
             None if mask.relative is None else replace(mask.relative, terms=()),
             mask.expression,
             mask.tables,
-            tuple((o.role, self.signatures.of(o.tensor)) for o in mask.operands),
+            tuple((o.role, o.view, self.signatures.of(o.tensor)) for o in mask.operands),
             None if site.row_guard is None else self.signatures.of(site.row_guard),
             mask.empty_rows,
             site.dims,
             site.query_offset,
             site.nan_guard,
             site.zeroed,
+            site.pair_guard,
             site.floored,
             site.sink is not None,
         )
@@ -135,6 +147,7 @@ class MaskChecker:
             cases.append(Case(4, chosen[1], Padding.RIGHT))
         cases += [Case(1, n + 2, Padding.NONE) for n in sorted(numbers) if _LONGEST < n <= _LARGEST]
         # A mask that is cut out of a stored table runs up to the table's length; short ones take the place of longer ones.
+        # One that is put together from pieces runs from the length of the pieces on.
         short = [Case(2, length, Padding.RIGHT) for length in _SHORT if length not in chosen]
         compared, limit = 0, _LARGEST + 3
         failure: _DoesNotRun | None = None
@@ -149,7 +162,8 @@ class MaskChecker:
                 failure, limit = error, case.length if compared else limit
         if failure is not None and compared < _ENOUGH:
             raise failure
-        for case in uneven(site, chosen[len(chosen) // 2]):
+        middle = chosen[len(chosen) // 2]
+        for case in [*uneven(site, middle), *without_past(site, middle)]:
             with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
                 self._compare(site, mask, terms, case, 0, stated)
         self.passed.add(key)
@@ -277,7 +291,7 @@ class MaskChecker:
         P = shape[3] - shape[2] if site.query_offset else 0
         runtime = {}
         for operand in mask.operands:
-            array = feeds[operand.tensor]
+            array = operand.laid(feeds[operand.tensor])
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
         try:
             return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
@@ -295,8 +309,8 @@ class MaskChecker:
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        pads, limits, segments = read_by([(site, mask)])
-        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments)
+        pads, limits, segments, forbidding = read_by([(site, mask)])
+        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments, forbidding)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:

@@ -8,6 +8,7 @@ same expression. Where it cannot be read, the guard stays in the graph behind th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,11 @@ from onnx import TensorProto
 
 from stof.errors import GuardError, UnsupportedError
 from stof.graph import GraphIndex
-from stof.mask.lift import lift
+from stof.mask.lift import element, lift
 from stof.passes.views import uniform
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.terms import cases, to_real
 
 _DEEPEST = 16
 _COUNTING = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE})
@@ -38,7 +40,17 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
 
     Raises:
         GuardError: when the guard says something else, or what it says cannot be read.
+        UnsupportedError: when what makes weights zero again may do so with others than those that the mask forbids.
     """
+    if site.zeroed:
+        added = [t for t in mask.bias if t.kind is TermKind.ADD and symbolic.value(t.tensor) is not None]
+        if added:
+            raise UnsupportedError(
+                f"weights are made zero once more where {added[0].tensor!r} masks, which stays a bias: the operator gives "
+                "what the bias gives where all of a row is masked, the graph zeros"
+            )
+    if site.pair_guard is not None:
+        _check_pairs(symbolic, site, mask, site.pair_guard)
     if site.row_guard is None:
         return
     if mask.bias:
@@ -49,13 +61,50 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
     if term is None:
         raise GuardError(f"{site.row_guard!r} zeroes rows by something other than whether a mask has a key in them")
     try:
-        found = lift(symbolic, replace(site, terms=(term,), row_guard=None, unguarded=None))
+        found = lift(symbolic, _masked_by(site, term))
     except UnsupportedError as error:
         raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that cannot be lifted: {error}") from error
-    if found.bias or (found.expression, found.operands, found.tables) != (mask.expression, mask.operands, mask.tables):
+    if found.bias or not _same(found, mask):
         raise GuardError(
             f"{site.row_guard!r} zeroes the rows without a key in {found.expression or 'True'!r}, the scores have "
             f"{mask.expression or 'True'!r}"
+        )
+
+
+def _masked_by(site: AttentionSite, term: MaskTerm) -> AttentionSite:
+    return replace(site, terms=(term,), row_guard=None, pair_guard=None, unguarded=None)
+
+
+def _same(one: LiftedMask, other: LiftedMask) -> bool:
+    return (one.expression, one.operands, one.tables) == (other.expression, other.operands, other.tables)
+
+
+def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guard: MaskTerm) -> None:
+    """Proves that what makes weights 0 after the softmax does so with the pairs that the mask forbids.
+
+    Raises:
+        UnsupportedError: when it may be others.
+    """
+    value = symbolic.value(guard.tensor)
+    if value is None:
+        raise UnsupportedError(
+            f"{guard.tensor!r} changes the attention weights by more than shapes and inputs: {symbolic.reason(guard.tensor)}"
+        )
+    if guard.fill is None:
+        numbers = [x for _, x in cases(to_real(element(value, site, guard)))]
+        if not set(numbers) <= {0.0, 1.0}:
+            raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
+    found = lift(symbolic, _masked_by(site, replace(guard, fill=-math.inf)))
+    if found.bias or mask.by_data:  # an expression that leaves something to a bias is no proof
+        tensor = (found.bias or mask.by_data)[0].tensor
+        raise UnsupportedError(
+            f"{guard.tensor!r} changes the attention weights, and {tensor!r} is data of which no expression says whether "
+            "that is the mask of the scores"
+        )
+    if not _same(found, mask):
+        raise UnsupportedError(
+            f"{guard.tensor!r} keeps the attention weights of {found.expression or 'True'!r}, the scores are masked by "
+            f"{mask.expression or 'True'!r}; expected the same mask before and after the softmax"
         )
 
 

@@ -8,6 +8,7 @@ cases. An entry forbids when it is -inf, at or below half of its type's lowest f
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from stof.mask.counts import in_order
 from stof.mask.families import describe
 from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, RuntimeOperand, TermKind
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
-from stof.symbolic.movement import floor_div, floor_mod
+from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, of_atom, to_cond
 
@@ -60,9 +62,31 @@ class _TermMask:
 def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
     """The mask of a site as an expression; tensors that are ``kept`` stay a bias, whatever they forbid.
 
+    What is made of data by operators of which no expression is known may still be a vector for the expression to read.
+
     Raises:
         UnsupportedError: with the tensor and what its value depends on.
     """
+    failure: UnsupportedError | None = None
+    found: LiftedMask | None = None
+    try:
+        found = _lift(symbolic, site, kept)
+    except UnsupportedError as error:
+        failure = error
+    unread = () if found is None else [t for t in found.by_data if t not in kept]
+    if found is not None and not unread:
+        return found
+    with contextlib.suppress(UnsupportedError):
+        other = _lift(symbolic.coarse, site, kept)
+        if found is None or len(other.by_data) < len(found.by_data):
+            return other
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -> LiftedMask:
     tables: dict[str, np.ndarray] = {}
     terms = [
         _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
@@ -80,7 +104,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
         if term.zeroes and banded([*others, negate(found.allowed)]) != FALSE:
             raise UnsupportedError(f"scores are multiplied by {term.tensor!r}, and nothing forbids all that it makes 0")
     allowed = in_order(symbolic, banded(t.allowed for t in terms))
-    operands: dict[str, str] = {}
+    operands: dict[str, RuntimeOperand] = {}
     names = Names(
         _size_names(site),
         lambda tensor, indices, boolean: _operand(symbolic, operands, tensor, indices, boolean),
@@ -93,11 +117,11 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
         notes.append("a bias may forbid as well; a row without any key may differ")
     return LiftedMask(
         expression=expression,
-        operands=tuple(RuntimeOperand(role, tensor) for role, tensor in sorted(operands.items())),
+        operands=tuple(operands[role] for role in sorted(operands)),
         tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
         bias=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.bias),
         by_data=tuple(term for term, found in zip(site.terms, terms, strict=True) if found.by_data),
-        empty_rows=_with_bias(site, empty_rows(site, fills, notes), bool(fills), any(t.bias for t in terms)),
+        empty_rows=_with_bias(site, empty_rows(site, fills, notes, terms), bool(fills), any(t.bias for t in terms)),
         family=describe(expression),
         notes=tuple(notes),
     )
@@ -155,7 +179,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
     strongest = 0.0
     for term in site.terms:
         try:
-            fills = _read_term(symbolic, site, term, {}).fills
+            fills = read_term(symbolic, site, term, {}).fills
         except UnsupportedError:
             return []
         strongest = min((strongest, *fills))
@@ -168,7 +192,7 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
 
 def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
     """One term; it stays a bias where no expression says which pairs it leaves, and a bias can stand for it."""
-    found = _read_term(symbolic, site, term, tables)
+    found = read_term(symbolic, site, term, tables)
     if found.allowed == TRUE:
         return found
     names = Names(_size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n))
@@ -192,7 +216,12 @@ def _is_only_mask(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bo
     return opaque and not term.zeroes and (infinite or site.terms[-1] == term)
 
 
-def _read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
+    """What one term allows, forbids with, and leaves to a bias; ``tables`` gets those that it reads.
+
+    Raises:
+        UnsupportedError: when it can neither be evaluated nor stay a bias.
+    """
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
     most = 5 if term.windows else 4
@@ -220,7 +249,8 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
         if isinstance(x, Real) and x.kind == "table":
             split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
-            split.append((cond, x))
+            number = settled(x) if isinstance(x, Real) else x
+            split.append((cond, x if number is None else number))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = [x for _, x in split if isinstance(x, float) and x != 0]
     soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
@@ -255,7 +285,7 @@ def _table_cases(
     symbolic: Symbolic, read: Real, dtype: int, tables: dict[str, np.ndarray]
 ) -> list[tuple[Cond, float | Real]]:
     """A look-up into a constant float mask: forbidden entries as a boolean table or, where they are one, a band."""
-    name, indices = read.args
+    name, indices = read.args[:2]
     assert isinstance(name, str)
     assert isinstance(indices, tuple)
     array = np.asarray(_table(symbolic, tables, name), dtype=np.float64)
@@ -289,8 +319,14 @@ def _size_names(site: AttentionSite) -> dict[str, str]:
     return names
 
 
-def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices: Sequence[Int], boolean: bool) -> str:
-    """The role of a model input that the mask reads."""
+def _operand(
+    symbolic: Symbolic,
+    operands: dict[str, RuntimeOperand],
+    tensor: str,
+    indices: Sequence[Int],
+    boolean: bool,
+) -> tuple[str, int | None]:
+    """The role of a model input that the mask reads, and its axis of positions."""
     shape = symbolic.shape(tensor)
     dtype = symbolic.dtype(tensor)
     if dtype not in (_PAD_TYPES if boolean else _NUMBER_TYPES):
@@ -299,20 +335,55 @@ def _operand(symbolic: Symbolic, operands: dict[str, str], tensor: str, indices:
             f"the mask reads {tensor!r} of type {kind}, of which the operator takes "
             f"{wanted if boolean else 'numbers of int32 or int64'} only; cast it before"
         )
-    if shape is not None and len(shape) == 1 and tuple(indices) in ((B,), (integer(0),)) and not boolean:
-        if operands.setdefault("lengths", tensor) != tensor:
-            raise UnsupportedError(f"the mask reads {operands['lengths']!r} and {tensor!r} as lengths; only one can be")
-        return "lengths"
-    if shape is None or len(shape) != 2 or len(indices) != 2 or indices[0] not in (B, integer(0)):
+    axes = [a for a, d in enumerate(shape or ()) if d.constant != 1]
+    others = [a for a in axes if indices[a] != B]
+    place = others[0] if others else None
+    view = None if shape is None or len(others) > 1 else _view(axes, place, len(shape))
+    if view is None:
+        words = ", ".join(str(d.constant or "?") for d in shape or ())
         raise UnsupportedError(
-            f"the mask reads model input {tensor!r} of rank {len(shape) if shape else '?'}; only vectors [B, length] "
-            "can be operands"
+            f"the mask reads {tensor!r} of shape [{words}] at ({', '.join(_short(i) for i in indices)}); only vectors with one "
+            "axis of positions, [B, length] or [length], and numbers for each batch, [B] or one, can be operands"
         )
-    reads_query = any(a.kind == "var" and a.args == ("q",) for a in indices[1].atoms())
-    role = "pad" if boolean else "segment_q" if reads_query else "segment_k"
-    if operands.setdefault(role, tensor) != tensor:
-        raise UnsupportedError(f"the mask reads {operands[role]!r} and {tensor!r} as {role}; only one can be")
-    return role
+    if place is None:
+        role = "lengths"
+    else:
+        role = _vector_role(operands, RuntimeOperand("pad", tensor, view), indices[place], boolean)
+    operand = RuntimeOperand(role, tensor, view)
+    if operands.setdefault(role, operand) != operand:
+        raise UnsupportedError(f"the mask reads {operands[role].tensor!r} and {tensor!r} as {role}; only one can be")
+    return role, place
+
+
+def _vector_role(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index: Int, boolean: bool) -> str:
+    """The role of a vector of positions. There is one of padding, by keys; other conditions are numbers other than 0."""
+    reads_query = any(a.kind == "var" and a.args == ("q",) for a in index.atoms())
+    if boolean and (operands.get("pad") == pad or ("pad" not in operands and not reads_query)):
+        return "pad"
+    return "segment_q" if reads_query else "segment_k"
+
+
+def _short(index: Int) -> str:
+    found = index.atom
+    if index.constant is not None:
+        return str(index.constant)
+    return str(found.args[0]) if found is not None and found.kind == "var" else "..."
+
+
+def _view(axes: Sequence[int], place: int | None, rank: int) -> OperandView | None:
+    """How a tensor becomes a vector: ``axes`` are those of more than one element, ``place`` is the one of positions."""
+    if place is None:
+        if len(axes) > 1:
+            return None
+        return OperandView.SAME if rank == 1 else OperandView.FLAT
+    match list(axes):
+        case [only] if only == place:
+            return OperandView.SAME if (rank, place) == (2, 1) else OperandView.ROW
+        case [0, last] if last == place:
+            return OperandView.SAME if rank == 2 else OperandView.ROWS
+        case [0, 1] if place == 0 and rank == 2:
+            return OperandView.TURNED
+    return None
 
 
 def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool) -> EmptyRows:
@@ -324,12 +395,37 @@ def _with_bias(site: AttentionSite, found: EmptyRows, forbids: bool, bias: bool)
     return found if site.nan_guard else EmptyRows.NAN
 
 
-def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) -> EmptyRows:
+def _guarded(site: AttentionSite, fills: Sequence[float]) -> EmptyRows:
+    """Rows without a key where the weights of all forbidden pairs are made 0."""
+    assert site.pair_guard is not None
+    missing = [f == -math.inf for f in fills]
+    if site.pair_guard.fill is not None or site.floored or site.nan_guard or not any(missing):
+        return EmptyRows.ZERO
+    if not all(missing):
+        raise UnsupportedError(
+            f"{site.pair_guard.tensor!r} multiplies the attention weights after masks some of which fill with -inf: rows "
+            "without a key would be NaN or 0 by which of them forbids"
+        )
+    return EmptyRows.NAN
+
+
+def _replaced(site: AttentionSite, terms: Sequence[_TermMask]) -> bool:
+    """Whether what is added to the scores forbids nothing, and is added before masks replace them by a number."""
+    first = next((i for i, t in enumerate(site.terms) if t.kind is not TermKind.ADD), len(site.terms))
+    adding = [(i, found) for i, (t, found) in enumerate(zip(site.terms, terms, strict=True)) if t.kind is TermKind.ADD]
+    return first < len(site.terms) and all(i < first and not found.fills for i, found in adding)
+
+
+def empty_rows(
+    site: AttentionSite, fills: Sequence[float], notes: list[str], terms: Sequence[_TermMask] = ()
+) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if (
         not fills or site.zeroed or site.row_guard is not None or site.sink is not None
     ):  # a sink takes all of an empty row
         return EmptyRows.ZERO
+    if site.pair_guard is not None:
+        return _guarded(site, fills)
     if site.floored:
         fills = [max(f, _FLOOR) for f in fills]
         if set(fills) == {_FLOOR}:
@@ -341,7 +437,7 @@ def empty_rows(site: AttentionSite, fills: Sequence[float], notes: list[str]) ->
     added = sum(t.kind is TermKind.ADD for t in site.terms)
     if len(set(finite)) > 1 or len(finite) < len(fills) or (added > 1 and len(finite) > 1):
         notes.append("masks of different strength are added; a row without any key may differ")
-    if all(t.kind is not TermKind.ADD for t in site.terms):
+    if all(t.kind is not TermKind.ADD for t in site.terms) or (terms and _replaced(site, terms)):
         return EmptyRows.MEAN  # every score of the row was replaced by the same number
     # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half
     # the distance of fp32 numbers there). That of fp16 absorbs only in fp16 arithmetic, which runtimes replace by fp32 as

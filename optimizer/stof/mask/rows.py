@@ -16,6 +16,8 @@ from stof.mask.check import MaskChecker, lengths, uneven
 from stof.mask.lift import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
 
+_SCORE = 32.0  # as large as scores may be and vanish
+
 
 def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
     """Compares what rows without a key give with what the op gives, where several masks forbid.
@@ -28,7 +30,8 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
     summed = any("different strength" in n for n in mask.notes)  # within one tensor
     if not summed and len(forbidding) < 2:
         return
-    if not mask.expression or site.zeroed or site.row_guard is not None or site.sink is not None:
+    guarded = site.zeroed or site.row_guard is not None or site.pair_guard is not None
+    if not mask.expression or guarded or site.sink is not None:
         return
     key = checker.key(site, mask)
     if key in checker.rows:
@@ -50,11 +53,12 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
             if case.other:  # not a valid pair of lengths
                 continue
             raise
-        levels = _levels(known, values, allowed.shape)
+        levels, others = (_levels(known, values, allowed.shape, score) for score in (0.0, _SCORE))
         if site.floored:
-            levels = np.maximum(levels, np.finfo(np.float32).min)
-        for row in levels[~allowed.any(axis=-1)]:
-            found = _kind(row, site.nan_guard)
+            levels, others = (np.maximum(x, np.finfo(np.float32).min) for x in (levels, others))
+        empty = ~allowed.any(axis=-1)
+        for row, other in zip(levels[empty], others[empty], strict=True):
+            found = _kind(row, other, site.nan_guard)
             if found is not mask.empty_rows:
                 words = "another mixture of values" if found is None else repr(found.value)
                 raise UnsupportedError(
@@ -72,20 +76,22 @@ def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
     return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
-def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Scores of 0 after all masks, fp32 [B, H, S, T]."""
-    levels = np.zeros(shape, np.float32)
+def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float) -> np.ndarray:
+    """Equal scores after all masks, fp32 [B, H, S, T]."""
+    levels = np.full(shape, score, np.float32)
     with np.errstate(over="ignore"):
         for term, value in zip(terms, values, strict=True):
             levels = term.apply(levels, value)
     return levels
 
 
-def _kind(row: np.ndarray, nan_guard: bool) -> EmptyRows | None:
+def _kind(row: np.ndarray, other: np.ndarray, nan_guard: bool) -> EmptyRows | None:
+    """What a row of scores 0 after all masks gives; ``other`` is the same of larger scores."""
     top = row.max()
     if np.isneginf(top):
         return EmptyRows.ZERO if nan_guard else EmptyRows.NAN
-    if top + np.float32(32) == top:  # scores vanish beside it
+    vanishing = row == other  # beside the mask, or replaced by it
+    if vanishing[row == top].all():
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
-    return EmptyRows.ALL if float(top - row.min()) < -UNDERFLOW else None
+    return EmptyRows.ALL if not vanishing.any() and float(top - row.min()) < -UNDERFLOW else None

@@ -7,6 +7,8 @@ equal windows of different exporters print equally.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -29,7 +31,9 @@ from stof.symbolic.terms import (
 )
 
 _WIDEST = 1 << 20  # largest constant in a band that is recognized as one
+_DEGREE = 2  # of a polynomial in q - k: its values stay below 2^63
 Q, K, B, H = var("q"), var("k"), var("b"), var("h")
+_ROW, _COLUMN = Atom("var", ("q",)), Atom("var", ("k",))
 
 
 @dataclass
@@ -37,7 +41,8 @@ class Names:
     """How sizes and reads of a graph are called in the expression. Filled while printing."""
 
     sizes: dict[str, str]  # dimension name -> S, T or P
-    operand: Callable[[str, tuple[Int, ...], bool], str]  # (tensor, indices, boolean) -> role
+    # (tensor, indices, boolean) -> role, axis of positions
+    operand: Callable[[str, tuple[Int, ...], bool], tuple[str, int | None]]
     constant: Callable[[str], np.ndarray]  # array of a constant tensor
     tables: dict[str, np.ndarray] = field(default_factory=dict)  # table name -> array
 
@@ -51,19 +56,21 @@ class Names:
         return name
 
 
-def _difference(value: Int) -> tuple[int, int] | None:
-    """(a, c) of a * (q - k) + c, or None."""
-    q = k = c = 0
+def _difference(value: Int) -> list[int] | None:
+    """The coefficients of a polynomial in q - k, the constant first; None where it is none or of a high degree."""
+    found = [0] * (_DEGREE + 1)
+    others: Counter[tuple[int, int]] = Counter()
     for monomial, coefficient in value.terms:
-        if monomial == ():
-            c = coefficient
-        elif monomial == (Atom("var", ("q",)),):
-            q = coefficient
-        elif monomial == (Atom("var", ("k",)),):
-            k = coefficient
-        else:
+        rows, columns = monomial.count(_ROW), monomial.count(_COLUMN)
+        if rows + columns < len(monomial) or len(monomial) > _DEGREE:
             return None
-    return (q, c) if q == -k else None
+        for power in range(rows + 1):  # q ** n * k ** m with q = k + d
+            times = coefficient * math.comb(rows, power)
+            if rows + columns == power:
+                found[power] += times
+            else:
+                others[power, rows + columns - power] += times
+    return None if any(others.values()) else found
 
 
 def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
@@ -81,7 +88,7 @@ def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
         else:
             rest.append((monomial, coefficient))
     found = _difference(Int(tuple(rest)))
-    return None if found is None else total + found[0] * d + found[1]
+    return None if found is None else total + sum(c * d**n for n, c in enumerate(found) if c)
 
 
 def _band(cond: Cond, d: np.ndarray) -> np.ndarray | None:
@@ -114,11 +121,14 @@ def _reach(cond: Cond) -> int:
 
 
 def _int_reach(value: Int) -> int:
-    total = abs(value.offset)
-    for monomial, _ in value.terms:
+    """Beyond the sum of its coefficients, a polynomial has the sign of its leading term."""
+    total = 1
+    for monomial, coefficient in value.terms:
+        size = abs(coefficient)
         for atom in monomial:
             if atom.kind == "abs" and isinstance(atom.args[0], Int):
-                total += _int_reach(atom.args[0])
+                size *= _int_reach(atom.args[0])
+        total += size
     return total
 
 
@@ -183,8 +193,7 @@ class _Printer:
             case "ne":
                 return self._not_equal(cond)
             case "read" | "unread":
-                text = self._read(cond.args[0], cond.args[1], boolean=True)
-                return (text, 7) if cond.kind == "read" else (f"not {text}", 2)
+                return self._truth(cond.args[0], cond.args[1], holds=cond.kind == "read")
             case "table" | "untable":
                 text = self._table(cond.args[0], cond.args[1])
                 return (text, 7) if cond.kind == "table" else (f"not {text}", 2)
@@ -227,8 +236,14 @@ class _Printer:
         assert isinstance(value, Int)
         atom = value.atom
         if atom is not None and atom.kind == "read":  # a 0/1 vector
-            return self._read(atom.args[0], atom.args[1], boolean=True), 7
+            return self._truth(atom.args[0], atom.args[1], holds=True)
         return self._comparison(cond, "!=")
+
+    def _truth(self, tensor: object, indices: object, *, holds: bool) -> tuple[str, int]:
+        text = self._read(tensor, indices, boolean=True)
+        if not text.startswith("pad"):
+            return f"{text} {'!=' if holds else '=='} 0", 3
+        return (text, 7) if holds else (f"not {text}", 2)
 
     def integer(self, value: Int) -> tuple[str, int]:
         if not value.terms:
@@ -274,12 +289,8 @@ class _Printer:
     def _read(self, tensor: object, indices: object, *, boolean: bool) -> str:
         assert isinstance(tensor, str)
         assert isinstance(indices, tuple)
-        role = self.names.operand(tensor, indices, boolean)
-        texts = []
-        for axis, index in enumerate(indices):
-            fixed = axis == 0 and (len(indices) > 1 or role == "lengths") and index == integer(0)
-            texts.append("b" if fixed else self.integer(index)[0])
-        return f"{role}[{', '.join(texts)}]"
+        role, place = self.names.operand(tensor, indices, boolean)
+        return f"{role}[b]" if place is None else f"{role}[b, {self.integer(indices[place])[0]}]"
 
     def _table(self, tensor: object, indices: object) -> str:
         assert isinstance(tensor, str)

@@ -12,13 +12,16 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, GraphIndex, all_nodes
+from stof.passes.normalized import Softmax, softmax_of
 from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
+from stof.passes.sums import parts
 from stof.passes.views import Heads, readings
 from stof.passes.weights import Forward, Output, Weighted
 from stof.site import AttentionSite, Finding, TermKind
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.tensor import Shape
 
 _DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 _LARGEST_HEAD = 256
@@ -58,14 +61,16 @@ def find_sites(
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
     taken = set() if taken is None else taken
-    for number, node in enumerate(n for n in model.graph.node if is_softmax(n)):
-        if within is not None and node.output[0] not in within:
+    found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
+    for number, softmax in enumerate(found):
+        weights = softmax.node.output[0]
+        if within is not None and weights not in within:
             continue
-        name = unique(node.name or f"attention_{number}", taken)
+        name = unique(softmax.node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, forward, node, name, first + len(sites)))
+            sites.append(_match(index, symbolic, forward, softmax, name, first + len(sites)))
         except UnsupportedError as error:
-            findings.append(Finding(name, False, str(error), {"softmax": node.output[0]}))
+            findings.append(Finding(name, False, str(error), {"softmax": weights}))
     if within is None:
         findings.extend(_inside(model, taken))
     return sites, findings
@@ -99,8 +104,9 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def _match(
-    index: GraphIndex, symbolic: Symbolic, forward: Forward, softmax: onnx.NodeProto, name: str, number: int
+    index: GraphIndex, symbolic: Symbolic, forward: Forward, anchor: Softmax, name: str, number: int
 ) -> AttentionSite:
+    softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
     shape = symbolic.shape(start)
@@ -111,19 +117,26 @@ def _match(
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
-    queries, keys = _accept(index, symbolic, scores)
+    if anchor.mask is not None:
+        scores = replace(scores, terms=(anchor.mask, *scores.terms))
+    scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
+    if len(shape) == 4:
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
+    queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
+    kept = None if sink is None else shape
+    before = sink is not None and sink.first
     for reading in _told_apart(scores, queries, keys):
         queries, keys = reading
         staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
-        weighted = forward.weights(softmax, staying, alone, None if sink is None else shape, scores.terms)
-        values = _readings(index, symbolic, weighted.value, "value", weighted.value_order)
+        weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
+        values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
         values = [v for v in values if v.batch == keys[-1].batch] or values
         outputs = forward.outputs(weighted, queries[-1].heads, staying)
         if outputs:
             break
     if len(shape) == 5:
-        if sink is not None or weighted.row_guard is not None:
+        if sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None:
             raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
         outputs = [o for o in outputs if o.row_guard is None]
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
@@ -173,6 +186,7 @@ def _site(
         output=found.output.tensor,
         output_layout=found.output.layout,
         output_perm=found.output.perm,
+        output_flat=found.output.flat,
         output_joined=query.operand.joined,
         num_heads=query.heads,
         kv_num_heads=key.heads,
@@ -184,9 +198,11 @@ def _site(
         softcap=scores.softcap,
         floored=scores.floored,
         nan_guard=weighted.nan_guard,
+        pair_guard=weighted.pair_guard,
         zeroed=weighted.zeroed,
         query_factor=factor,
         sink=None if sink is None else sink.logits,
+        sink_values=() if sink is None else sink.values,
         row_guard=found.output.row_guard,
         query_offset=_offset(dims),
         scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
@@ -210,6 +226,14 @@ def _readings(
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
     queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
     return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+
+
+def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
+    """Readings in their order, but those last whose batches and heads are the scores' own."""
+    if len(shape) != 4 or shape[1].constant is None:
+        return found
+    heads = shape[1].constant
+    return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
 
 
 def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
@@ -260,7 +284,8 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
     if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
         raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
-    if key.rows != value.rows:
+    # Names of sizes may differ; the second MatMul itself demands that the sizes are equal.
+    if key.rows != value.rows and None not in (key.rows.constant, value.rows.constant):
         raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
         raise UnsupportedError(f"query has head size {query.size}, key {key.size}")

@@ -20,10 +20,12 @@ from stof.passes.biases import append, bias_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, Operand
+from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
+_INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
+_PAD_TYPES = _INTEGERS | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 _NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
@@ -189,15 +191,20 @@ def _replace(
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm or site.output_joined else output
+    apart = site.output_flat or site.output_joined
+    last = editing.variable(f"{site.output}_rows", site.dtype) if apart else output
+    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else last
     result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
         _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
-        nodes.append(editing.node("Transpose", output.name, [written], [output], perm=perm))
+        nodes.append(editing.node("Transpose", last.name, [written], [last], perm=perm))
+    if site.output_flat:
+        shape = editing.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
+        nodes.append(editing.node("Reshape", output.name, [last, shape], [output]))
     if site.output_joined:
-        nodes += _parted(editing, site, written, output)
+        nodes += _parted(editing, site, last, output)
     editing.graph.nodes[place:place] = nodes
     if not site.output_joined:
         editing.declare(site.output, site.dtype, _output_shape(site))
@@ -293,6 +300,8 @@ def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
     batch, rows = (_dimension(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
+    if site.output_flat:
+        return ["", heads * size]
     shape: list[int | str] = {
         Layout.BHSD: [batch, heads, rows, size],
         Layout.BSHD: [batch, rows, heads, size],
@@ -314,7 +323,7 @@ def _operands(
     editing: Editing, symbolic: Symbolic, rewrite: Rewrite, slots: Sequence[str], extra: list[gs.Node]
 ) -> list[gs.Tensor]:
     mask = rewrite.mask
-    given: dict[str, gs.Tensor] = {o.role: editing.tensors[o.tensor] for o in mask.operands}
+    given: dict[str, gs.Tensor] = {o.role: _vector(editing, symbolic, o, extra) for o in mask.operands}
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         given[name] = editing.initializer(f"stof_{name}", array)
@@ -327,6 +336,32 @@ def _operands(
     return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
 
 
+def _vector(editing: Editing, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node]) -> gs.Tensor:
+    """A run-time operand in the shape and one of the types that the op takes."""
+    tensor: gs.Tensor = editing.tensors[operand.tensor]
+    dtype = symbolic.dtype(operand.tensor)
+    sides = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
+    if operand.view is OperandView.TURNED:
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        extra.append(editing.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
+        tensor = out
+    elif sides is not None:  # a Reshape would refuse a batch of 0
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        extra.append(editing.node("Flatten", out.name, [tensor], [out], axis=sides))
+        tensor = out
+    elif operand.view is OperandView.FLAT:
+        out = editing.variable(f"stof_{operand.role}", dtype)
+        shape = editing.initializer("stof_shape", np.array([-1], np.int64))
+        extra.append(editing.node("Reshape", out.name, [tensor, shape], [out]))
+        tensor = out
+    types, wanted = (_PAD_TYPES, TensorProto.BOOL) if operand.role == "pad" else (_INTEGERS, TensorProto.INT64)
+    if dtype not in types:
+        out = editing.variable(f"stof_{operand.role}", int(wanted))
+        extra.append(editing.node("Cast", out.name, [tensor], [out], to=int(wanted)))
+        tensor = out
+    return tensor
+
+
 def _neutral(editing: Editing, role: str) -> gs.Tensor:
     return editing.initializer(f"stof_unused_{role}", _NEUTRAL.get(role, np.zeros(1, np.bool_)))
 
@@ -334,6 +369,8 @@ def _neutral(editing: Editing, role: str) -> gs.Tensor:
 def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
     """The logits of the sink, [H] of the site's type or fp32."""
     assert site.sink is not None
+    if site.sink_values:
+        return editing.initializer("stof_sink", np.array(site.sink_values, np.float32))
     tensor, dtype = editing.tensors[site.sink], symbolic.dtype(site.sink)
     shape = symbolic.shape(site.sink)
     if shape is None or len(shape) != 1:

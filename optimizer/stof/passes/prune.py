@@ -39,7 +39,8 @@ class Pruner:
         inside: dict[str, tuple[str, ...]] = {}
         for site in sites:
             stop = {site.query.tensor, site.key.tensor, site.value.tensor}
-            for tensor in _mask_tensors(index, [t.tensor for t in site.terms] + [site.row_guard or ""], stop):
+            guards = [site.row_guard or "", site.pair_guard.tensor if site.pair_guard is not None else ""]
+            for tensor in _mask_tensors(index, [t.tensor for t in site.terms] + guards, stop):
                 inside.setdefault(tensor, ())
             inside.update(dict.fromkeys(site.nodes, (site.query.tensor, site.key.tensor)))
             for operand in stop:

@@ -15,7 +15,8 @@ from stof.passes.einsum import Order, products
 from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
-from stof.symbolic.terms import cases
+from stof.symbolic.rules import broadcast, project
+from stof.symbolic.terms import FALSE, all_of, cases, to_real
 
 _PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
@@ -176,6 +177,9 @@ class ScoreWalk:
             if self.symbolic.value(node.input[i]) is not None:
                 continue
             try:
+                blended = self._blended(node, node.input[i], node.input[1 - i], 1.0, scores, depth)
+                if blended is not None:
+                    return blended
                 term = self._term(TermKind.ADD, node, node.input[1 - i], None, scores.factor)
                 passed = replace(scores.passed(node, "additive mask"), heads=self._heads(node) or scores.heads)
                 return self.walk(node.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
@@ -183,7 +187,30 @@ class ScoreWalk:
                 failure = failure or error
         raise failure or self._obstacle(node)
 
+    def _blended(
+        self, node: onnx.NodeProto, product: str, added: str, sign: float, scores: Scores, depth: int
+    ) -> Scores | None:
+        """Of ``scores * m + (1 - m) * fill`` with m 0 or 1: a Where by m, as GPT and TensorFlow's models spell it."""
+        mul = self.index.producer(product)
+        if mul is None or mul.op_type != "Mul" or mul.domain not in ("", "ai.onnx"):
+            return None
+        for i in (0, 1):
+            mask = mul.input[1 - i]
+            if self.symbolic.value(mul.input[i]) is not None or self.symbolic.value(mask) is None:
+                continue
+            fill = _fill_of(self.symbolic, mask, added, sign)
+            if fill is None or fill * scores.factor > _MASKED:
+                continue
+            term = self._term(TermKind.KEEP, node, mask, fill * scores.factor)
+            passed = scores.passed(node, "mask by a product").passed(mul)
+            passed = replace(passed, heads=self._heads(node) or scores.heads)
+            return self.walk(mul.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
+        return None
+
     def _sub(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
+        blended = self._blended(node, node.input[0], node.input[1], -1.0, scores, depth)
+        if blended is not None:
+            return blended
         term = self._term(TermKind.ADD, node, node.input[1], None, -scores.factor)
         passed = replace(scores.passed(node, "subtracted mask"), heads=self._heads(node) or scores.heads)
         return self.walk(node.input[0], replace(passed, terms=(*passed.terms, term)), depth + 1)
@@ -278,6 +305,41 @@ class ScoreWalk:
         raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
 
 
+def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | None:
+    """The one number that is added, times ``sign``, where a mask of 0 and 1 is 0, while 0 is where it is 1."""
+    stored = symbolic.constant(mask), symbolic.constant(added)
+    if stored[0] is not None and stored[1] is not None:
+        return _stored_fill(*stored, sign)
+    factors, terms = symbolic.value(mask), symbolic.value(added)
+    if factors is None or terms is None or "f" not in (factors.kind, terms.kind):
+        return None
+    shape = broadcast([factors.shape, terms.shape])
+    probe = tuple(var(name) for name in "bhqk")[-len(shape) :] if len(shape) <= 4 else ()
+    if not probe:
+        return None
+    one, other = (cases(to_real(t.at(project(probe, t.shape)))) for t in (factors, terms))
+    fills: set[float] = set()
+    for c1, m in one:
+        for c2, x in other:
+            if all_of([c1, c2]) == FALSE:
+                continue
+            if not isinstance(m, float) or not isinstance(x, float) or m not in (0.0, 1.0) or (m == 1.0 and x != 0.0):
+                return None
+            if m == 0.0:
+                fills.add(x * sign)
+    return fills.pop() if len(fills) == 1 else None
+
+
+def _stored_fill(mask: np.ndarray | None, added: np.ndarray | None, sign: float) -> float | None:
+    assert mask is not None
+    assert added is not None
+    keep, fills = np.broadcast_arrays(mask, added)
+    if not np.isin(keep, (0, 1)).all() or np.any(fills[keep == 1]):
+        return None
+    found = np.unique(fills[keep == 0])
+    return float(found[0]) * sign if found.size == 1 else None
+
+
 def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a movement only regroups the axes in front of the last two."""
     before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
@@ -291,6 +353,8 @@ def less_maximum(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) ->
     if node.op_type != "Sub":
         return False
     maximum = index.producer(node.input[1])
+    while maximum is not None and maximum.op_type == "Identity":  # where a gradient was stopped
+        maximum = index.producer(maximum.input[0])
     if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
         return False
     shape, own = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])

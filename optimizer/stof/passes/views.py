@@ -247,7 +247,14 @@ def readings(
         found.insert(0 if heads.operand.perm else len(found), heads)
         if _written_anyway(index, symbolic, chain.source):
             break
-    return found
+    # [B*H, S, D] reads as B*H batches of one head as well; masks tell batches from heads, so that comes first.
+    return sorted(found, key=lambda h: not any(_splits(o, h) for o in found))
+
+
+def _splits(one: Heads, other: Heads) -> bool:
+    """Whether a reading tells heads where another takes them for batches."""
+    by_parts = one.operand.layout is Layout.BSN or not one.operand.perm
+    return other.heads == 1 < one.heads and by_parts and other.batch == one.batch * integer(one.heads * one.repeat)
 
 
 def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
@@ -289,9 +296,10 @@ def _classify(
             return None
         split = head_size.part == 1 if heads > 1 else head_size.part == 0
         inner = AxisAtom(head_size.axis, 0, integer(heads))
-        for perm in ((0, 1, 2), (1, 0, 2)):  # the second is torch's nn.MultiheadAttention: length before batch
+        # The second is torch's nn.MultiheadAttention, length before batch; the third comes from a convolution.
+        for perm in ((0, 1, 2), (1, 0, 2), (0, 2, 1)):
             repeat = _repeat(batch, [whole[perm[0]], inner])
-            if head_size.axis == 2 and split and repeat and _strip(rows) == _strip([whole[perm[1]]]):
+            if head_size.axis == perm[2] and split and repeat and _strip(rows) == _strip([whole[perm[1]]]):
                 operand = Operand(chain.source, Layout.BSN, () if perm == (0, 1, 2) else perm)
                 return Heads(operand, dtype, shape[perm[0]], heads, shape[perm[1]], width, repeat, chain.scale)
     return None
@@ -348,8 +356,9 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
 
 def output_layout(
     shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = ()
-) -> tuple[Layout, tuple[int, ...]] | None:
-    """The layout of a view of the result [.., S, Dv] of the second MatMul, and the transposition of it that the view is.
+) -> tuple[Layout, tuple[int, ...], bool] | None:
+    """The layout of a view of the result [.., S, Dv] of the second MatMul, the transposition of it that the view is, and
+    whether the first two axes of that are one.
 
     None when it is no legal one. ``order`` is the order of axes in which the result is that, where it is not its own.
     """
@@ -359,10 +368,10 @@ def output_layout(
     if len(shape) == 5:
         outer, inner, h, s, d = ([w] for w in whole)
         orders = {Layout.BHSD: [outer, inner, h, s, d], Layout.BSHD: [outer, inner, s, h, d]}
-        return next(((layout, ()) for layout, order in orders.items() if [list(g) for g in axes] == order), None)
+        return next(((layout, (), False) for layout, order in orders.items() if [list(g) for g in axes] == order), None)
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
-    elif len(shape) == 3 and len(axes) in (3, 4) and not order:  # [B*H, S, Dv]
+    elif len(shape) == 3 and len(axes) in (2, 3, 4) and whole[0].axis == 0:  # [B*H, S, Dv]
         first = _strip([a for g in axes for a in g if a.axis == 0])
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
@@ -372,16 +381,21 @@ def output_layout(
         s, d = _strip([whole[1]]), _strip([whole[2]])
     else:
         return None
-    if groups == [b, h, s, d]:
-        return Layout.BHSD, ()
-    if groups == [b, s, h, d]:
-        return Layout.BSHD, ()
-    if groups == [b, s, h + d]:
-        return Layout.BSN, ()
-    if groups == [s, b, h + d]:
-        return Layout.BSN, (1, 0, 2)
+    legal: list[tuple[list[list[AxisAtom]], Layout, tuple[int, ...], bool]] = [
+        ([b, h, s, d], Layout.BHSD, (), False),
+        ([b, s, h, d], Layout.BSHD, (), False),
+        ([b, s, h + d], Layout.BSN, (), False),
+        ([s, b, h + d], Layout.BSN, (1, 0, 2), False),
+        ([b + s, h + d], Layout.BSN, (), True),
+        ([s + b, h + d], Layout.BSN, (1, 0, 2), True),
+        ([b, h + d, s], Layout.BSN, (0, 2, 1), False),  # channels first
+        ([b, h, d, s], Layout.BHSD, (0, 1, 3, 2), False),
+    ]
+    for own, layout, perm, flat in legal:
+        if groups == own:
+            return layout, perm, flat
     if (
         len(groups) == 4 and all(groups) and all(g in (b, h, s, d) for g in groups) and len({g[0] for g in groups}) == 4
     ):  # any other order of the four
-        return Layout.BHSD, tuple([b, h, s, d].index(g) for g in groups)
+        return Layout.BHSD, tuple([b, h, s, d].index(g) for g in groups), False
     return None

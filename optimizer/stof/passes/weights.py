@@ -12,11 +12,12 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
 from stof.passes.einsum import Order, products
+from stof.passes.pointwise import unchanged
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
 from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
 from stof.passes.zeroed import zeroes_masked
-from stof.site import Layout, MaskTerm
+from stof.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
 
@@ -33,6 +34,7 @@ class Weighted:
     nan_guard: bool
     nodes: tuple[str, ...]
     row_guard: str | None = None
+    pair_guard: MaskTerm | None = None  # keeps weights, makes others 0
     value_order: Order = ()  # of axes in which the value is [.., T, Dv], and the product [.., S, Dv], where it is not its own
     product_order: Order = ()
     zeroed: bool = False  # what is masked is made zero once more
@@ -48,6 +50,7 @@ class Output:
     row_guard: str | None
     nodes: tuple[str, ...]
     perm: tuple[int, ...] = ()
+    flat: bool = False
 
 
 class Forward:
@@ -69,6 +72,7 @@ class Forward:
         staying: Sequence[str],
         bias: str = "",
         shape: Shape | None = None,
+        first: bool = False,
         terms: Sequence[MaskTerm] = (),
     ) -> Weighted:
         """Up to the MatMul with the values.
@@ -78,6 +82,7 @@ class Forward:
             staying: tensors that stay, which tell sizes.
             bias: what is added to the scores, where nothing else masks them.
             shape: that of the weights that are kept, where the softmax has a column more for a sink.
+            first: whether that column is the first.
             terms: what is done to the scores.
 
         Raises:
@@ -86,6 +91,7 @@ class Forward:
         tensor = softmax.output[0]
         guard = False
         row_guard: str | None = None
+        pair_guard: MaskTerm | None = None
         zeroed = False
         nodes = [tensor]
         for _ in range(_DEEPEST):
@@ -97,6 +103,12 @@ class Forward:
                 guard = True
                 nodes += [n.output[0] for n in users]
                 continue
+            region = unchanged(self.index, self.symbolic, tensor)
+            if region is not None:
+                tensor = region.tensor
+                guard = guard or region.clears_nan
+                nodes += region.nodes
+                continue
             where = self._zeroing(tensor, users)
             if where is not None and row_guard is None:
                 if self._tells_empty(where.input[0], bias):
@@ -106,29 +118,42 @@ class Forward:
                 tensor = where.output[0]
                 nodes.append(tensor)
                 continue
+            if len(users) == 1 and shape is None and zeroes_masked(self.index, self.symbolic, users[0], tensor, terms):
+                zeroed = True
+                tensor = users[0].output[0]
+                nodes.append(tensor)
+                continue
+            pairs = self._pair_guard(tensor, users)
+            if pairs is not None and pair_guard is None:
+                pair_guard = pairs
+                tensor = users[0].output[0]
+                nodes.append(tensor)
+                continue
             if len(users) != 1:
                 words = ", ".join(describe(n) for n in users) or "nothing"
                 raise UnsupportedError(
                     f"the attention weights {tensor!r} go to {words}, expected one MatMul with the values"
                 )
             user = users[0]
-            if shape is None and zeroes_masked(self.index, self.symbolic, user, tensor, terms):
-                zeroed = True
-                tensor = user.output[0]
-                nodes.append(tensor)
-                continue
-            if shape is not None and self._drops_last(user, tensor, shape):
+            if shape is not None and self._drops_sink(user, tensor, shape, first):
                 shape = None
                 tensor = user.output[0]
                 nodes.append(tensor)
                 continue
+            turned = self._turned(user, tensor)
+            if turned is not None and shape is None:
+                product_node, value, order = turned
+                passed = (*nodes, user.output[0], product_node.output[0])
+                return Weighted(
+                    value, product_node.output[0], guard, passed, row_guard, pair_guard, order, order, zeroed
+                )
             product = self._product(user, tensor)
             if product is not None:
                 if shape is not None:
                     raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
                 value, orders = product
                 passed = (*nodes, user.output[0])
-                return Weighted(value, user.output[0], guard, passed, row_guard, *orders, zeroed=zeroed)
+                return Weighted(value, user.output[0], guard, passed, row_guard, pair_guard, *orders, zeroed=zeroed)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):
@@ -137,14 +162,53 @@ class Forward:
             nodes.append(tensor)
         raise UnsupportedError("no MatMul with the values was found after the softmax")
 
-    def _drops_last(self, node: onnx.NodeProto, tensor: str, shape: Shape) -> bool:
-        """Whether a node keeps all but the last column of the weights, in their order."""
+    def _turned(self, node: onnx.NodeProto, tensor: str) -> tuple[onnx.NodeProto, str, Order] | None:
+        """The MatMul of values [.., Dv, T] and weights transposed to [.., T, S], the values, and the order of axes of both."""
+        if node.op_type != "Transpose" or node.input[0] != tensor or node.output[0] in self.index.outputs:
+            return None
+        shape = self.symbolic.shape(tensor)
+        users = self.index.consumers(node.output[0])
+        if shape is None or len(users) != 1 or node.output[0] in self.index.captured:
+            return None
+        rank, user = len(shape), users[0]
+        order = (*range(rank - 2), rank - 1, rank - 2)
+        perm = next((tuple(a.ints) for a in node.attribute if a.name == "perm"), tuple(reversed(range(rank))))
+        if perm != order or user.op_type != "MatMul" or user.input[1] != node.output[0]:
+            return None
+        result = self.symbolic.shape(user.output[0])
+        return None if result is None or len(result) != rank else (user, str(user.input[0]), order)
+
+    def _pair_guard(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
+        """The mask by which one node makes weights 0 that its softmax should have made 0 already."""
+        if len(users) != 1 or users[0].domain not in ("", "ai.onnx"):
+            return None
+        node = users[0]
+        if self.symbolic.shape(node.output[0]) != self.symbolic.shape(tensor):
+            return None
+        found: MaskTerm | None = None
+        if node.op_type == "Where":
+            for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
+                if node.input[kept] == tensor and uniform(self.symbolic, node.input[filled]) == 0.0:
+                    found = MaskTerm(kind, node.input[0], 0.0)
+        elif node.op_type == "Mul":
+            other = node.input[1 if node.input[0] == tensor else 0]
+            if self.symbolic.value(other) is not None and other != tensor and uniform(self.symbolic, other) is None:
+                found = MaskTerm(TermKind.KEEP, other)  # 0 * NaN stays NaN
+        shape = None if found is None else self.symbolic.shape(found.tensor)
+        # One of [B*H, S, T] weights would have to be told apart by heads.
+        fits = shape is not None and (len(shape) == 4 or all(d.constant == 1 for d in shape[:-2]))
+        return found if fits else None
+
+    def _drops_sink(self, node: onnx.NodeProto, tensor: str, shape: Shape, first: bool) -> bool:
+        """Whether a node keeps all but the last (or ``first``) column of the weights, in their order."""
         if node.op_type != "Slice" or node.input[0] != tensor or self.symbolic.shape(node.output[0]) != shape:
             return False
         kept = self.symbolic.value(node.input[1])
         steps = self.symbolic.value(node.input[4]) if len(node.input) > 4 and node.input[4] else None
         starts = kept.elements() if kept is not None else None
         ones = steps.elements() if steps is not None else [integer(1)]
+        if first:  # one axis is cut, and it is the last one that is shorter
+            return starts == [integer(1)] and ones == [integer(1)]
         # A column less, from column 0 on: the other axes are whole.
         return starts == [integer(0)] * len(starts or [0]) and ones == [integer(1)] * len(ones or [0])
 
@@ -209,7 +273,7 @@ class Forward:
         return str(where.output[0])
 
     def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str]) -> list[Output]:
-        """The tensors that the op can write, the farthest first."""
+        """The tensors that the op can write, the best first: the farther the better, flattened ones last."""
         start = weighted.product
         shape = self.symbolic.shape(start)
         if shape is None:
@@ -223,9 +287,10 @@ class Forward:
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))
             view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order)
-            layout, perm = view if view is not None else (None, ())
+            layout, perm, flat = view if view is not None else (None, (), False)
             if layout is not None:
-                found.append(Output(current, layout, self.symbolic.dtype(current), guard, passed, perm))
+                output = Output(current, layout, self.symbolic.dtype(current), guard, passed, perm, flat)
+                found.insert(0 if flat else len(found), output)
             users = self._users(current, staying)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break

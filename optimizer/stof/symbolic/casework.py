@@ -123,6 +123,37 @@ def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
     return of_atom(kind, *args)
 
 
+def times(x: Int, y: Int) -> Int:
+    """A product; the sign of what is not negative is left out where the other factor is 0 with it."""
+    for sign, other in ((x, y), (y, x)):
+        base = _signed(sign)
+        if base is not None and all(any(_vanishes(a, base) for a in m) for m, _ in other.terms):
+            return other
+    return x * y
+
+
+def _signed(value: Int) -> Atom | None:
+    """The index or size whose sign 0 or 1 a value is."""
+    atom = value.atom
+    if atom is None or atom.kind != "select" or atom.args[1:] != (integer(1), integer(0)):
+        return None
+    cond = atom.args[0]
+    assert isinstance(cond, Cond)
+    base = integer(1) - cond.args[0] if cond.kind == "le" and isinstance(cond.args[0], Int) else None
+    found = None if base is None else base.atom
+    return found if found is not None and found.kind in ("var", "size") else None
+
+
+def _vanishes(atom: Atom, base: Atom) -> bool:
+    """Whether an atom is 0 where another is."""
+    if atom == base:
+        return True
+    inner = atom.args[0]
+    if atom.kind not in ("div", "mod", "abs") or not isinstance(inner, Int):
+        return False
+    return all(any(_vanishes(a, base) for a in m) for m, _ in inner.terms)
+
+
 def choose(cond: Cond, yes: Cond, no: Cond) -> Cond:
     """``yes`` where a condition holds, else ``no``, in few words."""
     if yes == no:

@@ -7,8 +7,8 @@ import string
 
 from onnx import TensorProto
 
+from stof.symbolic.divisions import floor_div
 from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.movement import floor_div
 from stof.symbolic.tensor import Shape
 from stof.symbolic.terms import Int, integer
 
@@ -178,7 +178,6 @@ RULES: dict[str, Rule] = {
     "GroupNormalization": as_first,
     "LpNormalization": as_first,
     "MeanVarianceNormalization": as_first,
-    "ScatterElements": as_first,
     "ReverseSequence": as_first,
     "Hardmax": as_first,
     "CumSum": as_first,

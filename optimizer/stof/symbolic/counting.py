@@ -7,7 +7,7 @@ import numpy as np
 from onnx import TensorProto
 
 from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.movement import product
+from stof.symbolic.moved import product
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import Int, Scalar, integer, parts, to_real, var
 

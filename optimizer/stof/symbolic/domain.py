@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -135,11 +136,28 @@ class Domain:
             return found
         if atom.kind in ("min", "max", "abs"):
             return self._ordered(atom.kind, args)
-        if atom.kind in ("div", "mod") and isinstance(args[0], Int) and isinstance(args[1], int):
-            value, divisor = args[0], args[1]
-            if self.bound(value, upper=False) >= 0 and self.bound(value, upper=True) < divisor:
-                return ZERO if atom.kind == "div" else value
+        if atom.kind in ("div", "mod"):
+            return self._by_number(atom.kind, args)
         return of_atom(atom.kind, *args)
+
+    def _by_number(self, kind: str, args: tuple[object, ...]) -> Int:
+        """Quotient or remainder by a number: ``(4 * b + h) // 4`` is b where h is below 4."""
+        value, divisor = args
+        assert isinstance(value, Int)
+        assert isinstance(divisor, int)
+        if divisor > 0:
+            if self.bound(value, upper=False) >= 0 and self.bound(value, upper=True) < divisor:
+                return integer(0) if kind == "div" else value
+            rest = Int(tuple((m, c) for m, c in value.terms if c % divisor))
+            low, high = self.bound(rest, upper=False), self.bound(rest, upper=True)
+            if math.isfinite(low) and math.isfinite(high) and low // divisor == high // divisor:
+                quotient = integer(int(low // divisor))
+                if kind == "mod":
+                    return rest - quotient * integer(divisor)
+                whole = (value - rest).divide(integer(divisor))
+                assert whole is not None
+                return whole + quotient
+        return rebuilt(kind, args)
 
     def _argument(self, arg: object) -> object:
         if isinstance(arg, Int):

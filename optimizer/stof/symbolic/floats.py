@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from stof.symbolic.casework import rebuilt
+from stof.symbolic.casework import rebuilt, times
 from stof.symbolic.terms import Cond, Int, Real, Scalar, bound, integer, negate, of_atom, to_real
 
 _LARGEST = 1 << 22  # fp32 holds every integer up to 2^24; positions are below 2^22
@@ -30,7 +30,7 @@ def whole(kind: str, left: Real, right: Real) -> Real | None:
         case "add":
             found = x + y
         case "mul":
-            found = x * y
+            found = times(x, y)
         case "min" | "max":
             found = rebuilt(kind, (x, y))
         case _:

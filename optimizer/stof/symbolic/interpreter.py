@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.symbolic.dims import dimension
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
-from stof.symbolic.terms import Atom, Int, integer, size
+from stof.symbolic.terms import Atom, Int, integer, parts, size, var
 from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
@@ -23,8 +23,15 @@ _REDUCING = frozenset(
 )
 
 
+_LARGEST_RUN = 1 << 22  # elements of constants that are computed of others
+_SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+_UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
+
+
 # Operators after which a number may be too large for its type.
-_COMPUTING = frozenset({"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike"})
+_COMPUTING = frozenset(
+    {"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike", "BitShift"}
+)
 
 
 def dtype_kind(dtype: int) -> str | None:
@@ -145,9 +152,11 @@ class Symbolic:
     Args:
         model: without external data.
         known: of the same model with its functions inlined: tells shapes of what calls of functions give.
+        vectors: take integer and boolean vectors [B, length], [length] or [B] that are computed from what inputs hold for
+            inputs themselves, whatever they are computed by.
     """
 
-    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None) -> None:
+    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
         from stof.symbolic import contrib, fused, quantized, rules
 
         self._facts: dict[str, Fact] = {}
@@ -162,7 +171,13 @@ class Symbolic:
         self._same: dict[tuple[Int, Int], None] = {}
         self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
         self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
+        self._model = model
+        self._vectors = vectors
+        self._coarse: Symbolic | None = None
         self._read_graph(model.graph)
+        self._batches = {
+            f.shape[0] for i in model.graph.input if (f := self._facts[i.name]).shape is not None and len(f.shape) > 1
+        }
         for node in model.graph.node:
             self._visit(node)
 
@@ -207,6 +222,12 @@ class Symbolic:
                 fact = self._computed(name, node, fact)
                 if node.op_type == "CumSum" and _along_last(context):
                     self.sums[name] = node.input[0]
+            if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
+                fact = self._computed_once(name, node) or fact
+            if self._vectors and self._is_vector(fact):
+                assert fact.shape is not None
+                assert fact.value is not None
+                fact = replace(fact, value=computed_tensor(name, fact.shape, fact.value.kind))
             if fact.value is None:
                 causes = [
                     self._facts[n].reason for n in node.input if n in self._facts and self._facts[n].value is None
@@ -253,6 +274,57 @@ class Symbolic:
         if kind is None or fact.shape is None or not known:
             return fact
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
+
+    def _computed_once(self, name: str, node: onnx.NodeProto) -> Fact | None:
+        """The constant that a node makes of constants, found by running it; None where it does not or is large."""
+        given = {n: self.constant(n) for n in node.input if n}
+        arrays = {n: a for n, a in given.items() if a is not None}
+        if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
+            return None
+        if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
+            return None
+        from onnx.reference import ReferenceEvaluator
+
+        inputs = [helper.make_tensor_value_info(n, self.dtype(n), a.shape) for n, a in arrays.items()]
+        output = helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None)
+        graph = helper.make_graph([node], "constant", inputs, [output])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)])
+        try:
+            with np.errstate(all="ignore"):
+                (found,) = ReferenceEvaluator(model).run([name], arrays)
+        except Exception:  # whatever the evaluator raises: nothing is known then
+            return None
+        array = np.asarray(found)
+        if array.size > _LARGEST_RUN or array.dtype.kind not in "biuf":
+            return None
+        tensor = constant_tensor(name, array)
+        return Fact(helper.np_dtype_to_tensor_dtype(array.dtype), tensor.shape, tensor)
+
+    def _is_vector(self, fact: Fact) -> bool:
+        """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches.
+
+        One element of a vector, and what is made of it by arithmetic, stays that.
+        """
+        value = fact.value
+        if value is None or value.kind == "f" or value.constant is not None or fact.shape is None:
+            return False
+        long = [d for d in fact.shape if d.constant != 1]
+        if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
+            return False
+        probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
+        found = list(parts(value.at(probe)))
+        reads = {p.args[:2] for p in found if p.kind in ("read", "unread")}
+        plain = {v for v in probe if v.constant is None}
+        indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
+        single = len(reads) == 1 and indices == plain
+        return bool(reads) and not (single and not any(p.kind in _UNTOLD for p in found))
+
+    @property
+    def coarse(self) -> Symbolic:
+        """The same with computed vectors taken for inputs."""
+        if self._coarse is None:
+            self._coarse = self if self._vectors else Symbolic(self._model, self._known, vectors=True)
+        return self._coarse
 
     @property
     def equalities(self) -> list[tuple[Int, Int]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
+from stof.symbolic import reshapes, scatter
+from stof.symbolic.casework import rebuilt
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
-from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
+from stof.symbolic.moved import moved, product, wrapped
+from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import (
-    Atom,
     Int,
     Real,
     Scalar,
@@ -22,7 +24,6 @@ from stof.symbolic.terms import (
     equal,
     integer,
     less_equal,
-    negate,
     of_atom,
     select,
     to_int,
@@ -31,24 +32,8 @@ from stof.symbolic.terms import (
 )
 
 INT64 = TensorProto.INT64
+_MOST_ROWS = 16  # that are assigned one by one
 ZERO, ONE = integer(0), integer(1)
-
-
-def product(shape: Shape) -> Int:
-    """The number of elements."""
-    result = ONE
-    for d in shape:
-        result = result * d
-    return result
-
-
-def _make(context: Context, shape: Shape, function: object, source: int = 0) -> Fact:
-    """A moved copy of input ``source``."""
-    fact = context.fact(source)
-    kind = dtype_kind(fact.dtype)
-    if fact.value is None or kind is None:
-        return Fact(fact.dtype, shape)
-    return Fact(fact.dtype, shape, SymTensor(shape, kind, function))  # type: ignore[arg-type]
 
 
 def _vector(elements: list[Int]) -> Fact:
@@ -94,10 +79,10 @@ def _gather(context: Context) -> list[Fact] | None:
     _equate_read(context, where, data[axis])
 
     def at(index: Index) -> Scalar:
-        picked = _wrap(to_int(where.at(index[axis : axis + rank])), data[axis])
+        picked = wrapped(to_int(where.at(index[axis : axis + rank])), data[axis])
         return source.at((*index[:axis], picked, *index[axis + rank :]))
 
-    return [_make(context, shape, at)]
+    return [moved(context, shape, at)]
 
 
 def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None = None) -> None:
@@ -121,10 +106,6 @@ def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None
                 context.equate(length, width)
 
 
-def _wrap(index: Int, limit: Int) -> Int:
-    return index + limit if index.constant is not None and index.constant < 0 else index
-
-
 def _gather_nd(context: Context) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None or context.number("batch_dims", 0):
@@ -141,10 +122,10 @@ def _gather_nd(context: Context) -> list[Fact] | None:
         _equate_read(context, where, data[i], i)
 
     def at(index: Index) -> Scalar:
-        picked = tuple(_wrap(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
+        picked = tuple(wrapped(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
         return source.at((*picked, *index[rank:]))
 
-    return [_make(context, shape, at)]
+    return [moved(context, shape, at)]
 
 
 def _gather_elements(context: Context) -> list[Fact] | None:
@@ -157,10 +138,10 @@ def _gather_elements(context: Context) -> list[Fact] | None:
         return [Fact(context.fact(0).dtype, indices)]
 
     def at(index: Index) -> Scalar:
-        picked = _wrap(to_int(where.at(index)), data[axis])
+        picked = wrapped(to_int(where.at(index)), data[axis])
         return source.at((*index[:axis], picked, *index[axis + 1 :]))
 
-    return [_make(context, indices, at)]
+    return [moved(context, indices, at)]
 
 
 def _slice(context: Context) -> list[Fact] | None:
@@ -179,7 +160,11 @@ def _slice(context: Context) -> list[Fact] | None:
         n = data[axis]
         if step < 0:
             if n.constant is None:
-                return None
+                if step != -1:
+                    return None
+                first, length = _backwards(start, end, n)
+                plan[axis], shape[axis] = (first, step), length
+                continue
             span = range(*slice(start.constant, end.constant, step).indices(n.constant))
             plan[axis] = (integer(span.start), step)
             shape[axis] = integer(len(span))
@@ -187,9 +172,7 @@ def _slice(context: Context) -> list[Fact] | None:
         first, last = _clamp(start, n), _clamp(end, n)
         length = last - first
         if step != 1:
-            if length.constant is None:
-                return None
-            length = integer(-(-length.constant // step))
+            length = floor_div(length + integer(step - 1), step)
         plan[axis] = (first, step)
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
 
@@ -199,7 +182,16 @@ def _slice(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(moved))
 
-    return [_make(context, tuple(shape), at)]
+    return [moved(context, tuple(shape), at)]
+
+
+def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
+    """The first position and the length of a slice of step -1 along an axis of n."""
+    first = _clamp(start, n)
+    first = n - ONE if first == n else first
+    c = end.constant
+    last = integer(-1) if c is not None and c <= -(1 << 31) + 1 else _clamp(end, n)
+    return first, first - last
 
 
 def _clamp(position: Int, n: Int) -> Int:
@@ -215,7 +207,8 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
-    if bound(position, upper=True) < 0:  # minus a length: from the end
+    # Minus a length is counted from the end. Of a length of 0, no element is asked for.
+    if bound(position, upper=True, smallest=1.0) < 0:
         position = n + position
     return position  # a size that a valid graph keeps within the axis
 
@@ -240,7 +233,12 @@ def _concat(context: Context) -> list[Fact] | None:
         place = index[axis]
 
         def element(i: int) -> Scalar:
-            return parts[i].at((*index[:axis], place - starts[i], *index[axis + 1 :]))
+            own = place - starts[i]
+            size = parts[i].shape[axis].constant
+            if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
+                # Look-ups stay within a stored part, also where another one is chosen.
+                own = rebuilt("max", (rebuilt("min", (own, integer(size - 1))), ZERO))
+            return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
             inside = bound(place - starts[i + 1], upper=True) < 0
@@ -251,200 +249,7 @@ def _concat(context: Context) -> list[Fact] | None:
             result = select(less_equal(place + ONE, starts[i + 1]), element(i), result)
         return result
 
-    return [_make(context, shape, at)]
-
-
-def _axes(context: Context, rank: int) -> list[int] | None:
-    found: object = context.attribute("axes")
-    if found is None:
-        found = context.fixed_ints(1) if context.has(1) else None
-    return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
-
-
-def _unsqueeze(context: Context) -> list[Fact] | None:
-    data = context.shape(0)
-    if data is None:
-        return None
-    extra = context.attribute("axes") or (context.fixed_ints(1) if context.has(1) else None)
-    if extra is None:
-        return None
-    rank = len(data) + len(list(extra))  # type: ignore[call-overload]
-    axes = _axes(context, rank)
-    assert axes is not None
-    rest = iter(data)
-    shape = tuple(ONE if a in axes else next(rest) for a in range(rank))
-
-    def at(index: Index) -> Scalar:
-        value = context.value(0)
-        assert value is not None
-        return value.at(tuple(i for a, i in enumerate(index) if a not in axes))
-
-    return [_make(context, shape, at)]
-
-
-def _squeeze(context: Context) -> list[Fact] | None:
-    data = context.shape(0)
-    if data is None:
-        return None
-    axes = _axes(context, len(data)) if len(data) else []
-    if axes is None:
-        axes = [a for a, d in enumerate(data) if d == ONE]
-    shape = tuple(d for a, d in enumerate(data) if a not in axes)
-
-    def at(index: Index) -> Scalar:
-        rest = iter(index)
-        value = context.value(0)
-        assert value is not None
-        return value.at(tuple(ZERO if a in axes else next(rest) for a in range(len(data))))
-
-    return [_make(context, shape, at)]
-
-
-def _target_shape(context: Context, data: Shape) -> Shape | None:
-    wanted = context.ints(1)
-    if wanted is None:
-        return None
-    keep_zero = context.number("allowzero", 0)
-    shape = [data[a] if d.constant == 0 and not keep_zero else d for a, d in enumerate(wanted)]
-    unknown = [a for a, d in enumerate(shape) if d.constant == -1]
-    if unknown:
-        rest = tuple(d for d in shape if d.constant != -1)
-        quotient = product(data).divide(product(rest))
-        if quotient is None:
-            whole, part = (product(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
-            quotient = whole.divide(part)
-        if quotient is None or len(unknown) > 1:
-            return None
-        shape[unknown[0]] = quotient
-    return tuple(shape)
-
-
-def _reshape(context: Context) -> list[Fact] | None:
-    data = context.shape(0)
-    shape = None if data is None else _target_shape(context, data)
-    if data is None or shape is None:
-        return None
-    _equate_counts(context, product(data), product(shape))
-    return _reshaped(context, data, shape)
-
-
-def _equate_counts(context: Context, before: Int, after: Int) -> None:
-    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
-    if before == after or len(after.terms) != 1:
-        return
-    for atom in after.terms[0][0]:
-        factor = Int((((atom,), 1),))
-        rest = before.divide(factor)
-        if rest is not None:
-            before, after = rest, after.divide(factor) or after
-    context.equate(before, after)
-
-
-def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
-    value = context.value(0)
-    mapping = None
-    if value is not None:
-        # Sizes that are equal in every valid run may be written differently on both sides.
-        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
-        mapping = _index_map(data, shape) or _index_map(*same)
-    if value is None or mapping is None:
-        return [Fact(context.fact(0).dtype, shape)]
-    return [_make(context, shape, lambda index: value.at(mapping(index)))]
-
-
-def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
-    """From an index of ``shape`` to one of ``data``: equal up to ones, merging axes, or constant sizes."""
-    source = [a for a, d in enumerate(data) if d != ONE]
-    target = [a for a, d in enumerate(shape) if d != ONE]
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(source) or j < len(target):
-        left, right = [], []
-        p, q = ONE, ONE
-        if i < len(source):
-            left.append(source[i])
-            p, i = data[source[i]], i + 1
-        if j < len(target):
-            right.append(target[j])
-            q, j = shape[target[j]], j + 1
-        while p != q:
-            if i < len(source) and (q.divide(p) is not None or j >= len(target)):
-                left.append(source[i])
-                p, i = p * data[source[i]], i + 1
-            elif j < len(target):
-                right.append(target[j])
-                q, j = q * shape[target[j]], j + 1
-            else:
-                return None
-        groups.append((left, right))
-
-    def mapping(index: Index) -> Index:
-        result = [ZERO] * len(data)
-        for left, right in groups:
-            flat = ZERO
-            for a in right:
-                flat = flat * shape[a] + index[a]
-            for a in reversed(left[1:]):
-                flat, result[a] = _div_mod(flat, data[a])
-            if left:
-                result[left[0]] = flat
-        return tuple(result)
-
-    return mapping
-
-
-def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
-    """Quotient and remainder. By a symbolic size: the terms that it divides, and the rest, which a valid graph keeps
-    below it (``b * S + k``); the check by execution would catch it if not.
-    """
-    if n.constant is not None:
-        return floor_div(flat, n.constant), floor_mod(flat, n.constant)
-    return flat.divmod(n)
-
-
-def floor_mod(x: Int, n: int) -> Int:
-    """The remainder of x by n, for n > 0. Of sizes it is x less the whole part, which shows what rounds up to a multiple."""
-    rest = _remaining(x, n)
-    if rest.constant is not None:
-        return integer(rest.constant % n)
-    return rest - floor_div(rest, n) * integer(n) if _of_sizes(rest) else of_atom("mod", rest, n)
-
-
-def floor_div(x: Int, n: int) -> Int:
-    """The floor of x / n, for n > 0: terms that n divides are taken out."""
-    rest = _remaining(x, n)
-    whole = (x - rest).divide(integer(n)) or ZERO
-    if rest.constant is not None:
-        return whole + integer(rest.constant // n)
-    if _of_sizes(rest) and all(c < 0 for m, c in rest.terms if m):  # rounded down what is less than 0: rounded up
-        return whole - floor_div(integer(n - 1) - rest, n)
-    return whole + of_atom("div", rest, n)
-
-
-def _of_sizes(x: Int) -> bool:
-    """Whether a number depends on sizes alone, not on places or on what inputs hold."""
-    return all(_is_of_sizes(a) for a in x.atoms())
-
-
-@lru_cache(maxsize=10_000)
-def _is_of_sizes(atom: Atom) -> bool:
-    if atom.kind in ("var", "read", "table", "opaque"):
-        return False
-    return all(isinstance(a, int) or (isinstance(a, Int) and _of_sizes(a)) for a in atom.args) or atom.kind == "size"
-
-
-def _remaining(x: Int, n: int) -> Int:
-    """The terms that n does not divide."""
-    return Int(tuple((m, c if m else c % n) for m, c in x.terms if c % n)) if n > 1 else ZERO
-
-
-def _flatten(context: Context) -> list[Fact] | None:
-    data = context.shape(0)
-    if data is None:
-        return None
-    axis = context.number("axis", 1)
-    axis = axis + len(data) if axis < 0 else axis
-    return _reshaped(context, data, (product(data[:axis]), product(data[axis:])))
+    return [moved(context, shape, at)]
 
 
 def _expand(context: Context) -> list[Fact] | None:
@@ -455,7 +260,7 @@ def _expand(context: Context) -> list[Fact] | None:
         return None
     shape = broadcast([data, tuple(wanted)])
     value = context.value(0)
-    return [_make(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
+    return [moved(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 
 
 def _tile(context: Context) -> list[Fact] | None:
@@ -479,7 +284,7 @@ def _tile(context: Context) -> list[Fact] | None:
                 moved.append(of_atom("opaque", "mod", i, d))
         return value.at(tuple(moved))
 
-    return [_make(context, shape, at)]
+    return [moved(context, shape, at)]
 
 
 def _transpose(context: Context) -> list[Fact] | None:
@@ -498,7 +303,7 @@ def _transpose(context: Context) -> list[Fact] | None:
             moved[p] = i
         return value.at(tuple(moved))
 
-    return [_make(context, shape, at)]
+    return [moved(context, shape, at)]
 
 
 def _range(context: Context) -> list[Fact] | None:
@@ -576,7 +381,7 @@ def _trilu(context: Context) -> list[Fact] | None:
         kept = less_equal(row + k, column) if upper else less_equal(column, row + k)
         return select(kept, value.at(index), _zero(value.kind))
 
-    return [_make(context, data, at)]
+    return [moved(context, data, at)]
 
 
 def _eye_like(context: Context) -> list[Fact] | None:
@@ -621,7 +426,7 @@ def _split(context: Context) -> list[Fact] | None:
             assert value is not None
             return value.at((*index[:axis], index[axis] + first, *index[axis + 1 :]))
 
-        facts.append(_make(context, shape, at))
+        facts.append(moved(context, shape, at))
         start = start + length
     return facts
 
@@ -651,40 +456,7 @@ def _pad(context: Context) -> list[Fact] | None:
         outside = _zero(value.kind) if fill is None else fill.at(() if fill.rank == 0 else (ZERO,))
         return select(inside, value.at(moved), outside)
 
-    return [_make(context, shape, at)]
-
-
-def _scatter_nd(context: Context) -> list[Fact] | None:
-    """Slice assignment as exporters write it: every index tuple is the position itself plus a constant."""
-    data, indices, updates = context.shape(0), context.value(1), context.value(2)
-    if data is None:
-        return None
-    value = context.value(0)
-    if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
-        return [Fact(context.fact(0).dtype, data)]
-    depth = indices.shape[-1].constant
-    rank = indices.rank - 1
-    if depth is None or depth != rank:
-        return [Fact(context.fact(0).dtype, data)]
-    probe = tuple(var(f"scatter{a}") for a in range(rank))
-    shifts = []
-    for a in range(depth):
-        place = to_int(indices.at((*probe, integer(a))))
-        shift = place - probe[a] if indices.shape[a] != ONE else place
-        if shift.constant is None:
-            return [Fact(context.fact(0).dtype, data)]
-        shifts.append(shift)
-    counts = indices.shape[:-1]
-
-    def at(index: Index) -> Scalar:
-        moved = tuple(i - s for i, s in zip(index[:depth], shifts, strict=True))
-        inside = all_of(
-            c for i, n in zip(moved, counts, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, n))
-        )
-        placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
-        return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
-
-    return [_make(context, data, at)]
+    return [moved(context, shape, at)]
 
 
 RULES: dict[str, Rule] = {
@@ -697,10 +469,6 @@ RULES: dict[str, Rule] = {
     "GatherND": _gather_nd,
     "Slice": _slice,
     "Concat": _concat,
-    "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze,
-    "Reshape": _reshape,
-    "Flatten": _flatten,
     "Expand": _expand,
     "Tile": _tile,
     "Transpose": _transpose,
@@ -710,5 +478,5 @@ RULES: dict[str, Rule] = {
     "EyeLike": _eye_like,
     "Split": _split,
     "Pad": _pad,
-    "ScatterND": _scatter_nd,
 }
+RULES |= reshapes.RULES | scatter.RULES

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from stof.symbolic import compute, counting, floats, movement, widths
-from stof.symbolic.casework import reads_number
+from stof.symbolic import bits, compute, counting, divisions, floats, movement, ranges, widths
+from stof.symbolic.casework import reads_number, times
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
@@ -34,6 +34,7 @@ from stof.symbolic.terms import (
     to_real,
 )
 
+_MOST_SIZES = 8  # that are told apart
 BOOL, INT64, FLOAT = TensorProto.BOOL, TensorProto.INT64, TensorProto.FLOAT
 
 
@@ -61,9 +62,10 @@ def project(index: Index, shape: Shape) -> Index:
     return tuple(integer(0) if d == integer(1) else i for i, d in zip(own, shape, strict=True))
 
 
-def _elementwise(
+def elementwise(
     context: Context, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
 ) -> list[Fact] | None:
+    """The facts of an operator that works on each element of its broadcast inputs."""
     inputs = [context.fact(i) for i in range(count or len(context.node.input))]
     shapes = [f.shape for f in inputs]
     if any(s is None for s in shapes):
@@ -145,7 +147,7 @@ def sub(x: Scalar, y: Scalar) -> Scalar:
 
 def mul(x: Scalar, y: Scalar) -> Scalar:
     """X * y."""
-    return x * y if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
+    return times(x, y) if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
@@ -158,12 +160,12 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             return exact
         if y.constant and y.constant > 0:
             if bound(x, upper=True) <= 0:
-                return -movement.floor_div(-x, y.constant)
-            floor = movement.floor_div(x, y.constant)
+                return -divisions.floor_div(-x, y.constant)
+            floor = divisions.floor_div(x, y.constant)
             # Sizes of a valid graph are not negative, nor what is computed of them alone.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
                 return floor
-            rest = movement.floor_mod(x, y.constant)
+            rest = divisions.floor_mod(x, y.constant)
             return floor + to_int(all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))]))
         return of_atom("opaque", "division", x, y)
     return fold_real("div", x, y)
@@ -175,14 +177,37 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
             if x.constant is not None:
                 return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
-                return movement.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
+                return divisions.floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
+            return _truncated_rest(x, abs(y.constant))
         if isinstance(x, Int) and isinstance(y, Int):
+            if not fmod and (found := _by_size(x, y)) is not None:
+                return found
             if x.divide(y) is not None:
                 return integer(0)
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
         return Real("opaque", ("Mod", to_real(x), to_real(y)))
 
     return modulo
+
+
+def _by_size(x: Int, size: Int) -> Int | None:
+    """A small number modulo a dimension: itself, or so much less than the dimension, but for the smallest of these."""
+    number, atom = x.constant, size.atom
+    if number is None or abs(number) > _MOST_SIZES or atom is None or atom.kind != "size":
+        return None
+    found = x if number >= 0 else size + x
+    for n in range(1, abs(number) + (number >= 0)):
+        chosen = select(equal(size, integer(n)), integer(number % n), found)
+        assert isinstance(chosen, Int)
+        found = chosen
+    return found
+
+
+def _truncated_rest(x: Int, y: int) -> Int:
+    """The remainder with the sign of x, for y > 0."""
+    rest = divisions.floor_mod(x, y)
+    below = all_of([less_equal(x, integer(-1)), negate(equal(rest, integer(0)))])
+    return rest - to_int(below) * integer(y)
 
 
 def _extreme(kind: str) -> Callable[..., Scalar]:
@@ -222,7 +247,23 @@ def _absolute(x: Scalar) -> Scalar:
         number = value.args[0]
         assert isinstance(number, float)
         return real(abs(number))
+    parts = _quotient(value)
+    if parts is not None:
+        return Real("div", (to_real(_absolute(parts[0])), real(parts[1])))
     return Real("opaque", ("Abs", value))
+
+
+def _quotient(value: Real) -> tuple[Int, float] | None:
+    """(x, c) of an integer divided by a positive number."""
+    if value.kind != "div":
+        return None
+    left, right = value.args
+    assert isinstance(left, Real)
+    assert isinstance(right, Real)
+    number = right.args[0] if right.kind == "const" else None
+    if left.kind != "int" or not isinstance(number, float) or not 0 < number < math.inf:
+        return None
+    return to_int(left), number
 
 
 def _sign(x: Scalar) -> Scalar:
@@ -230,7 +271,13 @@ def _sign(x: Scalar) -> Scalar:
         value = to_real(x)
         if value.kind == "const" and isinstance(value.args[0], float):
             return real(float(np.sign(value.args[0])))
-        return Real("opaque", ("Sign", value))
+        if value.kind == "int":
+            return to_real(_sign(to_int(value)))
+        parts = _quotient(value)
+        return Real("opaque", ("Sign", value)) if parts is None else to_real(_sign(parts[0]))
+    if divisions.of_sizes(x) and bound(x, upper=False, smallest=1.0) >= 1:
+        # A size's, in the floor divisions of exporters. Where it may be 0, a past's, the mask is compared without one.
+        return integer(1)
     positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
     return select(positive, integer(1), select(negative, integer(-1), integer(0)))
 
@@ -326,6 +373,8 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
             elif (left := _as_int(to_real_case(a))) is not None and (right := _as_int(to_real_case(b))) is not None:
                 holds = to_cond(compare(kind)(left, right))
+            elif (known := ranges.compared(kind, to_real_case(a), to_real_case(b))) is not None:
+                holds = TRUE if known else FALSE
             else:
                 holds = Cond("opaque", (kind, x, y))
             found.append(all_of([c1, c2, holds]))
@@ -364,6 +413,12 @@ def _power(x: Scalar, y: Scalar) -> Scalar:
     if a.kind == "const" and b.kind == "const":
         with np.errstate(all="ignore"):
             return real(float(np.float64(str(a.args[0])) ** np.float64(str(b.args[0]))))
+    power = _as_int(b)
+    if a.kind == "int" and power is not None and power.constant in (1, 2, 3):
+        result: Scalar = a
+        for _ in range(power.constant - 1):
+            result = mul(result, a)
+        return to_int(x) if isinstance(x, Int) and power.constant == 1 else result
     return Real("opaque", ("Pow", a, b))
 
 
@@ -378,8 +433,8 @@ def _cast(context: Context) -> list[Fact] | None:
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _NARROW:
-        return _elementwise(context, lambda x: _narrow(to_int(x), *_NARROW[to]), to, 1)
-    return _elementwise(context, convert, to, 1)
+        return elementwise(context, lambda x: _narrow(to_int(x), *_NARROW[to]), to, 1)
+    return elementwise(context, convert, to, 1)
 
 
 # Lengths and what inputs hold may be too large for these; for 32 bits lengths are not.
@@ -404,7 +459,7 @@ def _where(context: Context) -> list[Fact] | None:
     def choose(cond: Scalar, yes: Scalar, no: Scalar) -> Scalar:
         return select(to_cond(cond), yes, no)
 
-    return _elementwise(context, choose, context.fact(1).dtype or context.fact(2).dtype)
+    return elementwise(context, choose, context.fact(1).dtype or context.fact(2).dtype)
 
 
 def _is_nan(x: Scalar) -> Scalar:
@@ -413,13 +468,27 @@ def _is_nan(x: Scalar) -> Scalar:
     return split_cond(to_real(x), math.isnan)
 
 
+def _is_infinite(context: Context) -> list[Fact] | None:
+    from stof.symbolic.terms import split_cond
+
+    signs = [s for s, name in ((1.0, "detect_positive"), (-1.0, "detect_negative")) if context.number(name, 1)]
+    return elementwise(context, lambda x: split_cond(to_real(x), lambda v: v in [s * math.inf for s in signs]), BOOL)
+
+
 def _clip(context: Context) -> list[Fact] | None:
     low, high = _extreme("max"), _extreme("min")
     has_low, has_high = context.has(1), context.has(2)
     if has_low and has_high:
-        return _elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
+        return elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
     if has_low:
-        return _elementwise(context, low, context.fact(0).dtype, 2)
+        return elementwise(context, low, context.fact(0).dtype, 2)
+    if has_high:
+        shape, most = context.shape(0), context.value(2)
+        value = context.value(0)
+        if shape is None or most is None or value is None:
+            return [Fact(context.fact(0).dtype, shape)]
+        limit = most.at((integer(0),) * most.rank)
+        return [Fact(context.fact(0).dtype, shape, SymTensor(shape, value.kind, lambda i: high(value.at(i), limit)))]
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
@@ -504,7 +573,7 @@ def _logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
 
 
 def _pointwise(function: Callable[..., Scalar], dtype: int | None = None) -> Rule:
-    return lambda context: _elementwise(context, function, dtype)
+    return lambda context: elementwise(context, function, dtype)
 
 
 RULES: dict[str, Rule] = {
@@ -512,14 +581,14 @@ RULES: dict[str, Rule] = {
     "Sub": _pointwise(sub),
     "Mul": _pointwise(mul),
     "Div": _pointwise(div),
-    "Mod": lambda c: _elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
+    "Mod": lambda c: elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
     "Neg": _pointwise(negative),
     "Abs": _pointwise(_absolute),
     "Sign": _pointwise(_sign),
     "Min": _pointwise(_extreme("min")),
     "Max": _pointwise(_extreme("max")),
     "Clip": _clip,
-    "Pow": _pointwise(_power),
+    "Pow": lambda c: elementwise(c, _power, c.fact(0).dtype),
     "Less": _pointwise(compare("lt"), BOOL),
     "LessOrEqual": _pointwise(compare("le"), BOOL),
     "Greater": _pointwise(compare("gt"), BOOL),
@@ -529,6 +598,7 @@ RULES: dict[str, Rule] = {
     "Or": _pointwise(_logic("or"), BOOL),
     "Xor": _pointwise(_logic("xor"), BOOL),
     "Not": _pointwise(_not, BOOL),
+    "IsInf": _is_infinite,
     "IsNaN": _pointwise(_is_nan, BOOL),
     "Where": _where,
     "Cast": _cast,
@@ -579,3 +649,4 @@ for _name in ["Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "Log
 RULES.update(movement.RULES)
 RULES.update(compute.RULES)
 RULES.update(counting.RULES)
+RULES.update(bits.RULES)

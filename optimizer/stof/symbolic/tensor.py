@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.terms import (
     ANY,
     FALSE,
@@ -30,6 +31,7 @@ from stof.symbolic.terms import (
 Shape = tuple[Int, ...]
 Index = tuple[Int, ...]
 EQUALS = "\x1f"  # between a constant's name and a number: the boolean table of where it has that value
+_FEWEST = 8  # elements of a constant that are taken for positions
 SMALL = 64  # elements of a tensor that may be spelled out
 
 
@@ -96,6 +98,8 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
     kind = kind_of(array.dtype)
     shape = tuple(integer(n) for n in array.shape)
     uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
+    limits = lru_cache(maxsize=1)(lambda: _limits(array))
+    closed = lru_cache(maxsize=1)(lambda: _closed_form(array))
     distinct = lru_cache(maxsize=1)(lambda: _distinct(array, 4 if kind == "f" else 2))
 
     def function(index: Index) -> Scalar:
@@ -109,11 +113,73 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))
+        if (form := closed()) is not None:
+            return coerce(form(where), kind)
         if (few := distinct()) is not None:
             return _one_of(name, where, few, kind)
-        return of_atom("table", name, where) if kind == "i" else Real("table", (name, where))
+        if kind == "i":
+            return of_atom("table", name, where)
+        ends = limits()
+        return Real("table", (name, where) if ends is None else (name, where, ends))
 
     return SymTensor(shape, kind, function, array)
+
+
+def _limits(array: np.ndarray) -> tuple[float, float] | None:
+    """The least and the largest of finite numbers."""
+    if not array.size:
+        return None
+    low, high = float(array.min()), float(array.max())
+    return (low, high) if np.isfinite(low) and np.isfinite(high) else None
+
+
+def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:
+    """An array of whole numbers that stores positions: a * (i // n % m) + c along one axis, or sums of a * i over several."""
+    axes = [a for a, n in enumerate(array.shape) if n > 1]
+    if array.dtype.kind not in ("iu" if len(axes) > 1 else "iuf") or array.size < _FEWEST or not axes:
+        return None
+    first = array.reshape(-1)[0]
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.rint(array)).all()):
+        return None
+    lines = [np.moveaxis(array, a, 0).reshape(array.shape[a], -1)[:, 0].astype(np.int64) - int(first) for a in axes]
+    # Two numbers are on a line whatever they are.
+    if len(axes) > 1 and (min(array.shape[a] for a in axes) < 3 or array.size < _FEWEST**2):
+        return None
+    steps = [int(line[1]) for line in lines]
+    if len(axes) == 1 and not np.array_equal(lines[0], steps[0] * np.arange(lines[0].size)):
+        return _repeating(lines[0], int(first), axes[0])
+    total = np.full([1] * array.ndim, int(first), np.int64)
+    for a, step in zip(axes, steps, strict=True):
+        total = total + step * np.arange(array.shape[a]).reshape([-1 if i == a else 1 for i in range(array.ndim)])
+    if not np.array_equal(total, array.astype(np.int64)):
+        return None
+
+    def function(index: Index) -> Int:
+        result = integer(int(first))
+        for a, step in zip(axes, steps, strict=True):
+            result = result + index[a] * integer(step)
+        return result
+
+    return function
+
+
+def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int] | None:
+    """A line that begins with 0 as a * (i // n % m): numbers of blocks, of rows and of columns."""
+    width = int(np.argmax(line != 0))
+    step = int(line[width])
+    if not step or line.size < 2 * width:
+        return None
+    blocks = np.arange(line.size) // width
+    period = int(np.argmax(line[width:] == 0)) + width
+    count = period // width if line[period] == 0 and period % width == 0 else 0
+    if not np.array_equal(line, step * (blocks % count if count else blocks)):
+        return None
+
+    def function(index: Index) -> Int:
+        block = floor_div(index[axis], width)
+        return (floor_mod(block, count) if count else block) * integer(step) + integer(first)
+
+    return function
 
 
 def _distinct(array: np.ndarray, most: int) -> list[float] | None:

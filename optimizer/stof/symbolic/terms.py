@@ -242,13 +242,13 @@ _OPPOSITE = {
 }
 
 
-def bound(value: Int, upper: bool) -> float:
-    """An upper or lower bound, from indices and sizes being at least 0 (sizes at least 1)."""
+def bound(value: Int, upper: bool, smallest: float = 0.0) -> float:
+    """An upper or lower bound, from indices being at least 0 and sizes at least ``smallest``: a past may be empty."""
     total = 0.0
     for m, c in value.terms:
         low, high = 1.0, 1.0
         for a in m:
-            lo, hi = _atom_range(a)
+            lo, hi = _atom_range(a, smallest)
             products = [_times(x, y) for x in (low, high) for y in (lo, hi)]
             low, high = min(products), max(products)
         total += c * (high if (c > 0) == upper else low)
@@ -259,10 +259,10 @@ def _times(x: float, y: float) -> float:
     return 0.0 if x == 0 or y == 0 else x * y
 
 
-def _atom_range(atom: Atom) -> tuple[float, float]:
+def _atom_range(atom: Atom, smallest: float) -> tuple[float, float]:
     match atom.kind:
         case "size":
-            return (1.0, math.inf)
+            return (smallest, math.inf)
         case "var":
             return (0.0, math.inf)
         case "abs":
@@ -277,20 +277,28 @@ def _atom_range(atom: Atom) -> tuple[float, float]:
             inner, divisor = atom.args
             assert isinstance(inner, Int)
             assert isinstance(divisor, int)
-            if divisor > 0 and bound(inner, upper=False) >= 0:
+            if divisor > 0 and bound(inner, False, smallest) >= 0:
                 return (0.0, math.inf)
     return (-math.inf, math.inf)
 
 
 def less_equal(left: Int, right: Int) -> Cond:
     """Left <= right."""
-    difference = left - right
+    difference = _reduced(left - right)
     high = bound(difference, upper=True)
     if high <= 0:
         return TRUE
     if bound(difference, upper=False) > 0:
         return FALSE
     return _by_cases(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
+
+
+def _reduced(value: Int) -> Int:
+    """An integer that is at most 0, or 0 where it can be, as ``value`` is: without a factor that all of its terms have."""
+    factor = math.gcd(*(c for m, c in value.terms if m != ()))
+    if factor < 2:
+        return value
+    return Int(tuple((m, c // factor) for m, c in value.terms if m != ())) + integer(-(-value.offset // factor))
 
 
 def _by_cases(value: Int, test: Callable[[Int], Cond]) -> Cond | None:
@@ -305,10 +313,15 @@ def equal(left: Int, right: Int) -> Cond:
     difference = left - right
     if difference.constant is not None:
         return TRUE if difference.constant == 0 else FALSE
+    if difference.offset % math.gcd(*(c for m, c in difference.terms if m != ())):
+        return FALSE
+    difference = _reduced(difference)
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
     if (found := _by_cases(difference, lambda x: equal(x, integer(0)))) is not None:
         return found
+    if len(difference.terms) == 1 and len(factors := difference.terms[0][0]) > 1:
+        return any_of(equal(Int((((a,), 1),)), integer(0)) for a in set(factors))
     first = next(c for m, c in difference.terms if m != ())
     return Cond("eq", (difference if first > 0 else -difference,))
 
@@ -404,9 +417,9 @@ def _is_zero_without(conds: set[Cond]) -> bool:
 @dataclass(frozen=True)
 class Real(_Shared):
     """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
-    ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor, indices);
-    ``rounded`` (Int, int): an integer in a type that holds all of them only up to the second one; ``opaque`` (text,
-    arguments).
+    ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor,
+    indices, and the least and largest number where all are finite); ``rounded`` (Int, int): an integer in a type that
+    holds all of them only up to the second one; ``opaque`` (text, arguments).
     """
 
     __hash__ = _Shared.__hash__

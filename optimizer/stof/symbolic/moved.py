@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all operators that move elements need."""
+
+from __future__ import annotations
+
+from stof.symbolic.interpreter import Context, Fact, dtype_kind
+from stof.symbolic.tensor import Shape, SymTensor
+from stof.symbolic.terms import Int, integer
+
+ONE = integer(1)
+
+
+def product(shape: Shape) -> Int:
+    """The number of elements."""
+    result = ONE
+    for d in shape:
+        result = result * d
+    return result
+
+
+def moved(context: Context, shape: Shape, function: object, source: int = 0) -> Fact:
+    """A moved copy of input ``source``."""
+    fact = context.fact(source)
+    kind = dtype_kind(fact.dtype)
+    if fact.value is None or kind is None:
+        return Fact(fact.dtype, shape)
+    return Fact(fact.dtype, shape, SymTensor(shape, kind, function))  # type: ignore[arg-type]
+
+
+def wrapped(index: Int, limit: Int) -> Int:
+    return index + limit if index.constant is not None and index.constant < 0 else index
