@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,11 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.bench.gpu import cases, models, run, summary, trace, variants
+from stof.bench.gpu import cases, models, pool, run, summary, trace, variants
 from stof.bench.gpu.candidate import window
 from stof.bench.gpu.cases import Case
 from stof.bench.models import inputs
+from stof.bench.runner import Unavailable
 from stof.runtime import LibraryError, build_info
 from stof.runtime_cuda import CudaOp, DeviceTensor
 from stof.widen import widen
@@ -63,6 +67,9 @@ def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[Case]:
             found[str(made)] = made
     return list(found.values())
 
+
+# Forking a process that has threads is deprecated in Python 3.12; the pool forks before it uses any.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 CASES = [*small("paper", (256,)), *small("long", (1024,), heads=8), *small("decode", (1024, 2048), heads=8)]
 
@@ -246,3 +253,51 @@ def test_constants_of_a_device_operator() -> None:
         op.bind([tensor] * 3, [tensor], 0)()
     with pytest.raises(ValueError, match="complex64"):
         op.bind([DeviceTensor(256, "complex64", (1,))] * 3, [tensor], 0)
+
+
+def worker(channel: Connection, peers: object, rounds: int) -> None:
+    """Builds and times at once; dies at S = 256, hangs at 512, refuses 1024."""
+    channel.send((-1, None))
+    while True:
+        verb, number, case = channel.recv()
+        if verb == "build" and case.S == 256:
+            os._exit(1)
+        if verb == "build" and case.S == 512:
+            time.sleep(60)
+        built: object = "refused" if case is not None and case.S == 1024 else 0.5
+        channel.send((number, built if verb == "build" else {"number": number, "verb": verb}))
+
+
+def test_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies or hangs takes only its own points along."""
+    monkeypatch.setattr(pool, "_BUILD_LIMIT", 1.5)
+    made = list(cases.grid("paper", ["causal"], batches=[1]))
+    hands = pool.Pool(6, None, 1, worker)
+    said: list[str] = []
+    try:
+        failed = hands.build(made, said.append)
+        by_length = {made[n].S: reason for n, reason in failed.items()}
+        assert by_length[256] == "the process that ran it ended"
+        assert by_length[512] == "it took too long"
+        assert by_length[1024] == "refused"
+        assert len(said) >= 3
+        kept = [n for n in range(len(made)) if n not in failed]
+        assert kept
+        assert [hands.time(n) for n in kept] == [{"number": n, "verb": "time"} for n in kept]
+        gone = next(n for n, c in enumerate(made) if c.S == 256)
+        assert hands.time(gone) == "the process that built it is gone"
+        assert hands.anchors([(64, "float16")])["tiles"]["D64 float16"]["verb"] == "anchor"
+    finally:
+        hands.close()
+
+
+def nobody(channel: Connection, peers: object, rounds: int) -> None:
+    """As on a machine without a GPU."""
+    channel.send((-1, "RuntimeError: no device"))
+
+
+def test_pool_without_a_device() -> None:
+    hands = pool.Pool(2, None, 1, nobody)
+    with pytest.raises(Unavailable, match="no device"):
+        hands.build(list(cases.grid("paper", ["causal"], [128])), print)
+    hands.close()

@@ -19,11 +19,16 @@ from typing import Any
 
 from stof.bench.gpu.cases import Case, anchor
 from stof.bench.results import Record
-from stof.bench.runner import require
+from stof.bench.runner import Unavailable, require
 
 _BUILD_LIMIT = 90.0  # seconds for one point, most of it compiling
 _TIME_LIMIT = 40.0
 _START_LIMIT = 90.0
+_START, _RATES, _ANCHOR = -1, -2, -3  # in the place of a point's number
+
+
+def _words(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
 
 
 def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> None:
@@ -32,17 +37,21 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
     from stof.bench.gpu.point import Point
     from stof.bench.gpu.timing import copy_rate, empty_launch
 
-    torch: Any = require("torch")
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    stream = torch.cuda.Stream()
+    try:
+        torch: Any = require("torch")
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(1)
+        stream = torch.cuda.Stream()
+    except Exception as failure:
+        channel.send((_START, _words(failure)))
+        return
     points: dict[int, Point] = {}
     gc.freeze()
-    channel.send((-1, "ready"))
+    channel.send((_START, None))
     while True:
         try:
             verb, number, case = channel.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
             match verb:
@@ -59,7 +68,7 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
                     facts = {"device": torch.cuda.get_device_name(), "versions": versions()}
                     channel.send((number, {**facts, "launch": empty_launch(stream), "copy": copy_rate(stream)}))
         except Exception as failure:
-            channel.send((number, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"))
+            channel.send((number, _words(failure)))
 
 
 def versions() -> dict[str, str]:
@@ -74,21 +83,27 @@ def versions() -> dict[str, str]:
     return {**found, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
+Worker = Callable[[Connection, "Sequence[str] | None", int], None]
+
+
 class _Hand:
     """A worker process and the channel to it."""
 
-    def __init__(self, peers: Sequence[str] | None, rounds: int) -> None:
+    def __init__(self, worker: Worker, peers: Sequence[str] | None, rounds: int) -> None:
         self.channel, other = mp.Pipe()
-        self.process = mp.get_context("fork").Process(target=_worker, args=(other, peers, rounds), daemon=True)
+        self.process = mp.get_context("fork").Process(target=worker, args=(other, peers, rounds), daemon=True)
         self.process.start()
         other.close()
-        self.busy: int | None = -1
+        self.busy: int | None = _START
         self.until = time.monotonic() + _START_LIMIT
 
     def ask(self, verb: str, number: int, case: Case | None, limit: float) -> None:
         self.busy = number
         self.until = time.monotonic() + limit
-        self.channel.send((verb, number, case))
+        try:
+            self.channel.send((verb, number, case))
+        except OSError:
+            self.until = 0.0  # it is gone, which the next look at its channel finds
 
     def kill(self) -> None:
         self.process.kill()
@@ -99,7 +114,7 @@ class _Hand:
 class Pool:
     """Workers that build points at once and time them in turns."""
 
-    def __init__(self, workers: int, peers: Sequence[str] | None, rounds: int) -> None:
+    def __init__(self, workers: int, peers: Sequence[str] | None, rounds: int, worker: Worker = _worker) -> None:
         # Inductor would start compiling processes of its own in every worker.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,15 +124,20 @@ class Pool:
                 require(package)
             except Exception as reason:
                 print(f"note: {reason}", file=sys.stderr)
-        self._hands = [_Hand(peers, rounds) for _ in range(workers)]
+        self._hands = [_Hand(worker, peers, rounds) for _ in range(workers)]
         self._place: dict[int, _Hand] = {}
 
     def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
-        """Builds and checks all points; gives the reasons of those that failed, by number."""
+        """Builds and checks all points; gives the reasons of those that failed, by number.
+
+        Raises:
+            Unavailable: when no process is left, as on a machine without a GPU.
+        """
         # The longest first, so that no process is left with one of them when all others are done.
         waiting = sorted(enumerate(cases), key=lambda item: item[1].S * item[1].T)
         failed: dict[int, str] = {}
         took: dict[int, float] = {}
+        failed_start = "none of them answered"
         while waiting or any(h.busy is not None for h in self._hands):
             for hand in self._hands:
                 if hand.busy is None and waiting:
@@ -126,13 +146,15 @@ class Pool:
                     hand.ask("build", number, case, _BUILD_LIMIT)
             for number, answer in self._answers(1.0):
                 if number < 0:
+                    failed_start = answer or failed_start
                     continue
                 if isinstance(answer, str):
                     failed[number] = answer
                 else:
                     took[number] = answer
             if not self._hands:
-                raise RuntimeError("all workers are gone; the last reasons: " + "; ".join(list(failed.values())[-3:]))
+                reasons = list(dict.fromkeys([*failed.values(), failed_start]))
+                raise Unavailable(f"no process is left that could measure: {'; '.join(reasons[-3:])}")
         if took:
             longest = max(took, key=lambda n: took[n])
             mean = sum(took.values()) / len(took)
@@ -151,7 +173,7 @@ class Pool:
                     number, answer = hand.channel.recv()
                     hand.busy = None
                     found.append((number, answer))
-                except EOFError:
+                except (EOFError, OSError):
                     found += self._gone(hand, "the process that ran it ended")
             elif hand.busy is not None and time.monotonic() > hand.until:
                 found += self._gone(hand, "it took too long")
@@ -177,19 +199,21 @@ class Pool:
 
     def anchors(self, shapes: Sequence[tuple[int, str]]) -> dict[str, Any]:
         """Launch time, copy rate, and the dense problem of each (D, dtype): the ceilings of this machine, now."""
-        hand = self._hands[0]
-        rates = self._one(hand, "rates", -2, None)
-        found: dict[str, Any] = {"rates": rates, "tiles": {}}
+        found: dict[str, Any] = {"rates": self._anyone("rates", _RATES, None), "tiles": {}}
         for D, dtype in shapes:
-            found["tiles"][f"D{D} {dtype}"] = self._one(hand, "anchor", -3, anchor(D, dtype))
+            found["tiles"][f"D{D} {dtype}"] = self._anyone("anchor", _ANCHOR, anchor(D, dtype))
         return found
+
+    def _anyone(self, verb: str, number: int, case: Case | None) -> Any:
+        return self._one(self._hands[0], verb, number, case) if self._hands else "no process is left"
 
     def _one(self, hand: _Hand, verb: str, number: int, case: Case | None) -> Any:
         hand.ask(verb, number, case, _TIME_LIMIT)
-        while True:
+        while hand in self._hands:
             for answered, answer in self._answers(1.0):
                 if answered == number:
                     return answer
+        return "the process is gone"
 
     def close(self) -> None:
         """Ends the workers."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stof.bench.gpu import summary
+from stof.bench.gpu import cases, summary
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.results import Record, read
 
@@ -75,12 +75,28 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
     by_length = summary.length_range if grid == "paper" else lambda r: f"T = {r['shape']['T']}"
     groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
     found.append(table(["", *summary.HEAD], [[k, *summary.row(v)] for k, v in groups.items()]))
+    found += _not_measured(grid, records)
     lost = summary.losses(records)
     found += [f"Points where a peer is faster: {len(lost)}.", ""]
     found += [*[f"* {text}" for text in lost], ""] if lost else []
     for mask, kept in summary.groups(records, lambda r: r["mask_name"]).items():
         found += [f"#### {grid}: {mask}", "", _mask(kept), "", _points(grid, kept)]
     return found
+
+
+def _not_measured(grid: str, records: Sequence[Record]) -> list[str]:
+    """The points of the grid that there is no record of."""
+    known = [r["key"] for r in records]
+    masks: dict[str, set[int]] = {}
+    count = 0
+    for case in cases.grid(grid):
+        if case.key not in known:
+            masks.setdefault(case.name, set()).add(case.T)
+            count += 1
+    if not masks:
+        return []
+    words = "; ".join(f"{mask} at {', '.join(str(n) for n in sorted(lengths))}" for mask, lengths in masks.items())
+    return [f"Not measured yet, {count} points, some at every one of these lengths: {words}.", ""]
 
 
 def _mask(records: Sequence[Record]) -> str:
