@@ -75,13 +75,25 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
     by_length = summary.length_range if grid == "paper" else lambda r: f"T = {r['shape']['T']}"
     groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
     found.append(table(["", *summary.HEAD], [[k, *summary.row(v)] for k, v in groups.items()]))
-    found += _not_measured(grid, records)
+    found += [*_not_measured(grid, records), *_in_runtime(records)]
     lost = summary.losses(records)
     found += [f"Points where a peer is faster: {len(lost)}.", ""]
     found += [*[f"* {text}" for text in lost], ""] if lost else []
     for mask, kept in summary.groups(records, lambda r: r["mask_name"]).items():
         found += [f"#### {grid}: {mask}", "", _mask(kept), "", _points(grid, kept)]
     return found
+
+
+def _in_runtime(records: Sequence[Record]) -> list[str]:
+    """What a model of one node costs over the library alone."""
+    times = [r for r in (summary.ratio(x, "stof-ort") for x in records) if r]
+    if not times:
+        return []
+    return [
+        f"As a node of ONNX Runtime the operator takes {summary.geomean(times):.3f} times as long (geometric mean of "
+        f"{len(times)} points, at most {max(times):.3f}).",
+        "",
+    ]
 
 
 def _not_measured(grid: str, records: Sequence[Record]) -> list[str]:
