@@ -106,7 +106,22 @@ def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
                     return real(min(a, b))
                 case "max":
                     return real(max(a, b))
-    return neutral(kind, left, right) or Real(kind, (left, right))
+    return neutral(kind, left, right) or _shifted(kind, left, right) or Real(kind, (left, right))
+
+
+def _shifted(kind: str, left: Real, right: Real) -> Real | None:
+    """A rounded integer and a whole number: the rounded sum, as order and the sums of small numbers are kept."""
+    if kind == "add" and right.kind == "rounded":
+        left, right = right, left
+    if kind != "add" or left.kind != "rounded" or right.kind != "const":
+        return None
+    (inner, largest), number = left.args, right.args[0]
+    assert isinstance(inner, Int)
+    assert isinstance(largest, int)
+    assert isinstance(number, float)
+    if not number.is_integer() or 2 * abs(number) > largest:
+        return None
+    return Real("rounded", (inner + integer(int(number)), largest - abs(int(number))))
 
 
 def neutral(kind: str, left: Real, right: Real) -> Real | None:
@@ -339,6 +354,12 @@ def _below(value: Real, largest: int) -> bool:
     return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
 
 
+def _is_position(value: Real) -> bool:
+    """Whether a float is an index of the tensor, and something more."""
+    inner = value.args[0] if value.kind in ("int", "rounded") else None
+    return isinstance(inner, Int) and any(a.kind == "var" for a in inner.atoms())
+
+
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     from stof.symbolic.terms import FALSE, TRUE
 
@@ -364,8 +385,9 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
                 case "gt" | "ge":
                     return less_equal(integer(down + 1), inner)
             return FALSE
-    if reads_number(x) and reads_number(y):
-        return Cond("opaque", (kind, x, y))  # of documents, say: that a mask is 0 or 1 tells nothing
+    first, second = reads_number(x), reads_number(y)
+    if (first and (second or _is_position(y))) or (second and _is_position(x)):
+        return Cond("opaque", (kind, x, y))  # of documents or lengths, say: that a mask is 0 or 1 tells nothing
     found = []
     for c1, a in cases(x):
         for c2, b in cases(y):
