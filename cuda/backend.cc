@@ -120,7 +120,8 @@ class Job {
         context_(context),
         stream_(static_cast<cudaStream_t>(context.stream)),
         params_(ToParams(args)) {
-    extras_ = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr;
+    // Without a positive scale the largest score is not the largest product.
+    extras_ = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr || !(args.scale > 0.0f);
     bf16_ = args.dtype == DType::kBF16;
     size_ = static_cast<int>(std::max(args.D, args.Dv));
     all_keys_ = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
@@ -129,7 +130,7 @@ class Job {
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
+    if (facts_.capability != 90 || extras_ || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
     if (kernels->launch == nullptr) return RunSm80();
     cuda::Problem problem;

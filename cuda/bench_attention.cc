@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA attention kernel alone: one call as a captured graph, timed with events, median of replays. Prints useful
+// The CUDA attention kernel alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
+//
+// bench_cuda_attention [--all] [--only NAME]...: --all times every kernel of the head size, too, and says what the
+// selector's model thinks of each and how much slower its choice is than the best.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -9,11 +12,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/selector.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -23,6 +28,7 @@ struct Row {
   const char* name;
   const char* mask;
   int64_t B, H, S, D;
+  int launches = 1;  // in one graph; the time is divided by them
 };
 
 constexpr int kReplays = 80;
@@ -43,6 +49,12 @@ constexpr Row kRows[] = {
     {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
     {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
     {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
+    {"dense", "", 1, 12, 128, 64, 100},
+    {"causal", "k <= q", 1, 12, 128, 64, 100},
+    {"dense", "", 1, 12, 512, 64, 100},
+    {"causal", "k <= q", 1, 12, 512, 64, 100},
+    {"dense", "", 1, 12, 1024, 64, 100},
+    {"causal", "k <= q", 1, 12, 1024, 64, 100},
 };
 
 #define CHECK_CUDA(call)                                                   \
@@ -54,15 +66,19 @@ constexpr Row kRows[] = {
     }                                                                      \
   } while (0)
 
-void* RandomHalves(int64_t count, uint32_t seed) {
-  std::vector<uint16_t> values(static_cast<size_t>(count));
+// fp16 in (-2, 2): sign, exponents 10 to 15, mantissa. Every problem takes the same memory from its start.
+void* RandomHalves(uint32_t seed) {
+  constexpr size_t kMost = size_t{1} * 32 * 8192 * 128;
+  static std::map<uint32_t, void*> made;
+  void*& memory = made[seed];
+  if (memory != nullptr) return memory;
+  std::vector<uint16_t> values(kMost);
   std::mt19937 random(seed);
-  // fp16 in (-2, 2): sign, exponents 10 to 15, mantissa.
-  for (uint16_t& x : values) {
+  for (size_t i = 0; i < kMost; i += 2) {
     const uint32_t bits = random();
-    x = static_cast<uint16_t>((bits & 0x83ffu) | (10u + (bits >> 16) % 6u) << 10);
+    values[i] = static_cast<uint16_t>((bits & 0x83ffu) | (10u + (bits >> 10) % 6u) << 10);
+    values[i + 1] = static_cast<uint16_t>((bits >> 16 & 0x83ffu) | (10u + (bits >> 5 & 0xffu) % 6u) << 10);
   }
-  void* memory = nullptr;
   CHECK_CUDA(cudaMalloc(&memory, values.size() * 2));
   CHECK_CUDA(cudaMemcpy(memory, values.data(), values.size() * 2, cudaMemcpyHostToDevice));
   return memory;
@@ -70,13 +86,86 @@ void* RandomHalves(int64_t count, uint32_t seed) {
 
 void* NoMemory(void*, size_t) { return nullptr; }
 
-void Measure(const Row& row) {
+// Microseconds of one call, by the kernel of that number or the selector's choice.
+double Time(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+            const stof::ExprSizes& sizes, const char* kernel) {
+  if (kernel != nullptr) setenv("STOF_CUDA_KERNEL", kernel, 1);
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  stof::RunContext context;
+  context.on_cuda = true;
+  context.stream = stream;
+  context.allocate = NoMemory;
+  const auto run = [&] {
+    const stof::Status status = stof::FindCudaBackend()->attention(args, nullptr, mask, sizes, context);
+    if (!status.ok()) {
+      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+      std::exit(1);
+    }
+  };
+  run();
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < row.launches; ++i) run();
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin = nullptr, end = nullptr;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  std::vector<float> times;
+  for (int i = 0; i < kReplays; ++i) {
+    CHECK_CUDA(cudaEventRecord(begin, stream));
+    CHECK_CUDA(cudaGraphLaunch(executable, stream));
+    CHECK_CUDA(cudaEventRecord(end, stream));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= kReplays / 4) times.push_back(ms);
+  }
+  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+  CHECK_CUDA(cudaGraphExecDestroy(executable));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaEventDestroy(begin));
+  CHECK_CUDA(cudaEventDestroy(end));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  if (kernel != nullptr) unsetenv("STOF_CUDA_KERNEL");
+  return 1e3 * static_cast<double>(times[times.size() / 2]) / row.launches;
+}
+
+// Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
+void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+                const stof::ExprSizes& sizes, double chosen) {
+  stof::cuda::Problem problem;
+  if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
+  problem.hash = mask.fixed_hash;
+  problem.sizes = sizes;
+  CHECK_CUDA(cudaDeviceGetAttribute(&problem.multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  int l2 = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+  problem.section = std::max<int64_t>(1, l2 / 2 / (4 * row.S * row.D));
+  const stof::cuda::Sm90Kernel* kernels = stof::cuda::FindSm90(static_cast<int>(row.D), false);
+  double best = chosen;
+  int at = 0;
+  for (const auto* kernel = kernels; kernel->launch != nullptr; ++kernel, ++at) {
+    int64_t model = 0;
+    const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
+    if (!status.ok()) std::exit(1);
+    const double us = Time(row, args, mask, sizes, std::to_string(at).c_str());
+    best = std::min(best, us);
+    std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
+                kernel->workers, us, static_cast<double>(model) * 1e-3);
+  }
+  std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
+}
+
+void Measure(const Row& row, bool all) {
   stof::AttentionArgs args;
   args.B = row.B, args.H = args.G = row.H, args.S = args.T = row.S, args.D = args.Dv = row.D;
   args.dtype = stof::DType::kF16;
-  const int64_t count = row.B * row.H * row.S * row.D;
-  args.query = RandomHalves(count, 1), args.key = RandomHalves(count, 2), args.value = RandomHalves(count, 3);
-  args.output = RandomHalves(count, 4);
+  args.query = RandomHalves(1), args.key = RandomHalves(2), args.value = RandomHalves(3);
+  args.output = RandomHalves(4);
   args.query_stride = args.key_stride = args.value_stride =
       args.output_stride = {row.H * row.S * row.D, row.S * row.D, row.D};
   args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
@@ -111,59 +200,36 @@ void Measure(const Row& row) {
     tiles = kept / whole;
     pairs = (pairs - 1) / (static_cast<double>(row.H) * static_cast<double>(row.S) * static_cast<double>(row.S));
   }
-  cudaStream_t stream = nullptr;
-  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  stof::RunContext context;
-  context.on_cuda = true;
-  context.stream = stream;
-  context.allocate = NoMemory;
-  const auto run = [&] {
-    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, context);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-      std::exit(1);
-    }
-  };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
+  if (!status.ok()) {
+    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+    std::exit(1);
   }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  const double us = 1e3 * static_cast<double>(times[times.size() / 2]);
+  const double us = Time(row, args, *mask, sizes, nullptr);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * row.S * row.D);
   std::printf(
       "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
       row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
+  if (all) MeasureAll(row, args, *mask, sizes, us);
   std::fflush(stdout);
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-  for (const void* memory : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
-    CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
-  }
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  bool all = false;
+  std::vector<std::string> only;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--all") == 0) {
+      all = true;
+    } else if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) {
+      only.emplace_back(argv[++i]);
+    } else {
+      std::fprintf(stderr, "usage: bench_cuda_attention [--all] [--only NAME]...\n");
+      return 2;
+    }
+  }
   for (const Row& row : kRows) {
-    if (argc < 2 || std::strcmp(argv[1], row.name) == 0) Measure(row);
+    if (only.empty() || std::find(only.begin(), only.end(), row.name) != only.end()) Measure(row, all);
   }
   return 0;
 }

@@ -27,6 +27,7 @@ struct MaskForm {
   int workers = 0;
   int64_t section = 1;  // heads whose keys and values fit the L2 cache
   TileCost cost;        // follows from the tile and the device
+  bool fragments = false;  // the bits in the order of fragments.h; follows from workers, which only its kernels have
 };
 
 // A block mask in device memory, with the event behind which it is there.

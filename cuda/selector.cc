@@ -38,6 +38,7 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   form.workers = static_cast<int>(std::min<int64_t>(int64_t{kernel.workers} * problem.multiprocessors, items));
   form.section = problem.section;
   form.cost = kernel.cost;
+  form.fragments = true;
   return form;
 }
 
@@ -46,7 +47,7 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
   const MaskForm form = FormOf(kernel, problem);
   if (problem.mask == nullptr) {
     const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), std::max(1, form.workers));
-    *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(sizes.T, form.n));
+    *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
     return Status();
   }
   std::shared_ptr<const BlockMask> mask;

@@ -873,11 +873,15 @@ void CudaSm90(const char* kernel) {
 void CudaSm90First() { CudaSm90("0"); }
 void CudaSm90Second() { CudaSm90("1"); }
 void CudaSm90Third() { CudaSm90("2"); }
+void CudaSm90Others() {
+  for (const char* kernel : {"3", "4", "5", "6", "7", "8"}) CudaSm90(kernel);
+}
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaAttentionSm90First) { CudaSm90First(); }
 TEST(CudaAttentionSm90Second) { CudaSm90Second(); }
 TEST(CudaAttentionSm90Third) { CudaSm90Third(); }
+TEST(CudaAttentionSm90Others) { CudaSm90Others(); }
 #endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }
