@@ -127,8 +127,6 @@ class Attention {
     wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
     lane_ = static_cast<int>(threadIdx.x) % 32;
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
-    thread_ = static_cast<int>(threadIdx.x) % kWarpgroup;
-    parts_ = shared + S::kParts;
     shared_ = shared + team_ * S::kTeamBytes;
     // By way of an instruction that the compiler cannot repeat wherever it needs the address.
     asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared_)));
@@ -339,18 +337,22 @@ class Attention {
     const AttentionParams& p = p_.attention;
     scale_ = p.scale * kLog2E;
     if (wg_ == S::kConsumers - 1) PassTurn();
+    Place place;
+    Wait(QueryFull(0), 0);
+    Item item = ReadItem(0);
+    float o[kOutputs], s[kScores];
+    uint32_t bits[S::kOwnWords];
+    int first = kNothing;  // code of the item's first tile, if its scores are in s already
+    while (item.row0 >= 0) item = Work(item, &place, o, s, bits, &first);
+    if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
+  }
+
+  // Where a consumer is in the rings.
+  struct Place {
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
     Ring<S::kSlots> slots;
-    for (;;) {
-      Wait(QueryFull(query.at), query.phase);
-      const Item item = ReadItem(query.at);
-      if (item.row0 < 0) break;
-      Work(item, query.at, &keys, &values, &slots);
-      query.Next();
-    }
-    if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
-  }
+  };
 
   __device__ __forceinline__ Item ReadItem(int at) {
     const Item item = Items()[at];
@@ -370,70 +372,70 @@ class Attention {
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
-  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
-                                       Ring<S::kSlots>* slots) {
-    float o[kOutputs], s[kScores], high[2], sum[2];
-    uint32_t weights[kScores / 2], bits[S::kOwnWords];
+  // All tiles of an item, whose scores of the first one may have been asked for with the item before. The next item.
+  __device__ __forceinline__ Item Work(const Item& item, Place* place, float (&o)[kOutputs], float (&s)[kScores],
+                                       uint32_t (&bits)[S::kOwnWords], int* first) {
+    float high[2], sum[2], factor[2];
+    uint32_t weights[kScores / 2];
+    Ring<S::kStages>&keys = place->keys, &values = place->values;
+    Ring<S::kSlots>& slots = place->slots;
+    const int query = place->query.at;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
 
-    Wait(Barrier(kKeyFull, keys->at), keys->phase);
-    int code = Uniform(Entries()[slots->at].code);
-    int flags = Uniform(Entries()[slots->at].flags);
-    int next = Uniform(Entries()[slots->at].next);
-    if (code == kNothing) {
-      Release(Barrier(kKeyEmpty, keys->at));
-      Wait(Barrier(kValueFull, values->at), values->phase);
-      Release(Barrier(kValueEmpty, values->at));
-      Release(QueryEmpty(query));
-      keys->Next();
-      values->Next();
-      slots->Next();
-      Finish(item, o, high, sum);
-      return;
+    if (*first == kNothing) {
+      Wait(Barrier(kKeyFull, keys.at), keys.phase);
+      *first = Uniform(Entries()[slots.at].code);
+      if (*first == kNothing) {
+        PassNothing(place);
+        Finish(item, o, high, sum);
+        return NextItem(place);
+      }
+      Hold(s);
+      ProductFence();
+      Scores(query, keys.at, s);
+      ProductCommit();
+      FetchBits(*first, bits);
+      ProductWait<0>();
+      Hold(s);
+      Release(Barrier(kKeyEmpty, keys.at));
+      keys.Next();
     }
-    Hold(s);
-    ProductFence();
-    Scores(query, keys->at, s);
-    ProductCommit();
-    FetchBits(code, bits);
-    ProductWait<0>();
-    Hold(s);
-    Release(Barrier(kKeyEmpty, keys->at));
+    int code = *first;
+    const int flags = Uniform(Entries()[slots.at].flags);
+    int next = Uniform(Entries()[slots.at].next);
     bool last = (flags & kLast) != 0;
     if (last) Release(QueryEmpty(query));
-    keys->Next();
-    float factor[2];
-    if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
+    if (code != kEvery) Forbid(code, flags, slots.at, bits, s);
     FetchBits(next, bits);
     Raise(s, high, factor);
     Weigh(s, high, factor, sum);
     Pack(s, weights);
     while (!last) {
-      slots->Next();
-      Wait(Barrier(kKeyFull, keys->at), keys->phase);
+      slots.Next();
+      Wait(Barrier(kKeyFull, keys.at), keys.phase);
       TakeTurn();
       Hold(s);
       Hold(o);
       Hold(weights);
       ProductFence();
-      Scores(query, keys->at, s);
+      Scores(query, keys.at, s);
       ProductCommit();
-      Wait(Barrier(kValueFull, values->at), values->phase);
+      Wait(Barrier(kValueFull, values.at), values.phase);
       ProductFence();
-      AddValues(values->at, weights, o);
+      AddValues(values.at, weights, o);
       ProductCommit();
       PassTurn();
       code = next;
       int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
-      LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
+      LoadShared(told, SharedAddress(&Entries()[slots.at].flags));
       ProductWait<1>();
       Hold(s);
-      Release(Barrier(kKeyEmpty, keys->at));
-      keys->Next();
-      if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
+      Release(Barrier(kKeyEmpty, keys.at));
+      keys.Next();
+      if (code != kEvery) Forbid(code, Uniform(told[0]), slots.at, bits, s);
       Raise(s, high, factor);
       // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
       // block's start, and nothing covers the product any more.
@@ -444,34 +446,85 @@ class Attention {
         Hold(weights);
         Weigh(s, high, factor, sum);
         Pack(s, weights);
-        Release(Barrier(kValueEmpty, values->at));
+        Release(Barrier(kValueEmpty, values.at));
       } else {
         Weigh(s, high, factor, sum);
         if (Raised(factor)) Scale(factor, o);
         ProductWait<0>();
         Hold(o);
         Hold(weights);
-        Release(Barrier(kValueEmpty, values->at));
+        Release(Barrier(kValueEmpty, values.at));
         Pack(s, weights);
       }
-      values->Next();
+      values.Next();
       last = (Uniform(told[0]) & kLast) != 0;
       next = Uniform(told[1]);
       if (last) Release(QueryEmpty(query));
       FetchBits(next, bits);
     }
-    slots->Next();
-    Wait(Barrier(kValueFull, values->at), values->phase);
-    Hold(o);
-    Hold(weights);
-    ProductFence();
-    AddValues(values->at, weights, o);
-    ProductCommit();
-    ProductWait<0>();
-    Hold(o);
-    Release(Barrier(kValueEmpty, values->at));
-    values->Next();
+    slots.Next();
+    Item following = item;
+    *first = kNothing;
+    if constexpr (kQueries > 1) {
+      // With the last product of this item go the first scores of the next one: what ends an item and what begins one
+      // cover each other.
+      following = NextItem(place);
+      if (following.row0 >= 0) {
+        Wait(Barrier(kKeyFull, keys.at), keys.phase);
+        *first = Uniform(Entries()[slots.at].code);
+      }
+      if (*first != kNothing) {
+        TakeTurn();
+        Hold(s);
+        Hold(o);
+        Hold(weights);
+        ProductFence();
+        Scores(place->query.at, keys.at, s);
+        ProductCommit();
+        Wait(Barrier(kValueFull, values.at), values.phase);
+        ProductFence();
+        AddValues(values.at, weights, o);
+        ProductCommit();
+        PassTurn();
+        FetchBits(*first, bits);
+        ProductWait<0>();
+        Hold(s);
+        Hold(o);
+        Release(Barrier(kKeyEmpty, keys.at));
+        keys.Next();
+      }
+    }
+    if (*first == kNothing) {
+      Wait(Barrier(kValueFull, values.at), values.phase);
+      Hold(o);
+      Hold(weights);
+      ProductFence();
+      AddValues(values.at, weights, o);
+      ProductCommit();
+      ProductWait<0>();
+      Hold(o);
+    }
+    Release(Barrier(kValueEmpty, values.at));
+    values.Next();
     Finish(item, o, high, sum);
+    if constexpr (kQueries == 1) following = NextItem(place);
+    return following;
+  }
+
+  // Gives back what stands for an item without tiles.
+  __device__ __forceinline__ void PassNothing(Place* place) const {
+    Release(Barrier(kKeyEmpty, place->keys.at));
+    Wait(Barrier(kValueFull, place->values.at), place->values.phase);
+    Release(Barrier(kValueEmpty, place->values.at));
+    Release(QueryEmpty(place->query.at));
+    place->keys.Next();
+    place->values.Next();
+    place->slots.Next();
+  }
+  __device__ __forceinline__ Item NextItem(Place* place) {
+    place->query.Next();
+    Wait(QueryFull(place->query.at), place->query.phase);
+    return ReadItem(place->query.at);
   }
 
   static __device__ __forceinline__ bool Raised(const float (&factor)[2]) {
@@ -510,7 +563,8 @@ class Attention {
   __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
     if (code < 0) return;
     const uint32_t* from =
-        p_.attention.mask.bits + (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup + thread_;
+        p_.attention.mask.bits + (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
+        threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int w = 0; w < S::kOwnWords; ++w) {
       asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(bits[w]) : "l"(from + w * kWarpgroup));
@@ -665,7 +719,8 @@ class Attention {
                                                  const float (&sum)[2]) const {
     constexpr int kThreads = S::kSplit * S::kConsumers * kWarpgroup, kFirst = 14, kSecond = 15;
     const AttentionParams& p = p_.attention;
-    float2* const stats = reinterpret_cast<float2*>(parts_);
+    unsigned char* const shared = shared_ - team_ * S::kTeamBytes + S::kParts;
+    float2* const stats = reinterpret_cast<float2*>(shared);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = sum[r];
@@ -694,8 +749,8 @@ class Attention {
       if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
       scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
     }
-    float* const parts = reinterpret_cast<float*>(parts_ + S::kStatBytes) +
-                         wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + thread_;
+    float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
+                         wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
     const auto part = [&](int chunk, int other) { return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup; };
     float own[S::kChunk];
 #pragma unroll
@@ -734,10 +789,9 @@ class Attention {
 
   const Sm90Params& p_;
   unsigned char* shared_;
-  unsigned char* parts_;
   uint32_t base_;
   bool producer_;
-  int team_, wg_, lane_, row_, thread_;
+  int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
 };
 
