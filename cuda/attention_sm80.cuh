@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention.h"
+#include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
 
 namespace stof {
@@ -48,17 +49,27 @@ __device__ __forceinline__ int Place(int row, int chunk) {
 // end. No state: what a thread could keep for the next tile is registers that the wide heads do not have.
 template <int kHead, int kThreads, int kCount, typename T>
 __device__ __forceinline__ void LoadRows(uint32_t to, const T* from, int64_t stride, int first, int rows, int size) {
-  constexpr int kChunks = kHead / 8, kStep = kThreads / kChunks;  // rows between two of a thread
-  static_assert(kThreads % kChunks == 0 && kStep % 8 == 0, "the place of a chunk in its row is the same in all steps");
-  const int chunk = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
-  const bool inside = 8 * chunk < size;
-  const uint32_t place = to + 2 * static_cast<uint32_t>(Place<kHead>(row, chunk));
-  const T* source = from + (first + row) * stride + 8 * chunk;
+  constexpr int kChunks = kHead / 8;
+  if constexpr (kThreads % (8 * kChunks) == 0) {
+    // A chunk has the same place in its row in all steps.
+    constexpr int kStep = kThreads / kChunks;  // rows between two of a thread
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
+    const bool inside = 8 * chunk < size;
+    const uint32_t place = to + 2 * static_cast<uint32_t>(Place<kHead>(row, chunk));
+    const T* source = from + (first + row) * stride + 8 * chunk;
 #pragma unroll
-  for (int i = 0; i < kCount / kStep; ++i) {
-    const bool valid = inside && first + row + i * kStep < rows;
-    CopyAsync16(place + 2 * i * kStep * kHead, valid ? source : from, valid);
-    source += kStep * stride;
+    for (int i = 0; i < kCount / kStep; ++i) {
+      const bool valid = inside && first + row + i * kStep < rows;
+      CopyAsync16(place + 2 * i * kStep * kHead, valid ? source : from, valid);
+      source += kStep * stride;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
+      const int at = i * kThreads + static_cast<int>(threadIdx.x), row = at / kChunks, chunk = at % kChunks;
+      const bool valid = first + row < rows && 8 * chunk < size;
+      CopyAsync16(to + 2 * Place<kHead>(row, chunk), from + (valid ? (first + row) * stride + 8 * chunk : 0), valid);
+    }
   }
 }
 
@@ -71,8 +82,7 @@ class Attention {
   static constexpr int kSteps = kHead / 16;   // of the inner product
 
  public:
-  __device__ Attention(const AttentionParams& p, T* shared)
-      : p_(p), shared_(shared), base_(SharedAddress(shared)) {
+  __device__ Attention(const AttentionParams& p, T* shared) : p_(p), shared_(shared), base_(SharedAddress(shared)) {
     const int item = static_cast<int>(blockIdx.x);
     const int rows = (p.S + S::kM - 1) / S::kM;
     const int bh = item / rows;
@@ -87,7 +97,7 @@ class Attention {
       const int at = table * p.mask.rows + row;
       begin_ = p.mask.row_ptr[at];
       full_ = p.mask.full_begin[at];
-      end_ = p.mask.row_ptr[at + 1];
+      end_ = p.mask.row_end[at];
     } else {
       end_ = (p.T + S::kN - 1) / S::kN;
     }
@@ -117,6 +127,7 @@ class Attention {
     // Once more over all keys, for the rows without any.
     if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
     __syncthreads();
+    if constexpr (!S::kHeldQueries) LoadQueries();  // the output went through their memory
     Clear();
     Sweep(true);
     Finish(true);
@@ -263,7 +274,7 @@ class Attention {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (!S::kHeldQueries) ReadQueries(k, q_[0]);
-      const uint32_t(&q)[S::kBlocks][4] = q_[S::kHeldQueries ? k : 0];
+      const uint32_t (&q)[S::kBlocks][4] = q_[S::kHeldQueries ? k : 0];
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
         uint32_t b[4];
@@ -505,12 +516,9 @@ __global__ void __launch_bounds__(Shape<kHead, kExtras>::kThreads, Shape<kHead, 
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
   using S = Shape<kHead, kExtras>;
-  auto* kernel = AttentionKernel<kHead, T, kExtras>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  kernel<<<static_cast<unsigned>(items), S::kThreads, S::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaPeekAtLastError());
+  return LaunchKernel<AttentionParams, AttentionKernel<kHead, T, kExtras>>(params, static_cast<unsigned>(items),
+                                                                           S::kThreads, S::kSharedBytes, stream);
 }
 
 }  // namespace cuda

@@ -13,6 +13,7 @@
 
 #include "cuda/attention_sm90.h"
 #include "cuda/fragments.h"
+#include "cuda/launch.cuh"
 #include "cuda/mma_sm90.cuh"
 
 namespace stof {
@@ -31,14 +32,14 @@ constexpr int kMostKeys = 160;  // of a tile
 enum Code : int32_t {
   kEvery = -1,    // every pair
   kPadded = -2,   // every pair of a key that is there and no padding
-  kNothing = -3,  // instead of the tiles of an item that has none
+  kNothing = -3,  // no pair: instead of the tiles of an item that has none
 };
 
 // What the producer says about a key tile.
 struct Entry {
   int32_t code;
   int32_t flags;  // kLast, kPads
-  int32_t next;  // code of the tile behind it, so that its bits can be asked for early
+  int32_t next;   // code of the tile behind it, so that its bits can be asked for early
   int32_t tile;
   uint32_t pad[kMostKeys / 32];  // a bit for every key
 };
@@ -65,7 +66,7 @@ struct Shape {
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
-  static constexpr int kWords = kN / 32;      // of padding, a tile
+  static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);
   static constexpr int kQueryBytes = 2 * kM * kHead;
   static constexpr int kTileBytes = 2 * kN * kHead;
@@ -193,6 +194,8 @@ class Attention {
     if (planned) {
       i = worker < p_.workers ? p_.work_begin[worker] : 0;
       end = worker < p_.workers ? p_.work_begin[worker + 1] : 0;
+    } else if (worker >= p_.workers) {
+      end = 0;
     }
     // The next item is asked for while this one is worked on.
     WorkItem following = i < end ? ItemAt(i, rows) : WorkItem{};
@@ -233,10 +236,15 @@ class Attention {
     if (p_.work != nullptr) return p_.work[i];
     if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
     const DeviceMask& mask = p.mask;
-    const int b = i / rows / p.H, h = i / rows % p.H;
+    // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
+    const int first = i / (p_.section * rows) * p_.section;
+    const int heads = min(p_.section, p.B * p.H - first);
+    const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
+    const int b = bh / p.H, h = bh % p.H;
     const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
-    const int at = table * mask.rows + i % rows;
-    return {i, mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
+    const int row = mask.order[table * mask.rows + place];
+    const int at = table * mask.rows + row;
+    return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
   }
 
   // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
@@ -315,14 +323,10 @@ class Attention {
   }
 
   __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) {
-    if (tile < 0) {
-      Arrive(full);
-      return;
-    }
     ArriveExpect(full, S::kTileBytes);
 #pragma unroll
     for (int c = 0; c < kHead / kAtom; ++c) {
-      CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
+      CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, max(tile, 0) * S::kN, h, b);
     }
   }
 
@@ -333,26 +337,23 @@ class Attention {
   // Whether the product with the values is over when the maxima are known: then scores become weights in one go.
   static constexpr bool kShort = kHead <= 64;
 
-  __device__ void Consume() {
-    const AttentionParams& p = p_.attention;
-    scale_ = p.scale * kLog2E;
-    if (wg_ == S::kConsumers - 1) PassTurn();
-    Place place;
-    Wait(QueryFull(0), 0);
-    Item item = ReadItem(0);
-    float o[kOutputs], s[kScores];
-    uint32_t bits[S::kOwnWords];
-    int first = kNothing;  // code of the item's first tile, if its scores are in s already
-    while (item.row0 >= 0) item = Work(item, &place, o, s, bits, &first);
-    if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
-  }
-
   // Where a consumer is in the rings.
   struct Place {
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
     Ring<S::kSlots> slots;
   };
+
+  __device__ void Consume() {
+    const AttentionParams& p = p_.attention;
+    scale_ = p.scale * kLog2E;
+    if (wg_ == S::kConsumers - 1) PassTurn();
+    Place place;
+    Wait(QueryFull(0), 0);
+    const Item item = ReadItem(0);
+    if (item.row0 >= 0) Work(item, &place);
+    if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
+  }
 
   __device__ __forceinline__ Item ReadItem(int at) {
     const Item item = Items()[at];
@@ -372,154 +373,141 @@ class Attention {
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
-  // All tiles of an item, whose scores of the first one may have been asked for with the item before. The next item.
-  __device__ __forceinline__ Item Work(const Item& item, Place* place, float (&o)[kOutputs], float (&s)[kScores],
-                                       uint32_t (&bits)[S::kOwnWords], int* first) {
-    float high[2], sum[2], factor[2];
-    uint32_t weights[kScores / 2];
+  // All items from this one on. Control flow is the same for all and for every tile, also for what stands for an item
+  // without any: else the compiler takes addresses for different among the threads, and no more for constants of a warp.
+  __device__ __forceinline__ void Work(Item item, Place* place) {
+    float o[kOutputs], s[kScores], high[2], sum[2], factor[2];
+    uint32_t weights[kScores / 2], bits[S::kOwnWords];
     Ring<S::kStages>&keys = place->keys, &values = place->values;
     Ring<S::kSlots>& slots = place->slots;
-    const int query = place->query.at;
+    FirstScores(place, s, bits);
+    for (;;) {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+      for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
-
-    if (*first == kNothing) {
-      Wait(Barrier(kKeyFull, keys.at), keys.phase);
-      *first = Uniform(Entries()[slots.at].code);
-      if (*first == kNothing) {
-        PassNothing(place);
-        Finish(item, o, high, sum);
-        return NextItem(place);
-      }
-      Hold(s);
-      ProductFence();
-      Scores(query, keys.at, s);
-      ProductCommit();
-      FetchBits(*first, bits);
-      ProductWait<0>();
-      Hold(s);
-      Release(Barrier(kKeyEmpty, keys.at));
-      keys.Next();
-    }
-    int code = *first;
-    const int flags = Uniform(Entries()[slots.at].flags);
-    int next = Uniform(Entries()[slots.at].next);
-    bool last = (flags & kLast) != 0;
-    if (last) Release(QueryEmpty(query));
-    if (code != kEvery) Forbid(code, flags, slots.at, bits, s);
-    FetchBits(next, bits);
-    Raise(s, high, factor);
-    Weigh(s, high, factor, sum);
-    Pack(s, weights);
-    while (!last) {
-      slots.Next();
-      Wait(Barrier(kKeyFull, keys.at), keys.phase);
-      TakeTurn();
-      Hold(s);
-      Hold(o);
-      Hold(weights);
-      ProductFence();
-      Scores(query, keys.at, s);
-      ProductCommit();
-      Wait(Barrier(kValueFull, values.at), values.phase);
-      ProductFence();
-      AddValues(values.at, weights, o);
-      ProductCommit();
-      PassTurn();
-      code = next;
-      int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
-      LoadShared(told, SharedAddress(&Entries()[slots.at].flags));
-      ProductWait<1>();
-      Hold(s);
-      Release(Barrier(kKeyEmpty, keys.at));
-      keys.Next();
-      if (code != kEvery) Forbid(code, Uniform(told[0]), slots.at, bits, s);
-      Raise(s, high, factor);
-      // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
-      // block's start, and nothing covers the product any more.
-      if constexpr (kShort) {
-        if (Raised(factor)) Scale(factor, o);
-        ProductWait<0>();
-        Hold(o);
-        Hold(weights);
-        Weigh(s, high, factor, sum);
-        Pack(s, weights);
-        Release(Barrier(kValueEmpty, values.at));
-      } else {
-        Weigh(s, high, factor, sum);
-        if (Raised(factor)) Scale(factor, o);
-        ProductWait<0>();
-        Hold(o);
-        Hold(weights);
-        Release(Barrier(kValueEmpty, values.at));
-        Pack(s, weights);
-      }
-      values.Next();
-      last = (Uniform(told[0]) & kLast) != 0;
-      next = Uniform(told[1]);
+      for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
+      const int query = Uniform(place->query.at);
+      const int flags = Uniform(Entries()[slots.at].flags);
+      int code = Uniform(Entries()[slots.at].code), next = Uniform(Entries()[slots.at].next);
+      bool last = (flags & kLast) != 0;
       if (last) Release(QueryEmpty(query));
+      if (code != kEvery) Forbid(code, flags, slots.at, bits, s);
       FetchBits(next, bits);
-    }
-    slots.Next();
-    Item following = item;
-    *first = kNothing;
-    if constexpr (kQueries > 1) {
-      // With the last product of this item go the first scores of the next one: what ends an item and what begins one
-      // cover each other.
-      following = NextItem(place);
-      if (following.row0 >= 0) {
+      Raise(s, high, factor);
+      Weigh(s, high, factor, sum);
+      Pack(s, weights);
+      while (!last) {
+        slots.Next();
         Wait(Barrier(kKeyFull, keys.at), keys.phase);
-        *first = Uniform(Entries()[slots.at].code);
-      }
-      if (*first != kNothing) {
         TakeTurn();
-        Hold(s);
-        Hold(o);
-        Hold(weights);
-        ProductFence();
-        Scores(place->query.at, keys.at, s);
-        ProductCommit();
-        Wait(Barrier(kValueFull, values.at), values.phase);
-        ProductFence();
-        AddValues(values.at, weights, o);
-        ProductCommit();
+        BothProducts(query, keys.at, values, s, weights, o);
         PassTurn();
-        FetchBits(*first, bits);
+        code = next;
+        int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
+        LoadShared(told, SharedAddress(&Entries()[slots.at].flags));
+        ProductWait<1>();
+        Hold(s);
+        Release(Barrier(kKeyEmpty, keys.at));
+        keys.Next();
+        if (code != kEvery) Forbid(code, Uniform(told[0]), slots.at, bits, s);
+        Raise(s, high, factor);
+        // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to
+        // the block's start, and nothing covers the product any more.
+        if constexpr (kShort) {
+          if (Raised(factor)) Scale(factor, o);
+          ProductWait<0>();
+          Hold(o);
+          Hold(weights);
+          Weigh(s, high, factor, sum);
+          Pack(s, weights);
+          Release(Barrier(kValueEmpty, values.at));
+        } else {
+          Weigh(s, high, factor, sum);
+          if (Raised(factor)) Scale(factor, o);
+          ProductWait<0>();
+          Hold(o);
+          Hold(weights);
+          Release(Barrier(kValueEmpty, values.at));
+          Pack(s, weights);
+        }
+        values.Next();
+        last = (Uniform(told[0]) & kLast) != 0;
+        next = Uniform(told[1]);
+        if (last) Release(QueryEmpty(query));
+        FetchBits(next, bits);
+      }
+      slots.Next();
+      if constexpr (kQueries > 1) {
+        // With the last product of this item go the first scores of the next one: what ends an item and what begins one
+        // cover each other.
+        const Item following = NextItem(place);
+        if (following.row0 < 0) break;
+        Wait(Barrier(kKeyFull, keys.at), keys.phase);
+        TakeTurn();
+        BothProducts(Uniform(place->query.at), keys.at, values, s, weights, o);
+        PassTurn();
+        FetchBits(Uniform(Entries()[slots.at].code), bits);
         ProductWait<0>();
         Hold(s);
         Hold(o);
         Release(Barrier(kKeyEmpty, keys.at));
         keys.Next();
+        Release(Barrier(kValueEmpty, values.at));
+        values.Next();
+        Finish(item, o, high, sum);
+        item = following;
+      } else {
+        LastProduct(&values, weights, o);
+        Finish(item, o, high, sum);
+        item = NextItem(place);
+        if (item.row0 < 0) return;
+        FirstScores(place, s, bits);
       }
     }
-    if (*first == kNothing) {
-      Wait(Barrier(kValueFull, values.at), values.phase);
-      Hold(o);
-      Hold(weights);
-      ProductFence();
-      AddValues(values.at, weights, o);
-      ProductCommit();
-      ProductWait<0>();
-      Hold(o);
-    }
-    Release(Barrier(kValueEmpty, values.at));
-    values.Next();
+    LastProduct(&values, weights, o);
     Finish(item, o, high, sum);
-    if constexpr (kQueries == 1) following = NextItem(place);
-    return following;
   }
 
-  // Gives back what stands for an item without tiles.
-  __device__ __forceinline__ void PassNothing(Place* place) const {
-    Release(Barrier(kKeyEmpty, place->keys.at));
-    Wait(Barrier(kValueFull, place->values.at), place->values.phase);
-    Release(Barrier(kValueEmpty, place->values.at));
-    Release(QueryEmpty(place->query.at));
-    place->keys.Next();
-    place->values.Next();
-    place->slots.Next();
+  // The next tile's scores, and this one's weights times its values, in flight.
+  __device__ __forceinline__ void BothProducts(int query, int key_stage, const Ring<S::kStages>& values,
+                                               float (&s)[kScores], uint32_t (&weights)[kScores / 2],
+                                               float (&o)[kOutputs]) const {
+    Hold(s);
+    Hold(o);
+    Hold(weights);
+    ProductFence();
+    Scores(query, key_stage, s);
+    ProductCommit();
+    Wait(Barrier(kValueFull, values.at), values.phase);
+    ProductFence();
+    AddValues(values.at, weights, o);
+    ProductCommit();
+  }
+  __device__ __forceinline__ void FirstScores(Place* place, float (&s)[kScores], uint32_t (&bits)[S::kOwnWords]) {
+    Ring<S::kStages>& keys = place->keys;
+    Wait(Barrier(kKeyFull, keys.at), keys.phase);
+    Hold(s);
+    ProductFence();
+    Scores(Uniform(place->query.at), keys.at, s);
+    ProductCommit();
+    FetchBits(Uniform(Entries()[place->slots.at].code), bits);
+    ProductWait<0>();
+    Hold(s);
+    Release(Barrier(kKeyEmpty, keys.at));
+    keys.Next();
+  }
+  __device__ __forceinline__ void LastProduct(Ring<S::kStages>* values, uint32_t (&weights)[kScores / 2],
+                                              float (&o)[kOutputs]) const {
+    Wait(Barrier(kValueFull, values->at), values->phase);
+    Hold(o);
+    Hold(weights);
+    ProductFence();
+    AddValues(values->at, weights, o);
+    ProductCommit();
+    ProductWait<0>();
+    Hold(o);
+    Release(Barrier(kValueEmpty, values->at));
+    values->Next();
   }
   __device__ __forceinline__ Item NextItem(Place* place) {
     place->query.Next();
@@ -562,9 +550,9 @@ class Attention {
   // Asks for this thread's bits of a tile, early: they come while products are in flight.
   __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
     if (code < 0) return;
-    const uint32_t* from =
-        p_.attention.mask.bits + (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
-        threadIdx.x % kWarpgroup;
+    const uint32_t* from = p_.attention.mask.bits +
+                           (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
+                           threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int w = 0; w < S::kOwnWords; ++w) {
       asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(bits[w]) : "l"(from + w * kWarpgroup));
@@ -576,7 +564,7 @@ class Attention {
                                          float (&s)[kScores]) {
     uint32_t words[S::kOwnWords];
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
+    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : code == kNothing ? 0u : ~0u;
     if ((flags & kPads) != 0) {
       const uint32_t* pad = Entries()[slot].pad;
 #pragma unroll
@@ -703,8 +691,8 @@ class Attention {
   __device__ __forceinline__ float Sink(const Item& item, float high) const {
     const AttentionParams& p = p_.attention;
     if (p.sink == nullptr) return 0.0f;
-    const float logit =
-        p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h] : ToFloat(static_cast<const T*>(p.sink)[item.h]);
+    const float logit = p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h]
+                                             : ToFloat(static_cast<const T*>(p.sink)[item.h]);
     return Exp2(fminf(logit * kLog2E - high, 127.0f));
   }
   __device__ __forceinline__ void SayEmpty(const Item& item, int row) const {
@@ -730,7 +718,7 @@ class Attention {
     }
     SyncNamed(kFirst, kThreads);
     float scale[2];
-    bool empty[2];
+    bool empty[2], none[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float2 part[S::kSplit];
@@ -747,21 +735,27 @@ class Attention {
       empty[r] = total == 0.0f;
       if (!empty[r]) total += Sink(item, most);
       if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
-      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
+      // What no weight was given may be anything, NaN too.
+      none[r] = part[0].y == 0.0f;
+#pragma unroll
+      for (int t = 1; t < S::kSplit; ++t) none[r] = t == team_ ? part[t].y == 0.0f : none[r];
+      scale[r] = none[r] ? 0.0f : Exp2(high[r] - base) / total;
     }
     float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
                          wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
-    const auto part = [&](int chunk, int other) { return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup; };
+    const auto part = [&](int chunk, int other) {
+      return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup;
+    };
     float own[S::kChunk];
 #pragma unroll
     for (int chunk = 0; chunk < S::kSplit; ++chunk) {
       if (chunk == team_) {
 #pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) own[i] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+        for (int i = 0; i < S::kChunk; ++i) own[i] = none[i / 2 % 2] ? 0.0f : o[chunk * S::kChunk + i] * scale[i / 2 % 2];
       } else {
         float* const to = part(chunk, team_ - (team_ > chunk ? 1 : 0));
 #pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = none[i / 2 % 2] ? 0.0f : o[chunk * S::kChunk + i] * scale[i / 2 % 2];
       }
     }
     SyncNamed(kSecond, kThreads);
@@ -804,23 +798,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_c
 
 template <typename S, typename T>
 int Launch(const Sm90Params& params, void* stream) {
-  auto* kernel = AttentionKernel<S, T>;
-  constexpr int kBytes = S::kSharedBytes;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return static_cast<int>(error);
   constexpr int kWorkers = S::kTeams / S::kSplit;  // of a CTA
-  // The next kernel of the stream may start while this one ends, if it waits itself before it touches memory.
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers));
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, params));
+  const auto ctas = static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers);
+  return LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
 }
 
 // The entry of a list of kernels; its tile and teams are the shape's.

@@ -86,10 +86,10 @@ void* RandomHalves(uint32_t seed) {
 
 void* NoMemory(void*, size_t) { return nullptr; }
 
-// Microseconds of one call, by the kernel of that number or the selector's choice.
+// Microseconds of one call, by the kernel of that number; -1: the selector's choice.
 double Time(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
-            const stof::ExprSizes& sizes, const char* kernel) {
-  if (kernel != nullptr) setenv("STOF_CUDA_KERNEL", kernel, 1);
+            const stof::ExprSizes& sizes, int kernel) {
+  stof::cuda::TakeKernel(kernel);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -97,7 +97,7 @@ double Time(const Row& row, const stof::AttentionArgs& args, const stof::Attenti
   context.stream = stream;
   context.allocate = NoMemory;
   const auto run = [&] {
-    const stof::Status status = stof::FindCudaBackend()->attention(args, nullptr, mask, sizes, context);
+    const stof::Status status = stof::FindCudaBackend()->attention(args, nullptr, mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);
@@ -130,7 +130,7 @@ double Time(const Row& row, const stof::AttentionArgs& args, const stof::Attenti
   CHECK_CUDA(cudaEventDestroy(begin));
   CHECK_CUDA(cudaEventDestroy(end));
   CHECK_CUDA(cudaStreamDestroy(stream));
-  if (kernel != nullptr) unsetenv("STOF_CUDA_KERNEL");
+  stof::cuda::TakeKernel(-1);
   return 1e3 * static_cast<double>(times[times.size() / 2]) / row.launches;
 }
 
@@ -152,7 +152,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
     int64_t model = 0;
     const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
     if (!status.ok()) std::exit(1);
-    const double us = Time(row, args, mask, sizes, std::to_string(at).c_str());
+    const double us = Time(row, args, mask, sizes, at);
     best = std::min(best, us);
     std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
                 kernel->workers, us, static_cast<double>(model) * 1e-3);
@@ -204,7 +204,7 @@ void Measure(const Row& row, bool all) {
     std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
     std::exit(1);
   }
-  const double us = Time(row, args, *mask, sizes, nullptr);
+  const double us = Time(row, args, *mask, sizes, -1);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * row.S * row.D);
   std::printf(
       "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",

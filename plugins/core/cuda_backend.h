@@ -12,10 +12,11 @@ struct CudaBackend {
   Status (*to_host)(const void* from, size_t bytes, void* to);
   // The device that the calling thread works on.
   Status (*device)(int* id);
-  // Queues one attention on context.stream; all pointers of args and pad are device addresses. pad: [B or 1, T] or
-  // nullptr.
+  // Queues one attention on context.stream; all pointers of args, pad and operands are device addresses. pad: [B or 1,
+  // T] or nullptr. operands: by role, the vectors and tables that the mask reads; tables may be left out where the mask
+  // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                      const RunContext& context);
+                      const Tables& operands, const RunContext& context);
 };
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.

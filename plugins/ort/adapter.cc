@@ -128,10 +128,15 @@ struct Kernel {
   int outputs = 1;
 };
 
-// Memory of one Run, returned to ONNX Runtime's arena at its end.
+// Memory of one Run, returned to ONNX Runtime's arena at its end. On a device that is while kernels still use it, and
+// another thread's Run on another stream must not be given it before they are done: such memory is taken with the
+// stream, to which the arena then ties it.
 class Scratch {
  public:
-  Scratch(const OrtApi* api, OrtAllocator* allocator) : api_(api), allocator_(allocator) {}
+  // memory: the kind to take; stream: that of a device, nullptr on the CPU.
+  Scratch(const OrtApi* api, const OrtKernelContext* context, const OrtMemoryInfo* memory, OrtAllocator* allocator,
+          const void* stream)
+      : api_(api), context_(context), memory_(memory), allocator_(allocator), stream_(stream) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
@@ -139,19 +144,33 @@ class Scratch {
   }
   static void* Allocate(void* self, size_t bytes) {
     auto* scratch = static_cast<Scratch*>(self);
-    void* block = nullptr;
-    if (Failed(scratch->api_, scratch->api_->AllocatorAlloc(scratch->allocator_, bytes + kAlignment, &block)) ||
-        block == nullptr) {
-      return nullptr;
-    }
+    void* block = scratch->Take(bytes + kAlignment);
+    if (block == nullptr) return nullptr;
     scratch->blocks_.push_back(block);
     const auto address = reinterpret_cast<uintptr_t>(block);
     return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
   }
 
  private:
+  void* Take(size_t bytes) const {
+    void* block = nullptr;
+    OrtStatus* status = nullptr;
+    try {
+      // The second call needs a stream. A device without one works on its default stream, where all Runs of the session
+      // then come one after the other.
+      status = stream_ == nullptr ? api_->AllocatorAlloc(allocator_, bytes, &block)
+                                  : api_->KernelContext_GetScratchBuffer(context_, memory_, bytes, &block);
+    } catch (...) {  // it does not catch what an arena at its limit throws
+      return nullptr;
+    }
+    return Failed(api_, status) ? nullptr : block;
+  }
+
   const OrtApi* api_;
+  const OrtKernelContext* context_;
+  const OrtMemoryInfo* memory_;
   OrtAllocator* allocator_;
+  const void* stream_;
   std::vector<void*> blocks_;
 };
 
@@ -315,25 +334,25 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
     if (value == nullptr) continue;
     STOF_ORT_RETURN(api->GetTensorMutableData(value, &outputs[i].data));
   }
-  OrtMemoryInfo* memory = nullptr;
+  OrtMemoryInfo* made = nullptr;
   OrtAllocator* allocator = nullptr;
   RunContext run;
   if (kernel.on_cuda) {
     int device = 0;
     STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
     STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
-    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
+    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &made));
     run.on_cuda = true;
   } else {
-    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &made));
   }
-  OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
-  api->ReleaseMemoryInfo(memory);
+  const std::unique_ptr<OrtMemoryInfo, void (*)(OrtMemoryInfo*)> memory(made, api->ReleaseMemoryInfo);
+  OrtStatus* status = api->KernelContext_GetAllocator(context, memory.get(), &allocator);
   STOF_ORT_RETURN(status);
 
   Pool pool{api, context};
   {
-    Scratch scratch(api, allocator);
+    Scratch scratch(api, context, memory.get(), allocator, run.stream);
     // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
     const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
     run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};

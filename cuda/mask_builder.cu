@@ -1,0 +1,480 @@
+// SPDX-License-Identifier: Apache-2.0
+// Three kernels: summaries of the vectors; a class for every tile, with the bits of the partial ones; the lists of the
+// tiles of every row. The first also clears what the third counts with.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda/fragments.h"
+#include "cuda/mask_builder.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int64_t kLine = 128;
+constexpr int kInlineSteps = 128, kInlineAffines = 40;
+constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; of more, chance balances
+constexpr int kPiece = 3072;        // bytes of a program that one launch carries
+
+enum TileClass : uint8_t { kEmptyTile = 0, kPartialTile = 1, kFullTile = 2 };
+
+// By value: below the 4 KiB that every driver takes, and what a captured graph keeps.
+struct Build {
+  MaskOperand operands[kMostOperands];
+  int32_t operand_count, steps_count, affines_count, narrow;
+  // Small programs are in here, larger ones in memory.
+  const MaskStep* steps;
+  const MaskAffine* affines;
+  MaskStep inline_steps[kInlineSteps];
+  MaskAffine inline_affines[kInlineAffines];
+  int32_t m, n, rows, columns, chunk;  // tile, tiles along the sides, tiles of a row that a CTA takes
+  int32_t fragments;                   // own words of a thread (fragments.h); 0: bits by row
+  int32_t tables, layout_h;            // heads that are told apart
+  int64_t b0, h0, q0, queries, keys;   // of the part; q0 is an absolute position
+  int64_t* summaries;
+  uint8_t* classes;  // [tables, rows, columns]
+  int32_t* invalid;
+  int32_t* arrived;  // [tables]
+  int32_t *layout, *row_begin, *row_end, *full_begin, *key_tile, *bits_id, *order;
+  uint32_t* bits;
+};
+static_assert(sizeof(Build) <= 4096, "parameters of a kernel");
+
+// ---- long programs: carried by launches, since a copy from the host has no place in a captured graph ----
+struct Piece {
+  unsigned char bytes[kPiece];
+};
+__global__ void CarryPiece(const __grid_constant__ Piece piece, unsigned char* to, int32_t count) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = piece.bytes[i];
+}
+
+int Carry(const void* from, size_t bytes, unsigned char* to, cudaStream_t stream) {
+  const auto* source = static_cast<const unsigned char*>(from);
+  for (size_t at = 0; at < bytes; at += kPiece) {
+    Piece piece;
+    auto count = static_cast<int32_t>(std::min<size_t>(kPiece, bytes - at));
+    std::copy(source + at, source + at + count, piece.bytes);
+    unsigned char* target = to + at;
+    void* arguments[] = {&piece, &target, &count};
+    const cudaError_t error =
+        cudaLaunchKernel(reinterpret_cast<const void*>(CarryPiece), dim3(1), dim3(256), arguments, 0, stream);
+    if (error != cudaSuccess) return static_cast<int>(error);
+  }
+  return 0;
+}
+
+// ---- summaries ----
+__device__ __forceinline__ int64_t Shuffled(int64_t x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+
+// A CTA of 1024 threads takes a group of 1024 elements, a warp a block of 32.
+__global__ void __launch_bounds__(MaskOperand::kGroup) Summarize(const __grid_constant__ Build p) {
+  constexpr int kBlock = MaskOperand::kBlock, kGroup = MaskOperand::kGroup;
+  __shared__ int64_t lows[kGroup / kBlock], highs[kGroup / kBlock];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int group = static_cast<int>(blockIdx.x);
+  if (group == 0) {
+    for (int t = thread; t < p.tables; t += kGroup) p.arrived[t] = 0, p.layout[t] = t;
+  }
+  int which = 0;
+  for (; which < p.operand_count; ++which) {
+    const MaskOperand& operand = p.operands[which];
+    const int groups = operand.blocks < 0 ? 0 : (operand.count + kGroup - 1) / kGroup;
+    if (group < groups) break;
+    group -= groups;
+  }
+  if (which == p.operand_count) return;
+  const MaskOperand& operand = p.operands[which];
+  const int64_t at = static_cast<int64_t>(group) * kGroup + thread;
+  // Beyond the end the last element again.
+  const int64_t value = ReadElement(operand, at < operand.count ? at : operand.count - 1);
+  int64_t low = value, high = value;
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    low = Least(low, Shuffled(low, lanes));
+    high = Most(high, Shuffled(high, lanes));
+  }
+  if (lane == 0) {
+    lows[warp] = low, highs[warp] = high;
+    const int64_t block = static_cast<int64_t>(group) * (kGroup / kBlock) + warp;
+    if (block * kBlock < operand.count) {
+      p.summaries[2 * (operand.blocks + block)] = low;
+      p.summaries[2 * (operand.blocks + block) + 1] = high;
+    }
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  low = lows[lane], high = highs[lane];
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    low = Least(low, Shuffled(low, lanes));
+    high = Most(high, Shuffled(high, lanes));
+  }
+  if (lane == 0) {
+    p.summaries[2 * (operand.groups + group)] = low;
+    p.summaries[2 * (operand.groups + group) + 1] = high;
+  }
+}
+
+// ---- classes and bits ----
+// 64 keys of 32 rows in the order of fragments.h: a lane has a row's two words, and takes those of 8 rows below.
+__device__ __forceinline__ void StoreFragments(const Build& p, int64_t slot, int row, int w, uint32_t low,
+                                               uint32_t high) {
+  const uint32_t below = __shfl_down_sync(~0u, low, 8), below_high = __shfl_down_sync(~0u, high, 8);
+  if ((row & 8) != 0) return;
+  const int thread = row % 64 / 16 * 32 + row % 8 * 4;
+  uint32_t* const to = p.bits + ((slot * (p.m / 64) + row / 64) * p.fragments + w) * 128 + thread;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) to[t] = FragmentWord(low, high, below, below_high, t);
+}
+
+// 32 rows of a tile, lane by lane of a column: gives this lane's number of ones in its row.
+template <typename V>
+__device__ __forceinline__ int Bits(const MaskView& view, const Build& p, int64_t slot, int row0, int rows,
+                                    int64_t q_first, int64_t key0) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, words = p.n / 32;
+  const int64_t q_last = p.q0 + p.queries - 1;
+  uint32_t* const to = p.bits + (slot * p.m + row0 + lane) * words;
+  int ones = 0;
+  uint32_t low = 0;
+  for (int w = 0; w < words; ++w) {
+    const int64_t key = key0 + 32 * w + lane;
+    const bool there = key < p.keys;
+    uint32_t mine = 0;
+    for (int group = 0; group < 32; group += kMaskRows) {
+      V allowed[kMaskRows];
+      EvaluateRows<V>(view, q_first + row0 + group, q_last, there ? key : p.keys - 1, allowed);
+#pragma unroll
+      for (int r = 0; r < kMaskRows; ++r) {
+        const uint32_t word = __ballot_sync(~0u, there && allowed[r] != 0);
+        if (lane == group + r) mine = word;
+      }
+    }
+    if (row0 + lane >= rows) mine = 0;
+    if (p.fragments == 0) {
+      to[w] = mine;
+    } else if (w % 2 == 1) {
+      StoreFragments(p, slot, row0 + lane, w / 2, low, mine);
+    } else if (w + 1 == words) {
+      StoreFragments(p, slot, row0 + lane, w / 2, mine, 0);
+    }
+    low = mine;
+    ones += __popc(mine);
+  }
+  return ones;
+}
+
+// A CTA takes `chunk` tiles of a row: first a thread decides one by intervals, then warps evaluate those left
+// undecided, 32 rows at a time.
+__global__ void __launch_bounds__(kThreads) Classify(const __grid_constant__ Build p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ MaskOperand operands[kMostOperands];
+  __shared__ int undecided[kThreads];
+  __shared__ int ones[kThreads];
+  __shared__ int count;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int chunks = (p.columns + p.chunk - 1) / p.chunk;
+  const int at = static_cast<int>(blockIdx.x) / chunks;  // row of a table
+  const int table = at / p.rows, row = at % p.rows;
+  const int column0 = static_cast<int>(blockIdx.x) % chunks * p.chunk;
+  auto* const lines = reinterpret_cast<MaskLine*>(shared);
+  auto* const steps = reinterpret_cast<MaskStep*>(lines + p.affines_count);
+  const MaskAffine* affines = p.affines == nullptr ? p.inline_affines : p.affines;
+  const MaskStep* source = p.steps == nullptr ? p.inline_steps : p.steps;
+  for (int i = thread; i < p.affines_count; i += kThreads) {
+    lines[i] = LineOf(affines[i], p.b0 + table / p.layout_h, p.h0 + table % p.layout_h);
+  }
+  for (int i = thread; i < p.steps_count; i += kThreads) steps[i] = source[i];
+  if (thread < p.operand_count) operands[thread] = p.operands[thread];
+  if (thread == 0) count = 0;
+  __syncthreads();
+  MaskView view;
+  view.steps = steps, view.lines = lines, view.operands = operands, view.summaries = p.summaries;
+  view.count = p.steps_count, view.narrow = p.narrow;
+
+  const int64_t q_first = p.q0 + static_cast<int64_t>(row) * p.m;
+  const int rows = static_cast<int>(Least(p.m, p.queries - static_cast<int64_t>(row) * p.m));
+  const int64_t slot0 = static_cast<int64_t>(at) * p.columns;
+  const int column = column0 + thread;
+  if (thread < p.chunk && column < p.columns) {
+    const int64_t key0 = static_cast<int64_t>(column) * p.n;
+    MaskIntervals intervals(view);
+    const MaskInterval found = intervals.Run({q_first, q_first + rows - 1, key0, Least(key0 + p.n, p.keys) - 1});
+    TileClass verdict = kPartialTile;
+    if (!intervals.ok()) {
+      if (p.invalid != nullptr) *p.invalid = 1;
+      verdict = kEmptyTile;
+    } else if (found.hi == 0) {
+      verdict = kEmptyTile;
+    } else if (found.lo == 1 && key0 + p.n <= p.keys) {
+      verdict = kFullTile;
+    }
+    if (verdict == kPartialTile) {
+      const int place = atomicAdd(&count, 1);
+      undecided[place] = column << 1 | (intervals.narrow() ? 1 : 0);
+      ones[place] = 0;
+    } else {
+      p.classes[slot0 + column] = verdict;
+    }
+  }
+  __syncthreads();
+  const int groups = p.m / 32;
+  for (int unit = warp; unit < count * groups; unit += kWarps) {
+    const int tile = undecided[unit / groups] >> 1, row0 = unit % groups * 32;
+    const int64_t key0 = static_cast<int64_t>(tile) * p.n;
+    int own = 0;
+    if ((undecided[unit / groups] & 1) != 0) {
+      own = Bits<int32_t>(view, p, slot0 + tile, row0, rows, q_first, key0);
+    } else {
+      own = Bits<int64_t>(view, p, slot0 + tile, row0, rows, q_first, key0);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(~0u, own, lanes);
+    if (lane == 0) atomicAdd(&ones[unit / groups], own);
+  }
+  __syncthreads();
+  for (int i = thread; i < count; i += kThreads) {
+    const int all = ones[i];
+    p.classes[slot0 + (undecided[i] >> 1)] = all == 0 ? kEmptyTile : all == rows * p.n ? kFullTile : kPartialTile;
+  }
+}
+
+// ---- lists ----
+// A warp lists the tiles of a row, partial ones first; the CTA that is the last one of a table sorts its rows by
+// falling number of tiles.
+__global__ void __launch_bounds__(kThreads) ListTiles(const __grid_constant__ Build p) {
+  __shared__ int32_t costs[kMostOrdered];
+  __shared__ bool last;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int ctas = (p.rows + kWarps - 1) / kWarps;
+  const int table = static_cast<int>(blockIdx.x) / ctas;
+  const int row = static_cast<int>(blockIdx.x) % ctas * kWarps + warp;
+  if (row < p.rows) {
+    const int64_t at = static_cast<int64_t>(table) * p.rows + row;
+    const int64_t begin = at * p.columns;
+    int64_t next = begin;
+    for (int pass = 0; pass < 2; ++pass) {
+      const int wanted = pass == 0 ? kPartialTile : kFullTile;
+      for (int column0 = 0; column0 < p.columns; column0 += 32) {
+        const int column = column0 + lane;
+        const bool own = column < p.columns && p.classes[begin + column] == wanted;
+        const uint32_t found = __ballot_sync(~0u, own);
+        if (own) {
+          const int64_t to = next + __popc(found & ((1u << lane) - 1u));
+          p.key_tile[to] = column;
+          p.bits_id[to] = pass == 0 ? static_cast<int32_t>(begin + column) : -1;
+        }
+        next += __popc(found);
+      }
+      if (lane == 0) (pass == 0 ? p.full_begin : p.row_end)[at] = static_cast<int32_t>(next);
+    }
+    if (lane == 0) {
+      p.row_begin[at] = static_cast<int32_t>(begin);
+      if (p.rows > kMostOrdered) p.order[at] = row;
+    }
+  }
+  if (p.rows > kMostOrdered) return;
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) last = atomicAdd(p.arrived + table, 1) == ctas - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int64_t first = static_cast<int64_t>(table) * p.rows;
+  // The host's order: a partial tile counts half as much again, equal rows stay in theirs.
+  for (int r = thread; r < p.rows; r += kThreads) {
+    const int full = __ldcg(p.full_begin + first + r);
+    costs[r] =
+        3 * (__ldcg(p.row_end + first + r) - __ldcg(p.row_begin + first + r)) - (__ldcg(p.row_end + first + r) - full);
+  }
+  __syncthreads();
+  for (int r = thread; r < p.rows; r += kThreads) {
+    int rank = 0;
+    for (int other = 0; other < p.rows; ++other) {
+      rank += costs[other] > costs[r] || (costs[other] == costs[r] && other < r) ? 1 : 0;
+    }
+    p.order[first + rank] = r;
+  }
+}
+
+__global__ void Invalidate(const int32_t* invalid, uint16_t* output, Strides stride, int64_t H, int64_t S, int64_t Dv,
+                           int64_t count) {
+  if (*invalid == 0) return;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
+    const int64_t row = i / Dv, bh = row / S;
+    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = 0x7fff;  // NaN in both half types
+  }
+}
+
+// ---- the host's part ----
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t BitBytes(const MaskTile& tile) {
+  return int64_t{tile.m} * (tile.fragments ? 64 * FragmentWords(tile.n) : tile.n) / 8;
+}
+int64_t TileBytes(const MaskTile& tile) { return BitBytes(tile) + 9; }  // bits, class, two list entries
+
+struct Layout {
+  int64_t rows = 0, columns = 0, tables = 0;
+  int64_t summaries = 0, steps = 0, affines = 0, arrived = 0, layout = 0, row_begin = 0, row_end = 0, full_begin = 0,
+          order = 0, key_tile = 0, bits_id = 0, classes = 0, bits = 0, total = 0;
+};
+
+bool IsInline(const MaskProgram& program) {
+  return program.steps.size() <= kInlineSteps && program.affines.size() <= kInlineAffines;
+}
+
+Layout LayoutOf(const MaskBuild& build) {
+  const MaskProgram& program = *build.program;
+  Layout l;
+  l.rows = CeilDiv(build.part.rows, build.tile.m);
+  l.columns = CeilDiv(build.sizes.T, build.tile.n);
+  l.tables = (program.uses_b ? build.part.batches : 1) * (program.uses_h ? build.part.heads : 1);
+  const auto take = [&l](int64_t bytes) {
+    const int64_t at = l.total;
+    l.total += CeilDiv(bytes, kLine) * kLine;
+    return at;
+  };
+  l.summaries = take(16 * int64_t{program.pairs});
+  if (!IsInline(program)) {
+    l.steps = take(static_cast<int64_t>(program.steps.size() * sizeof(MaskStep)));
+    l.affines = take(static_cast<int64_t>(program.affines.size() * sizeof(MaskAffine)));
+  }
+  const int64_t all = l.tables * l.rows;
+  l.arrived = take(4 * l.tables);
+  l.layout = take(4 * l.tables);
+  l.row_begin = take(4 * all);
+  l.row_end = take(4 * all);
+  l.full_begin = take(4 * all);
+  l.order = take(4 * all);
+  l.key_tile = take(4 * all * l.columns);
+  l.bits_id = take(4 * all * l.columns);
+  l.classes = take(all * l.columns);
+  l.bits = take(all * l.columns * BitBytes(build.tile));
+  return l;
+}
+
+template <typename Kernel>
+int Start(Kernel* kernel, const Build& build, int64_t ctas, int threads, size_t shared, cudaStream_t stream) {
+  void* arguments[] = {const_cast<Build*>(&build)};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(ctas)),
+                                           dim3(static_cast<unsigned>(threads)), arguments, shared, stream));
+}
+
+}  // namespace
+
+MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const MaskTile& tile, int64_t most)
+    : sizes_(sizes) {
+  const int64_t rows = CeilDiv(sizes.S, tile.m);
+  // bits_id and the list's places are 32 bits.
+  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), int64_t{1} << 30));
+  const int64_t row_tiles = std::max<int64_t>(1, CeilDiv(sizes.T, tile.n));
+  const int64_t table = rows * row_tiles;
+  const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1;
+  batches_ = sizes.B, heads_ = sizes.H, rows_ = sizes.S;
+  if (b * h * table > tiles) {
+    if (program.uses_b) batches_ = std::max<int64_t>(1, tiles / (h * table));
+    if (program.uses_h && h * table > tiles) heads_ = 1;
+    if (table > tiles) rows_ = std::max<int64_t>(1, tiles / row_tiles) * tile.m;
+  }
+}
+
+bool MaskCuts::Next(MaskPart* part) {
+  if (next_.b >= sizes_.B || sizes_.H == 0 || sizes_.S == 0) return false;
+  *part = next_;
+  part->batches = std::min(batches_, sizes_.B - next_.b);
+  part->heads = std::min(heads_, sizes_.H - next_.h);
+  part->rows = std::min(rows_, sizes_.S - next_.row);
+  next_.row += rows_;
+  if (next_.row >= sizes_.S) next_.row = 0, next_.h += heads_;
+  if (next_.h >= sizes_.H) next_.h = 0, next_.b += batches_;
+  return true;
+}
+
+size_t MaskBytes(const MaskBuild& build) { return static_cast<size_t>(LayoutOf(build).total); }
+
+int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMask* mask) {
+  const MaskProgram& program = *build.program;
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Layout l = LayoutOf(build);
+  auto* const base = static_cast<unsigned char*>(memory);
+  const auto words = [base](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
+  Build p = {};
+  std::copy(program.operands.begin(), program.operands.end(), p.operands);
+  p.operand_count = static_cast<int32_t>(program.operands.size());
+  p.steps_count = static_cast<int32_t>(program.steps.size());
+  p.affines_count = static_cast<int32_t>(program.affines.size());
+  p.narrow = program.narrow ? 1 : 0;
+  if (IsInline(program)) {
+    std::copy(program.steps.begin(), program.steps.end(), p.inline_steps);
+    std::copy(program.affines.begin(), program.affines.end(), p.inline_affines);
+  } else {
+    p.steps = reinterpret_cast<const MaskStep*>(base + l.steps);
+    p.affines = reinterpret_cast<const MaskAffine*>(base + l.affines);
+    int error = Carry(program.steps.data(), program.steps.size() * sizeof(MaskStep), base + l.steps, on);
+    if (error == 0) {
+      error = Carry(program.affines.data(), program.affines.size() * sizeof(MaskAffine), base + l.affines, on);
+    }
+    if (error != 0) return error;
+  }
+  p.m = build.tile.m, p.n = build.tile.n;
+  p.fragments = build.tile.fragments ? FragmentWords(build.tile.n) : 0;
+  p.rows = static_cast<int32_t>(l.rows), p.columns = static_cast<int32_t>(l.columns);
+  p.tables = static_cast<int32_t>(l.tables);
+  p.layout_h = static_cast<int32_t>(program.uses_h ? build.part.heads : 1);
+  p.b0 = build.part.b, p.h0 = build.part.h;
+  p.q0 = build.sizes.P + build.part.row, p.queries = build.part.rows, p.keys = build.sizes.T;
+  p.summaries = reinterpret_cast<int64_t*>(base + l.summaries);
+  p.classes = base + l.classes;
+  p.invalid = build.invalid;
+  p.arrived = words(l.arrived), p.layout = words(l.layout);
+  p.row_begin = words(l.row_begin), p.row_end = words(l.row_end), p.full_begin = words(l.full_begin);
+  p.order = words(l.order), p.key_tile = words(l.key_tile), p.bits_id = words(l.bits_id);
+  p.bits = reinterpret_cast<uint32_t*>(base + l.bits);
+
+  int64_t groups = 0;
+  for (const MaskOperand& operand : program.operands) {
+    if (operand.blocks >= 0) groups += CeilDiv(operand.count, MaskOperand::kGroup);
+  }
+  int error = Start(Summarize, p, std::max<int64_t>(1, groups), MaskOperand::kGroup, 0, on);
+  if (error != 0) return error;
+
+  // Few tiles a CTA where there would not be several CTAs for every multiprocessor.
+  const int64_t all = l.tables * l.rows;
+  p.chunk = kThreads;
+  while (p.chunk > 16 && all * CeilDiv(l.columns, p.chunk) < 4 * int64_t{build.multiprocessors}) p.chunk /= 2;
+  const size_t shared = program.affines.size() * sizeof(MaskLine) + program.steps.size() * sizeof(MaskStep);
+  if (shared > 40 << 10) {
+    const cudaError_t allowed =
+        cudaFuncSetAttribute(Classify, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (allowed != cudaSuccess) return static_cast<int>(allowed);
+  }
+  error = Start(Classify, p, all * CeilDiv(l.columns, p.chunk), kThreads, shared, on);
+  if (error != 0) return error;
+  error = Start(ListTiles, p, l.tables * CeilDiv(l.rows, kWarps), kThreads, 0, on);
+  if (error != 0) return error;
+
+  mask->rows = p.rows;
+  mask->layout_b = static_cast<int32_t>(program.uses_b ? build.part.batches : 1);
+  mask->layout_h = p.layout_h;
+  mask->layout = p.layout;
+  mask->row_ptr = p.row_begin, mask->row_end = p.row_end, mask->full_begin = p.full_begin;
+  mask->key_tile = p.key_tile, mask->bits_id = p.bits_id, mask->bits = p.bits, mask->order = p.order;
+  return 0;
+}
+
+int LaunchInvalidate(const int32_t* invalid, void* output, const Strides& stride, int64_t B, int64_t H, int64_t S,
+                     int64_t Dv, void* stream) {
+  auto* to = static_cast<uint16_t*>(output);
+  Strides strides = stride;
+  int64_t count = B * H * S * Dv;
+  const int64_t ctas = std::min<int64_t>(CeilDiv(count, 256), 1024);
+  void* arguments[] = {&invalid, &to, &strides, &H, &S, &Dv, &count};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(Invalidate), dim3(static_cast<unsigned>(ctas)),
+                                           dim3(256), arguments, 0, static_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace cuda
+}  // namespace stof
