@@ -32,7 +32,7 @@ constexpr int kMostKeys = 160;  // of a tile
 enum Code : int32_t {
   kEvery = -1,    // every pair
   kPadded = -2,   // every pair of a key that is there and no padding
-  kNothing = -3,  // no pair: instead of the tiles of an item that has none
+  kNothing = -3,  // instead of the tiles of an item that has none
 };
 
 // What the producer says about a key tile.
@@ -130,7 +130,7 @@ class Attention {
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
     shared_ = shared + team_ * S::kTeamBytes;
     // By way of an instruction that the compiler cannot repeat wherever it needs the address.
-    asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared_)));
+    base_ = Opaque(SharedAddress(shared_));
   }
 
   __device__ void Run() {
@@ -237,8 +237,9 @@ class Attention {
     if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
     const DeviceMask& mask = p.mask;
     // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
-    const int first = i / (p_.section * rows) * p_.section;
-    const int heads = min(p_.section, p.B * p.H - first);
+    const int section = min(p_.section, p.B * p.H);
+    const int first = i / (section * rows) * section;
+    const int heads = min(section, p.B * p.H - first);
     const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
     const int b = bh / p.H, h = bh % p.H;
     const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
@@ -323,10 +324,14 @@ class Attention {
   }
 
   __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) {
+    if (tile < 0) {
+      Arrive(full);
+      return;
+    }
     ArriveExpect(full, S::kTileBytes);
 #pragma unroll
     for (int c = 0; c < kHead / kAtom; ++c) {
-      CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, max(tile, 0) * S::kN, h, b);
+      CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
     }
   }
 
@@ -337,21 +342,20 @@ class Attention {
   // Whether the product with the values is over when the maxima are known: then scores become weights in one go.
   static constexpr bool kShort = kHead <= 64;
 
-  // Where a consumer is in the rings.
-  struct Place {
-    Ring<kQueries> query;
-    Ring<S::kStages> keys, values;
-    Ring<S::kSlots> slots;
-  };
-
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
     scale_ = p.scale * kLog2E;
     if (wg_ == S::kConsumers - 1) PassTurn();
-    Place place;
-    Wait(QueryFull(0), 0);
-    const Item item = ReadItem(0);
-    if (item.row0 >= 0) Work(item, &place);
+    Ring<kQueries> query;
+    Ring<S::kStages> keys, values;
+    Ring<S::kSlots> slots;
+    for (;;) {
+      Wait(QueryFull(query.at), query.phase);
+      const Item item = ReadItem(query.at);
+      if (item.row0 < 0) break;
+      Work(item, query.at, &keys, &values, &slots);
+      query.Next();
+    }
     if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
   }
 
@@ -373,131 +377,97 @@ class Attention {
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
-  // All items from this one on. Control flow is the same for all and for every tile, also for what stands for an item
-  // without any: else the compiler takes addresses for different among the threads, and no more for constants of a warp.
-  __device__ __forceinline__ void Work(Item item, Place* place) {
-    float o[kOutputs], s[kScores], high[2], sum[2], factor[2];
+  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                       Ring<S::kSlots>* slots) {
+    float o[kOutputs], s[kScores], high[2], sum[2];
     uint32_t weights[kScores / 2], bits[S::kOwnWords];
-    Ring<S::kStages>&keys = place->keys, &values = place->values;
-    Ring<S::kSlots>& slots = place->slots;
-    FirstScores(place, s, bits);
-    for (;;) {
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
-      const int query = Uniform(place->query.at);
-      const int flags = Uniform(Entries()[slots.at].flags);
-      int code = Uniform(Entries()[slots.at].code), next = Uniform(Entries()[slots.at].next);
-      bool last = (flags & kLast) != 0;
-      if (last) Release(QueryEmpty(query));
-      if (code != kEvery) Forbid(code, flags, slots.at, bits, s);
-      FetchBits(next, bits);
-      Raise(s, high, factor);
-      Weigh(s, high, factor, sum);
-      Pack(s, weights);
-      while (!last) {
-        slots.Next();
-        Wait(Barrier(kKeyFull, keys.at), keys.phase);
-        TakeTurn();
-        BothProducts(query, keys.at, values, s, weights, o);
-        PassTurn();
-        code = next;
-        int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
-        LoadShared(told, SharedAddress(&Entries()[slots.at].flags));
-        ProductWait<1>();
-        Hold(s);
-        Release(Barrier(kKeyEmpty, keys.at));
-        keys.Next();
-        if (code != kEvery) Forbid(code, Uniform(told[0]), slots.at, bits, s);
-        Raise(s, high, factor);
-        // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to
-        // the block's start, and nothing covers the product any more.
-        if constexpr (kShort) {
-          if (Raised(factor)) Scale(factor, o);
-          ProductWait<0>();
-          Hold(o);
-          Hold(weights);
-          Weigh(s, high, factor, sum);
-          Pack(s, weights);
-          Release(Barrier(kValueEmpty, values.at));
-        } else {
-          Weigh(s, high, factor, sum);
-          if (Raised(factor)) Scale(factor, o);
-          ProductWait<0>();
-          Hold(o);
-          Hold(weights);
-          Release(Barrier(kValueEmpty, values.at));
-          Pack(s, weights);
-        }
-        values.Next();
-        last = (Uniform(told[0]) & kLast) != 0;
-        next = Uniform(told[1]);
-        if (last) Release(QueryEmpty(query));
-        FetchBits(next, bits);
-      }
-      slots.Next();
-      if constexpr (kQueries > 1) {
-        // With the last product of this item go the first scores of the next one: what ends an item and what begins one
-        // cover each other.
-        const Item following = NextItem(place);
-        if (following.row0 < 0) break;
-        Wait(Barrier(kKeyFull, keys.at), keys.phase);
-        TakeTurn();
-        BothProducts(Uniform(place->query.at), keys.at, values, s, weights, o);
-        PassTurn();
-        FetchBits(Uniform(Entries()[slots.at].code), bits);
-        ProductWait<0>();
-        Hold(s);
-        Hold(o);
-        Release(Barrier(kKeyEmpty, keys.at));
-        keys.Next();
-        Release(Barrier(kValueEmpty, values.at));
-        values.Next();
-        Finish(item, o, high, sum);
-        item = following;
-      } else {
-        LastProduct(&values, weights, o);
-        Finish(item, o, high, sum);
-        item = NextItem(place);
-        if (item.row0 < 0) return;
-        FirstScores(place, s, bits);
-      }
-    }
-    LastProduct(&values, weights, o);
-    Finish(item, o, high, sum);
-  }
+    for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
 
-  // The next tile's scores, and this one's weights times its values, in flight.
-  __device__ __forceinline__ void BothProducts(int query, int key_stage, const Ring<S::kStages>& values,
-                                               float (&s)[kScores], uint32_t (&weights)[kScores / 2],
-                                               float (&o)[kOutputs]) const {
-    Hold(s);
-    Hold(o);
-    Hold(weights);
-    ProductFence();
-    Scores(query, key_stage, s);
-    ProductCommit();
-    Wait(Barrier(kValueFull, values.at), values.phase);
-    ProductFence();
-    AddValues(values.at, weights, o);
-    ProductCommit();
-  }
-  __device__ __forceinline__ void FirstScores(Place* place, float (&s)[kScores], uint32_t (&bits)[S::kOwnWords]) {
-    Ring<S::kStages>& keys = place->keys;
-    Wait(Barrier(kKeyFull, keys.at), keys.phase);
+    Wait(Barrier(kKeyFull, keys->at), keys->phase);
+    int code = Uniform(Entries()[slots->at].code);
+    int flags = Uniform(Entries()[slots->at].flags);
+    int next = Uniform(Entries()[slots->at].next);
+    if (code == kNothing) {
+      Release(Barrier(kKeyEmpty, keys->at));
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      Release(Barrier(kValueEmpty, values->at));
+      Release(QueryEmpty(query));
+      keys->Next();
+      values->Next();
+      slots->Next();
+      Finish(item, o, high, sum);
+      return;
+    }
     Hold(s);
     ProductFence();
-    Scores(Uniform(place->query.at), keys.at, s);
+    Scores(query, keys->at, s);
     ProductCommit();
-    FetchBits(Uniform(Entries()[place->slots.at].code), bits);
+    FetchBits(code, bits);
     ProductWait<0>();
     Hold(s);
-    Release(Barrier(kKeyEmpty, keys.at));
-    keys.Next();
-  }
-  __device__ __forceinline__ void LastProduct(Ring<S::kStages>* values, uint32_t (&weights)[kScores / 2],
-                                              float (&o)[kOutputs]) const {
+    Release(Barrier(kKeyEmpty, keys->at));
+    bool last = (flags & kLast) != 0;
+    if (last) Release(QueryEmpty(query));
+    keys->Next();
+    float factor[2];
+    if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
+    FetchBits(next, bits);
+    Raise(s, high, factor);
+    Weigh(s, high, factor, sum);
+    Pack(s, weights);
+    while (!last) {
+      slots->Next();
+      Wait(Barrier(kKeyFull, keys->at), keys->phase);
+      TakeTurn();
+      Hold(s);
+      Hold(o);
+      Hold(weights);
+      ProductFence();
+      Scores(query, keys->at, s);
+      ProductCommit();
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      ProductFence();
+      AddValues(values->at, weights, o);
+      ProductCommit();
+      PassTurn();
+      code = next;
+      int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
+      LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
+      ProductWait<1>();
+      Hold(s);
+      Release(Barrier(kKeyEmpty, keys->at));
+      keys->Next();
+      if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
+      Raise(s, high, factor);
+      // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
+      // block's start, and nothing covers the product any more.
+      if constexpr (kShort) {
+        if (Raised(factor)) Scale(factor, o);
+        ProductWait<0>();
+        Hold(o);
+        Hold(weights);
+        Weigh(s, high, factor, sum);
+        Pack(s, weights);
+        Release(Barrier(kValueEmpty, values->at));
+      } else {
+        Weigh(s, high, factor, sum);
+        if (Raised(factor)) Scale(factor, o);
+        ProductWait<0>();
+        Hold(o);
+        Hold(weights);
+        Release(Barrier(kValueEmpty, values->at));
+        Pack(s, weights);
+      }
+      values->Next();
+      last = (Uniform(told[0]) & kLast) != 0;
+      next = Uniform(told[1]);
+      if (last) Release(QueryEmpty(query));
+      FetchBits(next, bits);
+    }
+    slots->Next();
     Wait(Barrier(kValueFull, values->at), values->phase);
     Hold(o);
     Hold(weights);
@@ -508,11 +478,7 @@ class Attention {
     Hold(o);
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
-  }
-  __device__ __forceinline__ Item NextItem(Place* place) {
-    place->query.Next();
-    Wait(QueryFull(place->query.at), place->query.phase);
-    return ReadItem(place->query.at);
+    Finish(item, o, high, sum);
   }
 
   static __device__ __forceinline__ bool Raised(const float (&factor)[2]) {
@@ -554,9 +520,7 @@ class Attention {
                            (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
                            threadIdx.x % kWarpgroup;
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) {
-      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(bits[w]) : "l"(from + w * kWarpgroup));
-    }
+    for (int w = 0; w < S::kOwnWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
   }
 
   // Takes away what a partial tile forbids.
@@ -564,7 +528,7 @@ class Attention {
                                          float (&s)[kScores]) {
     uint32_t words[S::kOwnWords];
 #pragma unroll
-    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : code == kNothing ? 0u : ~0u;
+    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
     if ((flags & kPads) != 0) {
       const uint32_t* pad = Entries()[slot].pad;
 #pragma unroll
@@ -718,7 +682,7 @@ class Attention {
     }
     SyncNamed(kFirst, kThreads);
     float scale[2];
-    bool empty[2], none[2];
+    bool empty[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float2 part[S::kSplit];
@@ -735,11 +699,7 @@ class Attention {
       empty[r] = total == 0.0f;
       if (!empty[r]) total += Sink(item, most);
       if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
-      // What no weight was given may be anything, NaN too.
-      none[r] = part[0].y == 0.0f;
-#pragma unroll
-      for (int t = 1; t < S::kSplit; ++t) none[r] = t == team_ ? part[t].y == 0.0f : none[r];
-      scale[r] = none[r] ? 0.0f : Exp2(high[r] - base) / total;
+      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
     }
     float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
                          wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
@@ -751,11 +711,11 @@ class Attention {
     for (int chunk = 0; chunk < S::kSplit; ++chunk) {
       if (chunk == team_) {
 #pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) own[i] = none[i / 2 % 2] ? 0.0f : o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+        for (int i = 0; i < S::kChunk; ++i) own[i] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
       } else {
         float* const to = part(chunk, team_ - (team_ > chunk ? 1 : 0));
 #pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = none[i / 2 % 2] ? 0.0f : o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
       }
     }
     SyncNamed(kSecond, kThreads);

@@ -43,6 +43,19 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// A number that the compiler cannot work out again.
+__device__ __forceinline__ uint32_t Opaque(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// A word that no kernel writes.
+__device__ __forceinline__ uint32_t LoadWord(const uint32_t* from) {
+  uint32_t x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
 __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(r[1]) : "r"(address) : "memory");
