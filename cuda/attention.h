@@ -53,7 +53,7 @@ struct AttentionParams {
 
 // The launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.
 using Launch = int (*)(const AttentionParams& params, void* stream);
-// By the larger of D and Dv, rounded up; bf16 or fp16; extras: softcap or a bias.
+// By the larger of D and Dv, rounded up; bf16 or fp16; extras: softcap, a bias, or a scale <= 0.
 Launch FindSm80(int head_size, bool bf16, bool extras);
 // pad [batches, T] of any type that docs/operators.md lists, to bits [B, key tiles, n / 32]. batches is B or 1. Sets
 // `zeros` words at `cleared` to 0 on the way.

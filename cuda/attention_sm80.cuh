@@ -23,18 +23,27 @@ constexpr float kLowest = -3.4028234663852886e38f;
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
 
-template <int kHead>
+// Warps of 32 rows read keys and values half as often as those of 16, which is what bounds the wider heads; biases, and
+// the output of heads above 128, need the registers.
+template <int kHead, bool kExtras>
 struct Shape {
   static constexpr int kM = kTileRows, kN = kTileKeys;
-  static constexpr int kWarps = kHead <= 64 ? 4 : 8;
+  // Heads above 128 may find too little shared memory for two stages of keys and values: then one, or, 0, one buffer
+  // for both in turn, as the device has it.
+  static constexpr bool kTight = kHead > 128;
+  static constexpr int kWarps = kHead <= 64 || (!kExtras && !kTight) ? 4 : 8;
+  // Queries stay in registers where there is room, and are read again for each tile otherwise.
+  static constexpr bool kHeldQueries = !kTight && (kHead <= 64 || kWarps == 8);
+  // Buffers for keys and for values. With one, the keys of a tile come under the softmax and the product with the
+  // values of the tile before, and its values under its scores; two CTAs fit a multiprocessor then. The most there
+  // can be where kTight.
+  static constexpr int kStages = kHead <= 64 || kWarps == 8 ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocks = kM / kWarps / 16;  // of 16 rows, a warp
   static constexpr int kChunks = kHead / 8;         // of 16 bytes, a row
   static constexpr int kStage = kN * kHead;         // elements
-  // Heads above 128 may find too little shared memory for two stages of keys and values: then one, or, 0, one buffer
-  // for both in turn. Their queries stay in shared memory, for the output needs the registers.
-  static constexpr bool kTight = kHead > 128;
   static constexpr int SharedBytes(int stages) { return 2 * (kM * kHead + (stages == 0 ? 1 : 2 * stages) * kStage); }
+  static constexpr int kCtas = kWarps == 8 ? 1 : 2;  // of a multiprocessor
 };
 
 // Where chunk c of a row lies: neighbours of a column of chunks fall into different banks.
@@ -43,37 +52,47 @@ __device__ __forceinline__ int Place(int row, int chunk) {
   return row * kHead + ((chunk ^ (kHead % 64 == 0 ? row & 7 : row >> 1 & 3)) << 3);
 }
 
-template <int kHead, typename T>
-class Tile {
- public:
-  using S = Shape<kHead>;
-  // Rows [first, first + count) of a head, zeros beyond `rows` and beyond `size`.
-  template <int kRows>
-  static __device__ __forceinline__ void Load(T* to, const T* from, int64_t stride, int first, int rows, int size) {
-    constexpr int kSteps = kRows * S::kChunks / S::kThreads;
+// Rows [first, first + kCount) of a head with `rows` rows of `size` elements into shared memory, zeros beyond either
+// end. No state: what a thread could keep for the next tile is registers that the wide heads do not have.
+template <int kHead, int kThreads, int kCount, typename T>
+__device__ __forceinline__ void LoadRows(uint32_t to, const T* from, int64_t stride, int first, int rows, int size) {
+  constexpr int kChunks = kHead / 8;
+  if constexpr (kThreads % (8 * kChunks) == 0) {
+    // A chunk has the same place in its row in all steps.
+    constexpr int kStep = kThreads / kChunks;  // rows between two of a thread
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
+    const bool inside = 8 * chunk < size;
+    const uint32_t place = to + 2 * static_cast<uint32_t>(Place<kHead>(row, chunk));
+    const T* source = from + (first + row) * stride + 8 * chunk;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int at = i * S::kThreads + threadIdx.x;
-      const int row = at / S::kChunks, chunk = at % S::kChunks;
+    for (int i = 0; i < kCount / kStep; ++i) {
+      const bool valid = inside && first + row + i * kStep < rows;
+      CopyAsync16(place + 2 * i * kStep * kHead, valid ? source : from, valid);
+      source += kStep * stride;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
+      const int at = i * kThreads + static_cast<int>(threadIdx.x), row = at / kChunks, chunk = at % kChunks;
       const bool valid = first + row < rows && 8 * chunk < size;
-      const T* source = from + (valid ? (first + row) * stride + 8 * chunk : 0);
-      CopyAsync16(SharedAddress(to + Place<kHead>(row, chunk)), source, valid);
+      CopyAsync16(to + 2 * Place<kHead>(row, chunk), from + (valid ? (first + row) * stride + 8 * chunk : 0), valid);
     }
   }
-};
+}
 
 // One CTA's work.
 template <int kHead, typename T, bool kExtras>
 class Attention {
-  using S = Shape<kHead>;
+  using S = Shape<kHead, kExtras>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;   // of the inner product
 
  public:
+  // stages: of heads above 128.
   __device__ Attention(const AttentionParams& p, int stages, T* shared)
-      : p_(p), stages_(S::kTight ? stages : 2), shared_(shared) {
-    const int item = blockIdx.x;
+      : p_(p), stages_(S::kTight ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
+    const int item = static_cast<int>(blockIdx.x);
     const int rows = (p.S + S::kM - 1) / S::kM;
     const int bh = item / rows;
     int row = item % rows;
@@ -99,7 +118,8 @@ class Attention {
     pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
-    // Scores come in units of log2 where nothing has to be done to them before.
+    // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
+    // kExtras.
     scale_ = kExtras ? 1.0f : p.scale * kLog2E;
     inverse_softcap_ = 1.0f / p.softcap;
   }
@@ -114,23 +134,25 @@ class Attention {
       for (bool unmasked = false;; unmasked = true) {
         LoadQueries();  // where they lay is output the second time
         Clear();
-        Sweep(unmasked);
+        SweepTight(unmasked);
         const bool some_empty = Finish(unmasked);
         if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
         if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
       }
+    } else {
+      LoadQueries();
+      Clear();
+      Sweep(false);
+      const bool some_empty = Finish(false);
+      if (!twice || __syncthreads_or(some_empty) == 0) return;
+      // Once more over all keys, for the rows without any.
+      if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
+      __syncthreads();
+      if constexpr (!S::kHeldQueries) LoadQueries();  // the output went through their memory
+      Clear();
+      Sweep(true);
+      Finish(true);
     }
-    LoadQueries();
-    Clear();
-    Sweep(false);
-    const bool some_empty = Finish(false);
-    if (!twice || __syncthreads_or(some_empty) == 0) return;
-    // Once more over all keys, for the rows without any.
-    if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
-    __syncthreads();
-    Clear();
-    Sweep(true);
-    Finish(true);
   }
 
  private:
@@ -176,40 +198,41 @@ class Attention {
   }
 
   // ---- memory ----
-  __device__ T* Keys(int stage) { return shared_ + S::kM * kHead + stage * S::kStage; }
-  __device__ T* Values(int stage) {
-    return S::kTight && stages_ == 0 ? Keys(0) : shared_ + S::kM * kHead + (Stages() + stage) * S::kStage;
+  // Addresses in shared memory.
+  __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
+  __device__ __forceinline__ uint32_t Values(int stage) const {
+    if constexpr (S::kTight) return Keys(stages_ == 0 ? 0 : stages_ + stage);
+    return Keys(S::kStages + stage);
   }
-  __device__ int Stages() const { return S::kTight ? stages_ : 2; }
-  __device__ __forceinline__ void FetchKeys(int tile, int stage) {
+  __device__ __forceinline__ void FetchKeys(int tile, int stage) const {
     if (tile >= 0) {
-      Tile<kHead, T>::template Load<S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, p_.D);
+      LoadRows<kHead, S::kThreads, S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, p_.D);
     }
     CommitCopies();
   }
-  __device__ __forceinline__ void FetchValues(int tile, int stage) {
+  __device__ __forceinline__ void FetchValues(int tile, int stage) const {
     if (tile >= 0) {
-      Tile<kHead, T>::template Load<S::kN>(Values(stage), value_, p_.value_stride.s, tile * S::kN, p_.T, p_.Dv);
+      LoadRows<kHead, S::kThreads, S::kN>(Values(stage), value_, p_.value_stride.s, tile * S::kN, p_.T, p_.Dv);
     }
     CommitCopies();
   }
 
   __device__ void LoadQueries() {
-    Tile<kHead, T>::template Load<S::kM>(shared_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
+    LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
     CommitCopies();
-    WaitCopies<0>();
-    __syncthreads();
-    if constexpr (!S::kTight) {
+    if constexpr (S::kHeldQueries) {
+      WaitCopies<0>();
+      __syncthreads();
 #pragma unroll
-      for (int i = 0; i < S::kBlocks; ++i) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) LoadQuery(i, k, q_[i][k]);
-      }
+      for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
     }
   }
-  __device__ __forceinline__ void LoadQuery(int i, int k, uint32_t (&q)[4]) const {
-    const int row = (warp_ * S::kBlocks + i) * 16 + lane_ % 16;
-    LoadMatrix4(q, SharedAddress(shared_ + Place<kHead>(row, 2 * k + lane_ / 16)));
+  __device__ __forceinline__ void ReadQueries(int k, uint32_t (&q)[S::kBlocks][4]) const {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+      const int row = (warp_ * S::kBlocks + i) * 16 + lane_ % 16;
+      LoadMatrix4(q[i], base_ + 2 * Place<kHead>(row, 2 * k + lane_ / 16));
+    }
   }
 
   __device__ void Clear() {
@@ -226,23 +249,62 @@ class Attention {
   }
 
   // ---- the loop ----
-  // With one stage the next tile is asked for when everybody has done with this one, and comes under the other product.
   __device__ void Sweep(bool unmasked) {
     int i = begin_;
     Entry entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
-    if (Stages() > 0) FetchValues(entry.tile, 0);
+    if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
     int stage = 0;
     while (entry.tile >= 0) {
       const Entry next = Next(&i, unmasked);
-      const int other = Stages() == 2 ? stage ^ 1 : 0;
-      WaitForOne();  // the keys; the values may still come
-      if (Stages() == 2) FetchKeys(next.tile, other);
+      float s[S::kBlocks][kColumns][4];
+      if constexpr (S::kStages == 2) {
+        WaitCopies<1>();  // the keys; the values may still come
+        __syncthreads();
+        FetchKeys(next.tile, stage ^ 1);
+        Scores(Keys(stage), s);
+        Adjust(entry, unmasked, s);
+        Softmax(s);
+        WaitCopies<1>();
+        __syncthreads();
+        FetchValues(next.tile, stage ^ 1);
+        AddValues(Values(stage), s);
+        stage ^= 1;
+      } else {
+        WaitCopies<0>();
+        __syncthreads();
+        FetchValues(entry.tile, 0);
+        Scores(Keys(0), s);
+        WaitCopies<0>();
+        __syncthreads();
+        FetchKeys(next.tile, 0);
+        Adjust(entry, unmasked, s);
+        Softmax(s);
+        AddValues(Values(0), s);
+      }
+      entry = next;
+    }
+    WaitCopies<0>();
+  }
+
+  // The same for heads above 128. With one stage the next tile is asked for when everybody has done with this one, and
+  // comes under the other product.
+  __device__ void SweepTight(bool unmasked) {
+    int i = begin_;
+    Entry entry = Next(&i, unmasked);
+    FetchKeys(entry.tile, 0);
+    if (stages_ > 0) FetchValues(entry.tile, 0);
+    int stage = 0;
+    while (entry.tile >= 0) {
+      const Entry next = Next(&i, unmasked);
+      const int other = stages_ == 2 ? stage ^ 1 : 0;
+      WaitForOne();  // the keys and the queries; the values may still come
+      if (stages_ == 2) FetchKeys(next.tile, other);
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(stage), s);
-      if (Stages() < 2) {
+      if (stages_ < 2) {
         __syncthreads();
-        if (Stages() == 1) {
+        if (stages_ == 1) {
           FetchKeys(next.tile, 0);
         } else {
           FetchValues(entry.tile, 0);
@@ -251,11 +313,11 @@ class Attention {
       Adjust(entry, unmasked, s);
       Softmax(s);
       WaitForOne();
-      if (Stages() == 2) FetchValues(next.tile, other);
+      if (stages_ == 2) FetchValues(next.tile, other);
       AddValues(Values(stage), s);
-      if (Stages() < 2) {
+      if (stages_ < 2) {
         __syncthreads();
-        if (Stages() == 1) {
+        if (stages_ == 1) {
           FetchValues(next.tile, 0);
         } else {
           FetchKeys(next.tile, 0);
@@ -267,7 +329,7 @@ class Attention {
     WaitCopies<0>();
   }
   __device__ __forceinline__ void WaitForOne() const {
-    if (Stages() > 0) {
+    if (stages_ > 0) {
       WaitCopies<1>();
     } else {
       WaitCopies<0>();
@@ -275,7 +337,7 @@ class Attention {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void Scores(const T* keys, float (&s)[S::kBlocks][kColumns][4]) {
+  __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -284,25 +346,20 @@ class Attention {
         for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
       }
     }
-    constexpr int kAtOnce = S::kTight ? 4 : kSteps;
+    constexpr int kAtOnce = S::kTight ? 4 : kSteps;  // more would take registers
 #pragma unroll kAtOnce
     for (int k = 0; k < kSteps; ++k) {
-      constexpr int kHeld = S::kTight ? S::kBlocks : 1;
-      uint32_t held[kHeld][4];
-      if constexpr (S::kTight) {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) LoadQuery(i, k, held[i]);
-      }
+      if constexpr (!S::kHeldQueries) ReadQueries(k, q_[0]);
+      const uint32_t (&q)[S::kBlocks][4] = q_[S::kHeldQueries ? k : 0];
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
         uint32_t b[4];
         const int row = 8 * j + lane_ % 8 + lane_ / 16 * 8;
-        LoadMatrix4(b, SharedAddress(keys + Place<kHead>(row, 2 * k + lane_ / 8 % 2)));
+        LoadMatrix4(b, keys + 2 * Place<kHead>(row, 2 * k + lane_ / 8 % 2));
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
-          const uint32_t (&q)[4] = S::kTight ? held[i % kHeld] : q_[i][S::kTight ? 0 : k];
-          Mma<T>(s[i][j], q, b[0], b[1]);
-          Mma<T>(s[i][j + 1], q, b[2], b[3]);
+          Mma<T>(s[i][j], q[i], b[0], b[1]);
+          Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
         }
       }
     }
@@ -381,6 +438,8 @@ class Attention {
   }
 
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]) {
+    float factor[S::kBlocks][2];
+    bool any = false;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -390,23 +449,34 @@ class Attention {
         for (int j = 0; j < kColumns; ++j) high = fmaxf(high, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
         high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
         high = fmaxf(high, __shfl_xor_sync(~0u, high, 2)) * scale_;
-        if (scale_ < 0.0f) high = Lowest(s, i, r);
         const float old = max_[i][r];
-        if (high > old + kSlack) {
-          const float factor = old == -INFINITY ? 0.0f : Exp2(old - high);
-          max_[i][r] = high;
-          sum_[i][r] *= factor;
+        const bool raised = high > old + kSlack;
+        max_[i][r] = raised ? high : old;
+        factor[i][r] = raised ? Exp2(old - high) : 1.0f;  // 0 from -inf
+        any |= raised;
+      }
+    }
+    if (__any_sync(~0u, any)) {
 #pragma unroll
-          for (int j = 0; j < kOutputs; ++j) o_[i][j][2 * r] *= factor, o_[i][j][2 * r + 1] *= factor;
+      for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sum_[i][r] *= factor[i][r];
+#pragma unroll
+          for (int j = 0; j < kOutputs; ++j) o_[i][j][2 * r] *= factor[i][r], o_[i][j][2 * r + 1] *= factor[i][r];
         }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
         const float base = max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            // A forbidden score is -inf whatever the sign of the scale.
-            const float x = s[i][j][e] == -INFINITY ? -INFINITY : s[i][j][e] * scale_ - base;
-            s[i][j][e] = Exp2(x);
+            s[i][j][e] = Exp2(s[i][j][e] * scale_ - base);
             sum_[i][r] += s[i][j][e];
           }
         }
@@ -414,24 +484,7 @@ class Attention {
     }
   }
 
-  // The maximum of scores times a negative scale.
-  __device__ float Lowest(const float (&s)[S::kBlocks][kColumns][4], int i, int r) const {
-    float high = -INFINITY;
-#pragma unroll
-    for (int ii = 0; ii < S::kBlocks; ++ii) {
-      if (ii != i) continue;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        for (int e = 0; e < 4; ++e) {
-          if (e / 2 == r && s[ii][j][e] != -INFINITY) high = fmaxf(high, s[ii][j][e] * scale_);
-        }
-      }
-    }
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-    return fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-  }
-
-  __device__ __forceinline__ void AddValues(const T* values, const float (&s)[S::kBlocks][kColumns][4]) {
+  __device__ __forceinline__ void AddValues(uint32_t values, const float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
     for (int k = 0; k < S::kN / 16; ++k) {
       uint32_t a[S::kBlocks][4];
@@ -445,7 +498,7 @@ class Attention {
 #pragma unroll
       for (int j = 0; j < kOutputs; j += 2) {
         uint32_t b[4];
-        LoadMatrix4Transposed(b, SharedAddress(values + Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16)));
+        LoadMatrix4Transposed(b, values + 2 * Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16));
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
           Mma<T>(o_[i][j], a[i], b[0], b[1]);
@@ -517,13 +570,14 @@ class Attention {
   const AttentionParams& p_;
   const int stages_;
   T* const shared_;
+  const uint32_t base_;
   int b_, h_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
   float scale_, inverse_softcap_;
   const T *query_, *key_, *value_;
   T* output_;
   const uint32_t* pad_;
-  uint32_t q_[S::kBlocks][S::kTight ? 1 : kSteps][4];
+  uint32_t q_[S::kHeldQueries ? kSteps : 1][S::kBlocks][4];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
   bool empty_[S::kBlocks][2];
@@ -535,32 +589,33 @@ struct Sm80Params {
 };
 
 template <int kHead, typename T, bool kExtras>
-__global__ void __launch_bounds__(Shape<kHead>::kThreads, kHead <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(Shape<kHead, kExtras>::kThreads, Shape<kHead, kExtras>::kCtas)
     AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
   Attention<kHead, T, kExtras>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
 // The most stages for which the device has the shared memory.
-template <int kHead>
+template <int kHead, bool kExtras>
 cudaError_t StagesOf(int* stages) {
-  *stages = 2;
-  if (!Shape<kHead>::kTight) return cudaSuccess;
+  using S = Shape<kHead, kExtras>;
+  *stages = S::kStages;
+  if (!S::kTight) return cudaSuccess;
   int device = 0, block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   // For tests of what smaller devices run.
   if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) block = std::min(block, 1024 * std::atoi(most));
-  while (*stages > 0 && Shape<kHead>::SharedBytes(*stages) > block) --*stages;
+  while (*stages > 0 && S::SharedBytes(*stages) > block) --*stages;
   return error;
 }
 
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
-  using S = Shape<kHead>;
+  using S = Shape<kHead, kExtras>;
   Sm80Params copy;
   copy.attention = params;
-  const cudaError_t error = StagesOf<kHead>(&copy.stages);
+  const cudaError_t error = StagesOf<kHead, kExtras>(&copy.stages);
   if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
   return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras>>(copy, static_cast<unsigned>(items), S::kThreads,

@@ -4,12 +4,15 @@
 // compute with wgmma. Within a warpgroup the scores of the next tile and the product with the values of this one are in
 // flight while the softmax runs; among warpgroups a turn passes round, so that one's softmax covers another's products
 // (Shah et al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles take their bits from the mask, full ones none.
+// Where there are few rows, or some are much longer than others, the teams of a CTA take every so manieth tile of one
+// row and put their parts together at its end.
 #ifndef STOF_CUDA_ATTENTION_SM90_CUH_
 #define STOF_CUDA_ATTENTION_SM90_CUH_
 
 #include <cuda_runtime.h>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/fragments.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma_sm90.cuh"
 
@@ -35,10 +38,15 @@ enum Code : int32_t {
 // What the producer says about a key tile.
 struct Entry {
   int32_t code;
-  int32_t last;  // of its item
-  int32_t next;  // code of the tile behind it, so that its bits can be asked for early
+  int32_t flags;  // kLast, kPads
+  int32_t next;   // code of the tile behind it, so that its bits can be asked for early
   int32_t tile;
   uint32_t pad[kMostKeys / 32];  // a bit for every key
+};
+
+enum Flag : int32_t {
+  kLast = 1,  // of its item
+  kPads = 2,  // some bits of `pad` are 0
 };
 
 // What it says about an item.
@@ -48,14 +56,18 @@ struct Item {
 };
 
 // A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
-// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other.
-template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_>
+// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
+// teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
+template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1>
 struct Shape {
   static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
+  static constexpr int kSplit = kSplit_;
+  static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
-  static constexpr int kWords = kN / 32;  // of bits, a row
+  static constexpr int kWords = kN / 32;  // of padding, a tile
+  static constexpr int kOwnWords = FragmentWords(kN);
   static constexpr int kQueryBytes = 2 * kM * kHead;
   static constexpr int kTileBytes = 2 * kN * kHead;
   static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
@@ -66,7 +78,13 @@ struct Shape {
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
   static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
   static constexpr int kTeamBytes = (kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1023) / 1024 * 1024;
-  static constexpr int kSharedBytes = kTeams * kTeamBytes + 1024;  // 1024: to align the start
+  // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
+  // parts that one team makes and another adds up.
+  static constexpr int kParts = kTeams * kTeamBytes;
+  static constexpr int kChunk = kHead / 2 / kSplit;  // outputs of a thread that its team adds up
+  static constexpr int kStatBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
+  static constexpr int kPartBytes = 4 * kM / 64 * kWarpgroup * kChunk * kSplit * (kSplit - 1);
+  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + 1024;  // 1024: to align the start
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
   // Registers of a thread at the start, and what producers and consumers have after an exchange.
   static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
@@ -112,12 +130,16 @@ class Attention {
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
     shared_ = shared + team_ * S::kTeamBytes;
     // By way of an instruction that the compiler cannot repeat wherever it needs the address.
-    asm volatile("mov.b32 %0, %1;" : "=r"(base_) : "r"(SharedAddress(shared_)));
+    base_ = Opaque(SharedAddress(shared_));
   }
 
   __device__ void Run() {
+    LetNextStart();
     const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
     if (producer_ && has_team && lane_ == 0) {
+      PrefetchMap(&p_.query);
+      PrefetchMap(&p_.key);
+      PrefetchMap(&p_.value);
       for (int i = 0; i < S::kStages; ++i) {
         InitBarrier(Barrier(kKeyFull, i), 1);
         InitBarrier(Barrier(kKeyEmpty, i), kArrivals);
@@ -131,6 +153,7 @@ class Attention {
       FenceBarrierInit();
     }
     __syncthreads();
+    WaitForPrevious();  // up to here nothing is read or written but parameters
     if (producer_) {
       GiveRegisters<S::kProducer>();
       if (has_team) Produce();
@@ -163,15 +186,10 @@ class Attention {
     const int lane = lane_;
     const int rows = (p.S + S::kM - 1) / S::kM;
     const int items = p.B * p.H * rows;
-    if (lane == 0) {
-      PrefetchMap(&p_.query);
-      PrefetchMap(&p_.key);
-      PrefetchMap(&p_.value);
-    }
     Ring<kQueries> query;
     Cursor cursor;
     const bool planned = p_.work != nullptr;
-    const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_;
+    const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
     int i = worker, end = items;
     if (planned) {
       i = worker < p_.workers ? p_.work_begin[worker] : 0;
@@ -219,8 +237,9 @@ class Attention {
     if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
     const DeviceMask& mask = p.mask;
     // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
-    const int first = i / (p_.section * rows) * p_.section;
-    const int heads = min(p_.section, p.B * p.H - first);
+    const int section = min(p_.section, p.B * p.H);
+    const int first = i / (section * rows) * section;
+    const int heads = min(section, p.B * p.H - first);
     const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
     const int b = bh / p.H, h = bh % p.H;
     const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
@@ -232,25 +251,25 @@ class Attention {
   // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
   __device__ void Walk(int b, const WorkItem& work, Cursor* cursor) {
     const int lane = lane_;
-    Entry held{kNothing, 1, kEvery, -1, {}};
-    for (int at = work.begin; at < work.end; at += 32) {
-      const Entry own = Look(b, at + lane, work.end, work.full);
+    Entry held{kNothing, kLast, kEvery, -1, {}};
+    for (int at = work.begin + (S::kSplit > 1 ? team_ : 0); at < work.end; at += 32 * S::kSplit) {
+      const Entry own = Look(b, at + S::kSplit * lane, work.end, work.full);
       uint32_t kept = __ballot_sync(~0u, own.tile >= 0);
       for (; kept != 0; kept &= kept - 1) {
         const int from = __ffs(static_cast<int>(kept)) - 1;
         const int code = __shfl_sync(~0u, own.code, from);
         if (held.tile >= 0) {
-          held.last = 0;
           held.next = code;
           Publish(held, cursor);
         }
         held.code = code;
+        held.flags = __shfl_sync(~0u, own.flags, from);
         held.tile = __shfl_sync(~0u, own.tile, from);
 #pragma unroll
         for (int w = 0; w < S::kWords; ++w) held.pad[w] = __shfl_sync(~0u, own.pad[w], from);
       }
     }
-    held.last = 1;
+    held.flags |= kLast;
     held.next = kEvery;
     Publish(held, cursor);
   }
@@ -280,6 +299,7 @@ class Attention {
       all &= entry.pad[w];
       any |= entry.pad[w];
     }
+    if (all != ~0u) entry.flags = kPads;
     if (all != ~0u && entry.code == kEvery) entry.code = kPadded;
     if (any == 0) entry.tile = -1;
     return entry;
@@ -343,9 +363,13 @@ class Attention {
     const Item item = Items()[at];
     return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), 0};
   }
-  __device__ __forceinline__ void TakeTurn() const { SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void TakeTurn() const {
+    if constexpr (S::kConsumers > 1) SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup);
+  }
   __device__ __forceinline__ void PassTurn() const {
-    ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
+    if constexpr (S::kConsumers > 1) {
+      ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
+    }
   }
   // Gives a buffer back for the warp: what its lanes read comes before.
   __device__ __forceinline__ void Release(uint32_t barrier) const {
@@ -356,7 +380,7 @@ class Attention {
   __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
                                        Ring<S::kSlots>* slots) {
     float o[kOutputs], s[kScores], high[2], sum[2];
-    uint32_t weights[kScores / 2];
+    uint32_t weights[kScores / 2], bits[S::kOwnWords];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 #pragma unroll
@@ -364,7 +388,7 @@ class Attention {
 
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
     int code = Uniform(Entries()[slots->at].code);
-    bool last = Uniform(Entries()[slots->at].last) != 0;
+    int flags = Uniform(Entries()[slots->at].flags);
     int next = Uniform(Entries()[slots->at].next);
     if (code == kNothing) {
       Release(Barrier(kKeyEmpty, keys->at));
@@ -381,15 +405,16 @@ class Attention {
     ProductFence();
     Scores(query, keys->at, s);
     ProductCommit();
-    FetchBits(code);
+    FetchBits(code, bits);
     ProductWait<0>();
     Hold(s);
     Release(Barrier(kKeyEmpty, keys->at));
+    bool last = (flags & kLast) != 0;
     if (last) Release(QueryEmpty(query));
     keys->Next();
     float factor[2];
-    if (code != kEvery) Forbid(code, slots->at, s);
-    FetchBits(next);
+    if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
+    FetchBits(next, bits);
     Raise(s, high, factor);
     Weigh(s, high, factor, sum);
     Pack(s, weights);
@@ -409,13 +434,13 @@ class Attention {
       ProductCommit();
       PassTurn();
       code = next;
-      int told[2];  // whether it is the last, and what is next: asked for now, looked at after the softmax
-      LoadShared(told, SharedAddress(&Entries()[slots->at].last));
+      int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
+      LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
       ProductWait<1>();
       Hold(s);
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
-      if (code != kEvery) Forbid(code, slots->at, s);
+      if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
       Raise(s, high, factor);
       // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
       // block's start, and nothing covers the product any more.
@@ -437,10 +462,10 @@ class Attention {
         Pack(s, weights);
       }
       values->Next();
-      last = Uniform(told[0]) != 0;
+      last = (Uniform(told[0]) & kLast) != 0;
       next = Uniform(told[1]);
       if (last) Release(QueryEmpty(query));
-      FetchBits(next);
+      FetchBits(next, bits);
     }
     slots->Next();
     Wait(Barrier(kValueFull, values->at), values->phase);
@@ -488,34 +513,37 @@ class Attention {
     }
   }
 
-  // Where the bits of this thread's first row are.
-  __device__ __forceinline__ const uint32_t* BitsOf(int code) const {
-    return p_.attention.mask.bits + (static_cast<int64_t>(code) * S::kM + row_) * S::kWords;
-  }
-  // Asks for the bits early; in registers they would take room that there is not.
-  __device__ __forceinline__ void FetchBits(int code) const {
-    if (code >= 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(BitsOf(code)));
+  // Asks for this thread's bits of a tile, early: they come while products are in flight.
+  __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
+    if (code < 0) return;
+    const uint32_t* from = p_.attention.mask.bits +
+                           (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
+                           threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int w = 0; w < S::kOwnWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
   }
 
   // Takes away what a partial tile forbids.
-  __device__ __forceinline__ void Forbid(int code, int slot, float (&s)[kScores]) {
-    const int shift = lane_ % 4 * 2;
-    const uint32_t* pad = Entries()[slot].pad;
+  __device__ __forceinline__ void Forbid(int code, int flags, int slot, const uint32_t (&bits)[S::kOwnWords],
+                                         float (&s)[kScores]) {
+    uint32_t words[S::kOwnWords];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint32_t words[S::kWords];
+    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
+    if ((flags & kPads) != 0) {
+      const uint32_t* pad = Entries()[slot].pad;
 #pragma unroll
-      for (int w = 0; w < S::kWords; ++w) words[w] = ~0u;
-      if (code >= 0) LoadConstant(words, BitsOf(code) + 8 * r * S::kWords);
+      for (int w = 0; w < S::kOwnWords; ++w) {
+        const uint32_t low = pad[2 * w], high = 2 * w + 1 < S::kWords ? pad[2 * w + 1] : 0;
+        words[w] &= FragmentWord(low, high, low, high, lane_ % 4);
+      }
+    }
+    // By the byte, so that the compiler moves seven bits at once to predicates.
 #pragma unroll
-      for (int w = 0; w < S::kWords; ++w) {
-        const uint32_t word = (words[w] & pad[w]) >> shift;
+    for (int w = 0; w < S::kOwnWords; ++w) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 4 * (4 * w + j) + 2 * r;
-          if ((word & 1u << 8 * j) == 0) s[i] = -INFINITY;
-          if ((word & 2u << 8 * j) == 0) s[i + 1] = -INFINITY;
-        }
+      for (int bit = 0; bit < 32; ++bit) {
+        const int i = 4 * (8 * w + FragmentBlock(bit)) + FragmentElement(bit);
+        if (i < kScores && (words[w] & 1u << bit) == 0) s[i] = -INFINITY;
       }
     }
   }
@@ -574,6 +602,10 @@ class Attention {
   // Divides and writes.
   __device__ __forceinline__ void Finish(const Item& item, float (&o)[kOutputs], const float (&high)[2],
                                          const float (&sum)[2]) const {
+    if constexpr (S::kSplit > 1) {
+      FinishTogether(item, o, high, sum);
+      return;
+    }
     const AttentionParams& p = p_.attention;
     T* const to = static_cast<T*>(p.output) + item.b * p.output_stride.b + item.h * p.output_stride.h;
 #pragma unroll
@@ -583,14 +615,8 @@ class Attention {
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       const bool empty = total == 0.0f;
-      if (p.sink != nullptr && !empty) {
-        const float logit = p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h]
-                                                 : ToFloat(static_cast<const T*>(p.sink)[item.h]);
-        total += Exp2(fminf(logit * kLog2E - high[r], 127.0f));
-      }
-      if (empty && row < p.S && p_.redo != nullptr) {
-        p_.redo[(item.b * p.H + item.h) * ((p.S + 63) / 64) + row / 64] = 1;
-      }
+      if (!empty) total += Sink(item, high[r]);
+      if (empty) SayEmpty(item, row);
       const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
       const float scale = 1.0f / total;
 #pragma unroll
@@ -625,6 +651,96 @@ class Attention {
     }
   }
 
+  // What the sink adds to the sum of a row with this maximum.
+  __device__ __forceinline__ float Sink(const Item& item, float high) const {
+    const AttentionParams& p = p_.attention;
+    if (p.sink == nullptr) return 0.0f;
+    const float logit = p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h]
+                                             : ToFloat(static_cast<const T*>(p.sink)[item.h]);
+    return Exp2(fminf(logit * kLog2E - high, 127.0f));
+  }
+  __device__ __forceinline__ void SayEmpty(const Item& item, int row) const {
+    const AttentionParams& p = p_.attention;
+    if (row >= p.S || p_.redo == nullptr) return;
+    p_.redo[(item.b * p.H + item.h) * ((p.S + 63) / 64) + row / 64] = 1;
+  }
+
+  // The same where the teams share the item: each says its maxima and sums, brings its outputs to the maximum of all,
+  // and adds up one chunk of the columns from all teams.
+  __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs], const float (&high)[2],
+                                                 const float (&sum)[2]) const {
+    constexpr int kThreads = S::kSplit * S::kConsumers * kWarpgroup, kFirst = 14, kSecond = 15;
+    const AttentionParams& p = p_.attention;
+    unsigned char* const shared = shared_ - team_ * S::kTeamBytes + S::kParts;
+    float2* const stats = reinterpret_cast<float2*>(shared);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = sum[r];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (lane_ % 4 == 0) stats[team_ * S::kM + row_ + 8 * r] = make_float2(high[r], total);
+    }
+    SyncNamed(kFirst, kThreads);
+    float scale[2];
+    bool empty[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float2 part[S::kSplit];
+      float most = -INFINITY;
+#pragma unroll
+      for (int t = 0; t < S::kSplit; ++t) {
+        part[t] = stats[t * S::kM + row_ + 8 * r];
+        most = fmaxf(most, part[t].x);
+      }
+      const float base = most == -INFINITY ? 0.0f : most;
+      float total = 0.0f;
+#pragma unroll
+      for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
+      empty[r] = total == 0.0f;
+      if (!empty[r]) total += Sink(item, most);
+      if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
+      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
+    }
+    float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
+                         wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
+    const auto part = [&](int chunk, int other) {
+      return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup;
+    };
+    float own[S::kChunk];
+#pragma unroll
+    for (int chunk = 0; chunk < S::kSplit; ++chunk) {
+      if (chunk == team_) {
+#pragma unroll
+        for (int i = 0; i < S::kChunk; ++i) own[i] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+      } else {
+        float* const to = part(chunk, team_ - (team_ > chunk ? 1 : 0));
+#pragma unroll
+        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
+      }
+    }
+    SyncNamed(kSecond, kThreads);
+#pragma unroll
+    for (int other = 0; other < S::kSplit - 1; ++other) {
+      const float* const from = part(team_, other);
+#pragma unroll
+      for (int i = 0; i < S::kChunk; ++i) own[i] += from[i * kWarpgroup];
+    }
+    const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
+    T* const to = static_cast<T*>(p.output) + item.b * p.output_stride.b + item.h * p.output_stride.h;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = item.row0 + row_ + 8 * r;
+#pragma unroll
+      for (int j = 0; j < S::kChunk / 4; ++j) {
+        const int i = 4 * j + 2 * r, column = team_ * 2 * S::kChunk + 8 * j + lane_ % 4 * 2;
+        if (row < p.S && column < p.Dv) {
+          *reinterpret_cast<uint32_t*>(to + static_cast<int64_t>(row) * p.output_stride.s + column) =
+              cuda::Pack<T>(empty[r] ? nothing : own[i], empty[r] ? nothing : own[i + 1]);
+        }
+      }
+    }
+  }
+
   const Sm90Params& p_;
   unsigned char* shared_;
   uint32_t base_;
@@ -642,14 +758,15 @@ __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_c
 
 template <typename S, typename T>
 int Launch(const Sm90Params& params, void* stream) {
-  const auto ctas = static_cast<unsigned>((params.workers + S::kTeams - 1) / S::kTeams);
-  return LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream);
+  constexpr int kWorkers = S::kTeams / S::kSplit;  // of a CTA
+  const auto ctas = static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers);
+  return LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
 }
 
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
-constexpr Sm90Kernel Describe(const TileCost& cost) {
-  return {S::kM, S::kN, S::kTeams, cost, Launch<S, T>};
+constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial) {
+  return {S::kM, S::kN, S::kTeams / S::kSplit, {row, full, partial, S::kSplit}, Launch<S, T>};
 }
 
 }  // namespace sm90

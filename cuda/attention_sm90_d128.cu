@@ -6,9 +6,12 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<128, 128, 160, 2, 1, 1>, T>({2200, 1990, 2420}),
-    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1>, T>({2200, 1655, 1900}),
-    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1>, T>({3000, 1206, 1453}),
+    sm90::Describe<sm90::Shape<128, 128, 160, 2, 1, 1>, T>(2200, 1990, 2100),
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1>, T>(2200, 1655, 1750),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1>, T>(3967, 1206, 1300),
+    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2760, 1000, 1023),
+    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2>, T>(3467, 1000, 1023),
+    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1>, T>(2057, 957, 1043),
     {},
 };
 

@@ -150,7 +150,8 @@ class Job {
         context_(context),
         stream_(static_cast<cudaStream_t>(context.stream)),
         params_(ToParams(args)) {
-    extras_ = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr;
+    // Without a positive scale the largest score is not the largest product.
+    extras_ = args.softcap > 0.0f || args.bias != nullptr || args.relative_bias != nullptr || !(args.scale > 0.0f);
     bf16_ = args.dtype == DType::kBF16;
     size_ = static_cast<int>(std::max(args.D, args.Dv));
     all_keys_ = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
@@ -165,7 +166,7 @@ class Job {
     if (TakesDecode()) return RunDecode();
     if (args_.dtype == DType::kF32) return RunFp32();
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
+    if (facts_.capability != 90 || extras_ || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
     if (kernels->launch == nullptr) return RunSm80();
     cuda::Problem problem;
@@ -329,7 +330,7 @@ class Job {
     build.program = &build_->program;
     build.sizes = sizes_;
     build.part = part_;
-    build.tile = {form.m, form.n};
+    build.tile = {form.m, form.n, form.fragments};
     build.multiprocessors = facts_.multiprocessors;
     build.invalid = build_->invalid;
     if (!cuda::IsCountable(build)) {

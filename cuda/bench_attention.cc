@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA attention kernel alone: one call as a captured graph, timed with events, median of replays. Prints useful
+// The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
+//
+// bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide] [--all] [--only NAME]... [--json FILE]
+//   decode  one query against a cache; wide  heads of more than 128 elements
+//   --all   times every kernel of the head size, too, and says what the selector's model thinks of each and how much
+//           slower its choice is than the best
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -8,12 +13,13 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/selector.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -24,6 +30,7 @@ struct Row {
   const char* mask;
   int64_t B, H, S, D;
   int64_t T = 0, G = 0;  // 0: as S and H
+  int launches = 1;      // in one graph; the time is divided by them
 };
 
 constexpr int kReplays = 80;
@@ -44,6 +51,19 @@ constexpr Row kRows[] = {
     {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
     {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
     {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
+    {"dense", "", 1, 12, 128, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 128, 64, 0, 0, 100},
+    {"dense", "", 1, 12, 512, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 512, 64, 0, 0, 100},
+    {"dense", "", 1, 12, 1024, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 1024, 64, 0, 0, 100},
+};
+
+constexpr Row kWideRows[] = {
+    {"dense", "", 1, 16, 4096, 160},        {"causal", "k <= q", 1, 16, 4096, 160},
+    {"dense", "", 1, 16, 4096, 192},        {"causal", "k <= q", 1, 16, 4096, 192},
+    {"dense", "", 1, 16, 4096, 256},        {"causal", "k <= q", 1, 16, 4096, 256},
+    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
 };
 
 // One new token against a cache; the query is the last of T positions.
@@ -98,6 +118,14 @@ void* RandomFloats(int64_t count, uint32_t seed) {
                              [](uint32_t bits) { return static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-30f; });
 }
 
+// The same figures for programs.
+FILE* report = nullptr;
+int reported = 0;
+template <typename... A>
+void Report(const char* format, A... values) {
+  if (report != nullptr) std::fprintf(report, format, values...);
+}
+
 // Gives blocks one after the other, always from the beginning in the next run.
 struct Workspace {
   char* memory = nullptr;
@@ -143,11 +171,90 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   return error / largest;
 }
 
-void Measure(const Row& row, stof::DType dtype) {
+// Microseconds of one call, by the 9.0 kernel of that number; -1: the selector's choice.
+double Time(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+            const stof::ExprSizes& sizes, Workspace* space, int kernel) {
+  stof::cuda::TakeKernel(kernel);
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  stof::RunContext context;
+  context.on_cuda = true;
+  context.stream = stream;
+  context.allocate = Workspace::Allocate;
+  context.self = space;
+  const auto run = [&] {
+    space->used = 0;
+    const stof::Status status = stof::FindCudaBackend()->attention(args, nullptr, mask, sizes, {}, context);
+    if (!status.ok()) {
+      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+      std::exit(1);
+    }
+  };
+  run();
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < row.launches; ++i) run();
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin = nullptr, end = nullptr;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  std::vector<float> times;
+  for (int i = 0; i < kReplays; ++i) {
+    CHECK_CUDA(cudaEventRecord(begin, stream));
+    CHECK_CUDA(cudaGraphLaunch(executable, stream));
+    CHECK_CUDA(cudaEventRecord(end, stream));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= kReplays / 4) times.push_back(ms);
+  }
+  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+  CHECK_CUDA(cudaGraphExecDestroy(executable));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaEventDestroy(begin));
+  CHECK_CUDA(cudaEventDestroy(end));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  stof::cuda::TakeKernel(-1);
+  return 1e3 * static_cast<double>(times[times.size() / 2]) / row.launches;
+}
+
+// Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
+void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+                const stof::ExprSizes& sizes, Workspace* space, double chosen) {
+  stof::cuda::Problem problem;
+  if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
+  problem.hash = mask.fixed_hash;
+  problem.sizes = sizes;
+  CHECK_CUDA(cudaDeviceGetAttribute(&problem.multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  int l2 = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+  problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  const stof::cuda::Sm90Kernel* kernels = stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16);
+  double best = chosen;
+  Report(R"(, "kernels": [)");
+  int at = 0;
+  for (const auto* kernel = kernels; kernel->launch != nullptr; ++kernel, ++at) {
+    int64_t model = 0;
+    const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
+    if (!status.ok()) std::exit(1);
+    const double us = Time(row, args, mask, sizes, space, at);
+    best = std::min(best, us);
+    std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
+                kernel->workers, us, static_cast<double>(model) * 1e-3);
+    Report(R"(%s{"rows": %d, "keys": %d, "workers": %d, "us": %.2f, "model_us": %.2f})", at == 0 ? "" : ", ",
+           kernel->rows, kernel->keys, kernel->workers, us, static_cast<double>(model) * 1e-3);
+  }
+  std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
+  Report("]");
+}
+
+void Measure(const Row& row, stof::DType dtype, bool all) {
   stof::AttentionArgs args;
   const int64_t T = row.T > 0 ? row.T : row.S, G = row.G > 0 ? row.G : row.H;
   args.B = row.B, args.H = row.H, args.G = G, args.S = row.S, args.T = T, args.D = args.Dv = row.D;
-  args.dtype = stof::DType::kF16;
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
   args.dtype = dtype;
   const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
@@ -189,47 +296,14 @@ void Measure(const Row& row, stof::DType dtype) {
     tiles = kept / whole;
     pairs = (pairs - 1) / (static_cast<double>(row.H) * static_cast<double>(row.S) * static_cast<double>(T));
   }
-  cudaStream_t stream = nullptr;
-  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  stof::RunContext context;
-  context.on_cuda = true;
-  context.stream = stream;
+  if (!status.ok()) {
+    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+    std::exit(1);
+  }
   Workspace space;
   space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
-  context.allocate = Workspace::Allocate;
-  context.self = &space;
-  const auto run = [&] {
-    space.used = 0;
-    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
-      std::exit(1);
-    }
-  };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  const double us = 1e3 * static_cast<double>(times[times.size() / 2]);
+  const double us = Time(row, args, *mask, sizes, &space, -1);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * T * row.D);
   if (decode) {
     // A group of heads with one mask reads a key once, heads with masks of their own read their own keys.
@@ -243,12 +317,19 @@ void Measure(const Row& row, stof::DType dtype) {
         "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
         row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
   }
+  const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
+  Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
+         reported == 0 ? "" : ",\n ", type, row.name, row.mask, row.B, row.H, G, row.S, T);
+  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, row.launches, us, tiles, pairs);
   if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0') {
-    std::printf("  largest error over largest output, a few rows: %.2e\n", ErrorOf(row, args));
+    const double error = ErrorOf(row, args);
+    std::printf("  largest error over largest output, a few rows: %.2e\n", error);
+    Report(R"(, "error": %.3e)", error);
   }
+  if (all && dtype != stof::DType::kF32 && !decode) MeasureAll(row, args, *mask, sizes, &space, us);
+  Report("}");
+  ++reported;
   std::fflush(stdout);
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
   for (const void* memory : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
   }
@@ -257,22 +338,42 @@ void Measure(const Row& row, stof::DType dtype) {
 
 }  // namespace
 
-// bench_cuda_attention [fp16 | bf16 | fp32] [decode] [name of a row]
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  int next = 1;
-  if (argc > next && std::strcmp(argv[next], "fp16") == 0) ++next;
-  if (argc > next && std::strcmp(argv[next], "bf16") == 0) dtype = stof::DType::kBF16, ++next;
-  if (argc > next && std::strcmp(argv[next], "fp32") == 0) dtype = stof::DType::kF32, ++next;
-  if (argc > next && std::strcmp(argv[next], "decode") == 0) {
-    ++next;
-    for (const Row& row : kDecodeRows) {
-      if (argc <= next || std::strcmp(argv[next], row.name) == 0) Measure(row, dtype);
+  bool all = false, decode = false, wide = false;
+  std::vector<std::string> only;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "fp16" || word == "bf16" || word == "fp32") {
+      dtype = word == "fp16" ? stof::DType::kF16 : word == "bf16" ? stof::DType::kBF16 : stof::DType::kF32;
+    } else if (word == "decode") {
+      decode = true;
+    } else if (word == "wide") {
+      wide = true;
+    } else if (word == "--all") {
+      all = true;
+    } else if (word == "--only" && i + 1 < argc) {
+      only.emplace_back(argv[++i]);
+    } else if (word == "--json" && i + 1 < argc) {
+      report = std::fopen(argv[++i], "w");
+      if (report == nullptr) {
+        std::fprintf(stderr, "cannot write %s\n", argv[i]);
+        return 1;
+      }
+    } else {
+      std::fprintf(stderr,
+                   "usage: bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide] [--all] [--only NAME]... "
+                   "[--json FILE]\n");
+      return 2;
     }
-    return 0;
   }
-  for (const Row& row : kRows) {
-    if (argc <= next || std::strcmp(argv[next], row.name) == 0) Measure(row, dtype);
+  const Row* const first = decode ? std::begin(kDecodeRows) : wide ? std::begin(kWideRows) : std::begin(kRows);
+  const Row* const last = decode ? std::end(kDecodeRows) : wide ? std::end(kWideRows) : std::end(kRows);
+  Report("[");
+  for (const Row* row = first; row != last; ++row) {
+    if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, all);
   }
+  Report("]\n");
+  if (report != nullptr) std::fclose(report);
   return 0;
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/fragments.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -55,6 +56,27 @@ bool HasEmptyRows(const BlockMask& mask) {
   return false;
 }
 
+// The bits in the order of fragments.h.
+std::vector<uint32_t> ToFragments(const BlockMask& mask) {
+  const size_t words = static_cast<size_t>(mask.n / 32), m = static_cast<size_t>(mask.m), tile = m * words;
+  const auto own = static_cast<size_t>(FragmentWords(mask.n));
+  std::vector<uint32_t> fragments(mask.bits.size() / tile * m / 64 * own * 128);
+  uint32_t* to = fragments.data();
+  for (const uint32_t* from = mask.bits.data(); from < mask.bits.data() + mask.bits.size(); from += tile) {
+    for (size_t group = 0; group < m; group += 64) {
+      for (size_t w = 0; w < 2 * own; w += 2) {
+        for (size_t thread = 0; thread < 128; ++thread) {
+          const uint32_t* row = from + (group + thread / 32 * 16 + thread % 32 / 4) * words + w;
+          const bool high = w + 1 < words;
+          *to++ = FragmentWord(row[0], high ? row[1] : 0, row[8 * words], high ? row[8 * words + 1] : 0,
+                               static_cast<int>(thread % 4));
+        }
+      }
+    }
+  }
+  return fragments;
+}
+
 }  // namespace
 
 Status ToStatus(cudaError_t error, const char* what) {
@@ -90,7 +112,8 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
     return at;
   };
   const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
-  const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id), bits = put(mask.bits), ordered = put(order);
+  const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id);
+  const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
   const size_t work = put(plan.items), work_begin = put(plan.begin);
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;

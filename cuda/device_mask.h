@@ -37,8 +37,9 @@ class RelaxedCapture {
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;
   int workers = 0;
-  int64_t section = 1;  // heads whose keys and values fit the L2 cache
-  TileCost cost;        // of kernels with one tile, that of a row tells which
+  int64_t section = 1;     // heads whose keys and values fit the L2 cache
+  TileCost cost;           // of kernels with one tile, that of a row tells which
+  bool fragments = false;  // bits in the order of fragments.h, as kernels with workers want them
 };
 
 // A block mask in device memory, with the event behind which it is there.

@@ -14,8 +14,12 @@ namespace cuda {
 // Not <<<>>>, after which only the thread's last error can be asked for, whoever made it. The kernel is allowed its
 // dynamic shared memory at its first launch on a device; kKernel is a template parameter, so that each has its own
 // record of where that was.
+//
+// early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
+// writes any memory (programmatic dependent launch).
 template <typename Params, void (*kKernel)(const Params)>
-int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream) {
+int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
+                 bool early = false) {
   static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -26,9 +30,18 @@ int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shar
     if (error != cudaSuccess) return static_cast<int>(error);
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
   void* arguments[] = {const_cast<Params*>(&params)};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), dim3(ctas), dim3(threads), arguments,
-                                           static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)));
+  return static_cast<int>(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments));
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "cuda/fragments.h"
 #include "cuda/mask_builder.h"
 
 namespace stof {
@@ -33,6 +34,7 @@ struct Build {
   MaskStep inline_steps[kInlineSteps];
   MaskAffine inline_affines[kInlineAffines];
   int32_t m, n, rows, columns;        // tile, tiles along the sides
+  int32_t fragments;                  // own words of a thread (fragments.h); 0: bits by row
   int32_t class_stride;               // from one row of classes to the next, a multiple of 16
   int32_t tables, layout_h;           // heads that are told apart
   int64_t b0, h0, q0, queries, keys;  // of the part; q0 is an absolute position
@@ -125,6 +127,17 @@ __global__ void __launch_bounds__(MaskOperand::kGroup) Summarize(const __grid_co
 }
 
 // ---- classes and bits ----
+// 64 keys of 32 rows in the order of fragments.h: a lane has a row's two words, and takes those of 8 rows below.
+__device__ __forceinline__ void StoreFragments(const Build& p, int64_t slot, int row, int w, uint32_t low,
+                                               uint32_t high) {
+  const uint32_t below = __shfl_down_sync(~0u, low, 8), below_high = __shfl_down_sync(~0u, high, 8);
+  if ((row & 8) != 0) return;
+  const int thread = row % 64 / 16 * 32 + row % 8 * 4;
+  uint32_t* const to = p.bits + ((slot * (p.m / 64) + row / 64) * p.fragments + w) * 128 + thread;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) to[t] = FragmentWord(low, high, below, below_high, t);
+}
+
 // The program in shared memory; for all threads of a CTA.
 __device__ __forceinline__ MaskView Share(const Build& p, unsigned char* shared, MaskOperand* operands) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -196,6 +209,7 @@ __device__ __forceinline__ int Bits(const MaskView& view, const Build& p, int sl
   const int lane = static_cast<int>(threadIdx.x) % 32, words = p.n / 32;
   uint32_t* const to = p.bits + (static_cast<int64_t>(slot) * p.m + row0 + lane) * words;
   int ones = 0;
+  uint32_t low = 0;
   for (int w = 0; w < words; ++w) {
     const int64_t key = place.key + 32 * w + lane;
     const bool there = key < p.keys;
@@ -211,7 +225,14 @@ __device__ __forceinline__ int Bits(const MaskView& view, const Build& p, int sl
       }
     }
     if (row0 + lane >= place.rows) mine = 0;
-    to[w] = mine;
+    if (p.fragments == 0) {
+      to[w] = mine;
+    } else if (w % 2 == 1) {
+      StoreFragments(p, slot, row0 + lane, w / 2, low, mine);
+    } else if (w + 1 == words) {
+      StoreFragments(p, slot, row0 + lane, w / 2, mine, 0);
+    }
+    low = mine;
     ones += __popc(mine);
   }
   return ones;
@@ -335,8 +356,11 @@ __global__ void Invalidate(const int32_t* invalid, Word* output, Strides stride,
 
 // ---- the host's part ----
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t BitBytes(const MaskTile& tile) {
+  return int64_t{tile.m} * (tile.fragments ? 64 * FragmentWords(tile.n) : tile.n) / 8;
+}
 // Bits, class, and four words in lists.
-int64_t TileBytes(const MaskTile& tile) { return int64_t{tile.m} * tile.n / 8 + 17; }
+int64_t TileBytes(const MaskTile& tile) { return BitBytes(tile) + 17; }
 int64_t ClassStride(int64_t columns) { return CeilDiv(columns, 16) * 16; }
 
 struct Layout {
@@ -378,7 +402,7 @@ Layout LayoutOf(const MaskBuild& build) {
   l.ones = take(4 * all * l.columns);
   l.undecided = take(4 * all * l.columns);
   l.count = take(4);
-  l.bits = take(all * l.columns * build.tile.m * build.tile.n / 8);
+  l.bits = take(all * l.columns * BitBytes(build.tile));
   return l;
 }
 
@@ -451,6 +475,7 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
     if (error != 0) return error;
   }
   p.m = build.tile.m, p.n = build.tile.n;
+  p.fragments = build.tile.fragments ? FragmentWords(build.tile.n) : 0;
   p.rows = static_cast<int32_t>(l.rows), p.columns = static_cast<int32_t>(l.columns);
   p.tables = static_cast<int32_t>(l.tables);
   p.layout_h = static_cast<int32_t>(program.uses_h ? build.part.heads : 1);

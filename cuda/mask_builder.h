@@ -23,6 +23,7 @@ struct MaskPart {
 // The tile of the kernel that will read the mask. m is a multiple of 64, n of 32 and at most 256.
 struct MaskTile {
   int m = kTileRows, n = kTileKeys;
+  bool fragments = false;  // bits in the order of fragments.h
 };
 
 // The mask of a part, with one table for each batch that the program tells apart and each head.

@@ -43,6 +43,19 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// A number that the compiler cannot work out again.
+__device__ __forceinline__ uint32_t Opaque(uint32_t x) {
+  uint32_t y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+// A word that no kernel writes.
+__device__ __forceinline__ uint32_t LoadWord(const uint32_t* from) {
+  uint32_t x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
 __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(r[1]) : "r"(address) : "memory");
@@ -69,6 +82,12 @@ __device__ __forceinline__ void CopyTensor(uint32_t to, const CUtensorMap* map, 
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
+
+// ---- kernels behind each other (programmatic dependent launch) ----
+// Lets the next kernel of the stream start, if it was launched to start early; it waits on its own.
+__device__ __forceinline__ void LetNextStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernels before have ended and what they wrote is there.
+__device__ __forceinline__ void WaitForPrevious() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- registers of a warpgroup ----
 template <int kCount>

@@ -49,6 +49,7 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   form.workers = static_cast<int>(std::min<int64_t>(int64_t{kernel.workers} * problem.multiprocessors, items));
   form.section = problem.section;
   form.cost = kernel.cost;
+  form.fragments = true;
   return form;
 }
 
@@ -57,7 +58,7 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
   const MaskForm form = FormOf(kernel, problem);
   if (problem.mask == nullptr) {
     const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), std::max(1, form.workers));
-    *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(sizes.T, form.n));
+    *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
     return Status();
   }
   std::shared_ptr<const BlockMask> mask;
@@ -80,9 +81,12 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
 
 const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
   if (const Sm90Kernel* asked = Asked(kernels)) return asked;
+  const auto pair = [](const Sm90Kernel& k) {
+    return static_cast<double>(k.cost.full) / static_cast<double>(k.rows * k.keys * k.workers * k.cost.split);
+  };
   const Sm90Kernel* best = kernels;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
-    if (kernel->rows * kernel->keys < best->rows * best->keys) best = kernel;
+    if (kernel->keys < best->keys || (kernel->keys == best->keys && pair(*kernel) < pair(*best))) best = kernel;
   }
   return best;
 }

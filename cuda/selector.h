@@ -33,7 +33,8 @@ void TakeKernel(int index);
 // The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered.
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
 
-// The one for a mask that the host does not see: with the smallest tile, which leaves most out.
+// The one for a mask that the host does not see: of those with the fewest keys in a tile, which leave most out, the one
+// that needs least for a pair.
 const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels);
 
 }  // namespace cuda

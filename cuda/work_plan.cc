@@ -16,7 +16,9 @@ WorkItem ItemOf(const BlockMask& mask, int64_t H, int64_t bh, int64_t row) {
 }
 
 int64_t CostOf(const WorkItem& work, const TileCost& cost) {
-  return cost.row + cost.partial * (work.full - work.begin) + cost.full * (work.end - work.full);
+  const int64_t all = (work.end - work.begin + cost.split - 1) / cost.split;
+  const int64_t partial = (work.full - work.begin + cost.split - 1) / cost.split;
+  return cost.row + cost.partial * partial + cost.full * (all - partial);
 }
 
 constexpr int64_t kMostPlanned = int64_t{1} << 20;

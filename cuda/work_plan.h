@@ -13,9 +13,9 @@ namespace stof {
 namespace cuda {
 
 // What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
-// nanoseconds.
+// nanoseconds; `split` tiles at the same time.
 struct TileCost {
-  int64_t row = 1, full = 1, partial = 1;
+  int64_t row = 1, full = 1, partial = 1, split = 1;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits.
