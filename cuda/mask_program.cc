@@ -189,22 +189,25 @@ class Compiler {
     return Status();
   }
 
+  // to += scale * x, where nothing overflows.
+  static bool Add(const MaskAffine& x, int64_t scale, MaskAffine* to) {
+    const int64_t from[] = {x.b, x.h, x.q, x.k, x.constant};
+    int64_t* sums[] = {&to->b, &to->h, &to->q, &to->k, &to->constant};
+    for (int j = 0; j < 5; ++j) {
+      int64_t product = 0;
+      if (__builtin_mul_overflow(from[j], scale, &product) || __builtin_add_overflow(*sums[j], product, sums[j])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   // The node as an affine form of integers; of a comparison, left minus right. False where it is none.
   bool Fold(const ExprNode& node, MaskAffine* affine) const {
     const bool look = node.op == ExprOp::kLookup;
     const MaskAffine* left = node.arity > 0 && !look ? AffineOf(node.child[0]) : nullptr;
     const MaskAffine* right = node.arity > 1 && !look ? AffineOf(node.child[1]) : nullptr;
-    const auto add = [affine](const MaskAffine& x, int64_t scale) {
-      const int64_t from[] = {x.b, x.h, x.q, x.k, x.constant};
-      int64_t* to[] = {&affine->b, &affine->h, &affine->q, &affine->k, &affine->constant};
-      for (int j = 0; j < 5; ++j) {
-        int64_t product = 0;
-        if (__builtin_mul_overflow(from[j], scale, &product) || __builtin_add_overflow(*to[j], product, to[j])) {
-          return false;
-        }
-      }
-      return true;
-    };
+    const auto add = [affine](const MaskAffine& x, int64_t scale) { return Add(x, scale, affine); };
     const auto integer = [this](int32_t child) { return !Node(child).boolean; };
     switch (node.op) {
       case ExprOp::kConst:
@@ -258,6 +261,22 @@ class Compiler {
     }
   }
 
+  // The place of a look-up's element among all, where every index is affine: what no vector tells is proven to be in
+  // range for every axis.
+  bool Flatten(int32_t i, MaskAffine* flat) const {
+    const ExprNode& node = Node(i);
+    const MaskOperand& operand = program_.operands[static_cast<size_t>(slot_[static_cast<size_t>(node.operand)])];
+    int64_t scale = 1;
+    for (int axis = node.arity - 1; axis >= 0; --axis) {
+      if (!Sends(i, axis)) {
+        const MaskAffine* index = AffineOf(node.child[axis]);
+        if (index == nullptr || !Add(*index, scale, flat)) return false;
+      }
+      scale *= operand.dims[axis];
+    }
+    return true;
+  }
+
   // ---- steps ----
   bool RightIsConstant(const ExprNode& node) const {
     return node.arity == 2 && node.op != ExprOp::kLookup && !Node(node.child[1]).boolean &&
@@ -276,6 +295,8 @@ class Compiler {
     const auto need = [&](int c) { return need_[static_cast<size_t>(node.child[c])]; };
     if (AffineOf(i) != nullptr || node.arity == 0) return 1;
     if (node.op == ExprOp::kLookup) {
+      MaskAffine flat;
+      if (Flatten(i, &flat)) return 1;
       int most = 1, before = 0;
       for (const int axis : AxesByNeed(node)) most = std::max(most, need(axis) + before++);
       return most;
@@ -309,6 +330,13 @@ class Compiler {
       return;
     }
     if (node.op == ExprOp::kLookup) {
+      const auto operand = static_cast<uint8_t>(slot_[static_cast<size_t>(node.operand)]);
+      MaskAffine flat;
+      if (Flatten(i, &flat)) {
+        Push(Keep(flat));
+        program_.steps.push_back({ExprOp::kLookup, flat.q == 0 ? MaskStep::kSame : MaskStep::kStack, operand, 0, 1});
+        return;
+      }
       uint8_t places = 0;
       int place = 0;
       for (const int axis : AxesByNeed(node)) {
@@ -319,8 +347,7 @@ class Compiler {
           Emit(node.child[axis]);
         }
       }
-      program_.steps.push_back({ExprOp::kLookup, MaskStep::kStack,
-                                static_cast<uint8_t>(slot_[static_cast<size_t>(node.operand)]), places, node.arity});
+      program_.steps.push_back({ExprOp::kLookup, MaskStep::kStack, operand, places, node.arity});
       return;
     }
     if (RightIsConstant(node)) {

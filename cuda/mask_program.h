@@ -29,12 +29,13 @@ struct MaskStep {
     kStack,
     kImmediate,  // the right one is the constant of affine `arg`
     kShift,      // // and % by 2^arg
+    kSame,       // kLookup: of the same element for all queries
   };
   ExprOp op = ExprOp::kConst;  // kConst: push affine `arg`
   uint8_t mode = kStack;
   uint8_t operand = 0;  // kLookup: which
   uint8_t places = 0;   // kLookup: two bits an axis, how far its index is from the lowest of the indices on the stack
-  int32_t arg = 0;      // kLookup: the number of axes
+  int32_t arg = 0;      // kLookup: the number of axes, 1 also where one index counts all elements
 };
 
 // b * B + h * H + q * Q + k * K + constant
@@ -268,11 +269,11 @@ class MaskIntervals {
     int64_t first = 0, last = 0, count = 1;
     for (int axis = 0; axis < step.arg; ++axis) {
       const MaskInterval index = indices[step.places >> 2 * axis & 3];
-      const int64_t most = operand.dims[axis] - 1;
+      const int64_t most = (step.arg == 1 ? operand.count : operand.dims[axis]) - 1;
       if (index.lo < 0 || index.hi > most) ok_ = false;
       lo[axis] = Least(Most(index.lo, 0), most), hi[axis] = Most(Least(index.hi, most), 0);
-      first = first * operand.dims[axis] + lo[axis];
-      last = last * operand.dims[axis] + hi[axis];
+      first = first * (most + 1) + lo[axis];
+      last = last * (most + 1) + hi[axis];
       count *= hi[axis] - lo[axis] + 1;
     }
     MaskInterval r{INT64_MAX, INT64_MIN};
@@ -414,18 +415,31 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
     }
     if (step.op == ExprOp::kLookup) {
       const MaskOperand& operand = view.operands[step.operand];
-      depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
-      V flat[kRows] = {};
-      for (int axis = 0; axis < step.arg; ++axis) {
-        const int place = step.places >> 2 * axis & 3;
-        const U dim = static_cast<U>(operand.dims[axis]);
+      const V last = static_cast<V>(operand.count - 1);
+      if (step.mode == MaskStep::kSame) {
+        const V value = static_cast<V>(ReadElement(operand, top[0] < 0 ? 0 : top[0] > last ? last : top[0]));
         STOF_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          const V index = place == step.arg - 1 ? top[r] : stack[depth + place][r];
-          flat[r] = static_cast<V>(static_cast<U>(flat[r]) * dim + static_cast<U>(index));
+        for (int r = 0; r < kRows; ++r) top[r] = value;
+        continue;
+      }
+      V flat[kRows];
+      if (step.arg == 1) {
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) flat[r] = top[r];
+      } else {
+        depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) flat[r] = 0;
+        for (int axis = 0; axis < step.arg; ++axis) {
+          const int place = step.places >> 2 * axis & 3;
+          const U dim = static_cast<U>(operand.dims[axis]);
+          STOF_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            const V index = place == step.arg - 1 ? top[r] : stack[depth + place][r];
+            flat[r] = static_cast<V>(static_cast<U>(flat[r]) * dim + static_cast<U>(index));
+          }
         }
       }
-      const V last = static_cast<V>(operand.count - 1);
       STOF_UNROLL
       for (int r = 0; r < kRows; ++r) flat[r] = flat[r] < 0 ? 0 : flat[r] > last ? last : flat[r];
       ReadElements<V>(operand, flat, top);
