@@ -60,9 +60,12 @@ constexpr Row kRows[] = {
 };
 
 constexpr Row kWideRows[] = {
-    {"dense", "", 1, 16, 4096, 160},        {"causal", "k <= q", 1, 16, 4096, 160},
-    {"dense", "", 1, 16, 4096, 192},        {"causal", "k <= q", 1, 16, 4096, 192},
-    {"dense", "", 1, 16, 4096, 256},        {"causal", "k <= q", 1, 16, 4096, 256},
+    {"dense", "", 1, 16, 4096, 160},
+    {"causal", "k <= q", 1, 16, 4096, 160},
+    {"dense", "", 1, 16, 4096, 192},
+    {"causal", "k <= q", 1, 16, 4096, 192},
+    {"dense", "", 1, 16, 4096, 256},
+    {"causal", "k <= q", 1, 16, 4096, 256},
     {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
 };
 
@@ -232,7 +235,8 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   int l2 = 0;
   CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
   problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
-  const stof::cuda::Sm90Kernel* kernels = stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16);
+  const stof::cuda::Sm90Kernel* kernels =
+      stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16);
   double best = chosen;
   Report(R"(, "kernels": [)");
   int at = 0;
@@ -320,7 +324,8 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
          reported == 0 ? "" : ",\n ", type, row.name, row.mask, row.B, row.H, G, row.S, T);
-  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, row.launches, us, tiles, pairs);
+  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, row.launches, us, tiles,
+         pairs);
   if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0') {
     const double error = ErrorOf(row, args);
     std::printf("  largest error over largest output, a few rows: %.2e\n", error);

@@ -841,7 +841,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
     cuda::TakeKernel(kernel);
     const std::string where = Text(description, ", kernel ", kernel);
     if (repeat == 0) {
-      CHECK(cudaMemcpy(args.output, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
+      CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     }
     const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
@@ -881,12 +881,22 @@ void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernel
   const char* only = std::getenv("STOF_CASE");      // a seed, to repeat one
   const char* sample = std::getenv("STOF_SAMPLE");  // n: every n-th, for slow tools
   const size_t step = sample == nullptr ? 1 : std::max<size_t>(1, std::strtoull(sample, nullptr, 10));
+  // The first few failures say more than the first; none can be told from another once the device has failed.
+  constexpr int kShown = 4;
+  std::string failures;
+  int64_t failed = 0;
   for (size_t i = 0; i < cases.size(); i += step) {
     if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
-    RunOnCuda(cases[i], i, kernels);
     ++ran;
+    try {
+      RunOnCuda(cases[i], i, kernels);
+    } catch (const Failure& failure) {
+      if (++failed <= kShown) failures += "\n  " + failure.message;
+      if (cudaDeviceSynchronize() != cudaSuccess) break;
+    }
   }
   CountCases(ran);
+  CHECK(failed == 0, failed, " of ", ran, " cases failed, the first:", failures);
 }
 
 void Cuda() { RunCudaCases(CudaCases(), {-1}); }
