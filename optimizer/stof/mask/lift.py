@@ -41,7 +41,7 @@ _NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
 _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
-_FLOOR = -LOWEST[TensorProto.FLOAT]
+FLOOR = -LOWEST[TensorProto.FLOAT]
 _WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
@@ -427,8 +427,8 @@ def empty_rows(
     if site.pair_guard is not None:
         return _guarded(site, fills)
     if site.floored:
-        fills = [max(f, _FLOOR) for f in fills]
-        if set(fills) == {_FLOOR}:
+        fills = [max(f, FLOOR) for f in fills]
+        if set(fills) == {FLOOR}:
             return EmptyRows.MEAN
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN
