@@ -80,3 +80,36 @@ def test_weights_multiplied_by_padding_as_it_came(multiplied: str, told: bool, t
     site, _ = _optimized(model(PLAIN + ", int64[B,S] am", "float[B,4,S,8] out", CONSTANTS + body), tmp_path)
     assert site.replaced
     assert any("taken to hold 0 and 1" in note for note in site.notes) == told
+
+
+@pytest.mark.parametrize(("number", "raised"), [("-1e9", "1e9"), ("-inf", "inf"), ("-10000", "2e4")])
+def test_a_number_that_raises_what_is_forbidden(number: str, raised: str, tmp_path: Path) -> None:
+    body = f"""
+        low = Constant <value = float {{{number}}}> ()
+        high = Constant <value = float {{{raised}}}> ()
+        window = Where (w, null, low)
+        raising = Where (causal, null, high)
+        s2 = Add (s1, window)
+        s3 = Add (s2, raising)
+        p = Softmax (s3)
+        out = MatMul (p, v)"""
+    site, _ = _optimized(model(PLAIN, "float[B,4,S,8] out", CONSTANTS + body), tmp_path)
+    assert not site.replaced
+    assert "'raising' adds up to" in site.reason
+
+
+def test_a_large_number_before_a_selection_is_replaced_with_the_scores(tmp_path: Path) -> None:
+    body = """
+        low = Constant <value = float {-1e9}> ()
+        high = Constant <value = float {1e9}> ()
+        raising = Where (causal, null, high)
+        s2 = Add (s1, raising)
+        s3 = Where (w, s2, low)
+        p = Softmax (s3)
+        out = MatMul (p, v)"""
+    graph = model(PLAIN, "float[B,4,S,8] out", CONSTANTS + body)
+    site, optimized = _optimized(graph, tmp_path)
+    assert site.replaced
+    rng = np.random.default_rng(7)
+    feeds = {n: rng.standard_normal((2, 4, 13, 8)).astype(np.float32) for n in "qkv"}
+    np.testing.assert_allclose(run(optimized, feeds, library=True)[0], run(graph, feeds)[0], atol=2e-6)
