@@ -389,3 +389,13 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
     assert replaced(open_model, N=(1, 4)) == (1, [128, 2048, 2080, 8192])
     assert replaced(text(WINDOW + ATTENTION, "300")) == (1, [300])
     assert replaced(text(WINDOW + ATTENTION, "30")) == (0, [30])
+
+
+def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:
+    broken = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 18]> g (float[4] x) => (float[4] y) { y = Softmax (x) }'
+    )
+    del broken.graph.node[0].output[:]
+    onnx.save(broken, tmp_path / "model.onnx")
+    with pytest.raises(stof.errors.ModelError, match="a nameless Softmax node has 0 outputs"):
+        stof.optimize(tmp_path / "model.onnx")

@@ -432,9 +432,11 @@ def domain_of(node: onnx.NodeProto) -> str:
 
 
 def describe(node: onnx.NodeProto) -> str:
-    """A node in words: its operator and name."""
+    """A node in words: its operator and name. It may be one of a broken model, without outputs."""
     operator = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    return f"{operator} node {node.name!r}" if node.name else f"the {operator} node that writes {node.output[0]!r}"
+    if node.name:
+        return f"{operator} node {node.name!r}"
+    return f"the {operator} node that writes {node.output[0]!r}" if node.output else f"a nameless {operator} node"
 
 
 def opset_of(model: onnx.ModelProto) -> int:

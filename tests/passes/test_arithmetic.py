@@ -235,3 +235,14 @@ def test_constants_are_run_where_no_rule_says_what_they_are() -> None:
         "float[B,4,24,8] q, float[B,4,24,8] k, float[B,4,24,8] v", "float[B,4,24,8] out", INDICES + nodes + CORE
     )
     assert_equivalent(graph, {"B": 2}, {"B": 1})
+
+
+@pytest.mark.parametrize("row", [0, -1, -2])
+def test_a_row_assigned_from_the_end(row: int) -> None:
+    """An index below 0 counts from the end of the rows."""
+    nodes = f"""place = Constant <value = int64[1, 1] {{{row}}}> ()
+        opened = ConstantOfShape <value = bool[1] {{1}}> (n1)
+        update = Unsqueeze (opened, zeros)
+        w = ScatterND (lower, place, update)"""
+    graph = model("float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v", "float[B,4,S,8] out", INDICES + nodes + CORE)
+    assert_equivalent(graph, {"B": 2, "S": 19}, {"B": 1, "S": 7})

@@ -182,11 +182,26 @@ class MaskChecker:
                 if found and terms:
                     for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):
                         self._compare(site, mask, terms, case, number, stated=False, numbers=frozenset(found))
+                        self._multiply(site, mask, case, number, frozenset(found))
                 found = []
             except UnsupportedError:
                 pass
             self.assumed[key] = found
         return self.assumed[key]
+
+    def _multiply(self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int, numbers: frozenset[str]) -> None:
+        """Runs what weights are multiplied with after the softmax on inputs that hold more than 0 and 1.
+
+        Raises:
+            UnsupportedError: when it is more than 0 and 1 then.
+        """
+        guard = site.pair_guard
+        if guard is None or guard.fill is not None:
+            return
+        feeds, sizes = self._draw(site, mask, case, seed)
+        (value,) = self._run([guard.tensor], _with_numbers(feeds, numbers, seed), sizes)
+        if not np.isin(value, (0, 1)).all():
+            raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
@@ -328,10 +343,7 @@ class MaskChecker:
     ) -> None:
         self.seen.add(case.length)
         feeds, sizes = self._draw(site, mask, case, seed)
-        for name in numbers & set(feeds):  # inputs that hold more than 0 and 1
-            low = -2 if feeds[name].dtype.kind == "i" else 0
-            drawn = np.random.default_rng(seed).integers(low, 4, feeds[name].shape)
-            feeds[name] = drawn.astype(feeds[name].dtype)
+        feeds = _with_numbers(feeds, numbers, seed)
         if not terms:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
         B, H, S, T = _dims(site, sizes)
@@ -441,6 +453,15 @@ class MaskChecker:
         places = sorted({self.places[n] for n in needed if n in self.places})
         nodes = [self.model.graph.node[i] for i in places]
         return [n for n in nodes if n.op_type != "Shape"], given, used
+
+
+def _with_numbers(feeds: dict[str, np.ndarray], numbers: frozenset[str], seed: int) -> dict[str, np.ndarray]:
+    """Inputs, some of which hold numbers beside 0 and 1."""
+    drawn = dict(feeds)
+    for name in numbers & set(feeds):
+        low = -2 if feeds[name].dtype.kind == "i" else 0
+        drawn[name] = np.random.default_rng(seed).integers(low, 4, feeds[name].shape).astype(feeds[name].dtype)
+    return drawn
 
 
 def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:

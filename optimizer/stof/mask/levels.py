@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from stof.errors import UnsupportedError
-from stof.mask.lift import UNDERFLOW, element, read_term
+from stof.mask.lift import FLOOR, UNDERFLOW, element, read_term
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic
 from stof.symbolic.terms import cases, parts
@@ -47,9 +47,11 @@ def equals_in_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask
 
 def _fills(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> tuple[float, ...]:
     try:
-        return read_term(symbolic, site, term, {}).fills
+        found = read_term(symbolic, site, term, {}).fills
     except UnsupportedError:
-        return (-math.inf if term.fill is None else term.fill,)
+        found = (-math.inf if term.fill is None else term.fill,)
+    # Scores with a floor are finite: what -inf forbids is not lower than what the lowest number forbids.
+    return tuple(max(f, FLOOR) for f in found) if site.floored else found
 
 
 def _reaches(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, level: float) -> bool:

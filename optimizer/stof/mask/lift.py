@@ -41,7 +41,7 @@ _NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
 _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
-_FLOOR = -LOWEST[TensorProto.FLOAT]
+FLOOR = -LOWEST[TensorProto.FLOAT]
 _WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
@@ -57,6 +57,7 @@ class _TermMask:
     bias: bool
     note: str = ""
     by_data: bool = False
+    most: float = 0.0  # the largest number that is known to be added
 
 
 def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = ()) -> LiftedMask:
@@ -103,6 +104,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -
     for term, found in zip(site.terms, terms, strict=True):
         if term.zeroes and banded([*others, negate(found.allowed)]) != FALSE:
             raise UnsupportedError(f"scores are multiplied by {term.tensor!r}, and nothing forbids all that it makes 0")
+    _check_raised(site, terms)
     allowed = in_order(symbolic, banded(t.allowed for t in terms))
     operands: dict[str, RuntimeOperand] = {}
     names = Names(
@@ -272,7 +274,34 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     note = f"{term.tensor} stays a bias" if bias else ""
     kept = [(c, x) for c, x in split if c not in dropping]
     by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
-    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note, by_data=bias and by_data)
+    most = max((_most(x, term.scale) for _, x in kept), default=0.0)
+    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note, bias and by_data, max(most, 0.0))
+
+
+def _most(value: float | Real, scale: float) -> float:
+    """The largest number, times ``scale``, that is stored; 0 for what is computed."""
+    if isinstance(value, float):
+        return value * scale
+    ends = value.args[2] if value.kind == "table" and len(value.args) == 3 else ()
+    return max((x * scale for x in ends if isinstance(x, float)), default=0.0) if isinstance(ends, tuple) else 0.0
+
+
+def _check_raised(site: AttentionSite, terms: Sequence[_TermMask]) -> None:
+    """Raises where what one mask forbids another may raise to what it allows: -1e9 and 1e9.
+
+    Raises:
+        UnsupportedError: naming both.
+    """
+    for i, (raising, found) in enumerate(zip(site.terms, terms, strict=True)):
+        for j, (term, other) in enumerate(zip(site.terms, terms, strict=True)):
+            # A selection replaces what was added before it.
+            if found.most == 0 or i == j or not other.fills or (term.kind is not TermKind.ADD and i < j):
+                continue
+            if found.most == math.inf or found.most > -max(other.fills) / 2:
+                raise UnsupportedError(
+                    f"{raising.tensor!r} adds up to {found.most:g} to scores that {term.tensor!r} forbids with "
+                    f"{max(other.fills):g}: they may be allowed again; expected masks and biases that differ in size"
+                )
 
 
 def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
@@ -427,8 +456,8 @@ def empty_rows(
     if site.pair_guard is not None:
         return _guarded(site, fills)
     if site.floored:
-        fills = [max(f, _FLOOR) for f in fills]
-        if set(fills) == {_FLOOR}:
+        fills = [max(f, FLOOR) for f in fills]
+        if set(fills) == {FLOOR}:
             return EmptyRows.MEAN
     if all(math.isinf(f) for f in fills):
         return EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN

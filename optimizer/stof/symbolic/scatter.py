@@ -44,7 +44,9 @@ def _scatter_nd(context: Context) -> list[Fact] | None:
 
 
 def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
-    """What index tuples [.., depth] add to the position that they stand at; None where that is no constant."""
+    """What index tuples [.., depth] add to the position that they stand at; None where that is no constant, or below 0, where
+    indices count from the end.
+    """
     rank = indices.rank - 1
     if depth != rank:
         return None
@@ -53,7 +55,7 @@ def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
     for a in range(depth):
         place = to_int(indices.at((*probe, integer(a))))
         shift = place - probe[a] if indices.shape[a] != ONE else place
-        if shift.constant is None:
+        if shift.constant is None or shift.constant < 0:
             return None
         shifts.append(shift)
     return shifts
