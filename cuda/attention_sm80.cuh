@@ -380,14 +380,15 @@ class Attention {
       }
     }
     if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
-    const uint32_t* bits = entry.bits < 0 ? nullptr : p_.mask.bits + static_cast<int64_t>(entry.bits) * S::kM * 2;
+    // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives (docs/cuda-kernel.md).
+    const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(max(entry.bits, 0)) * S::kM * 2;
     const int shift = lane_ % 4 * 2;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         uint32_t word[2] = {entry.pad[0], entry.pad[1]};
-        if (bits != nullptr) {
+        if (entry.bits >= 0) {
           uint32_t own[2];
           LoadConstant(own, bits + 2 * Row(i, r));
           word[0] &= own[0];

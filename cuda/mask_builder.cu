@@ -350,7 +350,7 @@ __global__ void Invalidate(const int32_t* invalid, Word* output, Strides stride,
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
     const int64_t row = i / Dv, bh = row / S;
     // All bits but the sign's: NaN in every type.
-    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = static_cast<Word>(~Word{0} >> 1);
+    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
   }
 }
 

@@ -303,7 +303,9 @@ TEST(CudaVectorsThatBreakAMask) {
       const Status status = small.Run(nullptr, operands);
       CHECK(status.ok(), status.message());
       const bool right = last >= 0 && last < length;
-      CHECK(AllOf(small.Output(), right ? 0x3c00 : 0x7fff), "length ", length, " index ", last);
+      const std::vector<uint16_t> output = small.Output();
+      CHECK(AllOf(output, right ? 0x3c00 : 0x7fff), "length ", length, " index ", last, ": begins with ", output.front(),
+            ", ends with ", output.back());
       ++cases;
     }
   }
