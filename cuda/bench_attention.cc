@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA attention kernel alone: one call as a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/bench_graph.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -24,8 +23,6 @@ struct Row {
   const char* mask;
   int64_t B, H, S, D;
 };
-
-constexpr int kReplays = 80;
 
 constexpr Row kRows[] = {
     {"dense", "", 1, 16, 4096, 64},
@@ -44,15 +41,6 @@ constexpr Row kRows[] = {
     {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
     {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
 };
-
-#define CHECK_CUDA(call)                                                   \
-  do {                                                                     \
-    const cudaError_t error_ = (call);                                     \
-    if (error_ != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error_)); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 void* RandomHalves(int64_t count, uint32_t seed) {
   std::vector<uint16_t> values(static_cast<size_t>(count));
@@ -124,36 +112,12 @@ void Measure(const Row& row) {
       std::exit(1);
     }
   };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  const double us = 1e3 * static_cast<double>(times[times.size() / 2]);
+  const double us = TimeGraph(stream, run);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * row.S * row.D);
   std::printf(
       "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
       row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
   std::fflush(stdout);
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
   for (const void* memory : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
   }

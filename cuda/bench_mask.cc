@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long block masks take that are made on the device: captured graphs of the kernels alone, one head layout.
 // bench_cuda_mask [ROW]
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,17 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "cuda/bench_graph.h"
 #include "cuda/mask_builder.h"
 #include "plugins/core/block_mask_builder.h"
-
-#define CHECK_CUDA(call)                                                                   \
-  do {                                                                                     \
-    const cudaError_t error_ = (call);                                                     \
-    if (error_ != cudaSuccess) {                                                           \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
-      std::exit(1);                                                                        \
-    }                                                                                      \
-  } while (0)
 
 namespace {
 
@@ -44,7 +34,6 @@ constexpr Row kRows[] = {
     {"every", "(q - k) % 5 != 0", 8192, 1},
     {"bool8k", "table0[q, k]", 8192, 1},
 };
-constexpr int kReplays = 80;
 
 void* OnDevice(const void* from, size_t bytes) {
   void* to = nullptr;
@@ -115,33 +104,10 @@ void Measure(const Row& row, int n, int multiprocessors) {
   const auto run = [&] {
     CHECK_CUDA(static_cast<cudaError_t>(stof::cuda::LaunchMaskBuild(build, memory, stream, &view)));
   };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+  const double us = TimeGraph(stream, run);
   std::printf("%-11s S%-6ld tile %dx%-4d %8.1f us  (compiling %.1f us, on the host %.0f us)\n", row.name, S,
-              stof::cuda::kTileRows, n, 1e3 * static_cast<double>(times[times.size() / 2]), compiled, host);
+              stof::cuda::kTileRows, n, us, compiled, host);
   std::fflush(stdout);
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
   CHECK_CUDA(cudaStreamDestroy(stream));
   CHECK_CUDA(cudaFree(memory));
   CHECK_CUDA(cudaFree(vector));
