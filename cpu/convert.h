@@ -57,8 +57,6 @@ inline uint16_t FloatToBfloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
 inline float ToFloat(const void* source, DType dtype, int64_t i) {
   if (dtype == DType::kF32) return static_cast<const float*>(source)[i];
   const uint16_t x = static_cast<const uint16_t*>(source)[i];

@@ -380,7 +380,8 @@ class Attention {
       }
     }
     if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
-    // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives (docs/cuda-kernel.md).
+    // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
+    // (docs/cuda-kernel.md).
     const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(max(entry.bits, 0)) * S::kM * 2;
     const int shift = lane_ % 4 * 2;
 #pragma unroll

@@ -387,21 +387,6 @@ class Job {
   int size_ = 0;
 };
 
-int64_t ItemSize(DType dtype) {
-  switch (dtype) {
-    case DType::kI64:
-      return 8;
-    case DType::kI32:
-    case DType::kF32:
-      return 4;
-    case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 const void* Moved(const void* from, int64_t elements, int64_t size) {
   return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * size;
 }
@@ -409,7 +394,7 @@ const void* Moved(const void* from, int64_t elements, int64_t size) {
 // The arguments of a part. It has all heads or one.
 AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   AttentionArgs args = whole;
-  const int64_t size = ItemSize(whole.dtype), g = part.h / (whole.H / whole.G);
+  const int64_t size = SizeOf(whole.dtype), g = part.h / (whole.H / whole.G);
   args.B = part.batches, args.H = part.heads, args.S = part.rows;
   if (part.heads != whole.H) args.G = 1;
   const auto at = [&](const Strides& stride, int64_t head, int64_t row) {
@@ -421,10 +406,10 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   args.output = static_cast<char*>(whole.output) + at(whole.output_stride, part.h, part.row) * size;
   args.bias =
       Moved(whole.bias, part.b * whole.bias_stride_b + part.h * whole.bias_stride_h + part.row * whole.bias_stride_q,
-            ItemSize(whole.bias_dtype));
+            SizeOf(whole.bias_dtype));
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
-  args.sink = Moved(whole.sink, part.h, ItemSize(whole.sink_dtype));
+  args.sink = Moved(whole.sink, part.h, SizeOf(whole.sink_dtype));
   return args;
 }
 
@@ -448,7 +433,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
     if (pad != nullptr) {
       own_pad = *pad;
       if (pad->dims[0] != 1) {
-        own_pad.data = static_cast<char*>(pad->data) + part.b * args.T * ItemSize(pad->dtype);
+        own_pad.data = static_cast<char*>(pad->data) + part.b * args.T * SizeOf(pad->dtype);
         own_pad.dims[0] = part.batches;
       }
     }
@@ -456,7 +441,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
         Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
   }
   if (build.invalid == nullptr) return Status();
-  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, ItemSize(args.dtype),
+  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype),
                                                                   args.output_stride, args.B, args.H, args.S, args.Dv,
                                                                   context.stream)),
                   "launch of the kernel that marks an output");

@@ -6,8 +6,6 @@
 //   decode  one query against a cache; wide  heads of more than 128 elements
 //   --all   times every kernel of the head size, too, and says what the selector's model thinks of each and how much
 //           slower its choice is than the best
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -19,6 +17,7 @@
 #include <vector>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/bench_graph.h"
 #include "cuda/selector.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
@@ -32,8 +31,6 @@ struct Row {
   int64_t T = 0, G = 0;  // 0: as S and H
   int launches = 1;      // in one graph; the time is divided by them
 };
-
-constexpr int kReplays = 80;
 
 constexpr Row kRows[] = {
     {"dense", "", 1, 16, 4096, 64},
@@ -83,15 +80,6 @@ constexpr Row kDecodeRows[] = {
     {"window", kWindow, 1, 16, 1, 64, 1 << 17, 16}, {"stride", kStride, 1, 16, 1, 64, 1 << 15, 16},
     {"stride", kStride, 1, 16, 1, 64, 1 << 17, 16},
 };
-
-#define CHECK_CUDA(call)                                                   \
-  do {                                                                     \
-    const cudaError_t error_ = (call);                                     \
-    if (error_ != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error_)); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 // On the device, `count` of them; a long tensor repeats a part, for the host takes its time to draw numbers.
 template <typename T, typename Draw>
@@ -193,35 +181,10 @@ double Time(const Row& row, const stof::AttentionArgs& args, const stof::Attenti
       std::exit(1);
     }
   };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < row.launches; ++i) run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-  CHECK_CUDA(cudaEventDestroy(begin));
-  CHECK_CUDA(cudaEventDestroy(end));
+  const double us = TimeGraph(stream, row.launches, run);
   CHECK_CUDA(cudaStreamDestroy(stream));
   stof::cuda::TakeKernel(-1);
-  return 1e3 * static_cast<double>(times[times.size() / 2]) / row.launches;
+  return us;
 }
 
 // Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.

@@ -2,8 +2,6 @@
 // How long block masks take that are made on the device: captured graphs of one build and of 20
 // (which tells what one more costs), one head layout.
 // bench_cuda_mask [ROW]
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -12,17 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "cuda/bench_graph.h"
 #include "cuda/mask_builder.h"
 #include "plugins/core/block_mask_builder.h"
-
-#define CHECK_CUDA(call)                                                                   \
-  do {                                                                                     \
-    const cudaError_t error_ = (call);                                                     \
-    if (error_ != cudaSuccess) {                                                           \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
-      std::exit(1);                                                                        \
-    }                                                                                      \
-  } while (0)
 
 namespace {
 
@@ -45,7 +35,7 @@ constexpr Row kRows[] = {
     {"every", "(q - k) % 5 != 0", 8192, 1},
     {"bool8k", "table0[q, k]", 8192, 1},
 };
-constexpr int kReplays = 80, kBuilds = 20;
+constexpr int kBuilds = 20;
 
 void* OnDevice(const void* from, size_t bytes) {
   void* to = nullptr;
@@ -59,36 +49,6 @@ stof::Tensor Describe(void* data, stof::DType dtype, std::initializer_list<int64
   tensor.data = data, tensor.dtype = dtype, tensor.rank = static_cast<int32_t>(dims.size());
   std::copy(dims.begin(), dims.end(), tensor.dims);
   return tensor;
-}
-
-// Microseconds of a captured graph of `count` calls, the median of its replays.
-template <typename Run>
-double Replayed(const Run& run, int count, cudaStream_t stream) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < count; ++i) run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
-  CHECK_CUDA(cudaEventDestroy(begin));
-  CHECK_CUDA(cudaEventDestroy(end));
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-  return 1e3 * static_cast<double>(times[times.size() / 2]);
 }
 
 void Measure(const Row& row, int n, int multiprocessors) {
@@ -146,11 +106,9 @@ void Measure(const Row& row, int n, int multiprocessors) {
   const auto run = [&] {
     CHECK_CUDA(static_cast<cudaError_t>(stof::cuda::LaunchMaskBuild(build, memory, stream, &view)));
   };
-  run();
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  const double once = Replayed(run, 1, stream), often = Replayed(run, kBuilds, stream);
+  const double once = TimeGraph(stream, 1, run), one = TimeGraph(stream, kBuilds, run);
   std::printf("%-11s S%-6ld tile %dx%-4d %8.1f us, one of %d %7.1f us  (compiling %.1f us, on the host %.0f us)\n",
-              row.name, S, stof::cuda::kTileRows, n, once, kBuilds, often / kBuilds, compiled, host);
+              row.name, S, stof::cuda::kTileRows, n, once, kBuilds, one, compiled, host);
   std::fflush(stdout);
   CHECK_CUDA(cudaStreamDestroy(stream));
   CHECK_CUDA(cudaFree(memory));

@@ -30,9 +30,9 @@ struct Build {
   int32_t operand_count, steps_count, affines_count, narrow;
   // Small programs are in here, larger ones in memory.
   const MaskStep* steps;
-  const MaskAffine* affines;
+  const Affine* affines;
   MaskStep inline_steps[kInlineSteps];
-  MaskAffine inline_affines[kInlineAffines];
+  Affine inline_affines[kInlineAffines];
   int32_t m, n, rows, columns;        // tile, tiles along the sides
   int32_t fragments;                  // own words of a thread (fragments.h); 0: bits by row
   int32_t class_stride;               // from one row of classes to the next, a multiple of 16
@@ -141,9 +141,9 @@ __device__ __forceinline__ void StoreFragments(const Build& p, int64_t slot, int
 // The program in shared memory; for all threads of a CTA.
 __device__ __forceinline__ MaskView Share(const Build& p, unsigned char* shared, MaskOperand* operands) {
   const int thread = static_cast<int>(threadIdx.x);
-  auto* const affines = reinterpret_cast<MaskAffine*>(shared);
+  auto* const affines = reinterpret_cast<Affine*>(shared);
   auto* const steps = reinterpret_cast<MaskStep*>(affines + p.affines_count);
-  const MaskAffine* from = p.affines == nullptr ? p.inline_affines : p.affines;
+  const Affine* from = p.affines == nullptr ? p.inline_affines : p.affines;
   const MaskStep* source = p.steps == nullptr ? p.inline_steps : p.steps;
   for (int i = thread; i < p.affines_count; i += kThreads) affines[i] = from[i];
   for (int i = thread; i < p.steps_count; i += kThreads) steps[i] = source[i];
@@ -350,7 +350,8 @@ __global__ void Invalidate(const int32_t* invalid, Word* output, Strides stride,
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
     const int64_t row = i / Dv, bh = row / S;
     // All bits but the sign's: NaN in every type.
-    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
+    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] =
+        static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
   }
 }
 
@@ -387,7 +388,7 @@ Layout LayoutOf(const MaskBuild& build) {
   l.summaries = take(16 * int64_t{program.pairs});
   if (!IsInline(program)) {
     l.steps = take(static_cast<int64_t>(program.steps.size() * sizeof(MaskStep)));
-    l.affines = take(static_cast<int64_t>(program.affines.size() * sizeof(MaskAffine)));
+    l.affines = take(static_cast<int64_t>(program.affines.size() * sizeof(Affine)));
   }
   const int64_t all = l.tables * l.rows;
   l.arrived = take(4 * l.tables);
@@ -467,10 +468,10 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
     std::copy(program.affines.begin(), program.affines.end(), p.inline_affines);
   } else {
     p.steps = reinterpret_cast<const MaskStep*>(base + l.steps);
-    p.affines = reinterpret_cast<const MaskAffine*>(base + l.affines);
+    p.affines = reinterpret_cast<const Affine*>(base + l.affines);
     int error = Carry(program.steps.data(), program.steps.size() * sizeof(MaskStep), base + l.steps, on);
     if (error == 0) {
-      error = Carry(program.affines.data(), program.affines.size() * sizeof(MaskAffine), base + l.affines, on);
+      error = Carry(program.affines.data(), program.affines.size() * sizeof(Affine), base + l.affines, on);
     }
     if (error != 0) return error;
   }
@@ -500,7 +501,7 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   if (error != 0) return error;
 
   const int64_t all = l.tables * l.rows * l.columns;
-  const size_t shared = program.affines.size() * sizeof(MaskAffine) + program.steps.size() * sizeof(MaskStep);
+  const size_t shared = program.affines.size() * sizeof(Affine) + program.steps.size() * sizeof(MaskStep);
   for (auto* kernel : {Decide, Evaluate}) {
     if (shared <= 40 << 10) break;
     const cudaError_t allowed =

@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-#include "plugins/core/interval.h"
+#include "plugins/core/ops/attention.h"
 
 namespace stof {
 namespace cuda {
@@ -37,7 +37,7 @@ class Compiler {
     affine_.assign(expr_.nodes().size(), -1);
     need_.assign(expr_.nodes().size(), 1);
     for (size_t i = 0; i < expr_.nodes().size(); ++i) {
-      MaskAffine affine;
+      Affine affine;
       if (Fold(expr_.nodes()[i], &affine)) affine_[i] = Keep(affine);
       need_[i] = NeedOf(static_cast<int32_t>(i));
     }
@@ -48,14 +48,11 @@ class Compiler {
 
  private:
   const ExprNode& Node(int32_t i) const { return expr_.nodes()[static_cast<size_t>(i)]; }
-  const MaskAffine* AffineOf(int32_t i) const {
+  const Affine* AffineOf(int32_t i) const {
     const int32_t at = affine_[static_cast<size_t>(i)];
     return at < 0 ? nullptr : &program_.affines[static_cast<size_t>(at)];
   }
-  static bool IsConstant(const MaskAffine* x) {
-    return x != nullptr && x->b == 0 && x->h == 0 && x->q == 0 && x->k == 0;
-  }
-  int32_t Keep(const MaskAffine& affine) {
+  int32_t Keep(const Affine& affine) {
     program_.affines.push_back(affine);
     return static_cast<int32_t>(program_.affines.size()) - 1;
   }
@@ -83,20 +80,9 @@ class Compiler {
   }
 
   Status BindOne(const ExprOperand& operand, MaskOperand* bound) {
-    const auto found =
-        std::find_if(inputs_.begin(), inputs_.end(), [&](const auto& input) { return input.first == operand.name; });
-    if (found == inputs_.end()) {
-      return Status::Error("the mask reads " + operand.name + ", but no operand has that role");
-    }
-    const Tensor& tensor = found->second;
-    if (tensor.rank != operand.rank) {
-      return Status::Error(operand.name + " has rank " + std::to_string(tensor.rank) + ", expected " +
-                           std::to_string(operand.rank));
-    }
-    if (!operand.table && !operand.boolean && tensor.dtype != DType::kI32 && tensor.dtype != DType::kI64) {
-      return Status::Error(operand.name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", expected int32 or int64");
-    }
+    const Tensor* found = nullptr;
+    STOF_RETURN_IF_ERROR(FindOperand(operand, inputs_, &found));
+    const Tensor& tensor = *found;
     int64_t count = 1;
     for (int axis = 0; axis < tensor.rank; ++axis) {
       const int64_t dim = tensor.dims[axis];
@@ -189,88 +175,29 @@ class Compiler {
     return Status();
   }
 
-  // to += scale * x, where nothing overflows.
-  static bool Add(const MaskAffine& x, int64_t scale, MaskAffine* to) {
-    const int64_t from[] = {x.b, x.h, x.q, x.k, x.constant};
-    int64_t* sums[] = {&to->b, &to->h, &to->q, &to->k, &to->constant};
-    for (int j = 0; j < 5; ++j) {
-      int64_t product = 0;
-      if (__builtin_mul_overflow(from[j], scale, &product) || __builtin_add_overflow(*sums[j], product, sums[j])) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   // The node as an affine form of integers; of a comparison, left minus right. False where it is none.
-  bool Fold(const ExprNode& node, MaskAffine* affine) const {
-    const bool look = node.op == ExprOp::kLookup;
-    const MaskAffine* left = node.arity > 0 && !look ? AffineOf(node.child[0]) : nullptr;
-    const MaskAffine* right = node.arity > 1 && !look ? AffineOf(node.child[1]) : nullptr;
-    const auto add = [affine](const MaskAffine& x, int64_t scale) { return Add(x, scale, affine); };
-    const auto integer = [this](int32_t child) { return !Node(child).boolean; };
-    switch (node.op) {
-      case ExprOp::kConst:
-        affine->constant = node.value;
-        return true;
-      case ExprOp::kTrue:
-        affine->constant = 1;
-        return true;
-      case ExprOp::kFalse:
-        return true;
-      case ExprOp::kB:
-        affine->b = 1;
-        return true;
-      case ExprOp::kH:
-        affine->h = 1;
-        return true;
-      case ExprOp::kQ:
-        affine->q = 1;
-        return true;
-      case ExprOp::kK:
-        affine->k = 1;
-        return true;
-      case ExprOp::kS:
-        affine->constant = sizes_.S;
-        return true;
-      case ExprOp::kT:
-        affine->constant = sizes_.T;
-        return true;
-      case ExprOp::kP:
-        affine->constant = sizes_.P;
-        return true;
-      case ExprOp::kNeg:
-        return left != nullptr && add(*left, -1);
-      case ExprOp::kAdd:
-        return left != nullptr && right != nullptr && add(*left, 1) && add(*right, 1);
-      case ExprOp::kMul:
-        if (left == nullptr || right == nullptr) return false;
-        if (IsConstant(left)) return add(*right, left->constant);
-        return IsConstant(right) && add(*left, right->constant);
-      case ExprOp::kSub:
-        return left != nullptr && right != nullptr && add(*left, 1) && add(*right, -1);
-      case ExprOp::kLt:
-      case ExprOp::kLe:
-      case ExprOp::kGt:
-      case ExprOp::kGe:
-      case ExprOp::kEq:
-      case ExprOp::kNe:
-        return left != nullptr && right != nullptr && integer(node.child[0]) && add(*left, 1) && add(*right, -1);
-      default:
-        return false;
+  bool Fold(const ExprNode& node, Affine* affine) const {
+    if (node.op == ExprOp::kTrue || node.op == ExprOp::kFalse) {
+      affine->constant = node.op == ExprOp::kTrue ? 1 : 0;
+      return true;
     }
+    if (IsCompare(node.op) && Node(node.child[0]).boolean) return false;
+    const int arguments = node.op == ExprOp::kLookup ? 0 : node.arity;
+    const Affine* left = arguments > 0 ? AffineOf(node.child[0]) : nullptr;
+    const Affine* right = arguments > 1 ? AffineOf(node.child[1]) : nullptr;
+    return CombineAffine(node, left, right, sizes_, affine);
   }
 
   // The place of a look-up's element among all, where every index is affine: what no vector tells is proven to be in
   // range for every axis.
-  bool Flatten(int32_t i, MaskAffine* flat) const {
+  bool Flatten(int32_t i, Affine* flat) const {
     const ExprNode& node = Node(i);
     const MaskOperand& operand = program_.operands[static_cast<size_t>(slot_[static_cast<size_t>(node.operand)])];
     int64_t scale = 1;
     for (int axis = node.arity - 1; axis >= 0; --axis) {
       if (!Sends(i, axis)) {
-        const MaskAffine* index = AffineOf(node.child[axis]);
-        if (index == nullptr || !Add(*index, scale, flat)) return false;
+        const Affine* index = AffineOf(node.child[axis]);
+        if (index == nullptr || !AddAffine(*index, scale, flat)) return false;
       }
       scale *= operand.dims[axis];
     }
@@ -279,8 +206,9 @@ class Compiler {
 
   // ---- steps ----
   bool RightIsConstant(const ExprNode& node) const {
-    return node.arity == 2 && node.op != ExprOp::kLookup && !Node(node.child[1]).boolean &&
-           IsConstant(AffineOf(node.child[1]));
+    if (node.arity != 2 || node.op == ExprOp::kLookup || Node(node.child[1]).boolean) return false;
+    const Affine* right = AffineOf(node.child[1]);
+    return right != nullptr && IsConstant(*right);
   }
   std::vector<int> AxesByNeed(const ExprNode& node) const {
     std::vector<int> axes;
@@ -295,7 +223,7 @@ class Compiler {
     const auto need = [&](int c) { return need_[static_cast<size_t>(node.child[c])]; };
     if (AffineOf(i) != nullptr || node.arity == 0) return 1;
     if (node.op == ExprOp::kLookup) {
-      MaskAffine flat;
+      Affine flat;
       if (Flatten(i, &flat)) return 1;
       int most = 1, before = 0;
       for (const int axis : AxesByNeed(node)) most = std::max(most, need(axis) + before++);
@@ -317,7 +245,7 @@ class Compiler {
     if (constant < std::numeric_limits<int32_t>::min() || constant > std::numeric_limits<int32_t>::max()) {
       program_.narrow = false;
     }
-    MaskAffine affine;
+    Affine affine;
     affine.constant = constant;
     program_.steps.push_back({op, MaskStep::kImmediate, 0, 0, Keep(affine)});
   }
@@ -331,7 +259,7 @@ class Compiler {
     }
     if (node.op == ExprOp::kLookup) {
       const auto operand = static_cast<uint8_t>(slot_[static_cast<size_t>(node.operand)]);
-      MaskAffine flat;
+      Affine flat;
       if (Flatten(i, &flat)) {
         Push(Keep(flat));
         program_.steps.push_back({ExprOp::kLookup, flat.q == 0 ? MaskStep::kSame : MaskStep::kStack, operand, 0, 1});
@@ -342,7 +270,7 @@ class Compiler {
       for (const int axis : AxesByNeed(node)) {
         places = static_cast<uint8_t>(places | place++ << 2 * axis);
         if (Sends(i, axis)) {
-          Push(Keep(MaskAffine()));
+          Push(Keep(Affine()));
         } else {
           Emit(node.child[axis]);
         }
@@ -393,10 +321,10 @@ class Compiler {
 void DropUnused(MaskProgram* program) {
   using Key = std::array<int64_t, 5>;
   std::map<Key, int32_t> places;
-  std::vector<MaskAffine> kept;
+  std::vector<Affine> kept;
   for (MaskStep& step : program->steps) {
     if (step.op != ExprOp::kConst && step.mode != MaskStep::kImmediate) continue;
-    const MaskAffine& affine = program->affines[static_cast<size_t>(step.arg)];
+    const Affine& affine = program->affines[static_cast<size_t>(step.arg)];
     const auto [place, fresh] = places.try_emplace(Key{affine.b, affine.h, affine.q, affine.k, affine.constant},
                                                    static_cast<int32_t>(kept.size()));
     if (fresh) kept.push_back(affine);
@@ -439,7 +367,7 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
   if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
   DropUnused(program);
-  const size_t bytes = program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(MaskAffine);
+  const size_t bytes = program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine);
   if (bytes > kMostBytes) {
     return Status::Error("the mask expression is too long for the device (" + std::to_string(bytes) +
                          " bytes of shared memory, expected at most " + std::to_string(kMostBytes) +

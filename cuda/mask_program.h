@@ -9,14 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/expr.h"
+#include "plugins/core/expr_affine.h"
+#include "plugins/core/expr_operate.h"
+#include "plugins/core/interval.h"
 #include "plugins/core/status.h"
 
 #if defined(__CUDACC__)
-#define STOF_HOST_DEVICE __host__ __device__ __forceinline__
 #define STOF_UNROLL _Pragma("unroll")
 #else
-#define STOF_HOST_DEVICE inline
 #define STOF_UNROLL
 #endif
 
@@ -36,11 +36,6 @@ struct MaskStep {
   uint8_t operand = 0;  // kLookup: which
   uint8_t places = 0;   // kLookup: two bits an axis, how far its index is from the lowest of the indices on the stack
   int32_t arg = 0;      // kLookup: the number of axes, 1 also where one index counts all elements
-};
-
-// b * B + h * H + q * Q + k * K + constant
-struct MaskAffine {
-  int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
 };
 
 // A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
@@ -67,7 +62,6 @@ struct MaskBox {
 
 constexpr int kMaskStack = 24;     // a program that needs more is refused
 constexpr int kMostOperands = 16;  // vectors and tables of a program
-constexpr int64_t kMaskLimit = int64_t{1} << 61;
 // Queries that are evaluated at once: the more, the less each step costs beside its arithmetic.
 template <typename V>
 constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
@@ -75,7 +69,7 @@ constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
 // What the evaluation reads.
 struct MaskView {
   const MaskStep* steps = nullptr;
-  const MaskAffine* affines = nullptr;
+  const Affine* affines = nullptr;
   const MaskOperand* operands = nullptr;
   const int64_t* summaries = nullptr;
   int32_t count = 0;   // of steps
@@ -108,17 +102,6 @@ STOF_HOST_DEVICE int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
 STOF_HOST_DEVICE int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // ---- intervals ----
-template <typename V>
-STOF_HOST_DEVICE V FloorQuotient(V a, V d) {
-  const V quotient = a / d;
-  return quotient * d != a && ((a < 0) != (d < 0)) ? quotient - 1 : quotient;
-}
-template <typename V>
-STOF_HOST_DEVICE V FloorRest(V a, V d) {
-  const V rest = a % d;
-  return rest != 0 && ((rest < 0) != (d < 0)) ? rest + d : rest;
-}
-
 // x * y where it lies within ±2^61; else false.
 STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
 #if defined(__CUDA_ARCH__)
@@ -127,7 +110,7 @@ STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
 #else
   const bool fits = !__builtin_mul_overflow(x, y, product);
 #endif
-  return fits && *product >= -kMaskLimit && *product <= kMaskLimit;
+  return fits && *product >= -kLargestInteger && *product <= kLargestInteger;
 }
 
 // Evaluation over a box. `ok` turns false where a value may leave ±2^61 on the way or an index its table: then no value
@@ -166,7 +149,7 @@ class MaskIntervals {
 
  private:
   // Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
-  static STOF_HOST_DEVICE MaskInterval Span(const MaskAffine& x, const MaskBox& box) {
+  static STOF_HOST_DEVICE MaskInterval Span(const Affine& x, const MaskBox& box) {
     using U = uint64_t;
     const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
     const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
@@ -179,8 +162,8 @@ class MaskIntervals {
   }
 
   STOF_HOST_DEVICE MaskInterval Within(MaskInterval a) {
-    if (a.lo < -kMaskLimit || a.hi > kMaskLimit) ok_ = false;
-    return {Least(Most(a.lo, -kMaskLimit), kMaskLimit), Most(Least(a.hi, kMaskLimit), -kMaskLimit)};
+    if (a.lo < -kLargestInteger || a.hi > kLargestInteger) ok_ = false;
+    return {Least(Most(a.lo, -kLargestInteger), kLargestInteger), Most(Least(a.hi, kLargestInteger), -kLargestInteger)};
   }
 
   STOF_HOST_DEVICE MaskInterval Unary(ExprOp op, MaskInterval a) {
@@ -228,12 +211,12 @@ class MaskIntervals {
       case ExprOp::kMul:
         return Times(a, b);
       case ExprOp::kDiv: {
-        const int64_t x = FloorQuotient(a.lo, b.lo), y = FloorQuotient(a.hi, b.lo);
+        const int64_t x = FloorDiv(a.lo, b.lo), y = FloorDiv(a.hi, b.lo);
         return {Least(x, y), Most(x, y)};
       }
       default:  // kMod
-        if (FloorQuotient(a.lo, b.lo) == FloorQuotient(a.hi, b.lo)) {
-          return {FloorRest(a.lo, b.lo), FloorRest(a.hi, b.lo)};
+        if (FloorDiv(a.lo, b.lo) == FloorDiv(a.hi, b.lo)) {
+          return {FloorMod(a.lo, b.lo), FloorMod(a.hi, b.lo)};
         }
         return b.lo > 0 ? MaskInterval{0, b.lo - 1} : MaskInterval{b.lo + 1, 0};
     }
@@ -310,48 +293,6 @@ class MaskIntervals {
 
 // ---- values ----
 template <typename V>
-STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
-  switch (op) {
-    case ExprOp::kAdd:
-      return x + y;
-    case ExprOp::kSub:
-      return x - y;
-    case ExprOp::kMul:
-      return x * y;
-    case ExprOp::kMin:
-      return x < y ? x : y;
-    case ExprOp::kMax:
-      return x < y ? y : x;
-    case ExprOp::kLt:
-      return x < y;
-    case ExprOp::kLe:
-      return x <= y;
-    case ExprOp::kGt:
-      return x > y;
-    case ExprOp::kGe:
-      return x >= y;
-    case ExprOp::kEq:
-      return x == y;
-    case ExprOp::kNe:
-      return x != y;
-    case ExprOp::kAnd:
-      return x & y;
-    case ExprOp::kOr:
-      return x | y;
-    case ExprOp::kNeg:
-      return -x;
-    case ExprOp::kAbs:
-      return x < 0 ? -x : x;
-    case ExprOp::kNot:
-      return 1 - x;
-    case ExprOp::kDiv:
-      return FloorQuotient(x, y);
-    default:
-      return FloorRest(x, y);
-  }
-}
-
-template <typename V>
 using MaskValues = V[kMaskRows<V>];
 
 // top = left op top, or top op constant. Templates, so that loops stand inside of the switch over operators.
@@ -405,7 +346,7 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
         for (int r = 0; r < kRows; ++r) stack[depth][r] = top[r];
         ++depth;
       }
-      const MaskAffine& affine = view.affines[step.arg];
+      const Affine& affine = view.affines[step.arg];
       const U slope = wrap(affine.q);
       const U first = wrap(affine.constant) + wrap(affine.b) * wrap(b) + wrap(affine.h) * wrap(h) +
                       wrap(affine.k) * wrap(k) + slope * wrap(q0);
@@ -515,7 +456,7 @@ using MaskInputs = std::vector<std::pair<std::string, Tensor>>;
 
 struct MaskProgram {
   std::vector<MaskStep> steps;
-  std::vector<MaskAffine> affines;
+  std::vector<Affine> affines;
   std::vector<MaskOperand> operands;
   int32_t pairs = 0;  // of summaries
   bool narrow = true;

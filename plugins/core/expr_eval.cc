@@ -41,73 +41,14 @@ ExprEvaluator::ExprEvaluator(const MaskExpr& expr, const ExprSizes& sizes, std::
   }
 }
 
-// The node's value as coefficients of b, h, q, k and a constant; of a comparison, left minus right. False where it is
-// not affine or a coefficient overflows.
-bool ExprEvaluator::CombineAffine(const ExprNode& node, Affine* affine) const {
-  const Affine* left = node.arity > 0 && node.op != ExprOp::kLookup ? AffineOf(node.child[0]) : nullptr;
-  const Affine* right = node.arity > 1 && node.op != ExprOp::kLookup ? AffineOf(node.child[1]) : nullptr;
-  const auto add = [affine](const Affine& x, int64_t scale) {
-    const int64_t from[] = {x.b, x.h, x.q, x.k, x.constant};
-    int64_t* to[] = {&affine->b, &affine->h, &affine->q, &affine->k, &affine->constant};
-    for (int j = 0; j < 5; ++j) {
-      int64_t product = 0;
-      if (__builtin_mul_overflow(from[j], scale, &product) || __builtin_add_overflow(*to[j], product, to[j])) {
-        return false;
-      }
-    }
-    return true;
-  };
-  const auto constant = [](const Affine* x) { return x->b == 0 && x->h == 0 && x->q == 0 && x->k == 0; };
-  switch (node.op) {
-    case ExprOp::kConst:
-      affine->constant = node.value;
-      return true;
-    case ExprOp::kB:
-      affine->b = 1;
-      return true;
-    case ExprOp::kH:
-      affine->h = 1;
-      return true;
-    case ExprOp::kQ:
-      affine->q = 1;
-      return true;
-    case ExprOp::kK:
-      affine->k = 1;
-      return true;
-    case ExprOp::kS:
-      affine->constant = sizes_.S;
-      return true;
-    case ExprOp::kT:
-      affine->constant = sizes_.T;
-      return true;
-    case ExprOp::kP:
-      affine->constant = sizes_.P;
-      return true;
-    case ExprOp::kNeg:
-      return left != nullptr && add(*left, -1);
-    case ExprOp::kAdd:
-      return left != nullptr && right != nullptr && add(*left, 1) && add(*right, 1);
-    case ExprOp::kMul:
-      if (left == nullptr || right == nullptr) return false;
-      if (constant(left)) return add(*right, left->constant);
-      return constant(right) && add(*left, right->constant);
-    case ExprOp::kSub:
-    case ExprOp::kLt:
-    case ExprOp::kLe:
-    case ExprOp::kGt:
-    case ExprOp::kGe:
-    case ExprOp::kEq:
-    case ExprOp::kNe:
-      return left != nullptr && right != nullptr && add(*left, 1) && add(*right, -1);
-    default:
-      return false;
-  }
-}
-
 void ExprEvaluator::FindAffine() {
   for (size_t i = 0; i < expr_.nodes().size(); ++i) {
+    const ExprNode& node = expr_.nodes()[i];
+    const int arguments = node.op == ExprOp::kLookup ? 0 : node.arity;
+    const Affine* left = arguments > 0 ? AffineOf(node.child[0]) : nullptr;
+    const Affine* right = arguments > 1 ? AffineOf(node.child[1]) : nullptr;
     Affine affine;
-    if (!CombineAffine(expr_.nodes()[i], &affine)) continue;
+    if (!CombineAffine(node, left, right, sizes_, &affine)) continue;
     affine_[i] = static_cast<int32_t>(affines_.size());
     affines_.push_back(affine);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plugins/core/expr.h"
+#include "plugins/core/expr_affine.h"
 #include "plugins/core/interval.h"
 
 namespace stof {
@@ -34,9 +35,6 @@ class ExprEvaluator {
   int64_t Tile(int64_t b, int64_t h, int64_t q0, int64_t k0, int64_t rows, int64_t keys, int64_t words, uint32_t* bits);
 
  private:
-  struct Affine {
-    int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
-  };
   struct Place {
     int64_t b = 0, h = 0, q = 0;
   };
@@ -48,7 +46,6 @@ class ExprEvaluator {
     return at < 0 ? nullptr : &affines_[static_cast<size_t>(at)];
   }
   Interval IntervalOf(int32_t i) const { return intervals_[static_cast<size_t>(i)]; }
-  bool CombineAffine(const ExprNode& node, Affine* affine) const;
   void FindAffine();
   void PlanRows();
   static Interval Span(const Affine& affine, const ExprBox& box);

@@ -11,47 +11,12 @@ namespace {
 
 bool IsPowerOfTwo(int64_t d) { return d > 0 && (d & (d - 1)) == 0; }
 
-// One operator on two values; of a unary one on the first. Divisions are handled where the divisor is known.
+// One operator on two values. Divisions are handled where the divisor is known.
 template <typename V>
 V Apply(ExprOp op, V x, V y) {
-  switch (op) {
-    case ExprOp::kAdd:
-      return x + y;
-    case ExprOp::kSub:
-      return x - y;
-    case ExprOp::kMul:
-      return x * y;
-    case ExprOp::kDiv:
-      return static_cast<V>(FloorDiv(x, y));
-    case ExprOp::kMod:
-      return static_cast<V>(FloorMod(x, y));
-    case ExprOp::kNeg:
-      return -x;
-    case ExprOp::kAbs:
-      return x < 0 ? -x : x;
-    case ExprOp::kMin:
-      return std::min(x, y);
-    case ExprOp::kMax:
-      return std::max(x, y);
-    case ExprOp::kLt:
-      return x < y;
-    case ExprOp::kLe:
-      return x <= y;
-    case ExprOp::kGt:
-      return x > y;
-    case ExprOp::kGe:
-      return x >= y;
-    case ExprOp::kEq:
-      return x == y;
-    case ExprOp::kNe:
-      return x != y;
-    case ExprOp::kAnd:
-      return x & y;
-    case ExprOp::kOr:
-      return x | y;
-    default:  // kNot
-      return 1 - x;
-  }
+  if (op == ExprOp::kDiv) return static_cast<V>(FloorDiv<int64_t>(x, y));
+  if (op == ExprOp::kMod) return static_cast<V>(FloorMod<int64_t>(x, y));
+  return Operate(op, x, y);
 }
 
 // `op` is a constant in each instance, so that the switch disappears from the loops.

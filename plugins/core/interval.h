@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "plugins/core/expr.h"
+#include "plugins/core/expr_operate.h"
 
 namespace stof {
 
@@ -28,15 +28,6 @@ struct ExprBox {
 
 inline bool IsArithmetic(ExprOp op) { return op >= ExprOp::kAdd && op <= ExprOp::kMax; }
 inline bool IsCompare(ExprOp op) { return op >= ExprOp::kLt && op <= ExprOp::kNe; }
-
-inline int64_t FloorDiv(int64_t a, int64_t d) {
-  const int64_t quotient = a / d;
-  return (a % d != 0 && ((a < 0) != (d < 0))) ? quotient - 1 : quotient;
-}
-inline int64_t FloorMod(int64_t a, int64_t d) {
-  const int64_t rest = a % d;
-  return (rest != 0 && ((rest < 0) != (d < 0))) ? rest + d : rest;
-}
 
 // What has no arguments, except look-ups.
 inline Interval LeafInterval(const ExprNode& node, const ExprBox& box, const ExprSizes& sizes) {

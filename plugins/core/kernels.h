@@ -25,6 +25,27 @@ enum class DType : int32_t {
   kBF16 = 16,
 };
 
+// Bytes of an element; 0 for no type.
+constexpr int64_t SizeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kI64:
+    case DType::kF64:
+      return 8;
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kU8:
+    case DType::kI8:
+    case DType::kBool:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
 // Elements between neighbours along batch, head and position; the head size is contiguous.
 struct Strides {
   int64_t b = 0;

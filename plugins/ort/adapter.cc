@@ -250,30 +250,10 @@ OrtStatus* OnDevice(const OrtApi* api, const OrtValue* value, bool* on_device) {
   return nullptr;
 }
 
-int64_t ItemSize(DType dtype) {
-  switch (dtype) {
-    case DType::kI64:
-    case DType::kF64:
-      return 8;
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    case DType::kU8:
-    case DType::kI8:
-    case DType::kBool:
-      return 1;
-    default:
-      return 0;
-  }
-}
-
 // Brings a constant from the device; `copy` holds it. One of a type that no operator reads as a constant is left out.
 Status ToHost(Tensor* tensor, std::vector<char>* copy) {
   const CudaBackend* backend = FindCudaBackend();
-  const int64_t bytes = tensor->Elements() * ItemSize(tensor->dtype);
+  const int64_t bytes = tensor->Elements() * SizeOf(tensor->dtype);
   if (backend == nullptr || bytes == 0) {
     *tensor = Tensor();
     return Status();

@@ -51,21 +51,6 @@ struct Array {
   std::vector<char> data;
 };
 
-int64_t SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kI64:
-      return 8;
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 Array MakeArray(DType dtype, const std::vector<int64_t>& dims) {
   Array array;
   array.tensor.dtype = dtype;

@@ -39,6 +39,8 @@ struct AttentionMask {
   ExprOperands tables;
 };
 using Tables = std::vector<std::pair<std::string, Tensor>>;
+// The tensor that was given for an operand of an expression, of its rank and, a vector, of a type that it may have.
+Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor** found);
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
 
 // The mask of an operator, parsed once: at creation where its tables are constant, else in the first run, and again

@@ -44,6 +44,25 @@ Status AttentionMaskSource::Get(const Tables& given, std::shared_ptr<const Atten
   return Status();
 }
 
+Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor** found) {
+  const auto entry =
+      std::find_if(given.begin(), given.end(), [&](const auto& one) { return one.first == operand.name; });
+  if (entry == given.end()) {
+    return Status::Error("the mask reads " + operand.name + ", but no operand has that role");
+  }
+  const Tensor& tensor = entry->second;
+  if (tensor.rank != operand.rank) {
+    return Status::Error(operand.name + " has rank " + std::to_string(tensor.rank) + ", expected " +
+                         std::to_string(operand.rank));
+  }
+  if (!operand.table && !operand.boolean && tensor.dtype != DType::kI32 && tensor.dtype != DType::kI64) {
+    return Status::Error(operand.name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+                         ", expected int32 or int64");
+  }
+  *found = &tensor;
+  return Status();
+}
+
 Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
                               const std::vector<std::pair<std::string, Tensor>>& given,
                               std::unique_ptr<BoundDynamicMask>* bound) {
@@ -51,20 +70,9 @@ Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
   for (size_t i = 0; i < bindings.size(); ++i) {
     const ExprOperand& operand = *expr.operands()[i];
     if (operand.table) continue;
-    const auto found =
-        std::find_if(given.begin(), given.end(), [&](const auto& entry) { return entry.first == operand.name; });
-    if (found == given.end()) {
-      return Status::Error("the mask reads " + operand.name + ", but no operand has that role");
-    }
-    const Tensor& tensor = found->second;
-    if (tensor.rank != operand.rank) {
-      return Status::Error(operand.name + " has rank " + std::to_string(tensor.rank) + ", expected " +
-                           std::to_string(operand.rank));
-    }
-    if (!operand.boolean && tensor.dtype != DType::kI32 && tensor.dtype != DType::kI64) {
-      return Status::Error(operand.name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
-                           ", expected int32 or int64");
-    }
+    const Tensor* found = nullptr;
+    STOF_RETURN_IF_ERROR(FindOperand(operand, given, &found));
+    const Tensor& tensor = *found;
     bindings[i].data = tensor.data;
     bindings[i].dtype = tensor.dtype;
     bindings[i].rank = tensor.rank;
