@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
@@ -14,6 +15,7 @@
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
+#include "cuda/time_op.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -117,6 +119,7 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
+constexpr char kSm80[] = "sm80";                        // its name as a hint
 constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
 constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
@@ -168,7 +171,7 @@ class Job {
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
-    if (kernels->launch == nullptr) return RunSm80();
+    if (kernels->launch == nullptr || std::strcmp(args_.kernel, kSm80) == 0) return RunSm80();
     cuda::Problem problem;
     if (build_ == nullptr && !mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
     problem.hash = mask_.fixed_hash;
@@ -176,8 +179,10 @@ class Job {
     problem.multiprocessors = facts_.multiprocessors;
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
-    const cuda::Sm90Kernel* kernel = nullptr;
-    if (build_ != nullptr) {
+    const cuda::Sm90Kernel* kernel = cuda::Named(kernels, args_.kernel);
+    if (kernel != nullptr) {
+      // as the node asks
+    } else if (build_ != nullptr) {
       kernel = cuda::SelectUnseen(kernels);
     } else {
       STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
@@ -257,7 +262,7 @@ class Job {
   }
 
   Status RunFp32() {
-    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_, !args_.allow_tf32);
     if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
     cuda::Fp32Params params;
     std::shared_ptr<const cuda::MaskEntry> entry;
@@ -522,7 +527,33 @@ void Relaxed(void (*run)(void* self), void* self) {
   run(self);
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention};
+Status Describe(std::string* name, int32_t* capability) {
+  int device = 0;
+  cudaDeviceProp properties;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, device), "device"));
+  *name = properties.name;
+  *capability = 10 * properties.major + properties.minor;
+  return Status();
+}
+
+Status Kernels(int64_t head_size, DType dtype, std::string* names) {
+  DeviceFacts facts;
+  STOF_RETURN_IF_ERROR(Facts(&facts));
+  names->clear();
+  if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
+  if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
+  *names = kSm80;
+  if (facts.capability != 90) return Status();
+  const bool bf16 = dtype == DType::kBF16;
+  for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16); kernel->launch != nullptr; ++kernel) {
+    *names += " " + cuda::NameOf(*kernel);
+  }
+  return Status();
+}
+
+constexpr CudaBackend kBackend = {ToHost,  Device,    Take,     Give,    CapturedOrDone,
+                                  Relaxed, Attention, Describe, Kernels, cuda::TimeOp};
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include "plugins/core/block_mask_cache.h"
@@ -39,6 +40,19 @@ const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
 }
 
 }  // namespace
+
+std::string NameOf(const Sm90Kernel& kernel) {
+  return "sm90-" + std::to_string(kernel.rows) + "x" + std::to_string(kernel.keys) + "x" +
+         std::to_string(kernel.workers);
+}
+
+const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name) {
+  if (*name == '\0') return nullptr;
+  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
+    if (NameOf(*kernel) == name) return kernel;
+  }
+  return nullptr;
+}
 
 void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 

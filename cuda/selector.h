@@ -30,7 +30,10 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
 // model. At the start, what the environment variable STOF_CUDA_KERNEL says.
 void TakeKernel(int index);
 
-// The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered.
+// The kernel of a list of them, which ends with an empty one, that has this name; nullptr: none.
+const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name);
+
+// The kernel of such a list that the model takes for the fastest; remembered.
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
 
 // The one for a mask that the host does not see: of those with the fewest keys in a tile, which leave most out, the one

@@ -26,6 +26,14 @@ struct CudaBackend {
   // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                       const Tables& operands, const RunContext& context);
+  // The device of the calling thread.
+  Status (*describe)(std::string* name, int32_t* capability);
+  // For the tuner: the names of the kernels that the device's attention may be asked for, separated by blanks; the
+  // model chooses among the same ones.
+  Status (*kernels)(int64_t head_size, DType dtype, std::string* names);
+  // Microseconds of one run: cuda/time_op.h.
+  Status (*time)(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
+                 double* microseconds);
 };
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
