@@ -16,7 +16,15 @@ struct CudaBackend {
   // nullptr.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                       const RunContext& context);
+  // How many choices RunContext::kernel has for this problem on the current device; 0: none.
+  int (*kernels)(const AttentionArgs& args);
+  // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own.
+  Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
 };
+
+// Of a problem without data, also in a build without CUDA kernels: why none of them takes it, or how many bytes one asks
+// RunContext::allocate for at most (blocks rounded up to 64). pad: there is padding.
+Status CheckCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
 const CudaBackend* FindCudaBackend();
