@@ -22,8 +22,8 @@ struct CudaBackend {
   Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
 };
 
-// Of a problem without data, also in a build without CUDA kernels: why none of them takes it, or how many bytes one asks
-// RunContext::allocate for at most (blocks rounded up to 64). pad: there is padding.
+// Of a problem without data, also in a build without CUDA kernels: why none of them takes it, or how many bytes one
+// asks RunContext::allocate for at most (blocks rounded up to 64). pad: there is padding.
 Status CheckCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.

@@ -96,7 +96,8 @@ class Op {
   // A run on a device with these types and shapes (no data), or why no kernel of the library takes them. Also in builds
   // without kernels and on machines without a device.
   virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const = 0;
-  // Brings to the current device what a run with these shapes reads besides its inputs, so that the run itself need not.
+  // Brings to the current device what a run with these shapes reads besides its inputs, so that the run itself need
+  // not.
   virtual Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
 };
 

@@ -75,8 +75,8 @@ __attribute__((constructor)) void Register() {
   }
   if (!Fits(tensorrt.version)) {
     return Complain("TensorRT of version " + std::to_string(tensorrt.version) +
-                    " is loaded, but this library registers plugins with TensorRT " STOF_TEXT(NV_TENSORRT_MAJOR) 
-                    ": use libstof_trt_autoreg of its major version");
+                    " is loaded, but this library registers plugins with TensorRT " STOF_TEXT(
+                        NV_TENSORRT_MAJOR) ": use libstof_trt_autoreg of its major version");
   }
   const std::string path = PluginLibrary();
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays loaded: the registry holds its creators

@@ -41,9 +41,9 @@ class Fields final : public AttributeReader {
 };
 
 // A constant as text, for tensors that an operator must know when it is prepared (the tables of a mask), which TensorRT
-// does not show to plugins: "TYPE SHAPE DATA". TYPE is bool, uint8, int32 or int64; SHAPE the dimensions, joined by "x";
-// DATA the elements, row-major, little-endian, in base64 (RFC 4648, padded). Booleans are packed, element i in bit i % 8
-// of byte i / 8.
+// does not show to plugins: "TYPE SHAPE DATA". TYPE is bool, uint8, int32 or int64; SHAPE the dimensions, joined by
+// "x"; DATA the elements, row-major, little-endian, in base64 (RFC 4648, padded). Booleans are packed, element i in bit
+// i % 8 of byte i / 8.
 Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>* data);
 
 }  // namespace stof::trt

@@ -175,7 +175,8 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
     ranks[i] = in[i].nbDims;
   }
   for (int o = 0; o < description.outputs; ++o) {
-    const std::vector<DimRule> rules = description.shape_rule(definition_->fields(), ranks, description.typed_inputs, o);
+    const std::vector<DimRule> rules =
+        description.shape_rule(definition_->fields(), ranks, description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
       return Status::Error("output " + std::to_string(o) +
                            " has no shape: the ranks of the inputs do not fit the attributes");
@@ -297,7 +298,8 @@ Status Plugin::Plan(const PluginTensorDesc* in, Tensor* inputs) {
       return Status::Error("input " + std::to_string(i) + " is not in row-major order");
     }
   }
-  if (planned_for_.size() == static_cast<size_t>(count) && std::equal(inputs, inputs + count, planned_for_.begin(), SameShape)) {
+  if (planned_for_.size() == static_cast<size_t>(count) &&
+      std::equal(inputs, inputs + count, planned_for_.begin(), SameShape)) {
     return Status();
   }
   planned_for_.clear();

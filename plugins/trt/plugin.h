@@ -58,9 +58,7 @@ class Plugin final : public nvinfer1::IPluginV3,
                   const void* const* inputs, void* const* outputs, void* workspace,
                   cudaStream_t stream) noexcept override;
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
-  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override {
-    return definition_->serialized();
-  }
+  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override { return definition_->serialized(); }
 
  private:
   // Tactic t is RunContext::kernel t - 1; 0, for TensorRT, is no tactic, for us the library's choice, as is 1.

@@ -617,16 +617,19 @@ const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},      {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},      {"softcap", AttributeType::kFloat},
-      {"layout", AttributeType::kString},    {"num_heads", AttributeType::kInt},
-      {"kv_num_heads", AttributeType::kInt}, {"query_offset", AttributeType::kInt},
+      {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
+      {"layout", AttributeType::kString},     {"num_heads", AttributeType::kInt},
+      {"kv_num_heads", AttributeType::kInt},  {"query_offset", AttributeType::kInt},
       {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
-      {"results", AttributeType::kString},   {"kernel", AttributeType::kString},
+      {"results", AttributeType::kString},    {"kernel", AttributeType::kString},
       {"tile", AttributeType::kString}};
-  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3, kCudaTypes, 2,
-                                            CreateAttention, OutputShape, kAttributes,
-                                            static_cast<int>(std::size(kAttributes))};
+  static const OpDescription description = {"StofAttention", kTypedInputs,
+                                            kMostOperands,   1,
+                                            kTypes,          3,
+                                            kCudaTypes,      2,
+                                            CreateAttention, OutputShape,
+                                            kAttributes,     static_cast<int>(std::size(kAttributes))};
   return &description;
 }
 
