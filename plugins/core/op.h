@@ -67,14 +67,16 @@ struct DevicePlan {
   int kernels = 0;       // choices beside the library's own on the current device; 0: none, or no device
 };
 
-// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is
-// negative, `value` (-1: unknown).
+// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`, and times dimension
+// `by_axis` of input `by_input` where that is not negative; or, where input is negative, `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;
   int64_t value = -1;
   int64_t times = 1;
   int64_t over = 1;
+  int by_input = -1;
+  int by_axis = 0;
 };
 
 // An operator with its attributes parsed. Run is called from several threads at once.

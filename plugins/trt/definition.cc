@@ -62,6 +62,11 @@ Status Definition::Prepare(const Fields& given) {
     if (const Field* field = given.Find(description_.attributes[i].name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(description_.create(fields_, &op_));
+  // What the operator does not ask for may be of any type; it is not written to an engine file.
+  for (int i = 0; i < description_.attribute_count; ++i) {
+    const Field* field = fields_.Find(description_.attributes[i].name);
+    if (field != nullptr && field->kind == Field::Kind::kOther) fields_.Remove(description_.attributes[i].name);
+  }
   const int count = op_->InputCount();
   if (count < description_.typed_inputs || count > kMostInputs || description_.outputs > kMostOutputs) {
     return Status::Error("has too few or too many inputs or outputs");

@@ -100,16 +100,18 @@ struct Bump {
 // for what is not there.
 const IDimensionExpr* Express(const DimRule& rule, const DimsExprs* in, int in_count, nvinfer1::IExprBuilder* builder) {
   if (rule.input < 0) return rule.value < 0 ? nullptr : builder->constant(rule.value);
-  if (rule.input >= in_count || rule.axis < 0 || rule.axis >= in[rule.input].nbDims) return nullptr;
-  const IDimensionExpr* dim = in[rule.input].d[rule.axis];
-  const auto apply = [&](DimensionOperation operation, int64_t value) {
-    if (dim == nullptr || value == 1) return;
-    const IDimensionExpr* other = builder->constant(value);
-    dim = other == nullptr ? nullptr : builder->operation(operation, *dim, *other);
+  const auto at = [&](int input, int axis) -> const IDimensionExpr* {
+    return input < in_count && axis >= 0 && axis < in[input].nbDims ? in[input].d[axis] : nullptr;
   };
-  if (rule.times == rule.over) return dim;
-  apply(DimensionOperation::kPROD, rule.times);
-  apply(DimensionOperation::kFLOOR_DIV, rule.over);
+  const IDimensionExpr* dim = at(rule.input, rule.axis);
+  const auto apply = [&](DimensionOperation operation, const IDimensionExpr* other) {
+    dim = dim == nullptr || other == nullptr ? nullptr : builder->operation(operation, *dim, *other);
+  };
+  if (rule.times != rule.over) {
+    if (rule.times != 1) apply(DimensionOperation::kPROD, builder->constant(rule.times));
+    if (rule.over != 1) apply(DimensionOperation::kFLOOR_DIV, builder->constant(rule.over));
+  }
+  if (rule.by_input >= 0) apply(DimensionOperation::kPROD, at(rule.by_input, rule.by_axis));
   return dim;
 }
 

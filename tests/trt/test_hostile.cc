@@ -123,7 +123,7 @@ TEST(TrtRefusesFields) {
   const auto table = [](const std::string& text) {
     return Refused(Strings({{"mask", "table0[k]"}, {"operands", "table0"}, {"constant3", text}}));
   };
-  CHECK(!table("bool 5 Hw==") && !table("int32 1 AAAAAA=="));
+  CHECK(!table("bool 5 Hw=="));
   for (const char* text :
        {"", "bool", "bool 5", "bool 5 ", "bool 9 Hw==", "bool 5 Hw", "bool 5 H===", "bool 5 H!==", "bool x5 Hw==",
         "bool 5x Hw==", "bool -5 Hw==", "bool 5x5x5x5x5x5x5x5x5 Hw==", "bool 99999999999999999999 Hw==",
@@ -237,7 +237,8 @@ TEST(TrtRefusesShapes) {
   CHECK(held.build->getOutputShapes(shapes, 2, nullptr, 0, &out, 1, builder) != 0);
   CHECK(held.build->getOutputShapes(shapes, 3, shapes, 1, &out, 1, builder) != 0);
   shapes[1] = builder.Dims({2, 5, 4, 16});
-  CHECK(held.build->getOutputShapes(shapes, 3, nullptr, 0, &out, 1, builder) == 0, "the kernels refuse it later");
+  CHECK(held.build->getOutputShapes(shapes, 3, nullptr, 0, &out, 1, builder) != 0);
+  shapes[1] = shapes[2];
   shapes[0] = builder.Dims({2, 5, 4, 16});
   CHECK(held.build->getOutputShapes(shapes, 3, nullptr, 0, &out, 1, builder) != 0);
 
@@ -315,7 +316,7 @@ TEST(TrtConstants) {
   for (int i = 0; i < count; ++i) {  // what is written is read
     std::vector<uint8_t> bytes(static_cast<size_t>(random.Range(0, 50)));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.Next());
-    CHECK(trt::ParseConstant(Text("uint8 ", bytes.size(), " ", ToBase64(bytes)), &tensor, &data).ok());
+    CHECK(trt::ParseConstant("uint8 " + std::to_string(bytes.size()) + " " + ToBase64(bytes), &tensor, &data).ok());
     CHECK(std::vector<uint8_t>(data.begin(), data.end()) == bytes);
   }
   CountCases(count + 4);

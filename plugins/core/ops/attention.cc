@@ -527,8 +527,10 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
   const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
-  DimRule head_size = {-1, 0, -1};
-  if (parsed.layout[2] != TensorLayout::kBSN) head_size = {2, 3, -1};
+  // Value's last dimension, or that over its number of heads where heads are packed.
+  const bool packed = parsed.layout[2] == TensorLayout::kBSN;
+  DimRule head_size = packed ? DimRule{2, 2, -1, 1, parsed.kv_num_heads} : DimRule{2, 3, -1};
+  if (packed && parsed.kv_num_heads == 0) head_size = {-1, 0, -1};
   switch (parsed.layout[3]) {
     case TensorLayout::kBHSD:
       return {batch, heads, length, head_size};
@@ -537,11 +539,16 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
     default:
       break;
   }
-  // N = H · Dv: Dv is value's last dimension, or that over its number of heads where heads are packed.
-  if (parsed.num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
-  if (parsed.layout[2] != TensorLayout::kBSN) return {batch, length, DimRule{2, 3, -1, parsed.num_heads, 1}};
-  if (parsed.kv_num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
-  return {batch, length, DimRule{2, 2, -1, parsed.num_heads, parsed.kv_num_heads}};
+  DimRule both = head_size;  // H · Dv
+  if (parsed.num_heads > 0) {
+    both.times = parsed.num_heads;
+  } else if (heads.input < 0) {
+    both = {-1, 0, -1};
+  } else {
+    both.by_input = heads.input;
+    both.by_axis = heads.axis;
+  }
+  return {batch, length, both};
 }
 
 Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
