@@ -37,8 +37,6 @@ uint64_t HashOf(const Fields& fields) {
 
 }  // namespace
 
-std::string ConstantName(int index) { return "constant" + std::to_string(index); }
-
 Status Definition::Make(const OpDescription& description, const std::string& layer, const Fields& fields,
                         bool deserialized, std::shared_ptr<const Definition>* definition) {
   if (deserialized) {
@@ -73,13 +71,9 @@ Status Definition::Prepare(const Fields& given) {
   }
   std::vector<Tensor> constants(static_cast<size_t>(count));
   std::vector<std::vector<char>> data(constants.size());
-  for (int i = 0; i < count; ++i) {
-    const std::string name = ConstantName(i);
-    const Field* field = given.Find(name.c_str());
-    if (field == nullptr) continue;
-    if (field->kind != Field::Kind::kString) return Status::Error("field " + name + " is no string");
-    const Status status = ParseConstant(field->s, &constants[i], &data[i]);
-    if (!status.ok()) return Status::Error("field " + name + ": " + status.message());
+  if (const Field* field = given.Find(kConstants)) {
+    if (field->kind != Field::Kind::kString) return Status::Error("field constants is no string");
+    STOF_RETURN_IF_ERROR(ParseConstants(field->s, count, constants.data(), data.data()));
     fields_.Set(*field);
   }
   return op_->Prepare(constants.data(), count);
@@ -115,8 +109,7 @@ void Definition::Describe() {
     if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
     if (field.kind == Field::Kind::kFloat) value = std::to_string(field.f);
     if (value.empty() || field.name == kFormatName) continue;
-    if (field.name.compare(0, 8, "constant") == 0) value = value.substr(0, value.rfind(' '));
-    metadata_ += "; " + field.name + ": " + value.substr(0, 512);
+    metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);
   }
   // The engine inspector puts the text into JSON.
   for (char& c : metadata_) {

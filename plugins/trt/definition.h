@@ -56,8 +56,5 @@ class Definition {
   std::string timing_id_, metadata_;
 };
 
-// The name of the field that holds constant input `index`: "constant3".
-std::string ConstantName(int index);
-
 }  // namespace stof::trt
 #endif  // STOF_PLUGINS_TRT_DEFINITION_H_

@@ -128,6 +128,42 @@ Status ParseShape(const std::string& text, Tensor* tensor) {
   return tensor->rank == 0 ? Status::Error("there is no shape") : Status();
 }
 
+// "TYPE SHAPE DATA".
+Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>* data) {
+  const size_t first = text.find(' ');
+  const size_t second = first == std::string::npos ? first : text.find(' ', first + 1);
+  if (second == std::string::npos) return Status::Error("expected 'INPUT TYPE SHAPE DATA'");
+  const std::string type = text.substr(0, first);
+  int64_t bits = 0;
+  if (type == "bool") {
+    tensor->dtype = DType::kBool, bits = 1;
+  } else if (type == "uint8") {
+    tensor->dtype = DType::kU8, bits = 8;
+  } else if (type == "int32") {
+    tensor->dtype = DType::kI32, bits = 32;
+  } else if (type == "int64") {
+    tensor->dtype = DType::kI64, bits = 64;
+  } else {
+    return Status::Error("has type '" + type.substr(0, 16) + "', expected bool, uint8, int32 or int64");
+  }
+  STOF_RETURN_IF_ERROR(ParseShape(text.substr(first + 1, second - first - 1), tensor));
+  std::vector<char> bytes;
+  STOF_RETURN_IF_ERROR(FromBase64(text.data() + second + 1, text.size() - second - 1, &bytes));
+  const int64_t elements = tensor->Elements();
+  if (static_cast<int64_t>(bytes.size()) != (elements * bits + 7) / 8) {
+    return Status::Error("has " + std::to_string(bytes.size()) + " bytes, expected " +
+                         std::to_string((elements * bits + 7) / 8));
+  }
+  if (bits == 1) {
+    data->resize(static_cast<size_t>(elements));
+    for (size_t i = 0; i < data->size(); ++i) (*data)[i] = static_cast<char>(bytes[i / 8] >> i % 8 & 1);
+  } else {
+    *data = std::move(bytes);
+  }
+  tensor->data = data->data();
+  return Status();
+}
+
 }  // namespace
 
 Status Fields::Read(const nvinfer1::PluginFieldCollection* collection, Fields* fields) {
@@ -201,39 +237,21 @@ bool Fields::String(const char* name, std::string* value) const {
   return true;
 }
 
-Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>* data) {
-  *tensor = Tensor();
-  const size_t first = text.find(' ');
-  const size_t second = first == std::string::npos ? first : text.find(' ', first + 1);
-  if (second == std::string::npos) return Status::Error("expected 'TYPE SHAPE DATA'");
-  const std::string type = text.substr(0, first);
-  int64_t bits = 0;
-  if (type == "bool") {
-    tensor->dtype = DType::kBool, bits = 1;
-  } else if (type == "uint8") {
-    tensor->dtype = DType::kU8, bits = 8;
-  } else if (type == "int32") {
-    tensor->dtype = DType::kI32, bits = 32;
-  } else if (type == "int64") {
-    tensor->dtype = DType::kI64, bits = 64;
-  } else {
-    return Status::Error("has type '" + type.substr(0, 16) + "', expected bool, uint8, int32 or int64");
+Status ParseConstants(const std::string& text, int count, Tensor* tensors, std::vector<char>* data) {
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(';', begin), text.size());
+    size_t at = begin;
+    int input = 0;
+    for (; at < end && text[at] >= '0' && text[at] <= '9' && input < count; ++at) input = input * 10 + (text[at] - '0');
+    const std::string where =
+        "field constants, entry '" + text.substr(begin, std::min<size_t>(end - begin, 24)) + "': ";
+    if (at == begin || at == end || text[at] != ' ' || input >= count || tensors[input].rank != 0) {
+      return Status::Error(where + "expected the index of one of " + std::to_string(count) + " inputs, each once");
+    }
+    const Status status = ParseConstant(text.substr(at + 1, end - at - 1), &tensors[input], &data[input]);
+    if (!status.ok()) return Status::Error(where + status.message());
+    begin = end + 1;
   }
-  STOF_RETURN_IF_ERROR(ParseShape(text.substr(first + 1, second - first - 1), tensor));
-  std::vector<char> bytes;
-  STOF_RETURN_IF_ERROR(FromBase64(text.data() + second + 1, text.size() - second - 1, &bytes));
-  const int64_t elements = tensor->Elements();
-  if (static_cast<int64_t>(bytes.size()) != (elements * bits + 7) / 8) {
-    return Status::Error("has " + std::to_string(bytes.size()) + " bytes, expected " +
-                         std::to_string((elements * bits + 7) / 8));
-  }
-  if (bits == 1) {
-    data->resize(static_cast<size_t>(elements));
-    for (size_t i = 0; i < data->size(); ++i) (*data)[i] = static_cast<char>(bytes[i / 8] >> i % 8 & 1);
-  } else {
-    *data = std::move(bytes);
-  }
-  tensor->data = data->data();
   return Status();
 }
 

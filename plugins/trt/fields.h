@@ -40,11 +40,15 @@ class Fields final : public AttributeReader {
   std::vector<Field> fields_;
 };
 
-// A constant as text, for tensors that an operator must know when it is prepared (the tables of a mask), which TensorRT
-// does not show to plugins: "TYPE SHAPE DATA". TYPE is bool, uint8, int32 or int64; SHAPE the dimensions, joined by
-// "x"; DATA the elements, row-major, little-endian, in base64 (RFC 4648, padded). Booleans are packed, element i in bit
-// i % 8 of byte i / 8.
-Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>* data);
+// The field that holds constant inputs.
+inline constexpr char kConstants[] = "constants";
+
+// Constant inputs as text, for tensors that an operator must know when it is prepared (the tables of a mask) and whose
+// data TensorRT does not show to plugins: entries "INPUT TYPE SHAPE DATA", joined by ";". INPUT is the index of the
+// input; TYPE is bool, uint8, int32 or int64; SHAPE the dimensions, joined by "x"; DATA the elements, row-major,
+// little-endian, in base64 (RFC 4648, padded). Booleans are packed, element i in bit i % 8 of byte i / 8.
+// tensors: [count], of which those with an entry get type, shape and data, which `data` [count] holds.
+Status ParseConstants(const std::string& text, int count, Tensor* tensors, std::vector<char>* data);
 
 }  // namespace stof::trt
 #endif  // STOF_PLUGINS_TRT_FIELDS_H_

@@ -160,6 +160,12 @@ int32_t Plugin::getOutputDataTypes(DataType* out, int32_t out_count, const DataT
       return Status::Error("input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
                            ", which the operator does not take");
     }
+    if (!Contains(description.cuda_types, description.cuda_type_count, ToDType(in[0]))) {
+      Log(LogLevel::kError, definition_->layer(),
+          "input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
+              ", for which this library has no CUDA kernel: unless the builder may choose another precision, it will "
+              "find no format");
+    }
     std::fill(out, out + out_count, in[0]);
     return Status();
   };
@@ -371,10 +377,7 @@ Creator::Creator(const OpDescription& description) : description_(description) {
     fields_.emplace_back(attribute.name, nullptr, type, 1);
   }
   // TensorRT's parser drops attributes that are not declared.
-  for (int i = 0; i < description.optional_inputs; ++i) {
-    constants_.push_back(ConstantName(description.typed_inputs + i));
-  }
-  for (const std::string& name : constants_) fields_.emplace_back(name.c_str(), nullptr, PluginFieldType::kCHAR, 1);
+  fields_.emplace_back(kConstants, nullptr, PluginFieldType::kCHAR, 1);
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 

@@ -92,7 +92,6 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
 
  private:
   const OpDescription& description_;
-  std::vector<std::string> constants_;
   std::vector<nvinfer1::PluginField> fields_;
   nvinfer1::PluginFieldCollection collection_;
 };

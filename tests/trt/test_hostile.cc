@@ -121,16 +121,37 @@ TEST(TrtRefusesFields) {
   }
   // Tables: which text, and that the data is all there.
   const auto table = [](const std::string& text) {
-    return Refused(Strings({{"mask", "table0[k]"}, {"operands", "table0"}, {"constant3", text}}));
+    return Refused(Strings({{"mask", "table0[k]"}, {"operands", "table0"}, {"constants", text}}));
   };
-  CHECK(!table("bool 5 Hw=="));
-  for (const char* text :
-       {"", "bool", "bool 5", "bool 5 ", "bool 9 Hw==", "bool 5 Hw", "bool 5 H===", "bool 5 H!==", "bool x5 Hw==",
-        "bool 5x Hw==", "bool -5 Hw==", "bool 5x5x5x5x5x5x5x5x5 Hw==", "bool 99999999999999999999 Hw==",
-        "bool 4294967296x4294967296 Hw==", "float 5 Hw==", "int64 1 AAAAAA==", "int32 2 AAAAAA=="}) {
+  CHECK(!table("3 bool 5 Hw==") && !table("3 bool 5 Hw==;"));
+  for (const char* text : {"3",
+                           "3 ",
+                           "3 bool",
+                           "3 bool 5",
+                           "3 bool 5 ",
+                           "3 bool 9 Hw==",
+                           "3 bool 5 Hw",
+                           "3 bool 5 H===",
+                           "3 bool 5 H!==",
+                           "3 bool x5 Hw==",
+                           "3 bool 5x Hw==",
+                           "3 bool -5 Hw==",
+                           "3 bool 5x5x5x5x5x5x5x5x5 Hw==",
+                           "3 bool 99999999999999999999 Hw==",
+                           "3 bool 4294967296x4294967296 Hw==",
+                           "3 float 5 Hw==",
+                           "3 int64 1 AAAAAA==",
+                           "3 int32 2 AAAAAA==",
+                           "bool 5 Hw==",
+                           "4 bool 5 Hw==",
+                           "-3 bool 5 Hw==",
+                           "33333333333333 bool 5 Hw==",
+                           "3 bool 5 Hw==;3 bool 5 Hw==",
+                           ";3 bool 5 Hw==",
+                           "3 bool 5 Hw==;;"}) {
     CHECK(table(text), text);
   }
-  CHECK(Refused(Strings({{"mask", "table0[h, k]"}, {"operands", "table0"}, {"constant3", "bool 5 Hw=="}})));
+  CHECK(Refused(Strings({{"mask", "table0[h, k]"}, {"operands", "table0"}, {"constants", "3 bool 5 Hw=="}})));
   CountCases(40);
 }
 
@@ -172,12 +193,12 @@ TEST(TrtRefusesRawFields) {
 }
 
 TEST(TrtRandomFields) {
-  static const std::vector<std::string> kNames = {
-      "mask",       "mask_id",  "scale",   "softcap",   "layout",    "num_heads",   "kv_num_heads", "query_offset",
-      "empty_rows", "operands", "results", "constant3", "constant4", "stof_format", "other"};
+  static const std::vector<std::string> kNames = {"mask",      "mask_id",      "scale",        "softcap",    "layout",
+                                                  "num_heads", "kv_num_heads", "query_offset", "empty_rows", "operands",
+                                                  "results",   "constants",    "stof_format",  "other"};
   static const std::vector<std::string> kTexts = {
-      "k <= q", "BSN",         "BHSD BSHD BSN BHSD", "pad",       "table0",     "pad bias sink",
-      "mean",   "bool 4 Dw==", "pad[b, k]",          "table0[k]", "q // k < 3", ""};
+      "k <= q", "BSN",           "BHSD BSHD BSN BHSD", "pad",       "table0",     "pad bias sink",
+      "mean",   "3 bool 4 Dw==", "pad[b, k]",          "table0[k]", "q // k < 3", ""};
   const int count = Cases(20000);
   int created = 0;
   for (int i = 0; i < count; ++i) {
@@ -300,26 +321,30 @@ TEST(TrtRefusesRuns) {
 }
 
 TEST(TrtConstants) {
-  Tensor tensor;
-  std::vector<char> data;
-  CHECK(trt::ParseConstant("bool 2x5 qQI=", &tensor, &data).ok());  // bytes a9 02
+  const auto parse = [](const std::string& text, Tensor* tensors, std::vector<char>* data) {
+    for (int i = 0; i < 3; ++i) tensors[i] = Tensor();
+    return trt::ParseConstants(text, 3, tensors, data).ok();
+  };
+  Tensor tensors[3];
+  std::vector<char> data[3];
+  CHECK(parse("2 bool 2x5 qQI=;0 int32 2 AQAAAP////8=", tensors, data));  // bytes a9 02
   const std::vector<char> want = {1, 0, 0, 1, 0, 1, 0, 1, 0, 1};
-  CHECK(tensor.dtype == DType::kBool && tensor.rank == 2 && tensor.dims[1] == 5 && data == want);
-  CHECK(trt::ParseConstant("int32 2 AQAAAP////8=", &tensor, &data).ok());
+  CHECK(tensors[2].dtype == DType::kBool && tensors[2].rank == 2 && tensors[2].dims[1] == 5 && data[2] == want);
   int32_t values[2];
-  std::memcpy(values, tensor.data, sizeof values);
-  CHECK(tensor.dtype == DType::kI32 && values[0] == 1 && values[1] == -1);
-  CHECK(trt::ParseConstant("uint8 3 AQL/", &tensor, &data).ok() && data == std::vector<char>({1, 2, '\xff'}));
-  CHECK(trt::ParseConstant("int64 0 ", &tensor, &data).ok() && tensor.Elements() == 0);
+  std::memcpy(values, tensors[0].data, sizeof values);
+  CHECK(tensors[0].dtype == DType::kI32 && values[0] == 1 && values[1] == -1);
+  CHECK(tensors[1].dtype == DType::kUndefined);
+  CHECK(parse("1 uint8 3 AQL/", tensors, data) && data[1] == std::vector<char>({1, 2, '\xff'}));
+  CHECK(parse("1 int64 0 ", tensors, data) && tensors[1].Elements() == 0);
   Random random(3);
   const int count = Cases(2000);
   for (int i = 0; i < count; ++i) {  // what is written is read
     std::vector<uint8_t> bytes(static_cast<size_t>(random.Range(0, 50)));
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.Next());
-    CHECK(trt::ParseConstant("uint8 " + std::to_string(bytes.size()) + " " + ToBase64(bytes), &tensor, &data).ok());
-    CHECK(std::vector<uint8_t>(data.begin(), data.end()) == bytes);
+    CHECK(parse("1 uint8 " + std::to_string(bytes.size()) + " " + ToBase64(bytes), tensors, data));
+    CHECK(std::vector<uint8_t>(data[1].begin(), data[1].end()) == bytes);
   }
-  CountCases(count + 4);
+  CountCases(count + 3);
 }
 
 }  // namespace stof::test

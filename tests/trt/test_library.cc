@@ -18,7 +18,7 @@ TEST(TrtDeclares) {
           std::string(creator->getPluginNamespace()) == "stof");
     CHECK(std::string(creator->getInterfaceInfo().kind) == "PLUGIN CREATOR_V3ONE");
     const nvinfer1::PluginFieldCollection* fields = creator->getFieldNames();
-    CHECK(fields->nbFields == ops[i]->attribute_count + ops[i]->optional_inputs);
+    CHECK(fields->nbFields == ops[i]->attribute_count + 1);
     std::map<std::string, PluginFieldType> types;
     for (int f = 0; f < fields->nbFields; ++f) types[fields->fields[f].name] = fields->fields[f].type;
     CHECK(static_cast<int>(types.size()) == fields->nbFields);

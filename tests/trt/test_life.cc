@@ -103,8 +103,8 @@ Attributes AttributesOf(const Case& c, Random* random) {
   if (c.mask == 3) {
     std::vector<uint8_t> bits((c.table.size() + 7) / 8);
     for (size_t i = 0; i < c.table.size(); ++i) bits[i / 8] |= static_cast<uint8_t>(c.table[i] << i % 8);
-    a.strings["constant" + std::to_string(c.pad >= 0 ? 4 : 3)] =
-        "bool " + std::to_string(kTableHeads) + "x" + std::to_string(kTableKeys) + " " + ToBase64(bits);
+    a.strings["constants"] = std::string(c.pad >= 0 ? "4" : "3") + " bool " + std::to_string(kTableHeads) + "x" +
+                             std::to_string(kTableKeys) + " " + ToBase64(bits);
     operands += "table0 ";
   }
   if (c.bias) operands += "bias ";
@@ -417,7 +417,7 @@ TEST(TrtTimingIds) {
   for (int i = 7; i < 9; ++i) {
     different[i].strings["mask"] = "table0[k]";
     different[i].strings["operands"] = "table0";
-    different[i].strings["constant3"] = i == 7 ? "bool 5 Hw==" : "bool 5 Fw==";
+    different[i].strings["constants"] = i == 7 ? "3 bool 5 Hw==" : "3 bool 5 Fw==";
   }
   std::set<std::string> ids;
   for (const Attributes& attributes : different) {
