@@ -10,7 +10,7 @@
 
 namespace stof {
 
-Status CheckCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace) {
+Status CheckCudaAttention(const AttentionArgs& args) {
   if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
     return Status::Error("the CUDA kernels take fp16 and bf16, found data type " +
                          std::to_string(static_cast<int>(args.dtype)));
@@ -30,16 +30,19 @@ Status CheckCudaAttention(const AttentionArgs& args, bool pad, const AttentionMa
       return Status::Error("query, key, value and output must be aligned to 16 bytes");
     }
   }
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  const int64_t rows = (args.S + cuda::kTileRows - 1) / cuda::kTileRows;  // at most 2^15
-  if (args.H != 0 && rows != 0 && args.B > kMost / args.H / rows) {
+  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
+  if (items > std::numeric_limits<int32_t>::max() || args.S > (1 << 22) || args.T > (1 << 22)) {
     return Status::Error("too many rows for one launch");
   }
-  if (args.S > (1 << 22) || args.T > (1 << 22)) return Status::Error("too many positions for one launch");
+  return Status();
+}
+
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace) {
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   if (!mask.parts.dynamic.empty()) {
     return Status::Error(
-        "the mask reads vectors at run time other than padding, which no CUDA kernel of this build does; run this node "
-        "on the CPU, or leave its site as it is (--skip)");
+        "the mask reads vectors at run time other than padding, for which memory cannot be planned ahead; leave the "
+        "site as it is (--skip)");
   }
   // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see cuda/backend.cc.
   const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;

@@ -12,19 +12,32 @@ struct CudaBackend {
   Status (*to_host)(const void* from, size_t bytes, void* to);
   // The device that the calling thread works on.
   Status (*device)(int* id);
-  // Queues one attention on context.stream; all pointers of args and pad are device addresses. pad: [B or 1, T] or
-  // nullptr.
+  // Memory in the order of a stream: whoever gets it next on any stream has it after what this stream does until it is
+  // given back. False where there is no such memory, or the stream is being captured; else *memory, nullptr for none
+  // left.
+  bool (*take)(void* stream, size_t bytes, void** memory);
+  void (*give)(void* stream, void* memory);
+  // Whether the stream is being captured; waits for it where it is not.
+  bool (*captured_or_done)(void* stream);
+  // Calls run(self) with leave to allocate while a stream is being captured.
+  void (*relaxed)(void (*run)(void* self), void* self);
+  // Queues one attention on context.stream; all pointers of args, pad and operands are device addresses. pad: [B or 1,
+  // T] or nullptr. operands: by role, the vectors and tables that the mask reads; tables may be left out where the mask
+  // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                      const RunContext& context);
+                      const Tables& operands, const RunContext& context);
   // How many choices RunContext::kernel has for this problem on the current device; 0: none.
   int (*kernels)(const AttentionArgs& args);
   // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own.
   Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
 };
 
-// Of a problem without data, also in a build without CUDA kernels: why none of them takes it, or how many bytes one
-// asks RunContext::allocate for at most (blocks rounded up to 64). pad: there is padding.
-Status CheckCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
+// ---- without a device, and in builds without CUDA kernels, too ----
+// Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
+Status CheckCudaAttention(const AttentionArgs& args);
+// For runtimes that plan memory ahead: how many bytes `attention` asks RunContext::allocate for at most, blocks rounded
+// up to 64. Masks that read vectors of a run are refused: what they need is not known before. pad: there is padding.
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
 const CudaBackend* FindCudaBackend();

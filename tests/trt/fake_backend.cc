@@ -60,9 +60,9 @@ bool NonZero(const Tensor& tensor, int64_t i) {
 }
 
 Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                 const RunContext& context) {
+                 const Tables&, const RunContext& context) {
   size_t bytes = 0;
-  STOF_RETURN_IF_ERROR(CheckCudaAttention(given, pad != nullptr, mask, &bytes));
+  STOF_RETURN_IF_ERROR(PlanCudaAttention(given, pad != nullptr, mask, &bytes));
   Seen& seen = LastSeen();
   ++seen.attentions;
   seen.kernel = context.kernel;
@@ -96,7 +96,8 @@ Status Ready(const AttentionArgs&, const AttentionMask&, const ExprSizes&, int) 
   return Status();
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Attention, Kernels, Ready};
+// Of these only what plugins call.
+constexpr CudaBackend kBackend = {ToHost, Device, nullptr, nullptr, nullptr, nullptr, Attention, Kernels, Ready};
 
 }  // namespace
 }  // namespace test

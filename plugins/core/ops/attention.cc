@@ -295,7 +295,7 @@ class AttentionOp final : public Op {
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoKernels);
-      return backend->attention(args, pad, *mask, sizes, context);
+      return backend->attention(args, pad, *mask, sizes, given, context);
     }
     if (args.T == 0) {
       FillWithoutKeys(args, outputs[0]);
@@ -332,7 +332,7 @@ class AttentionOp final : public Op {
       std::vector<ExprBinding> none(fixed.operands().size());
       STOF_RETURN_IF_ERROR(fixed.Check(problem.sizes, &none));
     }
-    STOF_RETURN_IF_ERROR(CheckCudaAttention(problem.args, pad != nullptr, *problem.mask, &plan->workspace));
+    STOF_RETURN_IF_ERROR(PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, &plan->workspace));
     const CudaBackend* backend = FindCudaBackend();
     plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
     return Status();
