@@ -65,7 +65,7 @@ end
 
 # The plugin library in real plugin registries; its life without TensorRT is among the C++ tests.
 begin 'TensorRT registries'
-bash tools/test_tensorrt.sh "$bin/python" build/dev
+bash tools/test_trt_registries.sh "$bin/python" build/dev
 end
 
 begin sanitizers
