@@ -10,12 +10,18 @@ Launch FindSm80D32(bool bf16, bool extras);
 Launch FindSm80D64(bool bf16, bool extras);
 Launch FindSm80D96(bool bf16, bool extras);
 Launch FindSm80D128(bool bf16, bool extras);
+Launch FindSm80D160(bool bf16, bool extras);
+Launch FindSm80D192(bool bf16, bool extras);
+Launch FindSm80D256(bool bf16, bool extras);
 
 Launch FindSm80(int head_size, bool bf16, bool extras) {
   if (head_size <= 32) return FindSm80D32(bf16, extras);
   if (head_size <= 64) return FindSm80D64(bf16, extras);
   if (head_size <= 96) return FindSm80D96(bf16, extras);
   if (head_size <= 128) return FindSm80D128(bf16, extras);
+  if (head_size <= 160) return FindSm80D160(bf16, extras);
+  if (head_size <= 192) return FindSm80D192(bf16, extras);
+  if (head_size <= 256) return FindSm80D256(bf16, extras);
   return nullptr;
 }
 

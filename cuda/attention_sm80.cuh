@@ -7,6 +7,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "cuda/attention.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
@@ -28,7 +31,10 @@ struct Shape {
   static constexpr int kBlocks = kM / kWarps / 16;  // of 16 rows, a warp
   static constexpr int kChunks = kHead / 8;         // of 16 bytes, a row
   static constexpr int kStage = kN * kHead;         // elements
-  static constexpr int kSharedBytes = 2 * (kM * kHead + 4 * kStage);
+  // Heads above 128 may find too little shared memory for two stages of keys and values: then one, or, 0, one buffer
+  // for both in turn. Their queries stay in shared memory, for the output needs the registers.
+  static constexpr bool kTight = kHead > 128;
+  static constexpr int SharedBytes(int stages) { return 2 * (kM * kHead + (stages == 0 ? 1 : 2 * stages) * kStage); }
 };
 
 // Where chunk c of a row lies: neighbours of a column of chunks fall into different banks.
@@ -65,7 +71,8 @@ class Attention {
   static constexpr int kSteps = kHead / 16;   // of the inner product
 
  public:
-  __device__ Attention(const AttentionParams& p, T* shared) : p_(p), shared_(shared) {
+  __device__ Attention(const AttentionParams& p, int stages, T* shared)
+      : p_(p), stages_(S::kTight ? stages : 2), shared_(shared) {
     const int item = blockIdx.x;
     const int rows = (p.S + S::kM - 1) / S::kM;
     const int bh = item / rows;
@@ -99,13 +106,25 @@ class Attention {
 
   __device__ void Run() {
     if (p_.only != nullptr && !Wanted()) return;
+    const auto policy = static_cast<EmptyRows>(p_.empty_rows);
+    const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
+    if constexpr (S::kTight) {
+      // One loop for both times: twice the code wants more registers than there are.
+#pragma unroll 1
+      for (bool unmasked = false;; unmasked = true) {
+        LoadQueries();  // where they lay is output the second time
+        Clear();
+        Sweep(unmasked);
+        const bool some_empty = Finish(unmasked);
+        if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
+        if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
+      }
+    }
     LoadQueries();
     Clear();
     Sweep(false);
     const bool some_empty = Finish(false);
-    const auto policy = static_cast<EmptyRows>(p_.empty_rows);
-    if (policy != EmptyRows::kMean && policy != EmptyRows::kAll) return;
-    if (__syncthreads_or(some_empty) == 0) return;
+    if (!twice || __syncthreads_or(some_empty) == 0) return;
     // Once more over all keys, for the rows without any.
     if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
     __syncthreads();
@@ -158,7 +177,10 @@ class Attention {
 
   // ---- memory ----
   __device__ T* Keys(int stage) { return shared_ + S::kM * kHead + stage * S::kStage; }
-  __device__ T* Values(int stage) { return shared_ + S::kM * kHead + (2 + stage) * S::kStage; }
+  __device__ T* Values(int stage) {
+    return S::kTight && stages_ == 0 ? Keys(0) : shared_ + S::kM * kHead + (Stages() + stage) * S::kStage;
+  }
+  __device__ int Stages() const { return S::kTight ? stages_ : 2; }
   __device__ __forceinline__ void FetchKeys(int tile, int stage) {
     if (tile >= 0) {
       Tile<kHead, T>::template Load<S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, p_.D);
@@ -177,14 +199,17 @@ class Attention {
     CommitCopies();
     WaitCopies<0>();
     __syncthreads();
+    if constexpr (!S::kTight) {
 #pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) {
+      for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int row = (warp_ * S::kBlocks + i) * 16 + lane_ % 16;
-        LoadMatrix4(q_[i][k], SharedAddress(shared_ + Place<kHead>(row, 2 * k + lane_ / 16)));
+        for (int k = 0; k < kSteps; ++k) LoadQuery(i, k, q_[i][k]);
       }
     }
+  }
+  __device__ __forceinline__ void LoadQuery(int i, int k, uint32_t (&q)[4]) const {
+    const int row = (warp_ * S::kBlocks + i) * 16 + lane_ % 16;
+    LoadMatrix4(q, SharedAddress(shared_ + Place<kHead>(row, 2 * k + lane_ / 16)));
   }
 
   __device__ void Clear() {
@@ -201,29 +226,53 @@ class Attention {
   }
 
   // ---- the loop ----
+  // With one stage the next tile is asked for when everybody has done with this one, and comes under the other product.
   __device__ void Sweep(bool unmasked) {
     int i = begin_;
     Entry entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
-    FetchValues(entry.tile, 0);
+    if (Stages() > 0) FetchValues(entry.tile, 0);
     int stage = 0;
     while (entry.tile >= 0) {
       const Entry next = Next(&i, unmasked);
-      WaitCopies<1>();  // the keys; the values may still come
-      __syncthreads();
-      FetchKeys(next.tile, stage ^ 1);
+      const int other = Stages() == 2 ? stage ^ 1 : 0;
+      WaitForOne();  // the keys; the values may still come
+      if (Stages() == 2) FetchKeys(next.tile, other);
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(stage), s);
+      if (Stages() < 2) {
+        __syncthreads();
+        if (Stages() == 1) {
+          FetchKeys(next.tile, 0);
+        } else {
+          FetchValues(entry.tile, 0);
+        }
+      }
       Adjust(entry, unmasked, s);
       Softmax(s);
-      WaitCopies<1>();
-      __syncthreads();
-      FetchValues(next.tile, stage ^ 1);
+      WaitForOne();
+      if (Stages() == 2) FetchValues(next.tile, other);
       AddValues(Values(stage), s);
+      if (Stages() < 2) {
+        __syncthreads();
+        if (Stages() == 1) {
+          FetchValues(next.tile, 0);
+        } else {
+          FetchKeys(next.tile, 0);
+        }
+      }
       entry = next;
-      stage ^= 1;
+      stage = other;
     }
     WaitCopies<0>();
+  }
+  __device__ __forceinline__ void WaitForOne() const {
+    if (Stages() > 0) {
+      WaitCopies<1>();
+    } else {
+      WaitCopies<0>();
+    }
+    __syncthreads();
   }
 
   __device__ __forceinline__ void Scores(const T* keys, float (&s)[S::kBlocks][kColumns][4]) {
@@ -235,8 +284,15 @@ class Attention {
         for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
       }
     }
-#pragma unroll
+    constexpr int kAtOnce = S::kTight ? 4 : kSteps;
+#pragma unroll kAtOnce
     for (int k = 0; k < kSteps; ++k) {
+      constexpr int kHeld = S::kTight ? S::kBlocks : 1;
+      uint32_t held[kHeld][4];
+      if constexpr (S::kTight) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) LoadQuery(i, k, held[i]);
+      }
 #pragma unroll
       for (int j = 0; j < kColumns; j += 2) {
         uint32_t b[4];
@@ -244,8 +300,9 @@ class Attention {
         LoadMatrix4(b, SharedAddress(keys + Place<kHead>(row, 2 * k + lane_ / 8 % 2)));
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
-          Mma<T>(s[i][j], q_[i][k], b[0], b[1]);
-          Mma<T>(s[i][j + 1], q_[i][k], b[2], b[3]);
+          const uint32_t (&q)[4] = S::kTight ? held[i % kHeld] : q_[i][S::kTight ? 0 : k];
+          Mma<T>(s[i][j], q, b[0], b[1]);
+          Mma<T>(s[i][j + 1], q, b[2], b[3]);
         }
       }
     }
@@ -458,6 +515,7 @@ class Attention {
   }
 
   const AttentionParams& p_;
+  const int stages_;
   T* const shared_;
   int b_, h_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
@@ -465,25 +523,48 @@ class Attention {
   const T *query_, *key_, *value_;
   T* output_;
   const uint32_t* pad_;
-  uint32_t q_[S::kBlocks][kSteps][4];
+  uint32_t q_[S::kBlocks][S::kTight ? 1 : kSteps][4];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
   bool empty_[S::kBlocks][2];
 };
 
+struct Sm80Params {
+  AttentionParams attention;
+  int stages = 2;
+};
+
 template <int kHead, typename T, bool kExtras>
 __global__ void __launch_bounds__(Shape<kHead>::kThreads, kHead <= 64 ? 2 : 1)
-    AttentionKernel(const __grid_constant__ AttentionParams params) {
+    AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Attention<kHead, T, kExtras>(params, reinterpret_cast<T*>(shared)).Run();
+  Attention<kHead, T, kExtras>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+}
+
+// The most stages for which the device has the shared memory.
+template <int kHead>
+cudaError_t StagesOf(int* stages) {
+  *stages = 2;
+  if (!Shape<kHead>::kTight) return cudaSuccess;
+  int device = 0, block = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  // For tests of what smaller devices run.
+  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) block = std::min(block, 1024 * std::atoi(most));
+  while (*stages > 0 && Shape<kHead>::SharedBytes(*stages) > block) --*stages;
+  return error;
 }
 
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
   using S = Shape<kHead>;
+  Sm80Params copy;
+  copy.attention = params;
+  const cudaError_t error = StagesOf<kHead>(&copy.stages);
+  if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  return LaunchKernel<AttentionParams, AttentionKernel<kHead, T, kExtras>>(params, static_cast<unsigned>(items),
-                                                                           S::kThreads, S::kSharedBytes, stream);
+  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras>>(copy, static_cast<unsigned>(items), S::kThreads,
+                                                                      S::SharedBytes(copy.stages), stream);
 }
 
 }  // namespace cuda

@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <limits>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "cuda/attention_decode.h"
+#include "cuda/attention_fp32.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
@@ -87,7 +88,7 @@ constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is mad
 struct DeviceBuild {
   cuda::MaskProgram program;
   int32_t* invalid = nullptr;  // in device memory; nullptr: the program is proven
-  // Memory of a part's mask, by its tile: parts come one after the other on the stream.
+  // Memory of a part by its use: parts come one after the other on the stream.
   struct Memory {
     int m, n;
     size_t bytes;
@@ -123,8 +124,10 @@ class Job {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
     if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
-      return RunSm80();
+      return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
+    if (TakesDecode()) return RunDecode();
+    if (args_.dtype == DType::kF32) return RunFp32();
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
@@ -155,6 +158,11 @@ class Job {
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
     std::shared_ptr<const cuda::MaskEntry> entry;
+    if (TakesDecode()) {
+      cuda::MaskForm form;
+      form.m = cuda::kDecodeTileRows;
+      return GetMask(form, &params_, &entry);
+    }
     if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
     // Also beside an sm_90a kernel where the other one may come second.
     return kernel == nullptr || all_keys_ ? GetMask(cuda::MaskForm(), &params_, &entry) : Status();
@@ -181,6 +189,7 @@ class Job {
     *first = nullptr;
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return Status();
+    if (args_.dtype == DType::kF32) return Status();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
     if (kernels->launch != nullptr) *first = kernels;
     return Status();
@@ -204,6 +213,84 @@ class Job {
     if (build_ == nullptr) return cuda::Select(first, *problem, kernel);
     *kernel = cuda::SelectUnseen(first);
     return Status();
+  }
+
+  // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
+  bool TakesDecode() const {
+    if (args_.S > cuda::kDecodeQueries) return false;
+    if (args_.dtype != DType::kF32) return true;
+    bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
+    for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
+      aligned = aligned && stride->b % 4 == 0 && stride->h % 4 == 0 && stride->s % 4 == 0;
+    }
+    for (const void* base : {args_.query, args_.key, args_.value}) {
+      aligned = aligned && reinterpret_cast<uintptr_t>(base) % 16 == 0;
+    }
+    return aligned;
+  }
+
+  Status RunDecode() {
+    cuda::DecodeParams params;
+    cuda::MaskForm form;
+    form.m = cuda::kDecodeTileRows;
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(form, &params_, &entry));
+    params.attention = params_;
+    const int64_t group = args_.H / args_.G;
+    params.heads = static_cast<int32_t>(params_.has_mask == 0 || params_.mask.layout_h == 1 ? group : 1);
+    const int64_t packed = params.heads * args_.S;
+    const cuda::DecodeKernel kernel = cuda::FindDecode(args_.dtype, size_, packed);
+    if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    const int64_t tiles = entry == nullptr ? (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys : entry->longest_row();
+    const int64_t blocks = args_.B * args_.G * (group / params.heads) * ((packed + kernel.rows - 1) / kernel.rows);
+    params.splits =
+        cuda::ChooseSplits(kernel, params_, args_.dtype == DType::kF32 ? 4 : 2, tiles, blocks, facts_.multiprocessors);
+    // Rows without a key that take all keys are found when the splits are joined, and get a second turn.
+    const bool unknown = params_.has_mask != 0 && entry == nullptr;
+    const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
+                                      unknown || (entry != nullptr && entry->empty_rows()));
+    const int64_t rows = args_.B * args_.H * args_.S;
+    // Where memory was planned ahead there may be too little for the splits that would be fastest.
+    while (params.splits > 1 || second) {
+      const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
+      const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
+      auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+      if (memory == nullptr && params.splits > 1) {
+        params.splits /= 2;
+        continue;
+      }
+      if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of sums");
+      params.state = reinterpret_cast<float*>(memory);
+      params.partial = reinterpret_cast<float*>(memory + states);
+      if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
+      break;
+    }
+    for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
+      STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
+      if (params.partial != nullptr) STOF_RETURN_IF_ERROR(Launched(kernel.combine(params, stream_)));
+    }
+    return Status();
+  }
+
+  Status RunFp32() {
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    cuda::Fp32Params params;
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(cuda::MaskForm(), &params_, &entry));
+    params.attention = params_;
+    const size_t bytes = cuda::Fp32WorkspaceBytes(kernel, params_);
+    void* memory = bytes == 0 ? nullptr : Held(0, 0, bytes);
+    if (bytes != 0 && memory == nullptr) {
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of split keys and values");
+    }
+    cuda::PlaceFp32Workspace(kernel, memory, &params);
+    STOF_RETURN_IF_ERROR(Launched(kernel.split(params, stream_)));
+    return Launched(kernel.launch(params, extras_, stream_));
   }
 
   Status RunSm80() {
@@ -245,6 +332,17 @@ class Job {
     return MakeMask(form, params);
   }
 
+  // Memory for one use, of a tile or of 0, 0 for what fp32 needs; parts have the same, one after the other.
+  void* Held(int m, int n, size_t bytes) {
+    if (build_ == nullptr) return context_.allocate(context_.self, bytes);
+    for (const DeviceBuild::Memory& held : build_->memory) {
+      if (held.m == m && held.n == n && held.bytes >= bytes) return held.data;
+    }
+    void* memory = context_.allocate(context_.self, bytes);
+    if (memory != nullptr) build_->memory.push_back({m, n, bytes, memory});
+    return memory;
+  }
+
   Status MakeMask(const cuda::MaskForm& form, cuda::AttentionParams* params) {
     cuda::MaskBuild build;
     build.program = &build_->program;
@@ -257,16 +355,9 @@ class Job {
       return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
     }
     const size_t bytes = cuda::MaskBytes(build);
-    void* memory = nullptr;
-    for (const DeviceBuild::Memory& held : build_->memory) {
-      if (held.m == form.m && held.n == form.n && held.bytes >= bytes) memory = held.data;
-    }
+    void* memory = Held(form.m, form.n, bytes);
     if (memory == nullptr) {
-      memory = context_.allocate(context_.self, bytes);
-      if (memory == nullptr) {
-        return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
-      }
-      build_->memory.push_back({form.m, form.n, bytes, memory});
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
     }
     const int error = cuda::LaunchMaskBuild(build, memory, stream_, &params->mask);
     params->has_mask = 1;
@@ -383,8 +474,9 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
         Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
   }
   if (build.invalid == nullptr) return Status();
-  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, args.output_stride,
-                                                                  args.B, args.H, args.S, args.Dv, context.stream)),
+  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, ItemSize(args.dtype),
+                                                                  args.output_stride, args.B, args.H, args.S, args.Dv,
+                                                                  context.stream)),
                   "launch of the kernel that marks an output");
 }
 

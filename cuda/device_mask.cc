@@ -72,6 +72,9 @@ MaskEntry::~MaskEntry() {
 
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
   empty_rows_ = HasEmptyRows(mask);
+  for (size_t row = 0; row + 1 < mask.row_ptr.size(); ++row) {
+    longest_row_ = std::max<int64_t>(longest_row_, mask.row_ptr[row + 1] - mask.row_ptr[row]);
+  }
   WorkPlan plan;
   if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);

@@ -57,6 +57,8 @@ class MaskEntry {
   const int32_t* work_begin() const { return work_begin_; }
   // Whether some query has no key by the mask alone.
   bool empty_rows() const { return empty_rows_; }
+  // Tiles of the row that has most.
+  int64_t longest_row() const { return longest_row_; }
   int64_t bytes() const { return bytes_; }
 
  private:
@@ -64,6 +66,7 @@ class MaskEntry {
   const WorkItem* work_ = nullptr;
   const int32_t* work_begin_ = nullptr;
   bool empty_rows_ = false;
+  int64_t longest_row_ = 0;
   void* memory_ = nullptr;
   cudaEvent_t uploaded_ = nullptr;
   int64_t bytes_ = 0;

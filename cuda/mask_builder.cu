@@ -321,13 +321,15 @@ __global__ void __launch_bounds__(kThreads) ListTiles(const __grid_constant__ Bu
   }
 }
 
-__global__ void Invalidate(const int32_t* invalid, uint16_t* output, Strides stride, int64_t H, int64_t S, int64_t Dv,
+template <typename Word>
+__global__ void Invalidate(const int32_t* invalid, Word* output, Strides stride, int64_t H, int64_t S, int64_t Dv,
                            int64_t count) {
   if (*invalid == 0) return;
   const int64_t threads = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += threads) {
     const int64_t row = i / Dv, bh = row / S;
-    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = 0x7fff;  // NaN in both half types
+    // All bits but the sign's: NaN in every type.
+    output[bh / H * stride.b + bh % H * stride.h + row % S * stride.s + i % Dv] = static_cast<Word>(~Word{0} >> 1);
   }
 }
 
@@ -498,15 +500,16 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   return 0;
 }
 
-int LaunchInvalidate(const int32_t* invalid, void* output, const Strides& stride, int64_t B, int64_t H, int64_t S,
-                     int64_t Dv, void* stream) {
-  auto* to = static_cast<uint16_t*>(output);
+int LaunchInvalidate(const int32_t* invalid, void* output, int64_t size, const Strides& stride, int64_t B, int64_t H,
+                     int64_t S, int64_t Dv, void* stream) {
   Strides strides = stride;
   int64_t count = B * H * S * Dv;
   const int64_t ctas = std::min<int64_t>(CeilDiv(count, 256), 1024);
-  void* arguments[] = {&invalid, &to, &strides, &H, &S, &Dv, &count};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(Invalidate), dim3(static_cast<unsigned>(ctas)),
-                                           dim3(256), arguments, 0, static_cast<cudaStream_t>(stream)));
+  const void* kernel = size == 2 ? reinterpret_cast<const void*>(Invalidate<uint16_t>)
+                                 : reinterpret_cast<const void*>(Invalidate<uint32_t>);
+  void* arguments[] = {&invalid, &output, &strides, &H, &S, &Dv, &count};
+  return static_cast<int>(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(ctas)), dim3(256), arguments, 0,
+                                           static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace cuda

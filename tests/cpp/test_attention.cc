@@ -58,6 +58,7 @@ struct Case {
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
   bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
+  bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
 };
 
@@ -75,7 +76,7 @@ std::string Describe(const Case& c) {
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
-              " shared pad ", c.pad_shared, " tile ", c.m, "x", c.n);
+              " shared pad ", c.pad_shared, c.wild ? " wild" : "", " tile ", c.m, "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -411,6 +412,10 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
       dense.key[i] = Rounded(c.dtype, dense.key[i] / 8 + 3.0 * static_cast<double>(k) / static_cast<double>(c.T));
     }
   }
+  if (c.wild) {
+    for (double& x : dense.query) x *= 0x1p-40;
+    for (double& x : dense.key) x *= 0x1p40;
+  }
   dense.bias = bias.dense;
   dense.allowed.reserve(static_cast<size_t>(c.B * c.H * c.S * c.T));
   for (int64_t b = 0; b < c.B; ++b) {
@@ -431,7 +436,7 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
 // What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
 // sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
 double CudaTolerance(const Case& c, double magnitude, double largest) {
-  const double unit = c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
+  const double unit = c.dtype == DType::kF32 ? 0 : c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
   const double small = c.dtype == DType::kF16 ? 0x1p-25 * static_cast<double>(c.T) : 0;
   return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
 }
@@ -777,12 +782,21 @@ void RunOnCuda(const Case& c, uint64_t seed) {
   query.Fill(dense.query);
   key.Fill(dense.key);
   value.Fill(dense.value);
+  if (c.wild && c.mask != 12 && c.empty_rows <= EmptyRows::kNan) {
+    value.ForEach([&](char* at, size_t i) {
+      const int64_t row = static_cast<int64_t>(i) / c.Dv;
+      if (data.pad[static_cast<size_t>(row / c.T / c.G * c.T + row % c.T)] == 0) StoreFloat(c.dtype, 1e30, at);
+    });
+  }
   AttentionArgs args = MakeArgs(c, query, key, value, output);
   std::vector<void*> blocks;
-  args.query = OnDevice(&blocks, query.bytes.data(), query.bytes.size());
-  args.key = OnDevice(&blocks, key.bytes.data(), key.bytes.size());
-  args.value = OnDevice(&blocks, value.bytes.data(), value.bytes.size());
-  args.output = OnDevice(&blocks, output.bytes.data(), output.bytes.size());
+  const auto upload = [&blocks](const Strided& tensor) {
+    return static_cast<char*>(OnDevice(&blocks, tensor.bytes.data(), tensor.bytes.size())) +
+           (tensor.data - tensor.bytes.data());
+  };
+  args.query = upload(query), args.key = upload(key), args.value = upload(value);
+  args.output = upload(output);
+  char* const output_bytes = static_cast<char*>(args.output) - (output.data - output.bytes.data());
   if (c.bias != Bias::kNone) {
     args.bias = OnDevice(&blocks, bias.bytes.data(), bias.bytes.size());
     args.bias_dtype = bias.dtype;
@@ -820,7 +834,8 @@ void RunOnCuda(const Case& c, uint64_t seed) {
     const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
     output.Reset();
-    const cudaError_t error = cudaMemcpy(output.bytes.data(), args.output, output.bytes.size(), cudaMemcpyDeviceToHost);
+    const cudaError_t error =
+        cudaMemcpy(output.bytes.data(), output_bytes, output.bytes.size(), cudaMemcpyDeviceToHost);
     CHECK(error == cudaSuccess, where, ": ", cudaGetErrorString(error));
     if (repeat == 0) first = output.bytes;
     CHECK(first == output.bytes, where, ": a second run gives other bits");
@@ -841,8 +856,8 @@ std::vector<Case> CudaCases() {
     if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
     // Scores of half types stay in their range.
     c.spread = std::min(c.spread, 8.0f);
-    c.D = std::min<int64_t>(128, (c.D + 7) / 8 * 8);
-    c.Dv = std::min<int64_t>(128, (c.Dv + 7) / 8 * 8);
+    c.D = (c.D + 7) / 8 * 8;
+    c.Dv = (c.Dv + 7) / 8 * 8;
   }
   return cases;
 }
@@ -851,8 +866,10 @@ void RunCudaCases(const std::vector<Case>& cases) {
   int devices = 0;
   CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
   int64_t ran = 0;
-  const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
-  for (size_t i = 0; i < cases.size(); ++i) {
+  const char* only = std::getenv("STOF_CASE");      // a seed, to repeat one
+  const char* sample = std::getenv("STOF_SAMPLE");  // n: every n-th, for slow tools
+  const size_t step = sample == nullptr ? 1 : std::max<size_t>(1, std::strtoull(sample, nullptr, 10));
+  for (size_t i = 0; i < cases.size(); i += step) {
     if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
     RunOnCuda(cases[i], i);
     ++ran;
@@ -861,6 +878,77 @@ void RunCudaCases(const std::vector<Case>& cases) {
 }
 
 void Cuda() { RunCudaCases(CudaCases()); }
+
+// Every case as fp32 has it, of all head sizes and alignments, and lengths around the kernel's tiles.
+std::vector<Case> CudaFp32Cases() {
+  std::vector<Case> cases = ListedCases();
+  const std::vector<Case> drawn = DrawnCases(Cases(400));
+  cases.insert(cases.end(), drawn.begin(), drawn.end());
+  for (Case& c : cases) c.dtype = DType::kF32;
+  int64_t turn = 0;
+  for (const int64_t size : {24, 32, 64, 72, 96, 128, 160, 192, 256}) {
+    for (const int64_t length : {63, 64, 65, 127, 129, 200, 321}) {
+      Case c;
+      c.S = length, c.T = length + turn % 3 * 64, c.D = c.Dv = size, c.G = turn % 2 == 0 ? 4 : 2;
+      c.mask = static_cast<int>(turn % 10);
+      c.pad = static_cast<Pad>(turn % 5);
+      c.empty_rows = static_cast<EmptyRows>(turn % 4);
+      c.wild = turn % 4 < 2;
+      c.softcap = turn % 7 == 6 ? 30.0f : 0.0f;
+      c.sink = c.empty_rows == EmptyRows::kZero;
+      cases.push_back(c);
+      ++turn;
+    }
+  }
+  for (Case& c : cases) c.cuda = true;
+  return cases;
+}
+
+void CudaFp32() { RunCudaCases(CudaFp32Cases()); }
+
+// Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them.
+void CudaDecode() {
+  Random random(77);
+  Deck<int64_t> queries({1, 1, 1, 2, 3, 4, 7, 8, 13, 16}, &random);
+  Deck<int64_t> keys({16, 17, 31, 63, 64, 65, 129, 700, 1500, 3001}, &random);
+  Deck<int64_t> sizes({8, 40, 64, 72, 128, 128, 200, 256}, &random);
+  Deck<std::pair<int64_t, int64_t>> heads({{8, 8}, {8, 2}, {8, 1}, {6, 2}, {2, 2}}, &random);
+  Deck<DType> dtypes({DType::kF16, DType::kBF16, DType::kF32}, &random);
+  Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
+  Deck<int> masks({0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
+  Deck<Bias> biases({Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids}, &random);
+  Deck<int64_t> relatives({0, 0, 0, 33, 999}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  Deck<float> softcaps({0, 0, 0, 30.0f}, &random);
+  std::vector<Case> cases;
+  for (int i = 0; i < Cases(360); ++i) {
+    Case c;
+    c.B = random.Range(1, 2);
+    std::tie(c.H, c.G) = heads.Deal();
+    c.S = queries.Deal(), c.T = keys.Deal();
+    c.D = c.Dv = sizes.Deal();
+    if (random.OneIn(4)) c.Dv = sizes.Deal();
+    c.dtype = dtypes.Deal();
+    for (Arrangement& arrangement : c.arrangement) arrangement = arrangements.Deal();
+    c.offset = !random.OneIn(3);
+    c.mask = masks.Deal();
+    c.pad = pads.Deal();
+    c.bias = biases.Deal();
+    c.bias_wide = random.OneIn(2);
+    if (c.bias != Bias::kNone) c.bias_broadcast = static_cast<uint32_t>(random.Range(0, 15));
+    c.relative = relatives.Deal();
+    c.sink = random.OneIn(4);
+    c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
+    c.softcap = softcaps.Deal();
+    c.spread = random.OneIn(3) ? 4.0f : 1.0f;
+    c.rising = random.OneIn(4);
+    if (c.empty_rows != EmptyRows::kAll && random.OneIn(2)) c.poison = Poison::kForbidden;
+    c.cuda = true;
+    cases.push_back(c);
+  }
+  RunCudaCases(cases);
+}
 
 // One of the kernels for compute capability 9.0 in all cases that it takes, wider heads and more rows than there are
 // workers among them.
@@ -896,6 +984,8 @@ void CudaSm90Second() { CudaSm90(1); }
 void CudaSm90Third() { CudaSm90(2); }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
+TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
+TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90First) { CudaSm90First(); }
 TEST(CudaAttentionSm90Second) { CudaSm90Second(); }
 TEST(CudaAttentionSm90Third) { CudaSm90Third(); }

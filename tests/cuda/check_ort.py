@@ -26,8 +26,9 @@ from stof.site import EmptyRows
 from stof.testing import Problem, assert_close, random_padding, random_problem, reference
 
 # The weights are rounded to half precision before the second product.
-TOLERANCE = {"float16": 2.0**-11 * 6, "bfloat16": 2.0**-8 * 6}
-TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+TOLERANCE = {"float32": 5e-6, "float16": 2.0**-11 * 6, "bfloat16": 2.0**-8 * 6}
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def model(problem: Problem, constants: tuple[str, ...] = ()) -> bytes:
@@ -76,7 +77,7 @@ class Bound:
         names = ["q", "k", "v", *str(problem.attributes()["operands"]).split()]
         arrays = dict(zip(names, problem.inputs(), strict=True))
         self.inputs = {n: on_device(a) for n, a in arrays.items() if n not in constants}
-        dtype = torch.bfloat16 if problem.q.dtype.name == "bfloat16" else torch.float16
+        dtype = TORCH_TYPES[problem.q.dtype.name]
         self.output = torch.full(problem.shape, float("nan"), dtype=dtype, device="cuda")
         self.binding = self.session.io_binding()
         for name, tensor in self.inputs.items():
@@ -95,9 +96,9 @@ class Bound:
 def problems(rng: np.random.Generator) -> dict[str, tuple[Problem, tuple[str, ...]]]:
     """What the provider has to compute, by name, with the roles that are constants."""
     found: dict[str, tuple[Problem, tuple[str, ...]]] = {}
-    for dtype in ("float16", "bfloat16"):
+    for dtype in TYPES:
         kind = np.dtype(dtype)
-        for size in (64, 128, 80):
+        for size in (64, 128, 80, *((30, 256) if dtype == "float32" else ())):
             found[f"{dtype} dense D{size}"] = (random_problem(rng, 2, 4, 200, size, dtype=kind), ())
             window = random_problem(rng, 2, 4, 333, size, G=2, dtype=kind, mask="abs(q - k) <= 40", padded=True)
             found[f"{dtype} window padded D{size}"] = (window, ())
@@ -303,21 +304,21 @@ def check_streams() -> None:
         raise failures[0]
 
 
-def native(kind: str, B: int, H: int, S: int, D: int, mask: np.ndarray) -> bytes:
+def native(kind: str, B: int, H: int, S: int, D: int, mask: np.ndarray, dtype: str) -> bytes:
     """The runtime's own operator under the same mask: MultiHeadAttention with a bias, or Attention-23 with a bool mask."""
     if kind == "MultiHeadAttention":
         shape = [B, S, H * D]
         node = helper.make_node(
             kind, ["q", "k", "v", "", "", "bias"], ["out"], num_heads=H, domain="com.microsoft"
         )  # fmt: skip
-        bias = np.where(mask, 0, -65504).astype(np.float16)[None, None]
+        bias = np.where(mask, 0, -65504).astype(dtype)[None, None]
         constant = numpy_helper.from_array(bias, "bias")
     else:
         shape = [B, H, S, D]
         node = helper.make_node(kind, ["q", "k", "v", "mask"], ["out"])
         constant = numpy_helper.from_array(mask, "mask")
-    given = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, shape) for n in "qkv"]
-    output = helper.make_tensor_value_info("out", TensorProto.FLOAT16, shape)
+    given = [helper.make_tensor_value_info(n, TYPES[dtype], shape) for n in "qkv"]
+    output = helper.make_tensor_value_info("out", TYPES[dtype], shape)
     imports = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "g", given, [output], [constant])
     return bytes(helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString())
@@ -340,16 +341,19 @@ def timed(run: Callable[[], None], stream: torch.cuda.Stream) -> float:
 def measure() -> list[dict[str, object]]:
     """Times beside the runtime's operators: captured graphs, IO binding, one stream."""
     rows = []
-    for B, H, S, D, mask in (
-        (1, 16, 4096, 64, "abs(q - k) <= 128"),
-        (1, 16, 4096, 64, "k <= q"),
-        (8, 12, 1024, 64, "abs(q - k) <= 128"),
+    for dtype, B, H, S, D, mask in (
+        ("float16", 1, 16, 4096, 64, "abs(q - k) <= 128"),
+        ("float16", 1, 16, 4096, 64, "k <= q"),
+        ("float16", 8, 12, 1024, 64, "abs(q - k) <= 128"),
+        ("float32", 1, 16, 4096, 64, "abs(q - k) <= 128"),
+        ("float32", 1, 16, 4096, 64, "k <= q"),
+        ("float32", 8, 12, 1024, 64, "abs(q - k) <= 128"),
     ):
         rng = np.random.default_rng(0)
-        problem = random_problem(rng, B, H, S, D, dtype=np.float16, mask=mask)
+        problem = random_problem(rng, B, H, S, D, dtype=np.dtype(dtype), mask=mask)
         stream = torch.cuda.Stream()
         settings = {"user_compute_stream": str(stream.cuda_stream), "enable_cuda_graph": "1"}
-        row: dict[str, object] = {"B": B, "H": H, "S": S, "D": D, "mask": mask}
+        row: dict[str, object] = {"dtype": dtype, "B": B, "H": H, "S": S, "D": D, "mask": mask}
         bound = Bound(problem, **settings)
         for _ in range(3):
             bound.run()
@@ -364,12 +368,12 @@ def measure() -> list[dict[str, object]]:
             out = torch.empty_like(tensors["q"])
             try:
                 one = ort.InferenceSession(
-                    native(kind, B, H, S, D, dense), providers=[("CUDAExecutionProvider", settings)]
+                    native(kind, B, H, S, D, dense, dtype), providers=[("CUDAExecutionProvider", settings)]
                 )
                 binding = one.io_binding()
                 for n, tensor in tensors.items():
-                    binding.bind_input(n, "cuda", 0, TensorProto.FLOAT16, tuple(tensor.shape), tensor.data_ptr())
-                binding.bind_output("out", "cuda", 0, TensorProto.FLOAT16, tuple(out.shape), out.data_ptr())
+                    binding.bind_input(n, "cuda", 0, TYPES[dtype], tuple(tensor.shape), tensor.data_ptr())
+                binding.bind_output("out", "cuda", 0, TYPES[dtype], tuple(out.shape), out.data_ptr())
                 torch.cuda.synchronize()
                 for _ in range(3):
                     one.run_with_iobinding(binding)

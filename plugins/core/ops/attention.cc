@@ -622,7 +622,6 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
 
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-  static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
       {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
@@ -634,7 +633,7 @@ const OpDescription* AttentionDescription() {
   static const OpDescription description = {"StofAttention", kTypedInputs,
                                             kMostOperands,   1,
                                             kTypes,          3,
-                                            kCudaTypes,      2,
+                                            kTypes,          3,
                                             CreateAttention, OutputShape,
                                             kAttributes,     static_cast<int>(std::size(kAttributes))};
   return &description;

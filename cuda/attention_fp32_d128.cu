@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention_fp32.cuh"
+
+namespace stof {
+namespace cuda {
+
+Fp32Kernel FindFp32D128() { return MakeFp32Kernel<128>(); }
+
+}  // namespace cuda
+}  // namespace stof

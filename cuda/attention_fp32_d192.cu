@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention_fp32.cuh"
+
+namespace stof {
+namespace cuda {
+
+Fp32Kernel FindFp32D192() { return MakeFp32Kernel<192>(); }
+
+}  // namespace cuda
+}  // namespace stof
