@@ -292,7 +292,7 @@ TEST(TrtRefusesRuns) {
   in.push_back(Desc(DataType::kINT32, {1, 40}));
   nvinfer1::PluginTensorDesc out = Desc(DataType::kHALF, dims);
   alignas(64) static char data[4][1 * 2 * 40 * 16 * 2];
-  alignas(64) static char result[sizeof data[0]], workspace[1024];
+  alignas(64) static char result[sizeof data[0]], workspace[65536];
   const void* inputs[] = {data[0], data[1], data[2], data[3]};
   void* outputs[] = {result};
   CHECK(held.runtime->onShapeChange(in.data(), 4, &out, 1) == 0);

@@ -6,6 +6,7 @@
 #include <set>
 #include <thread>
 
+#include "plugins/core/op.h"
 #include "tests/cpp/reference.h"
 #include "tests/trt/fake_backend.h"
 #include "tests/trt/harness.h"
@@ -71,7 +72,9 @@ Case RandomCase(Random* random) {
   c.G = random->OneIn(2) ? c.H : 1;
   c.D = 8 * random->Range(1, 16);
   c.Dv = random->OneIn(2) ? c.D : 8 * random->Range(1, 16);
-  c.dtype = random->OneIn(2) ? DType::kF16 : DType::kBF16;
+  int count = 0;
+  const OpDescription& description = *AllOps(&count)[0];
+  c.dtype = description.cuda_types[random->Range(0, description.cuda_type_count - 1)];
   for (std::string& layout : c.layouts) layout = random->Pick(kLayouts);
   c.offset = random->OneIn(2);
   c.mask = static_cast<int>(random->Range(0, 4));
@@ -131,7 +134,9 @@ struct Input {
   std::vector<int64_t> dims;
 };
 std::vector<Input> InputsOf(const Case& c, const Sizes& n) {
-  const DataType typed = c.dtype == DType::kF16 ? DataType::kHALF : DataType::kBF16;
+  const DataType typed = c.dtype == DType::kF32   ? DataType::kFLOAT
+                         : c.dtype == DType::kF16 ? DataType::kHALF
+                                                  : DataType::kBF16;
   std::vector<Input> inputs = {{typed, DimsOf(c.layouts[0], n.B, c.H, n.S, c.D)},
                                {typed, DimsOf(c.layouts[1], n.B, c.G, n.T, c.D)},
                                {typed, DimsOf(c.layouts[2], n.B, c.G, n.T, c.Dv)}};
@@ -185,6 +190,7 @@ void RunOnce(const Case& c, const Sizes& n, nvinfer1::IPluginV3OneRuntime* runti
     memory.emplace_back(static_cast<size_t>(elements * ItemSize(input.type)));
     pointers.push_back(memory.back().get());
   }
+  const int64_t item = SizeOfFloat(c.dtype);
   Dense p;
   p.B = n.B, p.H = c.H, p.G = c.G, p.S = n.S, p.T = n.T, p.D = c.D, p.Dv = c.Dv;
   p.scale = static_cast<double>(1 / std::sqrt(static_cast<float>(c.D)));
@@ -198,7 +204,7 @@ void RunOnce(const Case& c, const Sizes& n, nvinfer1::IPluginV3OneRuntime* runti
             const double value = Rounded(c.dtype, random->Unit());
             dense->push_back(value);
             const int64_t at = Offset(c.layouts[input], heads, length, size, b, h, s) + d;
-            StoreFloat(c.dtype, value, memory[input].get() + 2 * at);
+            StoreFloat(c.dtype, value, memory[input].get() + item * at);
           }
         }
       }
@@ -237,7 +243,7 @@ void RunOnce(const Case& c, const Sizes& n, nvinfer1::IPluginV3OneRuntime* runti
   if (c.sink) {
     for (int64_t h = 0; h < c.H; ++h) {
       p.sink.push_back(Rounded(c.dtype, random->Unit()));
-      StoreFloat(c.dtype, p.sink.back(), memory[next].get() + 2 * h);
+      StoreFloat(c.dtype, p.sink.back(), memory[next].get() + item * h);
     }
   }
   for (int64_t b = 0; b < n.B; ++b) {
@@ -249,7 +255,7 @@ void RunOnce(const Case& c, const Sizes& n, nvinfer1::IPluginV3OneRuntime* runti
       }
     }
   }
-  const Memory output(static_cast<size_t>(n.B * c.H * n.S * c.Dv * 2));
+  const Memory output(static_cast<size_t>(n.B * c.H * n.S * c.Dv * item));
   const nvinfer1::PluginTensorDesc out = Desc(inputs[0].type, DimsOf(c.layouts[3], n.B, c.H, n.S, c.Dv));
   const Memory workspace(workspace_bytes);
   void* outputs[] = {output.get()};
@@ -269,7 +275,7 @@ void RunOnce(const Case& c, const Sizes& n, nvinfer1::IPluginV3OneRuntime* runti
         const auto row = static_cast<size_t>((b * c.H + h) * n.S + i);
         for (int64_t d = 0; d < c.Dv; ++d) {
           const int64_t at = Offset(c.layouts[3], c.H, n.S, c.Dv, b, h, i) + d;
-          const double got = LoadFloat(c.dtype, output.get() + 2 * at);
+          const double got = LoadFloat(c.dtype, output.get() + item * at);
           const double want = answer.output[row * static_cast<size_t>(c.Dv) + static_cast<size_t>(d)];
           const double tolerance = Tolerance(c.dtype, answer.magnitude[row], n.T, largest, want);
           CHECK(std::isnan(want) ? std::isnan(got) : std::abs(got - want) <= tolerance, "b ", b, " h ", h, " i ", i,
