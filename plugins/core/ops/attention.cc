@@ -111,10 +111,13 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
     }
   }
   // Limits come later; here nothing may overflow, whatever a runtime claims.
-  int64_t row = 0;
-  if (__builtin_mul_overflow(r.heads, r.d, &row) || __builtin_mul_overflow(row, r.s, &r.stride.b)) {
-    return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
+  int64_t elements = std::max<int64_t>(r.d, 1);
+  for (const int64_t size : {r.heads, r.s}) {
+    if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
+    }
   }
+  r.stride.b = r.heads * r.s * r.d;
   r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
   r.stride.s = layout == TensorLayout::kBHSD ? r.d : r.heads * r.d;
   return Status();
