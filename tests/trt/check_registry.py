@@ -36,8 +36,12 @@ def load_tensorrt() -> tuple[ModuleType, int]:
     sys.exit("neither tensorrt_lean nor tensorrt_rtx is installed")
 
 
+_kept: list[bytes] = []  # a PluginField only points to its data
+
+
 def field(trt: ModuleType, name: str, text: str) -> object:
-    return trt.PluginField(name, text.encode() + b"\0", trt.PluginFieldType.CHAR)
+    _kept.append(text.encode() + b"\0")
+    return trt.PluginField(name, _kept[-1], trt.PluginFieldType.CHAR)
 
 
 def check_library(trt: ModuleType, library: str) -> None:

@@ -110,6 +110,13 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
                            std::to_string(heads) + " heads");
     }
   }
+  // Limits come later; here nothing may overflow, whatever a runtime claims.
+  int64_t elements = std::max<int64_t>(r.d, 1);
+  for (const int64_t size : {r.heads, r.s}) {
+    if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
+    }
+  }
   r.stride.b = r.heads * r.s * r.d;
   r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
   r.stride.s = layout == TensorLayout::kBHSD ? r.d : r.heads * r.d;
@@ -144,7 +151,9 @@ Status BindBias(const Tensor& bias, AttentionArgs* args) {
                            ", " + std::to_string(want[3]) + "]");
     }
     *strides[axis] = dim == 1 ? 0 : stride;
-    stride *= dim;
+    if (__builtin_mul_overflow(stride, dim, &stride)) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", which is too large");
+    }
   }
   args->bias = bias.data;
   args->bias_dtype = bias.dtype;
