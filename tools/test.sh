@@ -63,6 +63,11 @@ runtimes=(1.18.1)
 bash tools/test_runtimes.sh "$bin/python" build/dev/libstof_ort.so "${runtimes[@]}"
 end
 
+# The plugin library in real plugin registries; its life without TensorRT is among the C++ tests.
+begin 'TensorRT registries'
+bash tools/test_trt_registries.sh "$bin/python" build/dev
+end
+
 begin sanitizers
 for preset in asan tsan; do
   cmake --preset $preset
