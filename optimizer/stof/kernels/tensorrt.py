@@ -36,9 +36,8 @@ def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
         kind = "causal"
     else:
         return ""
-    return (
-        f"TensorRT fuses it by itself ({kind}, half precision, D = {site.head_size}); --target cuda or cpu replaces it"
-    )
+    what = f"{kind}, half precision, D = {site.head_size}"
+    return f"TensorRT fuses it by itself ({what}); --target cpu has it replaced all the same"
 
 
 def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:

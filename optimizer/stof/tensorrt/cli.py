@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError, StofError
@@ -45,7 +45,12 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _building(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     parser.add_argument(
-        "--capability", type=int, action="append", default=[], metavar="N", help="TensorRT for RTX: 86, 89, ..; repeatable"
+        "--capability",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="TensorRT for RTX: 86, 89, ..; repeatable",
     )
 
 
@@ -74,7 +79,9 @@ def _build(parser: argparse.ArgumentParser) -> None:
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--onnx", type=Path, metavar="MODEL", help="compare with it in ONNX Runtime")
-    parser.add_argument("--shape", action="append", default=[], metavar="NAME:1x128,..", help="default: the profile's opt")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="NAME:1x128,..", help="default: the profile's opt"
+    )
     parser.add_argument("--inputs", type=Path, metavar="FILE.npz", help="inputs by name; default: random ones")
     parser.add_argument("--seconds", type=float, default=2.0, help="time to measure for (2)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="of the largest output value")
@@ -167,7 +174,7 @@ def _do_triton(a: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "build": _do_build,
     "run": _do_run,
     "inspect": _do_inspect,
