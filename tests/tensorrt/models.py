@@ -12,9 +12,8 @@ import onnx
 from onnx import helper, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "models"))
-sys.path.insert(0, str(ROOT / "tests" / "runtimes"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtimes"))
 import prepare
 
 import build

@@ -106,6 +106,13 @@ def _triton(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onnx", type=Path, metavar="MODEL", help="for the onnxruntime backend")
     parser.add_argument("--engine", type=Path, metavar="FILE", help="for the tensorrt backend, instead")
     parser.add_argument("--served-at", metavar="PATH", help="where the server sees the folder, as in a container")
+    parser.add_argument(
+        "--tensorrt-major",
+        type=int,
+        default=10,
+        metavar="N",
+        help="--engine: the server's TensorRT, 10 (default) or 11",
+    )
     parser.add_argument("--cpu", action="store_true", help="onnxruntime backend: an instance on the CPU")
 
 
@@ -170,7 +177,16 @@ def _do_selftest(a: argparse.Namespace) -> int:
 def _do_triton(a: argparse.Namespace) -> int:
     from stof.tensorrt.triton import write_repository
 
-    print(write_repository(a.folder, a.name, onnx_model=a.onnx, engine=a.engine, served_at=a.served_at, cpu=a.cpu))
+    words = write_repository(
+        a.folder,
+        a.name,
+        onnx_model=a.onnx,
+        engine=a.engine,
+        served_at=a.served_at,
+        cpu=a.cpu,
+        major=a.tensorrt_major,
+    )
+    print(words)
     return 0
 
 
