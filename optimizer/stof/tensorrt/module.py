@@ -62,7 +62,7 @@ def find(name: str | None = None) -> Any:
     """
     names = MODULES if name is None else (name,)
     for candidate in names:
-        if candidate not in sys.modules and importlib.util.find_spec(candidate) is None:
+        if not _installed(candidate):
             continue
         if candidate == "tensorrt_rtx_bindings":
             _check_rtx_libraries()
@@ -75,6 +75,15 @@ def find(name: str | None = None) -> Any:
         f"{wanted} {'is installed' if name is None else 'is not installed'}: pip install tensorrt (for any GPU), or "
         "tensorrt_rtx (for RTX GPUs), in this Python; stof-optimize, --plugin-path and triton-repo work without"
     )
+
+
+def _installed(name: str) -> bool:
+    """Whether there is such a module; a mere folder of that name, in the working directory for instance, is none."""
+    if name in sys.modules:
+        found = sys.modules[name]
+        return getattr(found, "__file__", None) is not None or not hasattr(found, "__path__")
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _check_rtx_libraries() -> None:
