@@ -111,7 +111,7 @@ def test_nodes_get_names_of_their_own() -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
-@pytest.mark.parametrize("kind", ["bool", "uint8", "int32", "int64", "float", "double"])
+@pytest.mark.parametrize("kind", ["bool", "uint8", "int32", "int64", "float"])
 def test_padding_reaches_the_plugin_in_a_type_it_takes(kind: str, tmp_path: Path) -> None:
     """And means what it meant: 0.5 is a key, too."""
     fill = "m" if kind == "bool" else f"Cast <to: int = {TensorProto.BOOL}> (m)"
@@ -155,7 +155,7 @@ def test_padding_reaches_the_plugin_in_a_type_it_takes(kind: str, tmp_path: Path
     feed = {n: rng.standard_normal((2, 4, 33, 16)).astype(np.float32) for n in "qkv"}
     pad = np.ones((2, 33), helper.tensor_dtype_to_np_dtype(types["m"]))
     pad[0, :9] = pad[1, 20:] = 0
-    if kind in ("float", "double"):
+    if kind == "float":
         pad = pad * np.asarray(0.5, pad.dtype)
     sessions = (ort.InferenceSession(str(p), _options(), providers=["CPUExecutionProvider"]) for p in (path, written))
     a, b = (s.run(None, {**feed, "m": pad})[0] for s in sessions)
