@@ -18,12 +18,13 @@ constexpr int kTileKeys = 64;   // n
 struct DeviceMask {
   int32_t rows = 0, layout_b = 1, layout_h = 1;
   const int32_t* layout = nullptr;
-  const int32_t* row_ptr = nullptr;
+  const int32_t* row_ptr = nullptr;  // row r has entries [row_ptr[r], row_end[r]), from full_begin[r] on full ones
+  const int32_t* row_end = nullptr;
   const int32_t* full_begin = nullptr;
   const int32_t* key_tile = nullptr;
-  const int32_t* bits_id = nullptr;
-  const uint32_t* bits = nullptr;  // [distinct, m, n / 32]
-  const int32_t* order = nullptr;  // [tables, rows]: rows of a table by falling number of tiles
+  const int32_t* bits_id = nullptr;  // of full tiles not to be read
+  const uint32_t* bits = nullptr;    // [distinct, m, n / 32]
+  const int32_t* order = nullptr;    // [tables, rows]: rows of a table by falling number of tiles
 };
 
 // What a kernel gets, by value. Strides count elements; pointers are device addresses.
@@ -47,8 +48,7 @@ struct AttentionParams {
   int32_t sink_is_float = 0;
   int32_t has_mask = 0;
   DeviceMask mask;
-  const int32_t* only =
-      nullptr;  // [B, H, ceil(S / 64)]: rows that count, all others are left as they are; nullptr: all
+  const int32_t* only = nullptr;  // [B, H, ceil(S / 64)]: tiles without one stay as they are; nullptr: all count
 };
 
 // The launchers give a CUDA error code, 0 for none. stream is a cudaStream_t.

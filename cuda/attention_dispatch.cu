@@ -50,36 +50,43 @@ struct NonZero<HalfBits> {
   static __device__ bool Test(HalfBits x) { return (x.bits & 0x7fff) != 0; }
 };
 
-// One warp makes one word.
+// One warp makes one word; warps take words in turn, so that a grid of any size does for any number of batches.
 template <typename T>
-__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, uint32_t* bits,
-                        int32_t* cleared, int64_t zeros) {
-  const int64_t threads = int64_t{gridDim.x} * gridDim.y * blockDim.x;
-  const int64_t first = (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, int64_t all_words,
+                        uint32_t* bits, int32_t* cleared, int64_t zeros) {
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t i = first; i < zeros; i += threads) cleared[i] = 0;
-  const int word = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (word >= words) return;
-  const int64_t key = int64_t{32} * word + threadIdx.x % 32;
-  const bool on = key < keys && NonZero<T>::Test(pad[blockIdx.y * batch_stride + key]);
-  const uint32_t found = __ballot_sync(~0u, on);
-  if (threadIdx.x % 32 == 0) bits[static_cast<int64_t>(blockIdx.y) * words + word] = found;
+  for (int64_t at = first / 32; at < all_words; at += threads / 32) {
+    const int64_t b = at / words;
+    const int64_t key = 32 * (at - b * words) + threadIdx.x % 32;
+    const bool on = key < keys && NonZero<T>::Test(pad[b * batch_stride + key]);
+    const uint32_t found = __ballot_sync(~0u, on);
+    if (threadIdx.x % 32 == 0) bits[at] = found;
+  }
 }
 
 template <typename T>
 int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bits, int32_t* cleared, int64_t zeros,
         void* stream) {
-  const auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
-  const dim3 grid(static_cast<unsigned>((words + 7) / 8), static_cast<unsigned>(B));
-  PadBits<T><<<grid, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const T*>(pad), batches == 1 ? 0 : keys, static_cast<int32_t>(keys), words, bits, cleared, zeros);
-  return static_cast<int>(cudaPeekAtLastError());
+  constexpr int kThreads = 256;
+  constexpr int64_t kMostBlocks = 1 << 16;
+  auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
+  int64_t all_words = B * words;
+  const int64_t blocks = (all_words + kThreads / 32 - 1) / (kThreads / 32);
+  const auto* from = static_cast<const T*>(pad);
+  int64_t stride = batches == 1 ? 0 : keys;
+  auto count = static_cast<int32_t>(keys);
+  void* arguments[] = {&from, &stride, &count, &words, &all_words, &bits, &cleared, &zeros};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(PadBits<T>),
+                                           dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
+                                           dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace
 
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream) {
-  if (B > 65535) return static_cast<int>(cudaErrorInvalidValue);
   if (B == 0 || T == 0) return 0;
   switch (dtype) {
     case DType::kBool:

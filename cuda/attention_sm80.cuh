@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention.h"
+#include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
 
 namespace stof {
@@ -79,7 +80,7 @@ class Attention {
       const int at = table * p.mask.rows + row;
       begin_ = p.mask.row_ptr[at];
       full_ = p.mask.full_begin[at];
-      end_ = p.mask.row_ptr[at + 1];
+      end_ = p.mask.row_end[at];
     } else {
       end_ = (p.T + S::kN - 1) / S::kN;
     }
@@ -480,12 +481,9 @@ __global__ void __launch_bounds__(Shape<kHead>::kThreads, kHead <= 64 ? 2 : 1)
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
   using S = Shape<kHead>;
-  auto* kernel = AttentionKernel<kHead, T, kExtras>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  if (error != cudaSuccess) return static_cast<int>(error);
   const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  kernel<<<static_cast<unsigned>(items), S::kThreads, S::kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaPeekAtLastError());
+  return LaunchKernel<AttentionParams, AttentionKernel<kHead, T, kExtras>>(params, static_cast<unsigned>(items),
+                                                                           S::kThreads, S::kSharedBytes, stream);
 }
 
 }  // namespace cuda

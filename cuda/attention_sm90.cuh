@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/launch.cuh"
 #include "cuda/mma_sm90.cuh"
 
 namespace stof {
@@ -175,6 +176,8 @@ class Attention {
     if (planned) {
       i = worker < p_.workers ? p_.work_begin[worker] : 0;
       end = worker < p_.workers ? p_.work_begin[worker + 1] : 0;
+    } else if (worker >= p_.workers) {
+      end = 0;
     }
     // The next item is asked for while this one is worked on.
     WorkItem following = i < end ? ItemAt(i, rows) : WorkItem{};
@@ -215,10 +218,15 @@ class Attention {
     if (p_.work != nullptr) return p_.work[i];
     if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
     const DeviceMask& mask = p.mask;
-    const int b = i / rows / p.H, h = i / rows % p.H;
+    // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
+    const int first = i / (p_.section * rows) * p_.section;
+    const int heads = min(p_.section, p.B * p.H - first);
+    const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
+    const int b = bh / p.H, h = bh % p.H;
     const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
-    const int at = table * mask.rows + i % rows;
-    return {i, mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
+    const int row = mask.order[table * mask.rows + place];
+    const int at = table * mask.rows + row;
+    return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
   }
 
   // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
@@ -243,6 +251,7 @@ class Attention {
       }
     }
     held.last = 1;
+    held.next = kEvery;
     Publish(held, cursor);
   }
 
@@ -633,13 +642,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_c
 
 template <typename S, typename T>
 int Launch(const Sm90Params& params, void* stream) {
-  auto* kernel = AttentionKernel<S, T>;
-  constexpr int kBytes = S::kSharedBytes;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return static_cast<int>(error);
   const auto ctas = static_cast<unsigned>((params.workers + S::kTeams - 1) / S::kTeams);
-  kernel<<<ctas, S::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return static_cast<int>(cudaPeekAtLastError());
+  return LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream);
 }
 
 // The entry of a list of kernels; its tile and teams are the shape's.

@@ -17,9 +17,11 @@ struct Sm90Params {
   // 0 where one batch or head serves all, else 1: the map has one coordinate there.
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
   int32_t workers = 1;  // producers with their consumers
-  // Worker w has items work[work_begin[w]] up to work[work_begin[w + 1]]; nullptr: every workers-th row.
+  // Worker w has items work[work_begin[w]] up to work[work_begin[w + 1]]; nullptr: every workers-th row, with a mask by
+  // falling cost within `section` heads.
   const WorkItem* work = nullptr;
   const int32_t* work_begin = nullptr;
+  int32_t section = 1;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };
 

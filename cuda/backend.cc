@@ -7,8 +7,10 @@
 #include <limits>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "cuda/device_mask.h"
+#include "cuda/mask_builder.h"
 #include "cuda/selector.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -106,17 +108,36 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
-constexpr int64_t kPiece = 64;  // rows that share a word of AttentionParams::only
+constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
+constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
-// One attention on one stream.
+// A mask that is made on the device, by run, and what its parts share.
+struct DeviceBuild {
+  cuda::MaskProgram program;
+  int32_t* invalid = nullptr;  // in device memory; nullptr: the program is proven
+  // Memory of a part's mask, by its tile: parts come one after the other on the stream.
+  struct Memory {
+    int m, n;
+    size_t bytes;
+    void* data;
+  };
+  std::vector<Memory> memory;
+};
+
+// One attention on one stream, or a part of it.
 class Job {
  public:
+  // args and pad are the part's, sizes the whole problem's. build: the mask is made on the device; nullptr: it is
+  // constant and cached.
   Job(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-      const RunContext& context)
+      const Tables& operands, const cuda::MaskPart& part, DeviceBuild* build, const RunContext& context)
       : args_(args),
         pad_(pad),
         mask_(mask),
         sizes_(sizes),
+        operands_(operands),
+        part_(part),
+        build_(build),
         context_(context),
         stream_(static_cast<cudaStream_t>(context.stream)),
         params_(ToParams(args)) {
@@ -128,29 +149,39 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
+      params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
+      return RunSm80();
+    }
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
     if (facts_.capability != 90 || extras_ || !(args_.scale > 0.0f) || size_ <= 32) return RunSm80();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
     if (kernels->launch == nullptr) return RunSm80();
     cuda::Problem problem;
-    if (!mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
+    if (build_ == nullptr && !mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
     problem.hash = mask_.fixed_hash;
-    problem.sizes = sizes_;
+    problem.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
     problem.multiprocessors = facts_.multiprocessors;
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     const cuda::Sm90Kernel* kernel = nullptr;
-    STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
+    if (build_ != nullptr) {
+      kernel = cuda::SelectUnseen(kernels);
+    } else {
+      STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
+    }
     cuda::Sm90Params params;
     params.attention = params_;
     if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
     const cuda::MaskForm form = cuda::FormOf(*kernel, problem);
     params.workers = form.workers;
+    params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
     std::shared_ptr<const cuda::MaskEntry> entry;
     STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
     if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
     // Rows without a key that take all keys are left to a second kernel.
-    const bool second = all_keys_ && (pad_ != nullptr || (entry != nullptr && entry->empty_rows()));
+    const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
+    const bool second = all_keys_ && (pad_ != nullptr || unknown || (entry != nullptr && entry->empty_rows()));
     STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
     STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, stream_)));
     if (!second) return Status();
@@ -174,14 +205,57 @@ class Job {
     return Launched(launch(params_, stream_));
   }
 
+  // The mask for a kernel's tile; entry: that of the cache, nullptr where it is made on the device.
   Status GetMask(const cuda::MaskForm& form, cuda::AttentionParams* params,
-                 std::shared_ptr<const cuda::MaskEntry>* entry) const {
-    if (mask_.parts.fixed.empty()) return Status();
-    STOF_RETURN_IF_ERROR(
-        cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form, stream_, entry));
+                 std::shared_ptr<const cuda::MaskEntry>* entry) {
+    if (build_ == nullptr) {
+      if (mask_.parts.fixed.empty()) return Status();
+      bool missing = false;
+      STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form,
+                                                               stream_, entry, &missing));
+      if (!missing) {
+        params->has_mask = 1;
+        params->mask = (*entry)->view();
+        return Status();
+      }
+      // While a graph is captured nothing can be uploaded: then the graph makes the mask.
+      build_ = &own_;
+      const Status status = cuda::CompileMask(mask_.parts.fixed, MaskExpr(), sizes_, operands_, &own_.program);
+      if (!status.ok()) {
+        return Status::Error(
+            "no block mask for these sizes is on the device yet, and none can be made while a graph is captured (" +
+            status.message() + "): run once with the same shapes before capturing");
+      }
+    }
+    return MakeMask(form, params);
+  }
+
+  Status MakeMask(const cuda::MaskForm& form, cuda::AttentionParams* params) {
+    cuda::MaskBuild build;
+    build.program = &build_->program;
+    build.sizes = sizes_;
+    build.part = part_;
+    build.tile = {form.m, form.n};
+    build.multiprocessors = facts_.multiprocessors;
+    build.invalid = build_->invalid;
+    if (!cuda::IsCountable(build)) {
+      return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
+    }
+    const size_t bytes = cuda::MaskBytes(build);
+    void* memory = nullptr;
+    for (const DeviceBuild::Memory& held : build_->memory) {
+      if (held.m == form.m && held.n == form.n && held.bytes >= bytes) memory = held.data;
+    }
+    if (memory == nullptr) {
+      memory = context_.allocate(context_.self, bytes);
+      if (memory == nullptr) {
+        return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");
+      }
+      build_->memory.push_back({form.m, form.n, bytes, memory});
+    }
+    const int error = cuda::LaunchMaskBuild(build, memory, stream_, &params->mask);
     params->has_mask = 1;
-    params->mask = (*entry)->view();
-    return Status();
+    return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that make a block mask");
   }
 
   // Bits of the padding, and with `flags` a zero for every piece of rows.
@@ -213,6 +287,10 @@ class Job {
   const Tensor* const pad_;
   const AttentionMask& mask_;
   const ExprSizes& sizes_;
+  const Tables& operands_;
+  const cuda::MaskPart& part_;
+  DeviceBuild* build_;
+  DeviceBuild own_;
   const RunContext& context_;
   cudaStream_t const stream_;
   cuda::AttentionParams params_;
@@ -221,18 +299,156 @@ class Job {
   int size_ = 0;
 };
 
-Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                 const RunContext& context) {
-  STOF_RETURN_IF_ERROR(Check(args));
-  if (!mask.parts.dynamic.empty()) {
-    return Status::Error(
-        "the mask reads vectors at run time other than padding, which no CUDA kernel of this build does; run this node "
-        "on the CPU, or leave its site as it is (--skip)");
+int64_t ItemSize(DType dtype) {
+  switch (dtype) {
+    case DType::kI64:
+      return 8;
+    case DType::kI32:
+    case DType::kF32:
+      return 4;
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    default:
+      return 1;
   }
-  return Job(args, pad, mask, sizes, context).Run();
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Attention};
+const void* Moved(const void* from, int64_t elements, int64_t size) {
+  return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * size;
+}
+
+// The arguments of a part. It has all heads or one.
+AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
+  AttentionArgs args = whole;
+  const int64_t size = ItemSize(whole.dtype), g = part.h / (whole.H / whole.G);
+  args.B = part.batches, args.H = part.heads, args.S = part.rows;
+  if (part.heads != whole.H) args.G = 1;
+  const auto at = [&](const Strides& stride, int64_t head, int64_t row) {
+    return part.b * stride.b + head * stride.h + row * stride.s;
+  };
+  args.query = Moved(whole.query, at(whole.query_stride, part.h, part.row), size);
+  args.key = Moved(whole.key, at(whole.key_stride, g, 0), size);
+  args.value = Moved(whole.value, at(whole.value_stride, g, 0), size);
+  args.output = static_cast<char*>(whole.output) + at(whole.output_stride, part.h, part.row) * size;
+  args.bias =
+      Moved(whole.bias, part.b * whole.bias_stride_b + part.h * whole.bias_stride_h + part.row * whole.bias_stride_q,
+            ItemSize(whole.bias_dtype));
+  if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
+  args.query_position += part.row;
+  args.sink = Moved(whole.sink, part.h, ItemSize(whole.sink_dtype));
+  return args;
+}
+
+// Attention under a mask that is made on the device, part by part.
+Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                     const Tables& operands, const RunContext& context) {
+  DeviceBuild build;
+  STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &build.program));
+  auto* const stream = static_cast<cudaStream_t>(context.stream);
+  if (!build.program.proven) {
+    build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));
+    if (build.invalid == nullptr) return Status::Error("no device memory for 4 bytes");
+    STOF_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(build.invalid, 0, sizeof(int32_t), stream), "clearing of a flag"));
+  }
+  // The same pairs make the most bytes in the smallest tiles.
+  cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), kMostMaskBytes);
+  cuda::MaskPart part;
+  while (cuts.Next(&part)) {
+    const AttentionArgs own = ArgsOf(args, part);
+    Tensor own_pad;
+    if (pad != nullptr) {
+      own_pad = *pad;
+      if (pad->dims[0] != 1) {
+        own_pad.data = static_cast<char*>(pad->data) + part.b * args.T * ItemSize(pad->dtype);
+        own_pad.dims[0] = part.batches;
+      }
+    }
+    STOF_RETURN_IF_ERROR(
+        Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
+  }
+  if (build.invalid == nullptr) return Status();
+  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, args.output_stride,
+                                                                  args.B, args.H, args.S, args.Dv, context.stream)),
+                  "launch of the kernel that marks an output");
+}
+
+Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                 const Tables& operands, const RunContext& context) {
+  STOF_RETURN_IF_ERROR(Check(args));
+  if (args.T > 0 && !mask.parts.dynamic.empty()) {
+    return AttendInParts(args, pad, mask, sizes, operands, context);
+  }
+  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+  return Job(args, pad, mask, sizes, operands, all, nullptr, context).Run();
+}
+
+bool IsCaptured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
+// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without.
+cudaMemPool_t PoolOf(int device) {
+  constexpr int kDevices = 64;
+  constexpr uint64_t kKept = uint64_t{64} << 20;  // bytes that stay in the pool when they are not used
+  static std::mutex mutex;
+  static cudaMemPool_t pools[kDevices];
+  static bool asked[kDevices];
+  if (device < 0 || device >= kDevices) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!asked[device]) {
+    asked[device] = true;
+    int supported = 0;
+    cudaMemPoolProps props = {};
+    props.allocType = cudaMemAllocationTypePinned;
+    props.location.type = cudaMemLocationTypeDevice;
+    props.location.id = device;
+    uint64_t kept = kKept;
+    const cuda::RelaxedCapture relaxed;
+    if (cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device) != cudaSuccess || supported == 0 ||
+        cudaMemPoolCreate(&pools[device], &props) != cudaSuccess ||
+        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept) != cudaSuccess) {
+      cudaGetLastError();
+      pools[device] = nullptr;
+    }
+  }
+  return pools[device];
+}
+
+bool Take(void* stream, size_t bytes, void** memory) {
+  *memory = nullptr;
+  auto* const on = static_cast<cudaStream_t>(stream);
+  int device = 0;
+  if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
+  cudaMemPool_t pool = PoolOf(device);
+  if (pool == nullptr) return false;
+  const cuda::RelaxedCapture relaxed;
+  if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
+    cudaGetLastError();
+    *memory = nullptr;
+  }
+  return true;
+}
+
+void Give(void* stream, void* memory) {
+  const cuda::RelaxedCapture relaxed;
+  if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
+}
+
+bool CapturedOrDone(void* stream) {
+  auto* const on = static_cast<cudaStream_t>(stream);
+  if (IsCaptured(on)) return true;
+  if (cudaStreamSynchronize(on) != cudaSuccess) cudaGetLastError();
+  return false;
+}
+
+void Relaxed(void (*run)(void* self), void* self) {
+  const cuda::RelaxedCapture relaxed;
+  run(self);
+}
+
+constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention};
 
 }  // namespace
 

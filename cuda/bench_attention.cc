@@ -118,7 +118,7 @@ void Measure(const Row& row) {
   context.stream = stream;
   context.allocate = NoMemory;
   const auto run = [&] {
-    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, context);
+    if (status.ok()) status = stof::FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);

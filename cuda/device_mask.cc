@@ -55,17 +55,17 @@ bool HasEmptyRows(const BlockMask& mask) {
   return false;
 }
 
-constexpr int64_t kMostPlanned = int64_t{1} << 20;  // items; beyond, chance balances
-
 }  // namespace
 
 Status ToStatus(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
+  cudaGetLastError();  // not to be found by others
   return Status::Error(std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(error)) + ", " +
                        cudaGetErrorString(error));
 }
 
 MaskEntry::~MaskEntry() {
+  const RelaxedCapture relaxed;
   if (uploaded_ != nullptr) cudaEventDestroy(uploaded_);
   if (memory_ != nullptr) cudaFree(memory_);
 }
@@ -73,7 +73,7 @@ MaskEntry::~MaskEntry() {
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
   empty_rows_ = HasEmptyRows(mask);
   WorkPlan plan;
-  if (form.workers > 0 && sizes.B * sizes.H * mask.rows <= kMostPlanned) {
+  if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);
   }
   const std::vector<int32_t> order = OrderOf(mask);
@@ -90,6 +90,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id), bits = put(mask.bits), ordered = put(order);
   const size_t work = put(plan.items), work_begin = put(plan.begin);
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
+  const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
   // From pageable memory: the image is staged before the call returns.
   STOF_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(memory_, image.data(), image.size(), cudaMemcpyHostToDevice, stream),
@@ -102,6 +103,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.layout_h = mask.layout_h;
   view_.layout = reinterpret_cast<const int32_t*>(base + layout);
   view_.row_ptr = reinterpret_cast<const int32_t*>(base + row_ptr);
+  view_.row_end = view_.row_ptr + 1;
   view_.full_begin = reinterpret_cast<const int32_t*>(base + full);
   view_.key_tile = reinterpret_cast<const int32_t*>(base + tiles);
   view_.bits_id = reinterpret_cast<const int32_t*>(base + ids);
@@ -118,10 +120,8 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
   if (ready_.load(std::memory_order_acquire)) return Status();
   // A captured stream may not wait for an event of the world outside; asking for its state needs the relaxed mode.
   // Whoever captures ran before, so that the upload has ended or is about to.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
+  const RelaxedCapture relaxed;
   const cudaError_t state = captured ? cudaEventSynchronize(uploaded_) : cudaEventQuery(uploaded_);
-  STOF_RETURN_IF_ERROR(ToStatus(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode"));
   if (state == cudaSuccess) {
     ready_.store(true, std::memory_order_release);
     return Status();
@@ -132,32 +132,40 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
 
 DeviceMaskCache& DeviceMaskCache::Global() {
   // Never destroyed: at exit the driver may be gone before static objects are.
-  static auto* cache = new DeviceMaskCache;
+  static auto* cache = new DeviceMaskCache(kCapacity);
   return *cache;
 }
 
 Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form,
-                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry) {
+                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry, bool* missing) {
+  *missing = false;
   int device = 0;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash, sizes.B, sizes.H, sizes.S, sizes.T, sizes.P, form.m, form.n, form.workers, form.section};
+  const Key key{device,  hash,   sizes.B, sizes.H,      sizes.S,      sizes.T,
+                sizes.P, form.m, form.n,  form.workers, form.section, form.cost.row};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
     if (found != slots_.end()) {
-      ages_.splice(ages_.begin(), ages_, found->second.age);
-      found->second.pinned |= captured;
-      *entry = found->second.entry;
+      Slot& slot = found->second;
+      if (captured && !slot.pinned) {
+        slot.pinned = true;
+        bytes_ -= slot.entry->bytes();
+        pinned_bytes_ += slot.entry->bytes();
+        ages_.erase(slot.age);
+      } else if (!slot.pinned) {
+        ages_.splice(ages_.begin(), ages_, slot.age);
+      }
+      *entry = slot.entry;
     }
   }
   if (*entry != nullptr) return (*entry)->Join(stream, captured);
   if (captured) {
-    return Status::Error(
-        "no block mask for these sizes is on the device yet, and none can be made while a graph is captured: run once "
-        "with the same shapes before capturing");
+    *missing = true;
+    return Status();
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, form.m, form.n, &mask));
@@ -174,19 +182,25 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   slot->second.entry = made;
   slot->second.age = ages_.begin();
   bytes_ += made->bytes();
-  for (auto age = std::prev(ages_.end()); bytes_ > kCapacity && age != ages_.begin();) {
-    const auto old = slots_.find(*age);
-    const auto before = std::prev(age);
-    if (!old->second.pinned) {
-      bytes_ -= old->second.entry->bytes();
-      gone.push_back(std::move(old->second.entry));
-      slots_.erase(old);
-      ages_.erase(age);
-    }
-    age = before;
+  while (bytes_ > capacity_ && ages_.size() > 1) {
+    const auto old = slots_.find(ages_.back());
+    bytes_ -= old->second.entry->bytes();
+    gone.push_back(std::move(old->second.entry));
+    slots_.erase(old);
+    ages_.pop_back();
   }
   *entry = std::move(made);
   return Status();
+}
+
+DeviceMaskCache::Stats DeviceMaskCache::GetStats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Stats stats;
+  stats.entries = static_cast<int64_t>(ages_.size());
+  stats.bytes = bytes_;
+  stats.pinned_entries = static_cast<int64_t>(slots_.size()) - stats.entries;
+  stats.pinned_bytes = pinned_bytes_;
+  return stats;
 }
 
 }  // namespace cuda

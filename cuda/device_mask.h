@@ -21,12 +21,24 @@ namespace cuda {
 
 Status ToStatus(cudaError_t error, const char* what);
 
+// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // What a kernel wants of a block mask. workers 0: it is not persistent and needs no plan.
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;
   int workers = 0;
   int64_t section = 1;  // heads whose keys and values fit the L2 cache
-  TileCost cost;        // follows from the tile and the device
+  TileCost cost;        // of kernels with one tile, that of a row tells which
 };
 
 // A block mask in device memory, with the event behind which it is there.
@@ -59,26 +71,33 @@ class MaskEntry {
 };
 
 // Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
-// graph reads stay for ever; of others the least recently used go when the bytes exceed the capacity, after the device
-// has done with them (cudaFree waits).
+// graph reads stay for ever and do not count; of others the least recently used go when their bytes exceed the
+// capacity, after the device has done with them (cudaFree waits).
 class DeviceMaskCache {
  public:
+  struct Stats {
+    int64_t entries = 0, bytes = 0;                // those that may go
+    int64_t pinned_entries = 0, pinned_bytes = 0;  // those that stay
+  };
+  explicit DeviceMaskCache(int64_t capacity) : capacity_(capacity) {}
   static DeviceMaskCache& Global();
-  // A miss while the stream is captured is an error: run once before.
+  // While the stream is captured nothing can be made: what is not here is then `missing`.
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream,
-             std::shared_ptr<const MaskEntry>* entry);
+             std::shared_ptr<const MaskEntry>* entry, bool* missing);
+  Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t>;
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;
     std::list<Key>::iterator age;
     bool pinned = false;
   };
-  std::mutex mutex_;
+  const int64_t capacity_;
+  mutable std::mutex mutex_;
   std::map<Key, Slot> slots_;
-  std::list<Key> ages_;  // most recent first
-  int64_t bytes_ = 0;
+  std::list<Key> ages_;  // of those that are not pinned, most recent first
+  int64_t bytes_ = 0, pinned_bytes_ = 0;
 };
 
 }  // namespace cuda

@@ -2,6 +2,7 @@
 #include "cuda/selector.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -19,10 +20,18 @@ constexpr size_t kMostRemembered = 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What TakeKernel was told, at first by the environment.
+std::atomic<int>& Taken() {
+  static std::atomic<int> taken{[] {
+    const char* text = std::getenv("STOF_CUDA_KERNEL");
+    return text == nullptr || *text == '\0' ? -1 : std::atoi(text);
+  }()};
+  return taken;
+}
+
 const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
-  const char* text = std::getenv("STOF_CUDA_KERNEL");
-  if (text == nullptr || *text == '\0') return nullptr;
-  int index = std::atoi(text);
+  int index = Taken().load(std::memory_order_relaxed);
+  if (index < 0) return nullptr;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
     if (index-- == 0) return kernel;
   }
@@ -30,6 +39,8 @@ const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
 }
 
 }  // namespace
+
+void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   const int64_t items = problem.sizes.B * problem.sizes.H * CeilDiv(problem.sizes.S, kernel.rows);
@@ -51,8 +62,29 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
-  *nanoseconds = PlanWork(*mask, sizes.B, sizes.H, form.workers, form.section, form.cost).longest;
+  if (IsPlanned(*mask, sizes.B, sizes.H)) {
+    *nanoseconds = PlanWork(*mask, sizes.B, sizes.H, form.workers, form.section, form.cost).longest;
+    return Status();
+  }
+  const auto rows = static_cast<int64_t>(mask->full_begin.size());  // of all tables
+  int64_t partial = 0;
+  for (size_t at = 0; at < mask->full_begin.size(); ++at) partial += mask->full_begin[at] - mask->row_ptr[at];
+  const int64_t all = static_cast<int64_t>(mask->key_tile.size());
+  const double each = static_cast<double>(form.cost.row) +
+                      static_cast<double>(form.cost.partial * partial + form.cost.full * (all - partial)) /
+                          static_cast<double>(std::max<int64_t>(1, rows));
+  const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
+  *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
   return Status();
+}
+
+const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
+  if (const Sm90Kernel* asked = Asked(kernels)) return asked;
+  const Sm90Kernel* best = kernels;
+  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
+    if (kernel->rows * kernel->keys < best->rows * best->keys) best = kernel;
+  }
+  return best;
 }
 
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected) {

@@ -26,9 +26,15 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem);
 // Nanoseconds that a kernel needs by the model; builds its block mask, which is kept.
 Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds);
 
-// The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered. The
-// environment variable STOF_CUDA_KERNEL, a number, takes that one instead (for tests and measurements).
+// For tests and measurements: a number from 0 takes that kernel of every list which has it, -1 leaves the choice to the
+// model. At the start, what the environment variable STOF_CUDA_KERNEL says.
+void TakeKernel(int index);
+
+// The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered.
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
+
+// The one for a mask that the host does not see: with the smallest tile, which leaves most out.
+const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels);
 
 }  // namespace cuda
 }  // namespace stof

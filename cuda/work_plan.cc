@@ -19,7 +19,11 @@ int64_t CostOf(const WorkItem& work, const TileCost& cost) {
   return cost.row + cost.partial * (work.full - work.begin) + cost.full * (work.end - work.full);
 }
 
+constexpr int64_t kMostPlanned = int64_t{1} << 20;
+
 }  // namespace
+
+bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H) { return B * H * mask.rows <= kMostPlanned; }
 
 WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost) {
   struct Work {

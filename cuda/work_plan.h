@@ -30,6 +30,9 @@ struct WorkPlan {
   int64_t longest = 0;  // nanoseconds of the worker that has most to do
 };
 
+// Whether a plan is worth its time: beyond a million items chance balances.
+bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
+
 // Longest processing time first (Graham 1969): large rows, then sections of `section` heads, whose keys and values fit
 // the L2 cache together; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
 WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost);

@@ -13,6 +13,7 @@
 
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/block_mask_cache.h"
+#include "plugins/core/c_api_internal.h"
 #include "plugins/core/cuda_backend.h"
 #include "plugins/core/expr_eval.h"
 #include "plugins/core/op.h"
@@ -26,45 +27,14 @@ struct stof_mask {
 struct stof_block_mask {
   stof::BlockMask mask;
 };
-struct stof_op {
-  std::unique_ptr<stof::Op> op;
-};
 
 namespace {
 
+using stof::Convert;
+using stof::Guarded;
 using stof::Status;
 
-int Finish(const Status& status, char* error, size_t error_size) {
-  if (status.ok()) return 0;
-  if (error != nullptr && error_size > 0) std::snprintf(error, error_size, "%s", status.message().c_str());
-  return 1;
-}
-
-// Runs fn and turns what it throws (out of memory, above all) into an error.
-template <typename Fn>
-int Guarded(char* error, size_t error_size, Fn fn) {
-  try {
-    return Finish(fn(), error, error_size);
-  } catch (const std::exception& e) {
-    return Finish(Status::Error(e.what()), error, error_size);
-  }
-}
-
-Status Convert(const stof_tensor& from, stof::Tensor* to) {
-  if (from.rank < 0 || from.rank > stof::kMaxRank) {
-    return Status::Error("a tensor of rank " + std::to_string(from.rank) + ", expected 0 to 8");
-  }
-  to->data = from.data;
-  to->dtype = static_cast<stof::DType>(from.dtype);
-  to->rank = from.rank;
-  for (int i = 0; i < from.rank; ++i) {
-    if (from.dims[i] < 0) return Status::Error("a negative dimension");
-    to->dims[i] = from.dims[i];
-  }
-  return Status();
-}
-
-Status Convert(const stof_operand* operands, int count, std::vector<std::pair<std::string, stof::Tensor>>* named) {
+Status ConvertNamed(const stof_operand* operands, int count, std::vector<std::pair<std::string, stof::Tensor>>* named) {
   for (int i = 0; i < count; ++i) {
     stof::Tensor tensor;
     STOF_RETURN_IF_ERROR(Convert(operands[i].tensor, &tensor));
@@ -73,7 +43,7 @@ Status Convert(const stof_operand* operands, int count, std::vector<std::pair<st
   return Status();
 }
 
-stof::ExprSizes Convert(const stof_sizes& s) { return {s.B, s.H, s.S, s.T, s.P}; }
+stof::ExprSizes ToSizes(const stof_sizes& s) { return {s.B, s.H, s.S, s.T, s.P}; }
 
 class ListedAttributes final : public stof::AttributeReader {
  public:
@@ -164,7 +134,7 @@ int stof_mask_create(const char* expression, const stof_operand* tables, int tab
                      size_t error_size) {
   return Guarded(error, error_size, [&] {
     std::vector<std::pair<std::string, stof::Tensor>> named;
-    STOF_RETURN_IF_ERROR(Convert(tables, table_count, &named));
+    STOF_RETURN_IF_ERROR(ConvertNamed(tables, table_count, &named));
     auto made = std::make_unique<stof_mask>();
     STOF_RETURN_IF_ERROR(stof::MaskExpr::Parse(expression, named, &made->expr));
     made->parts = stof::SplitMask(made->expr);
@@ -187,7 +157,7 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
                    uint8_t* allowed, char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
     std::vector<std::pair<std::string, stof::Tensor>> named;
-    STOF_RETURN_IF_ERROR(Convert(runtime, runtime_count, &named));
+    STOF_RETURN_IF_ERROR(ConvertNamed(runtime, runtime_count, &named));
     const auto& operands = mask->expr.operands();
     std::vector<stof::ExprBinding> bindings(operands.size());
     for (size_t i = 0; i < operands.size(); ++i) {
@@ -206,7 +176,7 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
       if (bindings[i].data == nullptr)
         return Status::Error("the mask reads " + operands[i]->name + ", which is not given");
     }
-    const stof::ExprSizes s = Convert(*sizes);
+    const stof::ExprSizes s = ToSizes(*sizes);
     STOF_RETURN_IF_ERROR(mask->expr.Check(s, &bindings));
     stof::ExprEvaluator evaluator(mask->expr, s, bindings);
     for (int64_t b = 0; b < s.B; ++b) {
@@ -226,7 +196,7 @@ int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m
     auto made = std::make_unique<stof_block_mask>();
     stof::MaskExpr fixed = mask->parts.fixed;
     if (fixed.empty()) STOF_RETURN_IF_ERROR(stof::MaskExpr::Parse("True", {}, &fixed));
-    STOF_RETURN_IF_ERROR(stof::BuildBlockMask(fixed, Convert(*sizes), m, n, &made->mask));
+    STOF_RETURN_IF_ERROR(stof::BuildBlockMask(fixed, ToSizes(*sizes), m, n, &made->mask));
     *block_mask = made.release();
     return Status();
   });
@@ -285,10 +255,10 @@ int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_te
                 int threads, char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
     if (threads < 1 || threads > 64) return Status::Error("threads must be 1 to 64");
-    std::vector<stof::Tensor> in(static_cast<size_t>(input_count));
-    std::vector<stof::Tensor> out(static_cast<size_t>(output_count));
-    for (int i = 0; i < input_count; ++i) STOF_RETURN_IF_ERROR(Convert(inputs[i], &in[i]));
-    for (int i = 0; i < output_count; ++i) STOF_RETURN_IF_ERROR(Convert(outputs[i], &out[i]));
+    std::vector<stof::Tensor> in;
+    std::vector<stof::Tensor> out;
+    STOF_RETURN_IF_ERROR(Convert(inputs, input_count, &in));
+    STOF_RETURN_IF_ERROR(Convert(outputs, output_count, &out));
     // A team of its own for each calling thread, kept between calls: calls from several threads do not share one.
     thread_local Arena arena;
     thread_local std::unique_ptr<stof::ThreadPool> pool;

@@ -77,6 +77,18 @@ STOF_EXPORT void stof_op_destroy(stof_op* op);
 STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
                             int output_count, int threads, char* error, size_t error_size);
 
+/* On a CUDA device. First the constants (the tables of a mask), once: all inputs, constant ones with data in host
+ * memory, which is copied, the others with dtype 0. */
+STOF_EXPORT int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, char* error,
+                                size_t error_size);
+/* Queues the operator on `stream` (a cudaStream_t of the calling thread's device) and returns. Data are device
+ * addresses; those of constants are not read. What the operator needs for itself it takes from `workspace`, device
+ * memory that must stay alive and unshared until the work is done. May be captured into a graph after a first run with
+ * the same shapes. */
+STOF_EXPORT int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
+                                 int output_count, void* workspace, size_t workspace_size, void* stream, char* error,
+                                 size_t error_size);
+
 /* ---- the machine ---- */
 /* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */
 STOF_EXPORT double stof_fma_rate(int threads, double seconds);

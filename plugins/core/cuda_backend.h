@@ -12,10 +12,20 @@ struct CudaBackend {
   Status (*to_host)(const void* from, size_t bytes, void* to);
   // The device that the calling thread works on.
   Status (*device)(int* id);
-  // Queues one attention on context.stream; all pointers of args and pad are device addresses. pad: [B or 1, T] or
-  // nullptr.
+  // Memory in the order of a stream: whoever gets it next on any stream has it after what this stream does until it is
+  // given back. False where there is no such memory, or the stream is being captured; else *memory, nullptr for none
+  // left.
+  bool (*take)(void* stream, size_t bytes, void** memory);
+  void (*give)(void* stream, void* memory);
+  // Whether the stream is being captured; waits for it where it is not.
+  bool (*captured_or_done)(void* stream);
+  // Calls run(self) with leave to allocate while a stream is being captured.
+  void (*relaxed)(void (*run)(void* self), void* self);
+  // Queues one attention on context.stream; all pointers of args, pad and operands are device addresses. pad: [B or 1,
+  // T] or nullptr. operands: by role, the vectors and tables that the mask reads; tables may be left out where the mask
+  // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                      const RunContext& context);
+                      const Tables& operands, const RunContext& context);
 };
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.

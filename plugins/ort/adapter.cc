@@ -128,31 +128,63 @@ struct Kernel {
   int outputs = 1;
 };
 
-// Memory of one Run, returned to ONNX Runtime's arena at its end.
+// Memory of one Run. On the CPU from ONNX Runtime's arena, returned at the end. On a device the end comes while kernels
+// still use it, and another thread's Run on another stream must not be given it before they are done. The arena can tie
+// memory to a stream, but the call for it (KernelContext_GetScratchBuffer) ends the process when the arena is full: it
+// throws, and is noexcept (seen with gpu_mem_limit). So such memory comes from CUDA, in the order of the stream. While
+// a graph is captured it is the arena's, as all that the graph uses: ONNX Runtime then has one thread and one stream.
 class Scratch {
  public:
-  Scratch(const OrtApi* api, OrtAllocator* allocator) : api_(api), allocator_(allocator) {}
+  // stream: that of a device, and on_device.
+  Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream)
+      : api_(api), allocator_(allocator), backend_(on_device ? FindCudaBackend() : nullptr), stream_(stream) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
+    for (void* block : ordered_) backend_->give(stream_, block);
+    // On a device without memory in the order of a stream the arena gets its own back when the stream is done.
+    if (!blocks_.empty() && backend_ != nullptr) backend_->captured_or_done(stream_);
     for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
   }
   static void* Allocate(void* self, size_t bytes) {
     auto* scratch = static_cast<Scratch*>(self);
     void* block = nullptr;
-    if (Failed(scratch->api_, scratch->api_->AllocatorAlloc(scratch->allocator_, bytes + kAlignment, &block)) ||
-        block == nullptr) {
-      return nullptr;
+    bytes += kAlignment;
+    if (scratch->backend_ == nullptr) {
+      block = scratch->FromArena(bytes);
+    } else if (scratch->backend_->take(scratch->stream_, bytes, &block)) {
+      if (block != nullptr) scratch->ordered_.push_back(block);
+    } else {
+      // An arena that grows while a graph is captured allocates.
+      struct Call {
+        Scratch* scratch;
+        size_t bytes;
+        void* block;
+      } call{scratch, bytes, nullptr};
+      scratch->backend_->relaxed(
+          [](void* c) {
+            static_cast<Call*>(c)->block = static_cast<Call*>(c)->scratch->FromArena(static_cast<Call*>(c)->bytes);
+          },
+          &call);
+      block = call.block;
     }
-    scratch->blocks_.push_back(block);
     const auto address = reinterpret_cast<uintptr_t>(block);
     return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
   }
 
  private:
+  void* FromArena(size_t bytes) {
+    void* block = nullptr;
+    if (Failed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
+    blocks_.push_back(block);
+    return block;
+  }
+
   const OrtApi* api_;
   OrtAllocator* allocator_;
-  std::vector<void*> blocks_;
+  const CudaBackend* backend_;
+  void* stream_;
+  std::vector<void*> blocks_, ordered_;
 };
 
 struct Pool {
@@ -333,7 +365,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
 
   Pool pool{api, context};
   {
-    Scratch scratch(api, allocator);
+    Scratch scratch(api, allocator, run.on_cuda, run.stream);
     // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
     const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
     run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};

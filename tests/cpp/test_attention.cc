@@ -13,6 +13,8 @@
 
 #ifdef STOF_WITH_CUDA
 #include <cuda_runtime.h>
+
+#include "cuda/selector.h"
 #endif
 
 #include "plugins/core/block_mask_builder.h"
@@ -53,9 +55,10 @@ struct Case {
   float spread = 1;     // of the queries: how far scores are apart
   bool rising = false;  // later keys score higher, so that the running maximum moves in every tile
   Poison poison = Poison::kNone;
-  bool shifted = false;  // tensors begin one element after an aligned address
-  bool cuda = false;     // rows begin at multiples of 16 bytes, and weights are rounded to dtype
-  int m = 0, n = 0;      // 0: as the library chooses
+  bool shifted = false;     // tensors begin one element after an aligned address
+  bool pad_shared = false;  // one row of padding for all batches
+  bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
+  int m = 0, n = 0;         // 0: as the library chooses
 };
 
 std::string Describe(const Case& c) {
@@ -72,7 +75,7 @@ std::string Describe(const Case& c) {
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
-              " tile ", c.m, "x", c.n);
+              " shared pad ", c.pad_shared, " tile ", c.m, "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -180,6 +183,9 @@ MaskData DrawMask(const Case& c, Random* random) {
       if (c.pad == Pad::kAll) pad = b != 0;
       if (c.pad == Pad::kRandom) pad = random->OneIn(2);
     }
+  }
+  for (int64_t b = 1; b < c.B && c.pad_shared; ++b) {
+    std::copy_n(data.pad.begin(), c.T, data.pad.begin() + static_cast<std::ptrdiff_t>(b * c.T));
   }
   return data;
 }
@@ -737,8 +743,24 @@ void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes) {
   return block;
 }
 
-// 1: the case ran, 0: its mask has a part that no CUDA kernel takes, which was refused.
-int RunOnCuda(const Case& c, uint64_t seed) {
+// The vectors and tables that a case's mask may read, on the device.
+Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>* blocks) {
+  Tables operands;
+  const auto add = [&](const char* name, const auto& values, DType dtype, std::initializer_list<int64_t> dims) {
+    operands.emplace_back(name,
+                          Describe(OnDevice(blocks, values.data(), values.size() * sizeof(values[0])), dtype, dims));
+  };
+  if (c.mask == 6) add("table0", data.head_keys, DType::kBool, {c.H, c.T});
+  if (c.mask == 7) add("table0", data.pairs, DType::kU8, {c.S, c.T});
+  if (c.mask == 8) add("table0", data.head_tiles, DType::kBool, {c.H, (c.S + 15) / 16, (c.T + 31) / 32});
+  add("segment_q", data.segment_q, DType::kI32, {c.B, c.S});
+  add("segment_k", data.segment_k, DType::kI64, {c.B, c.T});
+  add("lengths", data.lengths, DType::kI64, {c.B});
+  add("pad", data.pad, DType::kBool, {c.pad_shared ? 1 : c.B, c.T});
+  return operands;
+}
+
+void RunOnCuda(const Case& c, uint64_t seed) {
   const std::string where = Text("cuda, seed ", seed, " ", Describe(c));
   Random random(seed);
   const MaskData data = DrawMask(c, &random);
@@ -774,7 +796,7 @@ int RunOnCuda(const Case& c, uint64_t seed) {
   }
   args.query_position = c.offset ? c.T - c.S : 0;
   if (c.sink) args.sink = OnDevice(&blocks, sink.data(), sink.size()), args.sink_dtype = c.dtype;
-  Tensor pad = Describe(data.pad.data(), DType::kBool, {c.B, c.T});
+  Tensor pad = Describe(data.pad.data(), DType::kBool, {c.pad_shared ? 1 : c.B, c.T});
   const bool padded = c.pad != Pad::kNone && c.mask != 12;
   if (padded) pad.data = OnDevice(&blocks, data.pad.data(), data.pad.size());
   AttentionMask mask;
@@ -791,16 +813,11 @@ int RunOnCuda(const Case& c, uint64_t seed) {
   context.on_cuda = true;
   context.allocate = Allocate;
   context.self = &blocks;
-  int ran = 1;
+  const Tables operands = OperandsOnDevice(c, data, &blocks);
   const Answer answer = Attend(dense);
   std::vector<char> first;
   for (int repeat = 0; repeat < 2; ++repeat) {
-    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, context);
-    if (!mask.parts.dynamic.empty()) {
-      CHECK(!status.ok() && status.message().find("at run time") != std::string::npos, where, ": ", status.message());
-      ran = 0;
-      break;
-    }
+    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
     output.Reset();
     const cudaError_t error = cudaMemcpy(output.bytes.data(), args.output, output.bytes.size(), cudaMemcpyDeviceToHost);
@@ -810,7 +827,6 @@ int RunOnCuda(const Case& c, uint64_t seed) {
     Compare(c, dense, answer, &output, where);
   }
   for (void* block : blocks) cudaFree(block);
-  return ran;
 }
 
 std::vector<Case> CudaCases() {
@@ -821,6 +837,7 @@ std::vector<Case> CudaCases() {
     Case& c = cases[i];
     c.cuda = true;
     c.shifted = false;
+    c.pad_shared = i % 4 == 1;
     if (c.dtype == DType::kF32) c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
     // Scores of half types stay in their range.
     c.spread = std::min(c.spread, 8.0f);
@@ -837,7 +854,8 @@ void RunCudaCases(const std::vector<Case>& cases) {
   const char* only = std::getenv("STOF_CASE");  // a seed, to repeat one
   for (size_t i = 0; i < cases.size(); ++i) {
     if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
-    ran += RunOnCuda(cases[i], i);
+    RunOnCuda(cases[i], i);
+    ++ran;
   }
   CountCases(ran);
 }
@@ -846,7 +864,7 @@ void Cuda() { RunCudaCases(CudaCases()); }
 
 // One of the kernels for compute capability 9.0 in all cases that it takes, wider heads and more rows than there are
 // workers among them.
-void CudaSm90(const char* kernel) {
+void CudaSm90(int kernel) {
   std::vector<Case> cases;
   for (Case c : CudaCases()) {
     if (c.bias != Bias::kNone || c.relative > 0 || c.softcap > 0) continue;
@@ -854,7 +872,7 @@ void CudaSm90(const char* kernel) {
     if (std::max(c.D, c.Dv) <= 32) c.D += wider, c.Dv += wider;
     cases.push_back(c);
   }
-  for (int mask = 0; mask < 6; ++mask) {
+  for (const int mask : {0, 1, 2, 3, 4, 5, 10, 11, 12}) {
     for (const int64_t size : {64, 128}) {
       Case c;
       c.B = 3, c.H = 48, c.G = 16, c.S = 300, c.T = 300 + 10 * mask, c.D = c.Dv = size;
@@ -866,13 +884,16 @@ void CudaSm90(const char* kernel) {
       cases.push_back(c);
     }
   }
-  setenv("STOF_CUDA_KERNEL", kernel, 1);
+  struct Chosen {
+    explicit Chosen(int kernel) { cuda::TakeKernel(kernel); }
+    ~Chosen() { cuda::TakeKernel(-1); }
+  };
+  const Chosen chosen(kernel);
   RunCudaCases(cases);
-  unsetenv("STOF_CUDA_KERNEL");
 }
-void CudaSm90First() { CudaSm90("0"); }
-void CudaSm90Second() { CudaSm90("1"); }
-void CudaSm90Third() { CudaSm90("2"); }
+void CudaSm90First() { CudaSm90(0); }
+void CudaSm90Second() { CudaSm90(1); }
+void CudaSm90Third() { CudaSm90(2); }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaAttentionSm90First) { CudaSm90First(); }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StofAttention in ONNX Runtime's CUDA provider, on a machine with a GPU: results against fp64, IO binding, graph capture,
-two sessions on streams of their own, and times beside the runtime's own operators.
+two sessions on streams of their own, one session in two threads, a device without free memory, and times beside the runtime's
+own operators.
 
 ``python tests/cuda/check_ort.py`` with onnxruntime-gpu, torch and ``STOF_LIBRARY``; ends with an error when one is wrong.
 """
@@ -70,8 +71,8 @@ def to_host(tensor: torch.Tensor) -> np.ndarray:
 class Bound:
     """A session whose inputs and output are torch tensors on the GPU."""
 
-    def __init__(self, problem: Problem, constants: tuple[str, ...] = (), **provider: Any) -> None:
-        self.session = session(model(problem, constants), **provider)
+    def __init__(self, problem: Problem, constants: tuple[str, ...] = (), shared: Any = None, **provider: Any) -> None:
+        self.session = session(model(problem, constants), **provider) if shared is None else shared
         names = ["q", "k", "v", *str(problem.attributes()["operands"]).split()]
         arrays = dict(zip(names, problem.inputs(), strict=True))
         self.inputs = {n: on_device(a) for n, a in arrays.items() if n not in constants}
@@ -118,7 +119,40 @@ def problems(rng: np.random.Generator) -> dict[str, tuple[Problem, tuple[str, ..
             bias=rng.standard_normal((1, 4, 190, 190)).astype(np.float32),
         )  # fmt: skip
         found[f"{dtype} bias, table by distance, sink, softcap"] = (extra, ("relative_bias", "sink"))
+        for size in (64, 128):
+            found[f"{dtype} segments D{size}"] = (segments(rng, 2, 4, 300, size, dtype=kind), ())
+            found[f"{dtype} segments, one row for all D{size}"] = (
+                segments(rng, 3, 4, 260, size, rows=1, dtype=kind, G=2, empty_rows=EmptyRows.ALL),
+                (),
+            )
+            lengths = {"lengths": np.array([200, 0, 77], np.int32), "pad": random_padding(rng, 3, 200)}
+            by_length = "k < lengths[b] and (k < 3 or pad[b, k]) and abs(q - k) < 90"
+            found[f"{dtype} lengths D{size}"] = (
+                random_problem(rng, 3, 2, 200, size, dtype=kind, mask=by_length, operands=lengths),
+                (),
+            )
+        step = {"lengths": np.array([300, 150], np.int64)}
+        found[f"{dtype} one query"] = (
+            random_problem(rng, 2, 4, 1, 64, T=301, dtype=kind, mask="k <= q and q - k < 50", query_offset=True), ()
+        )  # fmt: skip
+        found[f"{dtype} one query, lengths"] = (
+            random_problem(rng, 2, 4, 1, 64, T=301, dtype=kind, mask="k < lengths[b]", operands=step), ()
+        )  # fmt: skip
     return found
+
+
+def segment_ids(rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """int64 [rows, length]: rising ids in stretches of about 60."""
+    return np.cumsum(rng.random((rows, length)) < 1 / 60, axis=-1).astype(np.int64)
+
+
+def segments(
+    rng: np.random.Generator, B: int, H: int, S: int, D: int, *, rows: int | None = None, **settings: Any
+) -> Problem:
+    """Packed documents under a causal mask; the ids are vectors of the run, one row of them for all batches or for each."""
+    ids = segment_ids(rng, rows or B, S)
+    mask = "k <= q and segment_q[b, q] == segment_k[b, k]"
+    return random_problem(rng, B, H, S, D, mask=mask, operands={"segment_q": ids, "segment_k": ids}, **settings)
 
 
 def check_results() -> int:
@@ -153,6 +187,93 @@ def check_capture() -> None:
         other = Problem(q, problem.k, problem.v, problem.mask, {"pad": pad})
         assert_close(to_host(bound.output), reference(other), TOLERANCE["float16"] * 4)
         assert turn >= 0
+
+
+def check_segments_capture() -> None:
+    """A captured graph makes the mask again from the segment ids of each replay."""
+    rng = np.random.default_rng(2)
+    for size in (64, 128):
+        problem = segments(rng, 2, 4, 700, size, dtype=np.float16)
+        bound = Bound(problem, enable_cuda_graph="1")
+        for _ in range(5):
+            ids = segment_ids(rng, 2, 700)
+            for name in ("segment_q", "segment_k"):
+                bound.inputs[name].copy_(torch.from_numpy(ids))
+            bound.output.fill_(float("nan"))
+            torch.cuda.synchronize()
+            bound.run()
+            torch.cuda.synchronize()
+            operands = {"segment_q": ids, "segment_k": ids}
+            other = Problem(problem.q, problem.k, problem.v, problem.mask, operands)
+            assert_close(to_host(bound.output), reference(other), TOLERANCE["float16"] * 4)
+
+
+def check_threads() -> None:
+    """One session, two threads, paddings and segments that differ: neither's memory may get to the other too early."""
+    rng = np.random.default_rng(3)
+    for dynamic in (False, True):
+        draws = []
+        for _ in range(2):
+            mask = "abs(q - k) <= 300 and pad[b, k]"
+            operands = {"pad": random_padding(rng, 4, 1024)}
+            if dynamic:
+                mask += " and segment_q[b, q] == segment_k[b, k]"
+                ids = segment_ids(rng, 4, 1024) // 8
+                operands.update(segment_q=ids, segment_k=ids)
+            draws.append(random_problem(rng, 4, 4, 1024, 64, dtype=np.float16, mask=mask, operands=operands))
+        first = Bound(draws[0])
+        bounds = [first, Bound(draws[1], shared=first.session)]
+        wanted = [torch.from_numpy(reference(problem)).cuda() for problem in draws]
+        torch.cuda.synchronize()
+        failures: list[BaseException] = []
+
+        def work(bound: Bound, want: torch.Tensor, failures: list[BaseException] = failures) -> None:
+            try:
+                stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    for _ in range(150):
+                        bound.output.fill_(float("nan"))
+                        stream.synchronize()
+                        bound.run()
+                        worst = float((bound.output.double() - want).abs().max())
+                        assert worst <= TOLERANCE["float16"] * 4, worst
+            except BaseException as error:  # shown by the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(bounds, wanted, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def check_memory() -> None:
+    """A device without free memory: an error that says so, and a session that goes on."""
+    rng = np.random.default_rng(4)
+    large, small = (segments(rng, 1, 1, length, 64, dtype=np.float16) for length in (32768, 100))
+    bound = Bound(large)
+    other = Bound(small, shared=bound.session)
+    other.run()  # whatever else a first run needs
+    torch.cuda.synchronize()
+    held = []
+    for size in (1 << 30, 1 << 25):
+        while torch.cuda.mem_get_info()[0] > (32 << 20) + size:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    message = ""
+    try:
+        bound.run()
+    except Exception as error:  # ONNX Runtime's own types differ by version
+        message = str(error)
+    assert "no device memory for" in message, message or "a mask of 130 MiB fits into 64"
+    held.clear()
+    torch.cuda.empty_cache()
+    for one in (other, bound):
+        one.run()
+    torch.cuda.synchronize()
+    assert_close(to_host(other.output), reference(small), TOLERANCE["float16"] * 4)
+    assert bool(torch.isfinite(bound.output).all())
 
 
 def check_streams() -> None:
@@ -272,8 +393,14 @@ def main() -> int:
     print(f"{check_results()} problems are right in the CUDA provider", flush=True)
     check_capture()
     print("a captured graph follows its inputs", flush=True)
+    check_segments_capture()
+    print("a captured graph follows its segment ids", flush=True)
     check_streams()
     print("two sessions on two streams are right", flush=True)
+    check_threads()
+    print("one session in two threads is right", flush=True)
+    check_memory()
+    print("a device without free memory gives an error", flush=True)
     rows = measure()
     if arguments.results is not None:
         machine = {"device": torch.cuda.get_device_name(), "onnxruntime": ort.__version__, "library": stof.build_info()}

@@ -21,7 +21,7 @@ from stof.symbolic import Symbolic
 from .attention import Case
 from .expr import Expr, Mask, evaluate, num
 from .families import FAMILIES, draw
-from .judge import Fault, Verdict, check_lifted, check_terms, feeds_of, session, values_of, with_terms
+from .judge import Fault, Verdict, check_lifted, check_terms, computed, feeds_of, session, values_of, with_terms
 from .schedule import Plan, Spec, reads_heads, spec, without_padq
 from .styles import STYLES
 
@@ -112,7 +112,7 @@ def judge_far(one: Spec) -> Verdict:
         verdict.reason = str(error)
         return verdict
     past = sizes["P"] if sites[0].query_offset else 0
-    check_lifted(mask, drawn, {**sizes, "P": past}, feeds)
+    check_lifted(mask, drawn, {**sizes, "P": past}, {**feeds, **computed(case, mask, feeds)})
     verdict.lifted = mask.expression
     verdict.lengths.append((sizes["S"], sizes["T"], sizes["P"]))
     if mask.bias and not mask.expression:

@@ -116,7 +116,7 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
         if rewrite is None or other is None:
             break
         past = sizes["P"] if rewrite.site.query_offset else 0  # rows count from 0 where the sizes are fixed
-        read = {**feeds, **_computed(case, rewrite.mask, feeds)}
+        read = {**feeds, **computed(case, rewrite.mask, feeds)}
         check_lifted(rewrite.mask, drawn, {**sizes, "P": past}, read)
         _check_outputs(case, rewrite, drawn, found[:count], other.run(None, feeds))
     return verdict
@@ -264,7 +264,7 @@ def check_terms(case: Case, drawn: np.ndarray, terms: list[np.ndarray]) -> None:
         )
 
 
-def _computed(case: Case, mask: LiftedMask, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def computed(case: Case, mask: LiftedMask, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a mask reads besides inputs, as the model computes it."""
     names = [o.tensor for o in mask.operands if o.tensor not in feeds]
     if not names:

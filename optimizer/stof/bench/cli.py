@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | sites | model | table``."""
+"""``stof-bench attention | sites | model | table | plot``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stof.bench import grids, measure
+from stof.bench.gpu.cases import GRIDS
+from stof.bench.runner import Unavailable
 from stof.errors import StofError
 
 RESULTS = Path("docs/results")
@@ -18,10 +20,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
     parser = argparse.ArgumentParser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
     commands = parser.add_subparsers(dest="command", required=True)
-    attention = commands.add_parser("attention", help="the CPU grid of the attention operator")
-    attention.add_argument("--masks", nargs="+", default=list(grids.ATTENTION_MASKS), metavar="NAME")
-    attention.add_argument("--lengths", nargs="+", type=int, default=list(grids.LENGTHS), metavar="S")
+    attention = commands.add_parser("attention", help="the grids of the attention operator")
+    attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    attention.add_argument("--grid", nargs="+", choices=GRIDS, default=["paper"], help="of --device cuda")
+    attention.add_argument("--masks", nargs="+", default=None, metavar="NAME", help="default: all")
+    attention.add_argument("--lengths", nargs="+", type=int, default=None, metavar="S", help="default: all")
+    attention.add_argument(
+        "--batches", nargs="+", type=int, default=None, metavar="B", help="of --grid paper; default: all"
+    )
     attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    attention.add_argument("--limit", type=float, metavar="SECONDS", help="of --device cuda: begin no point after that")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(grids.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
@@ -30,17 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--batch", type=int, default=1)
     model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
+    model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
+    model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     for command in (attention, sites, model):
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
-        command.add_argument("--rounds", type=int, default=measure.ROUNDS)
+        command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table = commands.add_parser("table", help="tables of the stored results, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument("-o", "--output", type=Path, help="the file to write (default: the terminal)")
+    plot = commands.add_parser("plot", help="pictures of the GPU's grids; needs matplotlib")
+    plot.add_argument("results", type=Path, metavar="DIR", help="a machine's folder, for instance docs/results/h100")
+    plot.add_argument("-o", "--output", type=Path, default=Path("docs/plots"), metavar="DIR")
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
-    except (StofError, ValueError, KeyError) as error:
+    except (StofError, Unavailable, ValueError, KeyError) as error:
         print(f"stof-bench: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, StofError) else 1
 
@@ -55,6 +69,16 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             arguments.output.write_text(text)
         return 0
+    if arguments.command == "plot":
+        from stof.bench.gpu.plot import plots
+
+        print("\n".join(str(p) for p in plots(arguments.results, arguments.output)) or "no results of a GPU there")
+        return 0
+    if arguments.command == "attention" and arguments.device == "cuda":
+        return _attention_on_gpu(arguments)
+    if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
+        return _models_on_gpu(arguments)
+    arguments.rounds = arguments.rounds or measure.ROUNDS
     if len(arguments.threads) > 1:
         return _each_thread_count(arguments)
     threads: int = arguments.threads[0]
@@ -97,13 +121,48 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
     if unknown:
         raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
     peers = [p for p in PEERS if arguments.peers is None or p.name in arguments.peers]
-    for name in arguments.masks:
-        for length in arguments.lengths:
+    for name in arguments.masks or grids.ATTENTION_MASKS:
+        for length in arguments.lengths or grids.LENGTHS:
             record = point(grids.attention_case(name, length), threads, peers, arguments.rounds)
             print("\n".join(lines(record)), flush=True)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
     return 0
+
+
+def _attention_on_gpu(arguments: argparse.Namespace) -> int:
+    from stof.bench.gpu.cases import grid
+    from stof.bench.gpu.run import run
+    from stof.bench.gpu.timing import ROUNDS
+
+    chosen = (arguments.masks, arguments.lengths, arguments.batches)
+    cases = [case for name in arguments.grid for case in grid(name, *chosen)]
+    return run(cases, arguments.peers, arguments.rounds or ROUNDS, arguments.results, arguments.limit)
+
+
+def _models_on_gpu(arguments: argparse.Namespace) -> int:
+    from stof.bench.gpu.variants import prepare
+    from stof.bench.results import store
+
+    name = arguments.model.replace("/", "-")
+    worst = 0
+    for length in arguments.lengths:
+        shape = (arguments.batch, length)
+        folder = (arguments.prepared or Path("build/bench")) / f"{name}-{shape[0]}-{shape[1]}"
+        if arguments.prepare or not folder.is_dir():
+            for kind, reason in prepare(arguments.model, shape, folder).items():
+                print(f"{kind}: {reason}")
+                worst = 3
+        if arguments.prepare:
+            print(folder)
+            continue
+        from stof.bench.gpu.models import lines, point
+
+        record = point(name, folder, shape, arguments.rounds or 9, "quotient" not in arguments.without)
+        print("\n".join(lines(record)), flush=True)
+        store(arguments.results / "models-cuda.json", record)
+        worst = max(worst, 3 if "stof" not in record["us"] else 0)
+    return worst
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:

@@ -36,7 +36,8 @@ class Call:
         return self.op not in ("MatMul", "Gemm", "FusedMatMul") and any(s in ((S, T), (1, S, T)) for s in shapes)
 
 
-def _tensors(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def tensors(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(type, shape) of what a profile says of inputs or outputs."""
     return tuple((kind, tuple(shape)) for entry in found or () for kind, shape in entry.items())
 
 
@@ -55,7 +56,7 @@ def profile(
             calls.append([])
         elif event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
             arguments = event["args"]
-            shapes = (_tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
+            shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
             name = event["name"].removesuffix(_SUFFIX)
             calls[-1].append(Call(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
     # An event of a run is written when the run ends, after those of its nodes.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ def _order(record: Record) -> tuple[str, ...]:
 
 def store(path: Path, record: Record) -> None:
     """Adds a record, or replaces the one with the same key."""
-    records = [r for r in read(path) if r["key"] != record["key"]]
-    records.append(record)
+    store_all(path, [record])
+
+
+def store_all(path: Path, added: Sequence[Record]) -> None:
+    """Adds records, each in the place of the one with the same key."""
+    keys = [r["key"] for r in added]
+    records = [*[r for r in read(path) if r["key"] not in keys], *added]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".part")
     scratch.write_text(json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")

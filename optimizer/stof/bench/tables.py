@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.gpu import tables as gpu_tables
+from stof.bench.gpu.tables import table
 from stof.bench.results import Record, read
 
 _HEAD = """<!-- Written by `stof-bench table -o docs/numbers.md` from docs/results; do not edit. -->
 # Numbers
 
 How they are measured, and how to measure them again: [benchmarks.md](benchmarks.md). Times are the least of interleaved
-rounds; columns after the first time are multiples of it, so above 1 the peer is slower and below 1 it is faster.
+rounds on a CPU and their median on a GPU; columns after the first times are multiples of stof's, so above 1 the peer is slower
+and below 1 it is faster.
 A peer that could not run is listed under the table with the reason.
 """
 _SHORT = {
@@ -35,18 +38,16 @@ def document(results: Path) -> str:
     parts = [_HEAD]
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
-        if not (attention or sites or models):
+        gpu = gpu_tables.device(folder)
+        if not (attention or sites or models or gpu):
             continue
-        machine = (attention or sites or models)[0]["machine"]
-        parts += [f"## {machine['device']}, {machine['isa']}", ""]
-        parts += [*_attention(attention), *_sites(sites), *_models(models)]
+        if gpu is not None:
+            parts += [f"## {gpu}", "", *gpu_tables.parts(folder)]
+        if attention or sites or models:
+            machine = (attention or sites or models)[0]["machine"]
+            parts += [f"## {machine['device']}, {machine['isa']}", ""]
+            parts += [*_attention(attention), *_sites(sites), *_models(models)]
     return "\n".join(parts).rstrip() + "\n"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def _time(us: float) -> str:
@@ -116,7 +117,7 @@ def _attention(records: Sequence[Record]) -> list[str]:
             "",
             f"`{shown}`",
             "",
-            _table(head, rows),
+            table(head, rows),
         ]
         parts += _missing(group)
     return parts
@@ -166,7 +167,7 @@ def _sites(records: Sequence[Record]) -> list[str]:
                 f"{other['us'] / own['us']:.2f}" if "us" in own and "us" in other else "",
             ]
         )
-    parts.append(_table(["model", "mask", "heads", "S", "threads", "stof", "ONNX Runtime", "times faster"], rows))
+    parts.append(table(["model", "mask", "heads", "S", "threads", "stof", "ONNX Runtime", "times faster"], rows))
     return parts
 
 
@@ -202,7 +203,7 @@ def _models(records: Sequence[Record]) -> list[str]:
                 f"{memory[0] / memory[1]:.1f}" if memory else "–",
             ]
         )
-    parts.append(_table(head, rows))
+    parts.append(table(head, rows))
     parts.append(
         "The quotient is the optimized time over the time that the original's own profile spends outside attention plus the "
         "operators' times measured alone: 1 means that nothing else was lost.\n"

@@ -296,7 +296,7 @@ class AttentionOp final : public Op {
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error("this build has no CUDA kernels");
-      return backend->attention(args, pad, *mask, sizes, context);
+      return backend->attention(args, pad, *mask, sizes, given, context);
     }
     if (args.T == 0) {
       FillWithoutKeys(args, outputs[0]);

@@ -1,0 +1,520 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mask expressions as CUDA kernels evaluate them: a postfix program whose affine parts are folded, run over boxes by
+// intervals and over groups of queries by value. The evaluation is the same code on host and device, so that the host's
+// tests cover it.
+#ifndef STOF_CUDA_MASK_PROGRAM_H_
+#define STOF_CUDA_MASK_PROGRAM_H_
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/expr.h"
+#include "plugins/core/status.h"
+
+#if defined(__CUDACC__)
+#define STOF_HOST_DEVICE __host__ __device__ __forceinline__
+#define STOF_UNROLL _Pragma("unroll")
+#else
+#define STOF_HOST_DEVICE inline
+#define STOF_UNROLL
+#endif
+
+namespace stof {
+namespace cuda {
+
+// One step. Operands come from a stack, whose top is what was pushed last; of two the left one was pushed first.
+struct MaskStep {
+  enum Mode : uint8_t {
+    kStack,
+    kImmediate,  // the right one is the constant of affine `arg`
+    kShift,      // // and % by 2^arg
+  };
+  ExprOp op = ExprOp::kConst;  // kConst: push affine `arg`
+  uint8_t mode = kStack;
+  uint8_t operand = 0;  // kLookup: which
+  uint8_t places = 0;   // kLookup: two bits an axis, how far its index is from the lowest of the indices on the stack
+  int32_t arg = 0;      // kLookup: the number of axes
+};
+
+// b * B + h * H + q * Q + k * K + constant
+struct MaskAffine {
+  int64_t b = 0, h = 0, q = 0, k = 0, constant = 0;
+};
+
+// A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
+// of whoever evaluates, from pair number `blocks` and `groups` on; blocks -1: there are none.
+struct MaskOperand {
+  static constexpr int kBlock = 32, kGroup = 1024;
+  const void* data = nullptr;
+  int32_t dims[4] = {};
+  int32_t count = 0;  // of elements
+  int32_t blocks = -1, groups = -1;
+  DType dtype = DType::kUndefined;
+  int32_t boolean = 0;
+  int64_t lo = 0, hi = 0;  // no element lies beyond; exact where there are no summaries
+};
+
+struct MaskInterval {
+  int64_t lo = 0, hi = 0;
+};
+
+// Queries and keys, inclusive, of one batch and head.
+struct MaskBox {
+  int64_t b = 0, h = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
+};
+
+constexpr int kMaskStack = 24;     // a program that needs more is refused
+constexpr int kMostOperands = 16;  // vectors and tables of a program
+constexpr int64_t kMaskLimit = int64_t{1} << 61;
+// Queries that are evaluated at once: the more, the less each step costs beside its arithmetic.
+template <typename V>
+constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
+
+// What the evaluation reads.
+struct MaskView {
+  const MaskStep* steps = nullptr;
+  const MaskAffine* affines = nullptr;
+  const MaskOperand* operands = nullptr;
+  const int64_t* summaries = nullptr;
+  int32_t count = 0;   // of steps
+  int32_t narrow = 1;  // every immediate fits 32 bits
+};
+
+// ---- elements ----
+STOF_HOST_DEVICE int64_t ReadElement(const MaskOperand& operand, int64_t i) {
+  int64_t value = 0;
+  switch (operand.dtype) {
+    case DType::kI64:
+      value = static_cast<const int64_t*>(operand.data)[i];
+      break;
+    case DType::kI32:
+      value = static_cast<const int32_t*>(operand.data)[i];
+      break;
+    case DType::kF32:  // pad alone, as the one below: not zero, NaN included
+      value = static_cast<const float*>(operand.data)[i] != 0.0f;
+      break;
+    case DType::kF16:
+      value = static_cast<const uint16_t*>(operand.data)[i] & 0x7fff;
+      break;
+    default:
+      value = static_cast<const uint8_t*>(operand.data)[i];
+  }
+  return operand.boolean != 0 ? value != 0 : value;
+}
+
+STOF_HOST_DEVICE int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
+STOF_HOST_DEVICE int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// ---- intervals ----
+template <typename V>
+STOF_HOST_DEVICE V FloorQuotient(V a, V d) {
+  const V quotient = a / d;
+  return quotient * d != a && ((a < 0) != (d < 0)) ? quotient - 1 : quotient;
+}
+template <typename V>
+STOF_HOST_DEVICE V FloorRest(V a, V d) {
+  const V rest = a % d;
+  return rest != 0 && ((rest < 0) != (d < 0)) ? rest + d : rest;
+}
+
+// x * y where it lies within ±2^61; else false.
+STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
+#if defined(__CUDA_ARCH__)
+  *product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+  const bool fits = __mul64hi(x, y) == (*product >> 63);
+#else
+  const bool fits = !__builtin_mul_overflow(x, y, product);
+#endif
+  return fits && *product >= -kMaskLimit && *product <= kMaskLimit;
+}
+
+// Evaluation over a box. `ok` turns false where a value may leave ±2^61 on the way or an index its table: then no value
+// in the box may be evaluated. `narrow`: whether all of them fit 32 bits.
+class MaskIntervals {
+ public:
+  STOF_HOST_DEVICE explicit MaskIntervals(const MaskView& view) : view_(view), narrow_(view.narrow != 0) {}
+
+  STOF_HOST_DEVICE MaskInterval Run(const MaskBox& box) {
+    MaskInterval stack[kMaskStack];
+    int depth = 0;
+    for (int i = 0; i < view_.count; ++i) {
+      const MaskStep step = view_.steps[i];
+      MaskInterval result;
+      if (step.op == ExprOp::kConst) {
+        result = Span(view_.affines[step.arg], box);
+      } else if (step.op == ExprOp::kLookup) {
+        depth -= step.arg;
+        result = Lookup(step, stack + depth);
+      } else if (step.op == ExprOp::kNeg || step.op == ExprOp::kAbs || step.op == ExprOp::kNot) {
+        result = Unary(step.op, stack[--depth]);
+      } else if (step.mode == MaskStep::kImmediate || step.mode == MaskStep::kShift) {
+        const int64_t c = step.mode == MaskStep::kShift ? int64_t{1} << step.arg : view_.affines[step.arg].constant;
+        result = Binary(step.op, stack[--depth], {c, c});
+      } else {
+        depth -= 2;
+        result = Binary(step.op, stack[depth], stack[depth + 1]);
+      }
+      narrow_ = narrow_ && result.lo >= INT32_MIN && result.hi <= INT32_MAX;
+      stack[depth++] = result;
+    }
+    return stack[0];
+  }
+  STOF_HOST_DEVICE bool ok() const { return ok_; }
+  STOF_HOST_DEVICE bool narrow() const { return narrow_; }
+
+ private:
+  // Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
+  static STOF_HOST_DEVICE MaskInterval Span(const MaskAffine& x, const MaskBox& box) {
+    using U = uint64_t;
+    const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
+    const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
+                static_cast<U>(x.h) * static_cast<U>(box.h);
+    const U lo =
+        c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
+    const U hi =
+        c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
+    return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
+  }
+
+  STOF_HOST_DEVICE MaskInterval Within(MaskInterval a) {
+    if (a.lo < -kMaskLimit || a.hi > kMaskLimit) ok_ = false;
+    return {Least(Most(a.lo, -kMaskLimit), kMaskLimit), Most(Least(a.hi, kMaskLimit), -kMaskLimit)};
+  }
+
+  STOF_HOST_DEVICE MaskInterval Unary(ExprOp op, MaskInterval a) {
+    if (op == ExprOp::kNot) return {1 - a.hi, 1 - a.lo};
+    a = Within(a);
+    if (op == ExprOp::kNeg) return {-a.hi, -a.lo};
+    if (a.lo >= 0) return a;
+    return a.hi <= 0 ? MaskInterval{-a.hi, -a.lo} : MaskInterval{0, Most(-a.lo, a.hi)};
+  }
+
+  STOF_HOST_DEVICE MaskInterval Binary(ExprOp op, MaskInterval a, MaskInterval b) {
+    switch (op) {
+      case ExprOp::kLt:
+        return {a.hi < b.lo, a.lo < b.hi};
+      case ExprOp::kLe:
+        return {a.hi <= b.lo, a.lo <= b.hi};
+      case ExprOp::kGt:
+        return {a.lo > b.hi, a.hi > b.lo};
+      case ExprOp::kGe:
+        return {a.lo >= b.hi, a.hi >= b.lo};
+      case ExprOp::kEq:
+        return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
+      case ExprOp::kNe:
+        return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
+      case ExprOp::kAnd:
+        return {a.lo & b.lo, a.hi & b.hi};
+      case ExprOp::kOr:
+        return {a.lo | b.lo, a.hi | b.hi};
+      case ExprOp::kMin:
+        return {Least(a.lo, b.lo), Least(a.hi, b.hi)};
+      case ExprOp::kMax:
+        return {Most(a.lo, b.lo), Most(a.hi, b.hi)};
+      default:
+        break;
+    }
+    a = Within(a), b = Within(b);
+    MaskInterval r;
+    switch (op) {
+      case ExprOp::kAdd:
+        r = {a.lo + b.lo, a.hi + b.hi};
+        break;
+      case ExprOp::kSub:
+        r = {a.lo - b.hi, a.hi - b.lo};
+        break;
+      case ExprOp::kMul:
+        return Times(a, b);
+      case ExprOp::kDiv: {
+        const int64_t x = FloorQuotient(a.lo, b.lo), y = FloorQuotient(a.hi, b.lo);
+        return {Least(x, y), Most(x, y)};
+      }
+      default:  // kMod
+        if (FloorQuotient(a.lo, b.lo) == FloorQuotient(a.hi, b.lo)) {
+          return {FloorRest(a.lo, b.lo), FloorRest(a.hi, b.lo)};
+        }
+        return b.lo > 0 ? MaskInterval{0, b.lo - 1} : MaskInterval{b.lo + 1, 0};
+    }
+    return Within(r);
+  }
+
+  STOF_HOST_DEVICE MaskInterval Times(MaskInterval a, MaskInterval b) {
+    const int64_t xs[2] = {a.lo, a.hi}, ys[2] = {b.lo, b.hi};
+    MaskInterval r{INT64_MAX, INT64_MIN};
+    for (int i = 0; i < 4; ++i) {
+      int64_t product = 0;
+      if (!Product(xs[i / 2], ys[i % 2], &product)) {
+        ok_ = false;
+        product = 0;
+      }
+      r.lo = Least(r.lo, product), r.hi = Most(r.hi, product);
+    }
+    return r;
+  }
+
+  // ---- look-ups ----
+  static STOF_HOST_DEVICE void Take(int64_t lo, int64_t hi, MaskInterval* r) {
+    r->lo = Least(r->lo, lo), r->hi = Most(r->hi, hi);
+  }
+  STOF_HOST_DEVICE void TakePairs(int64_t pair, int64_t begin, int64_t end, MaskInterval* r) const {
+    for (int64_t i = begin; i < end; ++i) Take(view_.summaries[2 * (pair + i)], view_.summaries[2 * (pair + i) + 1], r);
+  }
+
+  STOF_HOST_DEVICE MaskInterval Lookup(const MaskStep& step, const MaskInterval* indices) {
+    constexpr int64_t kMostRead = 8;  // elements one by one
+    const MaskOperand& operand = view_.operands[step.operand];
+    int64_t lo[4], hi[4];
+    int64_t first = 0, last = 0, count = 1;
+    for (int axis = 0; axis < step.arg; ++axis) {
+      const MaskInterval index = indices[step.places >> 2 * axis & 3];
+      const int64_t most = operand.dims[axis] - 1;
+      if (index.lo < 0 || index.hi > most) ok_ = false;
+      lo[axis] = Least(Most(index.lo, 0), most), hi[axis] = Most(Least(index.hi, most), 0);
+      first = first * operand.dims[axis] + lo[axis];
+      last = last * operand.dims[axis] + hi[axis];
+      count *= hi[axis] - lo[axis] + 1;
+    }
+    MaskInterval r{INT64_MAX, INT64_MIN};
+    const bool dense = last - first + 1 == count;
+    if (count <= kMostRead || (!dense && count <= 4 * kMostRead)) {
+      int64_t index[4] = {lo[0], lo[1], lo[2], lo[3]};
+      for (int64_t n = 0; n < count; ++n) {
+        int64_t flat = 0;
+        for (int axis = 0; axis < step.arg; ++axis) flat = flat * operand.dims[axis] + index[axis];
+        const int64_t value = ReadElement(operand, flat);
+        Take(value, value, &r);
+        for (int axis = step.arg - 1; axis >= 0 && ++index[axis] > hi[axis]; --axis) index[axis] = lo[axis];
+      }
+      return r;
+    }
+    if (operand.blocks < 0) return {operand.lo, operand.hi};
+    // Whole blocks, which may hold more than was asked for: wider, never narrower.
+    constexpr int64_t kPerGroup = MaskOperand::kGroup / MaskOperand::kBlock;
+    const int64_t begin = first / MaskOperand::kBlock, end = last / MaskOperand::kBlock + 1;
+    const int64_t head = (begin + kPerGroup - 1) / kPerGroup, tail = end / kPerGroup;
+    if (head >= tail) {
+      TakePairs(operand.blocks, begin, end, &r);
+    } else {
+      TakePairs(operand.blocks, begin, head * kPerGroup, &r);
+      TakePairs(operand.groups, head, tail, &r);
+      TakePairs(operand.blocks, tail * kPerGroup, end, &r);
+    }
+    return r;
+  }
+
+  const MaskView& view_;
+  bool ok_ = true, narrow_;
+};
+
+// ---- values ----
+template <typename V>
+STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
+  switch (op) {
+    case ExprOp::kAdd:
+      return x + y;
+    case ExprOp::kSub:
+      return x - y;
+    case ExprOp::kMul:
+      return x * y;
+    case ExprOp::kMin:
+      return x < y ? x : y;
+    case ExprOp::kMax:
+      return x < y ? y : x;
+    case ExprOp::kLt:
+      return x < y;
+    case ExprOp::kLe:
+      return x <= y;
+    case ExprOp::kGt:
+      return x > y;
+    case ExprOp::kGe:
+      return x >= y;
+    case ExprOp::kEq:
+      return x == y;
+    case ExprOp::kNe:
+      return x != y;
+    case ExprOp::kAnd:
+      return x & y;
+    case ExprOp::kOr:
+      return x | y;
+    case ExprOp::kNeg:
+      return -x;
+    case ExprOp::kAbs:
+      return x < 0 ? -x : x;
+    case ExprOp::kNot:
+      return 1 - x;
+    case ExprOp::kDiv:
+      return FloorQuotient(x, y);
+    default:
+      return FloorRest(x, y);
+  }
+}
+
+template <typename V>
+using MaskValues = V[kMaskRows<V>];
+
+// top = left op top, or top op constant. Templates, so that loops stand inside of the switch over operators.
+template <ExprOp kOp, typename V>
+STOF_HOST_DEVICE void OperateLeft(const MaskValues<V>& left, MaskValues<V>& top) {
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, left[r], top[r]);
+}
+template <ExprOp kOp, typename V>
+STOF_HOST_DEVICE void OperateRight(MaskValues<V>& top, V constant) {
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, top[r], constant);
+}
+
+template <typename E, typename V>
+STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+  const E* data = static_cast<const E*>(operand.data);
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(data[flat[r]]);
+}
+// ReadElement for all queries.
+template <typename V>
+STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t, V>(operand, flat, values);
+  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t, V>(operand, flat, values);
+  if (operand.dtype == DType::kBool || operand.dtype == DType::kU8) {
+    ReadAll<uint8_t, V>(operand, flat, values);
+    if (operand.boolean == 0) return;
+    STOF_UNROLL
+    for (int r = 0; r < kMaskRows<V>; ++r) values[r] = values[r] != 0;
+    return;
+  }
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
+}
+
+// The expression for queries q0, q0 + 1, ... and one key, as 0 or 1. V is int32_t where `narrow` says so for a box,
+// else int64_t. Of queries and keys beyond the box, or beyond the problem, the result means nothing.
+template <typename V>
+STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k,
+                                   MaskValues<V>& top) {
+  using U = std::make_unsigned_t<V>;
+  constexpr int kRows = kMaskRows<V>;
+  const auto wrap = [](int64_t x) { return static_cast<U>(static_cast<uint64_t>(x)); };
+  alignas(16) V stack[kMaskStack][kRows];
+  int depth = 0;  // entries below `top`
+  for (int i = 0; i < view.count; ++i) {
+    const MaskStep step = view.steps[i];
+    if (step.op == ExprOp::kConst) {
+      if (i > 0) {
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) stack[depth][r] = top[r];
+        ++depth;
+      }
+      const MaskAffine& affine = view.affines[step.arg];
+      const U slope = wrap(affine.q);
+      const U first = wrap(affine.constant) + wrap(affine.b) * wrap(b) + wrap(affine.h) * wrap(h) +
+                      wrap(affine.k) * wrap(k) + slope * wrap(q0);
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) top[r] = static_cast<V>(first + slope * static_cast<U>(r));
+      continue;
+    }
+    if (step.op == ExprOp::kLookup) {
+      const MaskOperand& operand = view.operands[step.operand];
+      depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
+      V flat[kRows] = {};
+      for (int axis = 0; axis < step.arg; ++axis) {
+        const int place = step.places >> 2 * axis & 3;
+        const U dim = static_cast<U>(operand.dims[axis]);
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const V index = place == step.arg - 1 ? top[r] : stack[depth + place][r];
+          flat[r] = static_cast<V>(static_cast<U>(flat[r]) * dim + static_cast<U>(index));
+        }
+      }
+      const V last = static_cast<V>(operand.count - 1);
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) flat[r] = flat[r] < 0 ? 0 : flat[r] > last ? last : flat[r];
+      ReadElements<V>(operand, flat, top);
+      continue;
+    }
+    if (step.mode == MaskStep::kShift) {
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        top[r] = step.op == ExprOp::kDiv ? top[r] >> step.arg : top[r] & ((V{1} << step.arg) - 1);
+      }
+      continue;
+    }
+    const bool popped =
+        step.mode == MaskStep::kStack && step.op != ExprOp::kNeg && step.op != ExprOp::kAbs && step.op != ExprOp::kNot;
+    if (popped) {
+      --depth;
+      switch (step.op) {
+#define STOF_OPERATE(name)                           \
+  case ExprOp::name:                                 \
+    OperateLeft<ExprOp::name, V>(stack[depth], top); \
+    break;
+        STOF_OPERATE(kAdd)
+        STOF_OPERATE(kSub)
+        STOF_OPERATE(kMul)
+        STOF_OPERATE(kMin)
+        STOF_OPERATE(kMax)
+        STOF_OPERATE(kLt)
+        STOF_OPERATE(kLe)
+        STOF_OPERATE(kGt)
+        STOF_OPERATE(kGe)
+        STOF_OPERATE(kEq)
+        STOF_OPERATE(kNe)
+        STOF_OPERATE(kAnd)
+        STOF_OPERATE(kOr)
+#undef STOF_OPERATE
+        default:
+          break;
+      }
+      continue;
+    }
+    const V constant = step.mode == MaskStep::kImmediate ? static_cast<V>(view.affines[step.arg].constant) : V{0};
+    switch (step.op) {
+#define STOF_OPERATE(name)                        \
+  case ExprOp::name:                              \
+    OperateRight<ExprOp::name, V>(top, constant); \
+    break;
+      STOF_OPERATE(kAdd)
+      STOF_OPERATE(kSub)
+      STOF_OPERATE(kMul)
+      STOF_OPERATE(kDiv)
+      STOF_OPERATE(kMod)
+      STOF_OPERATE(kNeg)
+      STOF_OPERATE(kAbs)
+      STOF_OPERATE(kNot)
+      STOF_OPERATE(kMin)
+      STOF_OPERATE(kMax)
+      STOF_OPERATE(kLt)
+      STOF_OPERATE(kLe)
+      STOF_OPERATE(kGt)
+      STOF_OPERATE(kGe)
+      STOF_OPERATE(kEq)
+      STOF_OPERATE(kNe)
+#undef STOF_OPERATE
+      default:
+        break;
+    }
+  }
+}
+
+// ---- making one: plain C++ ----
+// A run-time vector or a table, with its data where the program will be evaluated.
+using MaskInputs = std::vector<std::pair<std::string, Tensor>>;
+
+struct MaskProgram {
+  std::vector<MaskStep> steps;
+  std::vector<MaskAffine> affines;
+  std::vector<MaskOperand> operands;
+  int32_t pairs = 0;  // of summaries
+  bool narrow = true;
+  // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
+  bool proven = true;
+  bool uses_b = false, uses_h = false;
+};
+
+// The conjunction of the expressions, either of which may be empty, for these sizes. Errors: what no vectors could make
+// right, an operand that is missing or of the wrong rank or type, an expression that needs too deep a stack.
+Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSizes& sizes, const MaskInputs& inputs,
+                   MaskProgram* program);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_MASK_PROGRAM_H_

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A picture for each grid: the fraction of the roofline by mask and length, with the best peer's beside it. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stof.bench.gpu import summary
+from stof.bench.gpu.cases import GRIDS
+from stof.bench.results import Record, read
+from stof.bench.runner import require
+
+
+def plots(results: Path, output: Path) -> list[Path]:
+    """Writes ``<folder>-<grid>.png`` for the grids that a folder of results has, and gives the paths.
+
+    Raises:
+        Unavailable: when matplotlib is not installed.
+    """
+    matplotlib = require("matplotlib")
+    matplotlib.use("Agg")
+    found = []
+    for grid in GRIDS:
+        records = [r for r in read(results / f"attention-cuda-{grid}.json") if "us" in r["peers"].get("stof", {})]
+        if records:
+            output.mkdir(parents=True, exist_ok=True)
+            found.append(_plot(grid, records, output / f"{results.name}-{grid}.png"))
+    return found
+
+
+def _panel(record: Record) -> str:
+    shape = record["shape"]
+    return f"B = {shape['B']}, {shape['H']} heads on {shape['G']}, D = {shape['D']}, {shape['dtype']}"
+
+
+def _plot(grid: str, records: Sequence[Record], path: Path) -> Path:
+    pyplot = require("matplotlib.pyplot")
+    panels = summary.groups(sorted(records, key=lambda r: (r["shape"]["B"], r["shape"]["G"])), _panel)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, (title, kept) in zip(axes[0], panels.items(), strict=True):
+        for number, (mask, one) in enumerate(summary.groups(kept, lambda r: r["mask_name"]).items()):
+            one = sorted(one, key=lambda r: int(r["shape"]["T"]))
+            lengths = [r["shape"]["T"] for r in one]
+            own = [100 * r["peers"]["stof"]["roofline"] for r in one]
+            axis.plot(lengths, own, "o-", color=f"C{number}", label=mask, markersize=3)
+            other: list[Any] = [_best_fraction(r) for r in one]
+            axis.plot(lengths, other, ":", color=f"C{number}", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("length")
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("% of roofline (dotted: best peer)")
+    axes[0][-1].legend(fontsize=7)
+    figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _best_fraction(record: Record) -> float | None:
+    best = summary.best_peer(record)
+    return 100 * record["roof_us"] / best[1] if best else None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``stof-bench attention --device cuda``: builds, times, stores and sums up the points of the grids."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stof.bench.gpu.cases import Case
+from stof.bench.gpu.pool import Pool, now
+from stof.bench.gpu.summary import lines, summary
+from stof.bench.results import Record, store_all
+from stof.runtime import build_info
+
+_WORKERS = 16
+_STORED = 25
+
+
+def run(cases: Sequence[Case], peers: Sequence[str] | None, rounds: int, results: Path, limit: float | None) -> int:
+    """Measures the points in order and prints each; 0 when all of them were measured.
+
+    Args:
+        cases: the points.
+        peers: names of candidates; None is all.
+        rounds: interleaved rounds a point.
+        results: the folder of the JSON files, one a grid.
+        limit: seconds after which no further point is begun; what is left is said.
+    """
+    if not cases:
+        raise ValueError("no point of the grids is left by --masks, --lengths and --batches")
+    start = time.monotonic()
+    workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases)))
+    pool = Pool(workers, peers, rounds)
+    records: list[Record] = []
+    lost: list[str] = []
+    try:
+        failed = pool.build(cases, print)
+        lost += [f"{cases[n]}: {reason}" for n, reason in failed.items()]
+        built = time.monotonic() - start
+        print(
+            f"{len(cases) - len(failed)} points built and checked by {workers} processes in {built:.0f} s", flush=True
+        )
+        shapes = sorted({(c.D, c.dtype) for c in cases})
+        anchors = [pool.anchors(shapes)]
+        for number, case in enumerate(cases):
+            if number in failed:
+                continue
+            if limit is not None and time.monotonic() - start > limit:
+                lost.append(f"{case}: the time was over")
+                continue
+            found = pool.time(number)
+            if isinstance(found, str):
+                lost.append(f"{case}: {found}")
+                continue
+            records.append(_complete(found, anchors))
+            print("\n".join(lines(records[-1])), flush=True)
+            if len(records) % _STORED == 0:
+                _store(results, records)
+        anchors.append(pool.anchors(shapes))
+    finally:
+        pool.close()
+        _store(results, records)
+    records = [_complete(r, anchors) for r in records]
+    _store(results, records)
+    print("\n".join(["", *summary(records)]), flush=True)
+    for text in lost:
+        print(f"not measured: {text}")
+    print(f"{len(records)} of {len(cases)} points in {time.monotonic() - start:.0f} s")
+    return 3 if lost else 0
+
+
+def _store(results: Path, records: Sequence[Record]) -> None:
+    for grid in {r["grid"] for r in records}:
+        store_all(results / f"attention-cuda-{grid}.json", [r for r in records if r["grid"] == grid])
+
+
+def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The best of what was measured before and after: launch and copy rates, and seconds a full tile by size and type.
+
+    Raises:
+        RuntimeError: when nothing was measured.
+    """
+    rates = [a["rates"] for a in anchors if isinstance(a["rates"], dict)]
+    if not rates:
+        raise RuntimeError(f"the machine's rates could not be measured: {anchors[0]['rates']}")
+    found: dict[str, Any] = {
+        "device": rates[0]["device"],
+        "versions": rates[0]["versions"],
+        "launch_us": round(min(r["launch"] for r in rates) * 1e6, 3),
+        "copy_gbps": round(max(r["copy"] for r in rates) * 1e-9, 1),
+        "tile_ns": {},
+        "dense_us": {},
+    }
+    for anchor in anchors:
+        for name, record in anchor["tiles"].items():
+            if isinstance(record, str):
+                continue
+            for peer, row in record["peers"].items():
+                if "us" not in row:
+                    continue
+                known = found["dense_us"].setdefault(name, {})
+                known[peer] = min(row["us"], known.get(peer, row["us"]))
+                tile = row["us"] * 1e3 / record["density"]["tiles"]
+                found["tile_ns"][name] = round(min(tile, found["tile_ns"].get(name, tile)), 4)
+    return found
+
+
+def _complete(record: Record, anchors: Sequence[dict[str, Any]]) -> Record:
+    """The record with the machine and the roofline: launch + max(bytes / copy rate, tiles × time of a full tile)."""
+    machine = ceilings(anchors)
+    name = f"D{record['shape']['D']} {record['shape']['dtype']}"
+    tile = machine["tile_ns"].get(name)
+    memory = record["bytes"] / machine["copy_gbps"] * 1e-3
+    compute = record["density"]["tiles"] * tile * 1e-3 if tile is not None else 0.0
+    if record["shape"]["S"] == 1:
+        compute = 0.0  # one row of a tile: only its bytes count
+    roof = machine["launch_us"] + max(memory, compute)
+    peers = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
+    info = build_info()
+    kept = {"library": info["build_id"], "compiler": info["compiler"], "architectures": info["cuda_architectures"]}
+    date = record.get("machine", {}).get("date", now())
+    return {
+        **record,
+        "peers": peers,
+        "roof_us": round(roof, 3),
+        "bound": "memory" if memory >= compute else "compute",
+        "machine": {**machine, **kept, "date": date},
+    }

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a grid amounts to: geometric means over the best peer at each point, the points that lose, the roofline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from stof.bench.results import Record
+
+OWN = ("stof", "stof-ort")
+FLEX = "torch-flex"
+_LOSS = 0.97
+_LONG_ROOF = 60.0  # µs; above it the goal for the fraction of the roofline is 85 %, below 50 %
+
+
+def best_peer(record: Record) -> tuple[str, float] | None:
+    """(name, µs) of the fastest candidate that is not stof."""
+    found = [(row["us"], name) for name, row in record["peers"].items() if name not in OWN and "us" in row]
+    return (min(found)[1], min(found)[0]) if found else None
+
+
+def ratio(record: Record, peer: str | None = None) -> float | None:
+    """How many times faster stof is than the best peer, or than one of them; None where either is missing."""
+    own = record["peers"].get("stof", {}).get("us")
+    if peer is None:
+        best = best_peer(record)
+        other = best[1] if best else None
+    else:
+        other = record["peers"].get(peer, {}).get("us")
+    return other / own if own and other else None
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    """The geometric mean; None of nothing."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+def _text(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else "–"
+
+
+def groups(records: Sequence[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Records by a key, in the order in which keys come."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
+def length_range(record: Record) -> str:
+    """The range of lengths for which a goal is stated."""
+    T = record["shape"]["T"]
+    return "up to 512" if T <= 512 else "1024 and longer"
+
+
+def row(records: Sequence[Record]) -> list[str]:
+    """Points, geomean and least ratio over the best peer, geomean over FlexAttention, mean and least roofline fraction."""
+    over = [r for r in (ratio(x) for x in records) if r is not None]
+    flex = [r for r in (ratio(x, FLEX) for x in records) if r is not None]
+    roofs = [x["peers"]["stof"]["roofline"] for x in records if "roofline" in x["peers"].get("stof", {})]
+    return [
+        str(len(over)),
+        _text(geomean(over)),
+        _text(min(over, default=None)),
+        _text(geomean(flex)),
+        f"{geomean(roofs) or 0:.0%}" if roofs else "–",
+        f"{min(roofs):.0%}" if roofs else "–",
+    ]
+
+
+HEAD = ["points", "over the best peer", "least", "over FlexAttention", "of the roofline", "least of it"]
+
+
+def losses(records: Sequence[Record]) -> list[str]:
+    """Points where a peer is faster, worst first."""
+    found = []
+    for record in records:
+        over, best = ratio(record), best_peer(record)
+        if over is not None and best is not None and over < 1:
+            found.append(
+                (over, f"{over:.3f} {name(record)}: {record['peers']['stof']['us']:.1f} µs, {best[0]} {best[1]:.1f} µs")
+            )
+    return [text for _, text in sorted(found)]
+
+
+def name(record: Record) -> str:
+    """Mask and shape in words."""
+    s = record["shape"]
+    heads = f"H{s['H']}" + (f" G{s['G']}" if s["G"] != s["H"] else "")
+    sizes = f"S{s['S']}" if s["S"] == s["T"] else f"S{s['S']} T{s['T']}"
+    return f"{record['mask_name']} B{s['B']} {heads} {sizes} D{s['D']} {s['dtype']}"
+
+
+def summary(records: Sequence[Record]) -> list[str]:
+    """The whole in words, a part for every grid."""
+    found = []
+    for grid, kept in groups(records, lambda r: r["grid"]).items():
+        found.append(f"{grid} grid ({', '.join(HEAD)})")
+        parts = {"all": kept}
+        parts |= {f"mask {k}": v for k, v in groups(kept, lambda r: r["mask_name"]).items()}
+        if grid == "paper":
+            parts |= {f"length {k}": v for k, v in groups(kept, length_range).items()}
+        else:
+            parts |= {f"length {k}": v for k, v in groups(kept, lambda r: r["shape"]["T"]).items()}
+        found += [f"  {k:24s}" + "".join(f"{cell:>9s}" for cell in row(v)) for k, v in parts.items()]
+        long_roofs = [r for r in kept if r["roof_us"] >= _LONG_ROOF and "roofline" in r["peers"].get("stof", {})]
+        short = [r for r in kept if r["roof_us"] < _LONG_ROOF and "roofline" in r["peers"].get("stof", {})]
+        for text, goal, chosen in (("of 60 µs and more", 0.85, long_roofs), ("below 60 µs", 0.5, short)):
+            met = sum(r["peers"]["stof"]["roofline"] >= goal for r in chosen)
+            found.append(f"  roofs {text}: {met} of {len(chosen)} points reach {goal:.0%}")
+        lost = losses(kept)
+        worse = sum(1 for r in kept if (ratio(r) or 1) < _LOSS)
+        found.append(f"  {len(lost)} point(s) below 1.0, {worse} of them below {_LOSS}")
+        found += [f"    {text}" for text in lost]
+        wrong = [f"{name(r)}: {r['peers']['stof']['missing']}" for r in kept if "missing" in r["peers"].get("stof", {})]
+        found += [f"    stof did not run: {text}" for text in wrong]
+    return found
+
+
+def lines(record: Record) -> list[str]:
+    """One point, its candidates by their time, in words."""
+    density = record["density"]
+    found = [
+        f"{record['grid']} {name(record)}: elements {density['element']:.2%}, tiles {density['tile']:.2%}, "
+        f"roof {record['roof_us']:.1f} us ({record['bound']}), {record['rotated']} sets"
+    ]
+    own = record["peers"].get("stof", {}).get("us")
+    rows = sorted(record["peers"].items(), key=lambda item: item[1].get("us", math.inf))
+    for key, one in rows:
+        if "us" not in one:
+            found.append(f"  {key:17s} missing: {one.get('missing', '')[:110]}")
+            continue
+        over = f"{one['us'] / own:6.2f}x" if own else ""
+        found.append(
+            f"  {key:17s} {one['us']:10.2f} us {over} ({one['best_us']:.1f} to {one['worst_us']:.1f}; plain "
+            f"{one['plain_us']:.1f}) {one['useful_tflops']:6.1f} TFLOP/s {one['roofline']:4.0%} of roof, "
+            f"error {one['error']:.0e}"
+        )
+    return found

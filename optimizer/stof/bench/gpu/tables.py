@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored results of the GPU's grids and models as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stof.bench.gpu import cases, summary
+from stof.bench.gpu.cases import GRIDS
+from stof.bench.results import Record, read
+
+_SHORT = {
+    "torch-cudnn": "cuDNN",
+    "torch-flash": "FA 2",
+    "torch-efficient": "efficient",
+    "torch-math": "math",
+    "torch-flex": "flex",
+    "ort-mha": "ORT MHA",
+    "ort-gqa": "ORT GQA",
+    "ort-attention-23": "ORT Attention-23",
+    "ort-exported": "ORT exported",
+}
+_ABOUT = {
+    "paper": "`stof-bench attention --device cuda --grid paper`: H12 D64 fp16, masks of band and global width round(sqrt(S)).",
+    "long": "`stof-bench attention --device cuda --grid long`: B1 H32 D128, bf16 with 32 key heads and fp16 with 8.",
+    "decode": "`stof-bench attention --device cuda --grid decode`: one query after T - 1 cached keys, B1 H32 G8 D128 fp16.",
+}
+
+
+def device(folder: Path) -> str | None:
+    """The GPU that a folder's results are of."""
+    for grid in GRIDS:
+        for record in read(folder / f"attention-cuda-{grid}.json")[:1]:
+            return str(record["machine"]["device"])
+    return None
+
+
+def parts(folder: Path) -> list[str]:
+    """Everything that a folder holds of a GPU."""
+    found: list[str] = []
+    for grid in GRIDS:
+        found += _grid(grid, read(folder / f"attention-cuda-{grid}.json"), folder)
+    return [*found, *_models(read(folder / "models-cuda.json"))]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *["| " + " | ".join(row) + " |" for row in rows]]) + "\n"
+
+
+def _machine(records: Sequence[Record]) -> str:
+    machines = [r["machine"] for r in records]
+    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for m in machines for v in m["versions"].items()}))
+    dates = sorted(m["date"] for m in machines)
+    libraries = ", ".join(sorted({m["library"] for m in machines}))
+    tiles = ", ".join(f"{v:.2f} ns ({k})" for k, v in sorted(machines[-1]["tile_ns"].items()))
+    return (
+        f"{machines[0]['device']}; library build {libraries}; {versions}; {dates[0]} to {dates[-1]}. Copy "
+        f"{machines[-1]['copy_gbps']:.0f} GB/s, launch {machines[-1]['launch_us']:.2f} µs, a full tile of 128 × 128 {tiles}.\n"
+    )
+
+
+def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
+    if not records:
+        return []
+    found = [f"### Attention on the GPU, {grid} grid", "", _ABOUT[grid], "", _machine(records)]
+    plot = f"plots/{folder.name}-{grid}.png"
+    if (folder.parent.parent / plot).is_file():
+        found += [f"![Fraction of the roofline by mask and length]({plot})", ""]
+    groups = {"all": list(records)}
+    groups |= summary.groups(records, lambda r: r["mask_name"])
+    by_length = summary.length_range if grid == "paper" else lambda r: f"T = {r['shape']['T']}"
+    groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
+    found.append(table(["", *summary.HEAD], [[k, *summary.row(v)] for k, v in groups.items()]))
+    found += [*_not_measured(grid, records), *_in_runtime(records)]
+    lost = summary.losses(records)
+    found += [f"Points where a peer is faster: {len(lost)}.", ""]
+    found += [*[f"* {text}" for text in lost], ""] if lost else []
+    for mask, kept in summary.groups(records, lambda r: r["mask_name"]).items():
+        found += [f"#### {grid}: {mask}", "", _mask(kept), "", _points(grid, kept)]
+    return found
+
+
+def _in_runtime(records: Sequence[Record]) -> list[str]:
+    """What a model of one node costs over the library alone."""
+    times = [r for r in (summary.ratio(x, "stof-ort") for x in records) if r]
+    if not times:
+        return []
+    return [
+        f"As a node of ONNX Runtime the operator takes {summary.geomean(times):.3f} times as long (geometric mean of "
+        f"{len(times)} points, at most {max(times):.3f}).",
+        "",
+    ]
+
+
+def _not_measured(grid: str, records: Sequence[Record]) -> list[str]:
+    """The points of the grid that there is no record of."""
+    known = [r["key"] for r in records]
+    masks: dict[str, set[int]] = {}
+    count = 0
+    for case in cases.grid(grid):
+        if case.key not in known:
+            masks.setdefault(case.name, set()).add(case.T)
+            count += 1
+    if not masks:
+        return []
+    words = "; ".join(f"{mask} at {', '.join(str(n) for n in sorted(lengths))}" for mask, lengths in masks.items())
+    return [f"Not measured yet, {count} points, some at every one of these lengths: {words}.", ""]
+
+
+def _mask(records: Sequence[Record]) -> str:
+    masks = sorted({r["mask"] for r in records}, key=len)
+    return f"`{masks[0]}`" + (" (the numbers grow with the length)" if len(masks) > 1 else "")
+
+
+def _points(grid: str, records: Sequence[Record]) -> str:
+    peers = [p for p in _SHORT if any("us" in r["peers"].get(p, {}) for r in records)]
+    head = ["shape", "elements", "tiles", "stof", "plain", "useful TFLOP/s", "roofline", "best peer"]
+    rows = []
+    for record in sorted(records, key=lambda r: (r["shape"]["B"], r["shape"]["G"], r["shape"]["T"])):
+        own, density, shape = record["peers"].get("stof", {}), record["density"], record["shape"]
+        first = f"B{shape['B']} S{shape['S']}" if grid == "paper" else f"G{shape['G']} T{shape['T']}"
+        cells = [first, f"{density['element']:.3f}", f"{density['tile']:.3f}"]
+        if "us" not in own:
+            rows.append([*cells, own.get("missing", "not timed"), "", "", "", "", *[""] * len(peers)])
+            continue
+        over = summary.ratio(record)
+        cells += [
+            _time(own["us"]), _time(own["plain_us"]), f"{own['useful_tflops']:.0f}", f"{own['roofline']:.0%}",
+            f"{over:.2f}" if over is not None else "–",
+        ]  # fmt: skip
+        rows.append([*cells, *[_over(record["peers"].get(p, {}), own["us"]) for p in peers]])
+    return table([*head, *[_SHORT[p] for p in peers]], rows)
+
+
+def _over(row: Record, own: float) -> str:
+    return f"{row['us'] / own:.2f}" if "us" in row else "–"
+
+
+def _time(us: float) -> str:
+    return f"{us:.1f} µs" if us < 1000 else f"{us / 1000:.2f} ms"
+
+
+def _models(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    found = [
+        "### Models on the GPU",
+        "",
+        "`stof-bench model NAME --device cuda`: fp16, ONNX Runtime's CUDA provider, IO binding, replays of captured graphs.",
+        "",
+        _model_machine(records),
+    ]
+    kinds = [k for k in records[0]["labels"] if any(k in r["us"] for r in records)]
+    head = ["model", "B", "S", *[records[0]["labels"][k] for k in kinds], "over the best", "quotient"]
+    rows = []
+    for record in records:
+        times: dict[str, Any] = record["us"]
+        quotient = record.get("quotient", {}).get("quotient")
+        rows.append(
+            [
+                record["model"], str(record["shape"]["B"]), str(record["shape"]["S"]),
+                *[f"{times[k] / 1e3:.2f} ms" if k in times else "–" for k in kinds],
+                f"{record['over_best']:.2f}" if record.get("over_best") else "–",
+                f"{quotient:.3f}" if quotient else "–",
+            ]
+        )  # fmt: skip
+    found.append(table(head, rows))
+    found.append(
+        "The quotient is the optimized model's time over the time that the original spends outside attention (its kernels in "
+        "the runtime's own profile) plus the operators' times measured alone.\n"
+    )
+    reasons = {f"{r['model']} S{r['shape']['S']}: {k}: {v}" for r in records for k, v in r.get("missing", {}).items()}
+    return [*found, "Not there: " + "; ".join(sorted(reasons)) + ".", ""] if reasons else found
+
+
+def _model_machine(records: Sequence[Record]) -> str:
+    machine = records[0]["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in sorted(machine["versions"].items()))
+    return f"{machine['device']}; library build {machine['library']}; {versions}; {machine['date']}.\n"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of the library on tensors in device memory, without a runtime: for benchmarks and tests on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stof.runtime import _DTYPES, _ERROR_SIZE, LibraryError, Op, _call, _library, _Tensor, _tensor
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A dense row-major tensor in device memory. ``dtype`` is NumPy's name of the type, or ``bfloat16``."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def _view(self) -> _Tensor:
+        if self.dtype not in _DTYPES or len(self.shape) > 8:
+            raise ValueError(f"the library does not read {self.dtype} of rank {len(self.shape)}")
+        return _Tensor(
+            self.address or None, _DTYPES[self.dtype], len(self.shape), (ctypes.c_int64 * 8)(*self.shape)
+        )  # fmt: skip
+
+
+class CudaOp(Op):
+    """An operator of the library for the current device."""
+
+    def __init__(
+        self,
+        op_type: str,
+        attributes: Mapping[str, int | float | str],
+        inputs: int,
+        constants: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
+        """``constants`` are the inputs, by number, that never change; a mask's tables have to be among them."""
+        super().__init__(op_type, attributes)
+        self._inputs = inputs
+        self._constants = {i: np.ascontiguousarray(a) for i, a in (constants or {}).items()}
+        given = (_Tensor * max(1, inputs))()
+        for i, array in self._constants.items():
+            given[i] = _tensor(array)
+        _call("stof_op_prepare", self._handle, given, inputs)
+
+    def bind(
+        self,
+        inputs: Sequence[DeviceTensor],
+        outputs: Sequence[DeviceTensor],
+        stream: int,
+        workspace: DeviceTensor | None = None,
+    ) -> Callable[[], None]:
+        """A function that queues the operator on ``stream``; ``inputs`` are those that are no constants, in their order.
+
+        The tensors have to outlive what the function queues, and the function must not outlive this object's owner's use of
+        them. Raises LibraryError when the library refuses the call.
+        """
+        varying = iter(inputs)
+        given = (_Tensor * max(1, self._inputs))()
+        for i in range(self._inputs):
+            constant = self._constants.get(i)
+            given[i] = next(varying)._view() if constant is None else _tensor(constant)
+        results = (_Tensor * max(1, len(outputs)))(*[t._view() for t in outputs])
+        size = 0
+        if workspace is not None:
+            size = int(np.prod(workspace.shape)) * np.dtype(workspace.dtype).itemsize
+        address = ctypes.c_void_p(workspace.address if workspace is not None else None)
+        error = ctypes.create_string_buffer(_ERROR_SIZE)
+        function = _library().stof_op_run_cuda
+        arguments = (
+            self._handle, given, ctypes.c_int(self._inputs), results, ctypes.c_int(len(outputs)),
+            address, ctypes.c_size_t(size), ctypes.c_void_p(stream), error, ctypes.c_size_t(_ERROR_SIZE),
+        )  # fmt: skip
+
+        def run() -> None:
+            if function(*arguments) != 0:
+                raise LibraryError(error.value.decode(errors="replace"))
+
+        return run

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the files of the C ABI share.
+#ifndef STOF_PLUGINS_CORE_C_API_INTERNAL_H_
+#define STOF_PLUGINS_CORE_C_API_INTERNAL_H_
+
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plugins/core/c_api.h"
+#include "plugins/core/op.h"
+
+struct stof_op {
+  std::unique_ptr<stof::Op> op;
+};
+
+namespace stof {
+
+inline int Finish(const Status& status, char* error, size_t error_size) {
+  if (status.ok()) return 0;
+  if (error != nullptr && error_size > 0) std::snprintf(error, error_size, "%s", status.message().c_str());
+  return 1;
+}
+
+// Runs fn and turns what it throws (out of memory, above all) into an error.
+template <typename Fn>
+int Guarded(char* error, size_t error_size, Fn fn) {
+  try {
+    return Finish(fn(), error, error_size);
+  } catch (const std::exception& e) {
+    return Finish(Status::Error(e.what()), error, error_size);
+  }
+}
+
+inline Status Convert(const stof_tensor& from, Tensor* to) {
+  if (from.rank < 0 || from.rank > kMaxRank) {
+    return Status::Error("a tensor of rank " + std::to_string(from.rank) + ", expected 0 to 8");
+  }
+  to->data = from.data;
+  to->dtype = static_cast<DType>(from.dtype);
+  to->rank = from.rank;
+  for (int i = 0; i < from.rank; ++i) {
+    if (from.dims[i] < 0) return Status::Error("a negative dimension");
+    to->dims[i] = from.dims[i];
+  }
+  return Status();
+}
+
+inline Status Convert(const stof_tensor* from, int count, std::vector<Tensor>* to) {
+  if (count < 0) return Status::Error("a negative number of tensors");
+  to->resize(static_cast<size_t>(count));
+  for (size_t i = 0; i < to->size(); ++i) STOF_RETURN_IF_ERROR(Convert(from[i], &(*to)[i]));
+  return Status();
+}
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_C_API_INTERNAL_H_

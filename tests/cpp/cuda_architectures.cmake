@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -P: which lists of architectures ask for code for compute capability 9.0.
+cmake_minimum_required(VERSION 3.24)
+include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/cuda_architectures.cmake)
+
+function(expect want architectures native)
+  stof_has_architecture(90 "${architectures}" "${native}" found)
+  if((want AND NOT found) OR (found AND NOT want))
+    message(FATAL_ERROR "'${architectures}', native '${native}': ${found}, expected ${want}")
+  endif()
+endfunction()
+
+expect(TRUE "80-real;90-real" "")
+expect(TRUE "90" "")
+expect(TRUE "90a" "")
+expect(TRUE "75;90a-real" "")
+expect(TRUE "90-virtual" "")
+expect(TRUE "all" "")
+expect(TRUE "all-major" "")
+expect(TRUE "native" "90-real")
+expect(TRUE "80;native" "86-real;90-real")
+expect(FALSE "native" "86-real")
+expect(FALSE "native" "")
+expect(FALSE "80-real;100-real" "90-real")
+expect(FALSE "" "90")

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// Masks as programs for the device, evaluated on the host by the same code: every pair against plain recursion, boxes
+// against the pairs in them. Needs no GPU.
+#include <algorithm>
+#include <limits>
+
+#include "cuda/mask_program.h"
+#include "plugins/core/ops/attention.h"
+#include "tests/cpp/random_expr.h"
+
+namespace stof::test {
+namespace {
+
+using cuda::CompileMask;
+using cuda::MaskBox;
+using cuda::MaskInterval;
+using cuda::MaskIntervals;
+using cuda::MaskOperand;
+using cuda::MaskProgram;
+using cuda::MaskView;
+
+// Minimum and maximum of every block and group, as the device's kernel lays them out.
+std::vector<int64_t> Summaries(const MaskProgram& program) {
+  std::vector<int64_t> pairs(static_cast<size_t>(2 * program.pairs));
+  const auto fill = [&](const MaskOperand& operand, int32_t first, int size) {
+    for (int64_t at = 0; at * size < operand.count; ++at) {
+      int64_t low = std::numeric_limits<int64_t>::max(), high = std::numeric_limits<int64_t>::min();
+      for (int64_t i = at * size; i < std::min<int64_t>(operand.count, (at + 1) * size); ++i) {
+        low = std::min(low, cuda::ReadElement(operand, i));
+        high = std::max(high, cuda::ReadElement(operand, i));
+      }
+      pairs[static_cast<size_t>(2 * (first + at))] = low;
+      pairs[static_cast<size_t>(2 * (first + at) + 1)] = high;
+    }
+  };
+  for (const MaskOperand& operand : program.operands) {
+    if (operand.blocks < 0) continue;
+    fill(operand, operand.blocks, MaskOperand::kBlock);
+    fill(operand, operand.groups, MaskOperand::kGroup);
+  }
+  return pairs;
+}
+
+struct Bound {
+  std::vector<int64_t> summaries;
+  MaskView view;
+  explicit Bound(const MaskProgram& program) : summaries(Summaries(program)) {
+    view.steps = program.steps.data(), view.affines = program.affines.data(), view.operands = program.operands.data();
+    view.summaries = summaries.data();
+    view.count = static_cast<int32_t>(program.steps.size());
+    view.narrow = program.narrow ? 1 : 0;
+  }
+};
+
+cuda::MaskInputs AllInputs(const Operands& operands) {
+  cuda::MaskInputs inputs = operands.runtime;
+  inputs.insert(inputs.end(), operands.tables.begin(), operands.tables.end());
+  return inputs;
+}
+
+template <typename V>
+void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box) {
+  for (int64_t q0 = box.q_lo; q0 <= box.q_hi; q0 += cuda::kMaskRows<V>) {
+    for (int64_t k = box.k_lo; k <= box.k_hi; ++k) {
+      V allowed[cuda::kMaskRows<V>];
+      cuda::EvaluateRows<V>(bound.view, box.b, box.h, q0, k, allowed);
+      for (int64_t q = q0; q <= std::min<int64_t>(box.q_hi, q0 + cuda::kMaskRows<V> - 1); ++q) {
+        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, k);
+        CHECK(allowed[q - q0] == (want ? 1 : 0), mask.text, " at ", box.b, " ", box.h, " ", q, " ", k);
+      }
+    }
+  }
+}
+
+TEST(MaskProgramsGiveTheExpression) {
+  const int cases = Cases(1500);
+  int decided = 0, narrow = 0, boxes = 0;
+  for (int seed = 0; seed < cases; ++seed) {
+    Random random(static_cast<uint64_t>(seed));
+    const RandomMask mask = MakeRandomMask(&random, RandomSizes(&random, seed % 10 == 0 ? 1500 : 90), seed % 3 != 0);
+    const MaskParts parts = SplitMask(mask.expr);
+    // In half of the cases in two parts, as the operator has them; padding belongs to neither.
+    const bool split = random.OneIn(2) && !parts.pad && !(parts.fixed.empty() && parts.dynamic.empty());
+    MaskProgram program;
+    const Status status = CompileMask(split ? parts.fixed : MaskExpr(), split ? parts.dynamic : mask.expr, mask.sizes,
+                                      AllInputs(mask.operands), &program);
+    CHECK(status.ok(), mask.text, ": ", status.message());
+    const ExprSizes& s = mask.sizes;
+    const int64_t b = random.Range(0, s.B - 1), h = random.Range(0, s.H - 1);
+    const Bound bound(program);
+    for (int i = 0; i < 6; ++i) {
+      MaskBox box;
+      box.b = b, box.h = h;
+      box.q_lo = s.P + random.Range(0, s.S - 1), box.k_lo = random.Range(0, s.T - 1);
+      box.q_hi = std::min(s.P + s.S - 1, box.q_lo + random.Range(0, 40));
+      box.k_hi = std::min(s.T - 1, box.k_lo + random.Range(0, 70));
+      MaskIntervals intervals(bound.view);
+      const MaskInterval found = intervals.Run(box);
+      CHECK(intervals.ok(), mask.text, ": Check passed, so every box must");
+      CHECK(found.lo >= 0 && found.hi <= 1 && found.lo <= found.hi, mask.text, ": ", found.lo, " to ", found.hi);
+      ++boxes;
+      CheckRows<int64_t>(bound, mask, box);
+      if (intervals.narrow()) {
+        CheckRows<int32_t>(bound, mask, box);
+        ++narrow;
+      }
+      if (found.lo != found.hi) continue;
+      ++decided;
+      for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
+        for (int64_t k = box.k_lo; k <= box.k_hi; ++k) {
+          CHECK(Allowed(mask.expr, s, mask.bindings, b, h, q, k) == (found.lo == 1), mask.text, " at ", q, " ", k);
+        }
+      }
+    }
+  }
+  CHECK(decided * 4 > boxes && narrow * 2 > boxes, decided, " and ", narrow, " of ", boxes);
+  CountCases(boxes);
+}
+
+Tensor Vector(std::vector<int64_t>* values, std::initializer_list<int64_t> dims) {
+  Tensor tensor;
+  tensor.data = values->data();
+  tensor.dtype = DType::kI64;
+  tensor.rank = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), tensor.dims);
+  return tensor;
+}
+
+Status Compile(const std::string& text, const ExprSizes& sizes, const cuda::MaskInputs& inputs, MaskProgram* program) {
+  MaskExpr expr;
+  STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, {}, &expr));
+  return CompileMask(MaskExpr(), expr, sizes, inputs, program);
+}
+
+// Vectors whose numbers no host has seen: what is right for all of them, for some, for none.
+TEST(MaskProgramsTellWhatVectorsMayBreak) {
+  const ExprSizes sizes = {2, 1, 8, 8, 0};
+  std::vector<int64_t> keys(16, 3), lengths = {8, 5};
+  const cuda::MaskInputs inputs = {{"segment_k", Vector(&keys, {2, 8})}, {"lengths", Vector(&lengths, {2})}};
+  MaskProgram program;
+  for (const char* text : {"k < lengths[b]", "segment_k[b, k] == lengths[b]", "not (segment_k[b, k] != 3) or k <= q"}) {
+    const Status status = Compile(text, sizes, inputs, &program);
+    CHECK(status.ok() && program.proven, text, ": ", status.message());
+  }
+  for (const char* text : {"k + lengths[b] > 9", "segment_k[b, lengths[b] - 1] == 3", "abs(lengths[b]) > k"}) {
+    const Status status = Compile(text, sizes, inputs, &program);
+    CHECK(status.ok() && !program.proven, text, ": ", status.message());
+  }
+  for (const char* text : {"segment_k[b, k + 1] == 3", "segment_q[b, q] == 3", "lengths[k] == 3"}) {
+    const Status status = Compile(text, sizes, inputs, &program);
+    CHECK(!status.ok(), text, " must be an error");
+  }
+  // An index beyond its table and a sum beyond 2^61 are seen where they happen.
+  const auto ok = [&](const char* text) {
+    const Status status = Compile(text, sizes, inputs, &program);
+    CHECK(status.ok(), text, ": ", status.message());
+    const Bound bound(program);
+    MaskIntervals intervals(bound.view);
+    intervals.Run({0, 0, 0, 7, 0, 7});
+    return intervals.ok();
+  };
+  CHECK(ok("segment_k[b, lengths[b] - 1] == 3"));
+  lengths[0] = 9;
+  CHECK(!ok("segment_k[b, lengths[b] - 1] == 3"));
+  lengths[0] = 0;
+  CHECK(!ok("segment_k[b, lengths[b] - 1] == 3"));
+  lengths[0] = std::numeric_limits<int64_t>::min();
+  CHECK(!ok("k - lengths[b] > 9"));
+  CHECK(!ok("-lengths[b] > 9"));
+  CHECK(ok("k > lengths[b]"));
+  lengths[0] = int64_t{1} << 40;
+  CHECK(!ok("lengths[b] * lengths[b] > 9"));
+  CHECK(ok("lengths[b] * 3 > k"));
+  CountCases(15);
+}
+
+// Long and deep expressions: the stack of a program grows with the logarithm of what is balanced only.
+TEST(MaskProgramsOfLongExpressions) {
+  const ExprSizes sizes = {1, 2, 70, 70, 0};
+  std::string chain = "k <= q";
+  for (int i = 0; i < 400; ++i) chain += " and (q * " + std::to_string(i + 2) + " + k) % 7 != 3";
+  std::string nested = "q % 3";
+  for (int i = 0; i < 20; ++i) nested = "(k % " + std::to_string(i + 2) + " - (" + nested + ") % 5)";
+  for (const std::string& text : {chain, nested + " > 0"}) {
+    RandomMask mask;
+    mask.text = text, mask.sizes = sizes;
+    Status status = MaskExpr::Parse(text, {}, &mask.expr);
+    CHECK(status.ok(), status.message());
+    MaskProgram program;
+    status = CompileMask(mask.expr, MaskExpr(), sizes, {}, &program);
+    CHECK(status.ok(), status.message());
+    const Bound bound(program);
+    CheckRows<int32_t>(bound, mask, {0, 1, 0, 69, 0, 69});
+  }
+  CountCases(2);
+}
+
+}  // namespace
+}  // namespace stof::test
