@@ -17,8 +17,13 @@ from stof.mask.families import window
 from stof.site import AttentionSite, LiftedMask
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
-_MOST_BYTES = 1 << 26  # of a table
+_TABLE = 1 << 26  # bytes of a table in an attribute
 _FULL = 0.999  # from this share of tiles on nothing is skipped
+
+# What the plugin's kernels take (CheckCudaAttention in cuda/limits.cc): head sizes by element type, as the largest one and
+# what divides them all, and what a mask may read besides tables.
+HEAD_SIZES: dict[int, tuple[int, int]] = {TensorProto.FLOAT16: (128, 8), TensorProto.BFLOAT16: (128, 8)}
+VECTORS = frozenset({"pad"})
 
 
 def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
@@ -42,12 +47,22 @@ def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
 
 def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
     """The reasons against running a site on the plugin's kernels; empty when there are none."""
+    limits = HEAD_SIZES.get(site.dtype)
+    if limits is None:
+        found = TensorProto.DataType.Name(site.dtype)
+        wanted = " or ".join(TensorProto.DataType.Name(t) for t in HEAD_SIZES)
+        return [f"element type {found}, expected {wanted} on a GPU: convert the model before it is optimized"]
+    reasons = []
     sizes = (site.head_size, site.value_head_size)
-    if site.dtype in _HALVES and any(n % 8 for n in sizes):
-        return [f"head size {sizes[0]} / {sizes[1]}, expected multiples of 8 in half precision on a GPU"]
+    if max(sizes) > limits[0] or any(n % limits[1] for n in sizes):
+        reasons.append(
+            f"head size {sizes[0]} / {sizes[1]}, expected multiples of {limits[1]} up to {limits[0]} on a GPU"
+        )
+    if others := sorted({o.role for o in mask.operands} - VECTORS):
+        reasons.append(f"the mask reads {', '.join(others)} at run time, which the plugin's kernels do not")
     for name, kind, shape, _ in mask.tables:
         dtype = np.dtype(kind)
         size = math.prod(shape) * dtype.itemsize // (8 if dtype == np.bool_ else 1)
-        if size > _MOST_BYTES:
-            return [f"{name} of the mask has {size} bytes, and the plugin takes {_MOST_BYTES} as an attribute"]
-    return []
+        if size > _TABLE:
+            reasons.append(f"{name} of the mask has {size} bytes, and the plugin takes {_TABLE} as an attribute")
+    return reasons

@@ -16,19 +16,20 @@ _FIRST_OPERAND = 3
 
 
 def constants(mask: LiftedMask, slots: Sequence[str]) -> dict[str, str]:
-    """The tables of a mask as attributes ``constant<input>``: "TYPE SHAPE DATA", since plugins see no values of inputs.
+    """The tables of a mask as the attribute ``constants`` (docs/tensorrt.md), since plugins see no values of inputs.
 
-    DATA is base64 of the elements, row-major, little-endian; booleans are packed, element i in bit i % 8 of byte i // 8.
+    Entries "INPUT TYPE SHAPE DATA" joined by ";". DATA is base64 of the elements, row-major, little-endian; booleans are
+    packed, element i in bit i % 8 of byte i // 8.
     """
-    found = {}
+    entries = []
     for name, kind, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(kind))
         if array.dtype == np.bool_:
             array = np.packbits(array, bitorder="little")
         text = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
-        sizes = "x".join(str(n) for n in shape)
-        found[f"constant{_FIRST_OPERAND + list(slots).index(name)}"] = f"{np.dtype(kind).name} {sizes} {text}"
-    return found
+        place = _FIRST_OPERAND + list(slots).index(name)
+        entries.append(f"{place} {np.dtype(kind).name} {'x'.join(str(n) for n in shape)} {text}")
+    return {"constants": ";".join(entries)} if entries else {}
 
 
 def name_nodes(model: onnx.ModelProto) -> None:
