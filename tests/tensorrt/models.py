@@ -32,16 +32,20 @@ def half(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def masked(
-    model: onnx.ModelProto, expression: str, tables: Mapping[str, np.ndarray] | None = None, every: int = 1
+    model: onnx.ModelProto,
+    expression: str,
+    tables: Mapping[str, np.ndarray] | None = None,
+    every: int = 1,
+    first: int = 0,
 ) -> onnx.ModelProto:
-    """A copy in which a mask, made by the nodes of an expression, is added to the scores of every n-th softmax."""
+    """A copy in which a mask, made by the nodes of an expression, is added to the scores of every n-th softmax, from one on."""
     tables = tables or {}
-    softmaxes = [n.output[0] for n in model.graph.node if n.op_type == "Softmax"][::every]
+    softmaxes = [n.output[0] for n in model.graph.node if n.op_type == "Softmax"][first::every]
     edited = onnx.ModelProto()
     edited.CopyFrom(model)
     graph = edited.graph
     opset = next(o.version for o in edited.opset_import if o.domain in ("", "ai.onnx"))
-    builder = Builder(opset, "structure_")
+    builder = Builder(opset, f"structure{first}_")
     ids = graph.input[0].name
     shape = builder.add("Shape", [ids])
     batch, length = (builder.add("Gather", [shape, builder.constant(i)]) for i in (0, 1))
@@ -111,6 +115,7 @@ def models() -> dict[str, onnx.ModelProto]:
         "mistral": half(mistral),
         "longformer": half(masked(bert(), LONGFORMER)),
         "bigbird": half(masked(fixed(bert(), LENGTH), BIGBIRD, table)),
+        "mixed": half(masked(masked(fixed(bert(), LENGTH), BIGBIRD, table, 2), "abs(q - k) <= 8", None, 2, 1)),
         "three-masks": half(three_masks()),
     }
 

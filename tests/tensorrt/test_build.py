@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -22,15 +23,26 @@ import pytest
 import stof
 from stof.graph import all_nodes
 from stof.options import Options
+from stof.site import EmptyRows
 from stof.tensorrt import BuildOptions, build_engine
 from stof.tensorrt.build import stof_nodes
 from stof.tensorrt.inspect import recorded
+from stof.tensorrt.selftest import model_of
+from stof.testing import random_problem
 
 CAPABILITIES = (86, 89, 120)
 # Sites and distinct masks that target tensorrt replaces; dense and causal ones it leaves.
-EXPECTED = {"modernbert": (2, 1), "mistral": (2, 1), "longformer": (2, 1), "bigbird": (2, 1), "three-masks": (4, 3)}
+EXPECTED = {
+    "modernbert": (2, 1),
+    "mistral": (2, 1),
+    "longformer": (2, 1),
+    "bigbird": (2, 1),
+    "three-masks": (4, 3),
+    "mixed": (2, 2),
+}
 LEFT = {"modernbert": 2}
-FIXED = {"bigbird"}
+SEGMENTS = {n: np.repeat(np.arange(61)[None] // 9, 2, 0) for n in ("segment_q", "segment_k")}
+FIXED = {"bigbird", "mixed"}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +120,34 @@ def test_three_variants_become_branches(folder: Path) -> None:
     model = onnx.load(str(folder / "three-masks.stof.onnx"))
     (function,) = [f for f in model.functions if f.domain == "stof"]
     assert sum(n.op_type == "If" for n in all_nodes(function.node)) == 2
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "softcap": {"mask": "k <= q", "softcap": 30.0},
+    "cross, last queries": {"mask": "k <= q", "T": 77, "query_offset": True, "padded": True},
+    "rows without keys, zero": {"mask": "abs(q - k) <= 2", "padded": True},
+    "rows without keys, nan": {"mask": "abs(q - k) <= 2", "padded": True, "empty_rows": EmptyRows.NAN},
+    "rows without keys, mean": {"mask": "abs(q - k) <= 2", "padded": True, "empty_rows": EmptyRows.MEAN},
+    "rows without keys, all": {"mask": "abs(q - k) <= 2", "padded": True, "empty_rows": EmptyRows.ALL},
+    "arithmetic": {"mask": "(q - k) % 3 == 0 and (q // 8 == k // 8 or not k < 4 or min(q, k) != max(h, 2))"},
+    "sink": {"mask": "k <= q", "sink": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "bias": {"mask": "abs(q - k) <= 9", "bias": np.ones((1, 4, 1, 61), np.float32)},
+    "bias by distance": {"relative_bias": np.linspace(-1, 1, 4 * 31, dtype=np.float32).reshape(4, 31)},
+    "documents": {"mask": "segment_q[b, q] == segment_k[b, k]", "operands": SEGMENTS},
+    "lengths": {"mask": "k < lengths[b]", "operands": {"lengths": np.array([3, 50])}},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_every_form_build(name: str, tmp_path: Path) -> None:
+    """In this process, in which no test may load the library."""
+    settings = {"T": 61, "G": 2, **BODIES[name]}
+    problem = random_problem(np.random.default_rng(1), 2, 4, 61, 16, dtype=np.float16, **settings)
+    onnx.save(model_of(problem), str(tmp_path / "model.onnx"))
+    options = BuildOptions(plugins=False, capabilities=(89,))
+    report = build_engine(tmp_path / "model.onnx", tmp_path / "model.plan", options)
+    assert (report.nodes, report.layers) == (("attention",), ())
+    assert report.bytes == (tmp_path / "model.plan").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", EXPECTED)

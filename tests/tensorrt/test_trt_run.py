@@ -72,7 +72,7 @@ def tensorrt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     modules["pycuda"] = {"pycuda_driver": fakes.Driver()}
     monkeypatch.setattr(device, "_imported", imports(**modules[request.param]))
     monkeypatch.setattr(run, "find", lambda module: found)
-    monkeypatch.setattr(run, "deserialize", lambda trt, data, messages: (None, trt.engine))
+    monkeypatch.setattr(run, "deserialize", lambda trt, data, messages, embedded: (None, trt.engine))
     return found
 
 

@@ -54,6 +54,12 @@ def _building(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _embedded(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--embedded-plugins", action="store_true", help="run the library inside of the engine, a file that you trust"
+    )
+
+
 def _build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="the ONNX file")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: <name>.plan beside the model")
@@ -86,12 +92,14 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="time to measure for (2)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="of the largest output value")
     parser.add_argument("--seed", type=int, default=0)
+    _embedded(parser)
     _common(parser)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", type=Path)
     parser.add_argument("--json", action="store_true", help="as JSON")
+    _embedded(parser)
     _common(parser)
 
 
@@ -153,6 +161,7 @@ def _do_run(a: argparse.Namespace) -> int:
         tolerance=a.tolerance,
         seed=a.seed,
         module=a.tensorrt,
+        embedded=a.embedded_plugins,
         verbose=a.verbose,
     )
     report = run_engine(a.engine, options)
@@ -163,7 +172,7 @@ def _do_run(a: argparse.Namespace) -> int:
 def _do_inspect(a: argparse.Namespace) -> int:
     from stof.tensorrt.inspect import inspect_engine
 
-    found = inspect_engine(a.engine, a.tensorrt, a.verbose)
+    found = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
     print(found.to_json() if a.json else found.to_text())
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import ArgumentError, ModelError
-from stof.tensorrt.module import Messages, TensorrtError, find, load_plugins, logger
+from stof.tensorrt.module import Messages, TensorrtError, find, find_library, load_plugins, logger
 
 # TensorRT for RTX names the plugin layers of a plan in a table: "<layer>_pluginType".
 _RECORD = re.compile(rb'name="([^"]{1,4096})_pluginType" size=(\d+) offset=(\d+)')
@@ -51,7 +51,7 @@ class Contents:
         return "\n".join(lines)
 
 
-def inspect_engine(engine: Path, module: str | None = None, verbose: bool = False) -> Contents:
+def inspect_engine(engine: Path, module: str | None = None, verbose: bool = False, embedded: bool = False) -> Contents:
     """The layers of an engine.
 
     Raises:
@@ -62,7 +62,7 @@ def inspect_engine(engine: Path, module: str | None = None, verbose: bool = Fals
     try:
         trt = find(module)
         messages = Messages(verbose)
-        found = _inspected(trt, data, messages)
+        found = _inspected(trt, data, messages, embedded)
         why = messages.last() or "TensorRT does not deserialize it"
     except TensorrtError as error:
         found, why = None, str(error)
@@ -89,16 +89,20 @@ def read_engine(path: Path) -> bytes:
     return data
 
 
-def deserialize(trt: Any, data: bytes, messages: Messages) -> tuple[Any, Any]:
-    """A runtime and the engine, None when TensorRT refuses it. The plugins are loaded where they are to be had.
+def deserialize(trt: Any, data: bytes, messages: Messages, embedded: bool = False) -> tuple[Any, Any]:
+    """A runtime and the engine, None when TensorRT refuses it.
 
-    Code inside of the engine file runs only where the plugin library is not there by itself.
+    ``embedded``: run the plugin library inside of the engine file, which then has to be trusted as a program is, instead of
+    the installed one.
+
+    Raises:
+        TensorrtError: when the installed library does not load; that it is missing shows where an engine needs it.
     """
     runtime = trt.Runtime(logger(trt, messages))
-    try:
-        load_plugins(trt)
-    except TensorrtError:
+    if embedded:
         runtime.engine_host_code_allowed = True
+    elif find_library() is not None:
+        load_plugins(trt)
     try:
         return runtime, runtime.deserialize_cuda_engine(data)
     except RuntimeError as error:
@@ -106,10 +110,10 @@ def deserialize(trt: Any, data: bytes, messages: Messages) -> tuple[Any, Any]:
         return runtime, None
 
 
-def _inspected(trt: Any, data: bytes, messages: Messages) -> tuple[Layer, ...] | None:
+def _inspected(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tuple[Layer, ...] | None:
     # Without a driver a runtime cannot be made at all by some versions, by others not an engine.
     try:
-        _, engine = deserialize(trt, data, messages)
+        _, engine = deserialize(trt, data, messages, embedded)
     except (RuntimeError, TypeError) as error:
         messages.errors.append(str(error))
         return None

@@ -51,6 +51,14 @@ def plugin_path() -> Path:
     )
 
 
+def find_library() -> Path | None:
+    """The path of the plugin library, None where there is none."""
+    try:
+        return plugin_path()
+    except TensorrtError:
+        return None
+
+
 def find(name: str | None = None) -> Any:
     """TensorRT's Python module.
 
@@ -172,12 +180,7 @@ def load_plugins(trt: Any = None) -> Path | None:
     if registry is None:
         raise TensorrtError(f"{trt.__name__} has no plugin registry")
     known = registry.get_creator(*PLUGIN) is not None
-    try:
-        path = plugin_path()
-    except TensorrtError:
-        if known:
-            return None
-        raise
+    path = find_library() if known else plugin_path()
     if known:
         return path
     try:

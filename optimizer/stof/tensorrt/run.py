@@ -38,6 +38,7 @@ class RunOptions:
     seed: int = 0
     module: str | None = None
     backend: str | None = None  # "cuda-bindings" or "pycuda"
+    embedded: bool = False  # the plugins are the engine's own, which is trusted as a program is
     verbose: bool = False
 
 
@@ -101,7 +102,7 @@ def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
     data = read_engine(engine)
     trt = find(options.module)
     with open_device(options.backend) as device:
-        loaded = Engine(trt, data, str(engine), device, Messages(options.verbose))
+        loaded = Engine(trt, data, str(engine), device, Messages(options.verbose), options.embedded)
         shapes = loaded.shapes(options.shapes)
         feeds = _given(options.inputs, loaded) if options.inputs else draw(loaded.types, shapes, options)
         loaded.set_inputs(feeds)
@@ -115,12 +116,14 @@ def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
 class Engine:
     """A loaded engine with one context; inputs and outputs are arrays by name."""
 
-    def __init__(self, trt: Any, data: bytes, name: str, device: Device, messages: Messages) -> None:
+    def __init__(
+        self, trt: Any, data: bytes, name: str, device: Device, messages: Messages, embedded: bool = False
+    ) -> None:
         self.trt = trt
         self.name = name
         self.device = device
         self.messages = messages
-        self.runtime, self.engine = deserialize(trt, data, messages)
+        self.runtime, self.engine = deserialize(trt, data, messages, embedded)
         if self.engine is None:
             raise ModelError(
                 f"{trt.__name__} {trt.__version__} does not load {name}: {messages.last() or 'no reason given'}"
