@@ -127,6 +127,7 @@ class _Build:
         return 1 << int(kinds.STRONGLY_TYPED) if hasattr(kinds, "STRONGLY_TYPED") else 0
 
     def run(self, nodes: Sequence[str], library: Path | None) -> BuildReport:
+        self._configure(library)
         self._parse()
         layers = plugin_layers(self.trt, self.network)
         if self.options.plugins:
@@ -134,7 +135,6 @@ class _Build:
         elif library_is_there(self.trt):
             self._check_bodies(nodes, layers)
         inputs = self._profile()
-        self._configure(library)
         cache = self._timing_cache()
         plan = self.builder.build_serialized_network(self.network, self.config)
         if plan is None:

@@ -69,8 +69,10 @@ class Ranges:
         least = next(s for s in (least, usual, most) if s is not None)
         most = next(s for s in (most, usual, least) if s is not None)
         usual = most if usual is None else usual
-        for option, found in (("--min", least), ("--opt", usual), ("--max", most)):
-            if len(found) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, found, strict=True)):
+        for option, found in zip(("--min", "--opt", "--max"), given, strict=True):
+            if found is not None and (
+                len(found) != len(shape) or any(n not in (-1, m) for n, m in zip(shape, found, strict=True))
+            ):
                 raise ArgumentError(
                     f"{option} gives input {name!r} the shape {_shown(found)}; the model has {_shown(shape)} (-1: any size)"
                 )
