@@ -13,8 +13,9 @@ import numpy as np
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Padding
 from stof.mask.check import MaskChecker, lengths, uneven
-from stof.mask.lift import UNDERFLOW
+from stof.mask.lift import UNDERFLOW, read_term
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
+from stof.symbolic import Symbolic
 
 _SCORE = 32.0  # as large as scores may be and vanish
 
@@ -26,7 +27,7 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         UnsupportedError: when a padded input shows a row of another kind.
     """
     # One mask alone has one level; a guard gives zeros whatever the levels are.
-    forbidding = [t for t in site.terms if t not in mask.bias]
+    forbidding = [t for t in site.terms if t not in mask.bias or _forbids(checker.symbolic, site, t)]
     summed = any("different strength" in n for n in mask.notes)  # within one tensor
     if not summed and len(forbidding) < 2:
         return
@@ -66,6 +67,14 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
     checker.rows.add(key)
+
+
+def _forbids(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
+    """Whether a term that stays a bias has numbers that forbid: it tells keys apart that another mask forbids, too."""
+    try:
+        return bool(read_term(symbolic, site, term, {}).fills)
+    except UnsupportedError:
+        return False
 
 
 def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:

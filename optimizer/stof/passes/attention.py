@@ -118,6 +118,11 @@ def _match(
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
     if anchor.mask is not None:
+        if sink is not None:
+            raise UnsupportedError(
+                f"{anchor.mask.tensor!r} makes exponentials 0 that a sink stands beside: where it is 0 for a whole row, the sink "
+                "loses its weight, too, and the row is NaN; a mask of the scores, before the sink is joined, makes this plain"
+            )
         scores = replace(scores, terms=(anchor.mask, *scores.terms))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
     if len(shape) == 4:

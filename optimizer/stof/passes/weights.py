@@ -123,7 +123,8 @@ class Forward:
                 tensor = users[0].output[0]
                 nodes.append(tensor)
                 continue
-            pairs = self._pair_guard(tensor, users)
+            # Where the first column is the sink's, a mask of the weights lies one column beside the keys.
+            pairs = None if first and shape is not None else self._pair_guard(tensor, users)
             if pairs is not None and pair_guard is None:
                 pair_guard = pairs
                 tensor = users[0].output[0]
