@@ -76,6 +76,11 @@ for preset in asan tsan; do
 done
 end
 
+# Optimized models, built by TensorRT for RTX with the plugin library and without.
+begin 'TensorRT engines'
+bash tools/test_engines.sh "$bin/python" build/dev/libstof_ort.so build/dev/libstof_trt.so
+end
+
 begin wheel
 bash tools/wheel.sh "$python"
 end
