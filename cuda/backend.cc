@@ -29,40 +29,6 @@ Status ToHost(const void* from, size_t bytes, void* to) {
 
 Status Device(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
 
-Status CheckRows(const AttentionArgs& args) {
-  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
-  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
-  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
-    return Status::Error("too many rows for one launch");
-  }
-  return Status();
-}
-
-Status Check(const AttentionArgs& args) {
-  if (args.dtype == DType::kF32) return CheckRows(args);
-  if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
-    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
-                         std::to_string(static_cast<int>(args.dtype)));
-  }
-  // Rows are copied 16 bytes at a time.
-  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 256) {
-    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 256, found " +
-                         std::to_string(args.D) + " and " + std::to_string(args.Dv));
-  }
-  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
-    if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {
-      return Status::Error("rows of query, key, value and output must begin at multiples of 16 bytes");
-    }
-  }
-  for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
-    if (reinterpret_cast<uintptr_t>(base) % 16 != 0) {
-      return Status::Error("query, key, value and output must be aligned to 16 bytes");
-    }
-  }
-  return CheckRows(args);
-}
-
 cuda::AttentionParams ToParams(const AttentionArgs& args) {
   cuda::AttentionParams p;
   p.B = static_cast<int32_t>(args.B), p.H = static_cast<int32_t>(args.H), p.G = static_cast<int32_t>(args.G);
@@ -120,7 +86,6 @@ Status Facts(DeviceFacts* facts) {
 }
 
 constexpr char kSm80[] = "sm80";                        // its name as a hint
-constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
 constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
 // A mask that is made on the device, by run, and what its parts share.
@@ -168,25 +133,10 @@ class Job {
     }
     if (TakesDecode()) return RunDecode();
     if (args_.dtype == DType::kF32) return RunFp32();
-    // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || extras_ || size_ <= 32) return RunSm80();
-    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
-    if (kernels->launch == nullptr || std::strcmp(args_.kernel, kSm80) == 0) return RunSm80();
+    const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
-    if (build_ == nullptr && !mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
-    problem.hash = mask_.fixed_hash;
-    problem.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
-    problem.multiprocessors = facts_.multiprocessors;
-    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
-    problem.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
-    const cuda::Sm90Kernel* kernel = cuda::Named(kernels, args_.kernel);
-    if (kernel != nullptr) {
-      // as the node asks
-    } else if (build_ != nullptr) {
-      kernel = cuda::SelectUnseen(kernels);
-    } else {
-      STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
-    }
+    STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    if (kernel == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
     if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
@@ -207,7 +157,72 @@ class Job {
     return LaunchSm80();
   }
 
+  // The masks that Run would make.
+  Status Ready() {
+    const cuda::Sm90Kernel* kernel = nullptr;
+    cuda::Problem problem;
+    STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    if (TakesDecode()) {
+      cuda::MaskForm form;
+      form.m = cuda::kDecodeTileRows;
+      return GetMask(form, &params_, &entry);
+    }
+    if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
+    // Also beside an sm_90a kernel where the other one may come second.
+    return kernel == nullptr || all_keys_ ? GetMask(cuda::MaskForm(), &params_, &entry) : Status();
+  }
+
+  // How many choices there are: the sm_80 kernel, then those for sm_90a.
+  Status Count(int* kernels) {
+    const cuda::Sm90Kernel* first = nullptr;
+    STOF_RETURN_IF_ERROR(First(&first));
+    *kernels = first == nullptr ? 0 : 1 + Listed(first);
+    return Status();
+  }
+
  private:
+  static int Listed(const cuda::Sm90Kernel* first) {
+    int count = 0;
+    while (first[count].launch != nullptr) ++count;
+    return count;
+  }
+
+  // The sm_90a kernels that take the problem on this device; nullptr: none, only the sm_80 kernel does.
+  Status First(const cuda::Sm90Kernel** first) {
+    STOF_RETURN_IF_ERROR(Facts(&facts_));
+    *first = nullptr;
+    // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
+    if (facts_.capability != 90 || extras_ || size_ <= 32) return Status();
+    if (args_.dtype == DType::kF32) return Status();
+    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
+    if (kernels->launch != nullptr) *first = kernels;
+    return Status();
+  }
+
+  // kernel nullptr: that for sm_80.
+  Status Choose(const cuda::Sm90Kernel** kernel, cuda::Problem* problem) {
+    const cuda::Sm90Kernel* first = nullptr;
+    STOF_RETURN_IF_ERROR(First(&first));
+    if (first == nullptr || context_.kernel == 1) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
+    if (build_ == nullptr && !mask_.parts.fixed.empty()) problem->mask = &mask_.parts.fixed;
+    problem->hash = mask_.fixed_hash;
+    problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
+    problem->multiprocessors = facts_.multiprocessors;
+    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
+    problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
+      *kernel = first + (context_.kernel - 2);
+      return Status();
+    }
+    *kernel = cuda::Named(first, args_.kernel);
+    if (*kernel != nullptr) return Status();
+    if (build_ == nullptr) return cuda::Select(first, *problem, kernel);
+    *kernel = cuda::SelectUnseen(first);
+    return Status();
+  }
+
   // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
   bool TakesDecode() const {
     if (args_.S > cuda::kDecodeQueries) return false;
@@ -245,14 +260,20 @@ class Job {
     const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
                                       unknown || (entry != nullptr && entry->empty_rows()));
     const int64_t rows = args_.B * args_.H * args_.S;
-    if (params.splits > 1 || second) {
+    // Where memory was planned ahead there may be too little for the splits that would be fastest.
+    while (params.splits > 1 || second) {
       const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
       const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
       auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+      if (memory == nullptr && params.splits > 1) {
+        params.splits /= 2;
+        continue;
+      }
       if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of sums");
       params.state = reinterpret_cast<float*>(memory);
       params.partial = reinterpret_cast<float*>(memory + states);
       if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
+      break;
     }
     for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
       STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
@@ -355,7 +376,7 @@ class Job {
   Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) const {
     if (pad_ == nullptr && !flags) return Status();
     const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
-    const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + kPiece - 1) / kPiece) : 0;
+    const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + cuda::kPiece - 1) / cuda::kPiece) : 0;
     const int64_t bit_bytes = args_.B * tiles * cuda::kTileKeys / 8;
     const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * pieces));
     auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
@@ -454,7 +475,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
 
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
-  STOF_RETURN_IF_ERROR(Check(args));
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
     return AttendInParts(args, pad, mask, sizes, operands, context);
   }
@@ -537,7 +558,7 @@ Status Describe(std::string* name, int32_t* capability) {
   return Status();
 }
 
-Status Kernels(int64_t head_size, DType dtype, std::string* names) {
+Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   DeviceFacts facts;
   STOF_RETURN_IF_ERROR(Facts(&facts));
   names->clear();
@@ -552,8 +573,49 @@ Status Kernels(int64_t head_size, DType dtype, std::string* names) {
   return Status();
 }
 
-constexpr CudaBackend kBackend = {ToHost,  Device,    Take,     Give,    CapturedOrDone,
-                                  Relaxed, Attention, Describe, Kernels, cuda::TimeOp};
+int Kernels(const AttentionArgs& args) {
+  const AttentionMask none;
+  const RunContext context;
+  int kernels = 0;
+  const Status status =
+      Job(args, nullptr, none, ExprSizes(), Tables(), cuda::MaskPart(), nullptr, context).Count(&kernels);
+  if (status.ok()) return kernels;
+  cudaGetLastError();  // that of a missing device is nobody else's business
+  return 0;
+}
+
+// A stream of this library's own on the current device, for uploads that come before the stream of a run is known.
+Status UploadStream(cudaStream_t* stream) {
+  constexpr int kDevices = 64;
+  static std::mutex mutex;
+  static cudaStream_t streams[kDevices];
+  int device = 0;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  if (device >= kDevices) return Status::Error("more than 64 devices");
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (streams[device] == nullptr) {
+    STOF_RETURN_IF_ERROR(
+        ToStatus(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking), "stream for uploads"));
+  }
+  *stream = streams[device];
+  return Status();
+}
+
+Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
+  if (mask.parts.fixed.empty()) return Status();
+  const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
+  RunContext context;
+  context.on_cuda = true;
+  context.kernel = kernel;
+  cudaStream_t stream = nullptr;
+  STOF_RETURN_IF_ERROR(UploadStream(&stream));
+  context.stream = stream;
+  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+  return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
+}
+
+constexpr CudaBackend kBackend = {ToHost,    Device,  Take,  Give,     CapturedOrDone, Relaxed,
+                                  Attention, Kernels, Ready, Describe, KernelNames,    cuda::TimeOp};
 
 }  // namespace
 

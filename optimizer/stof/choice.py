@@ -11,6 +11,7 @@ import onnx
 
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.inputs import evaluate
+from stof.kernels import tensorrt
 from stof.kernels.cost import Prediction, predict, why_not
 from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
@@ -81,14 +82,14 @@ def check_shapes(options: Options, model: onnx.ModelProto) -> None:
             raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
 
 
-def check_plan(plan: Plan, sites: Sequence[AttentionSite]) -> None:
-    """Refuses a plan of another model or for a backend that is not there.
+def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
+    """Refuses a plan of another model or for another target.
 
     Raises:
         ArgumentError: naming the site or the target.
     """
-    if plan.target != "cpu":
-        raise ArgumentError(f"the plan is for target {plan.target}; this build has the CPU backend only")
+    if plan.target != target:
+        raise ArgumentError(f"the plan is for target {plan.target}, not {target}; use --target {plan.target}")
     names = {s.name for s in sites}
     for entry in plan.sites:
         if entry.site not in names:
@@ -114,6 +115,7 @@ class Chooser:
         self.symbolic = symbolic
         self.options = options
         self.plan = plan
+        self.tensorrt = options.target == "tensorrt"
         self.isa = isa
         self.checker = MaskChecker(model, symbolic)
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
@@ -144,13 +146,15 @@ class Chooser:
             accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
             row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
             step = Step.KERNEL
-            if reasons := why_not(site, mask):
+            reasons = why_not(site, mask)
+            if self.tensorrt:
+                reasons += tensorrt.why_not(site, mask)
+            if reasons:
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
             step = Step.COST
             *within, shown = self._predict(site, mask)
-            worst = min(within, key=lambda p: p.gain)
-            if entry is None and worst.gain < 1.0:
-                raise UnsupportedError(f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x")
+            if entry is None:
+                self._worth(site, mask, within)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 return self.choose(site.unguarded)
@@ -159,20 +163,21 @@ class Chooser:
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
                 ) from error
             return _kept(row, step, str(error))
+        gain = None if self.tensorrt else shown.gain  # nothing is predicted there
         row = replace(
             row,
             replaced=True,
             reason="replaced",
             step=Step.DONE,
             empty_rows=mask.empty_rows.value,
-            kernel=f"cpu block-wise {self.isa}".rstrip(),
+            kernel="TensorRT plugin" if self.tensorrt else f"cpu block-wise {self.isa}".rstrip(),
             tile_density=shown.tile_density,
-            predicted_gain=shown.gain,
+            predicted_gain=gain,
             length=shown.length,
         )
         hints = entry.hints if entry else ()
-        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, round(shown.gain, 3))
-        return Choice(row, plan, Rewrite(site, mask, hints))
+        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
+        return Choice(row, plan, Rewrite(site, mask, hints, self.tensorrt))
 
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
@@ -234,6 +239,16 @@ class Chooser:
             self.predictions[key] = [predict(site, mask, n) for n in (*lengths, shown)]
         return self.predictions[key]
 
+    def _worth(self, site: AttentionSite, mask: LiftedMask, within: Sequence[Prediction]) -> None:
+        """Raises UnsupportedError with the reason where a site is better left as it is."""
+        if self.tensorrt:
+            if reason := tensorrt.leave(site, mask, within[-1].tile_density):
+                raise UnsupportedError(reason)
+            return
+        worst = min(within, key=lambda p: p.gain)
+        if worst.gain < 1.0:
+            raise UnsupportedError(f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x")
+
     def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
@@ -261,6 +276,6 @@ def _heads(site: AttentionSite) -> str:
     return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
 
 
-def plan_of(choices: Iterable[Choice]) -> Plan:
+def plan_of(choices: Iterable[Choice], target: str = "cpu") -> Plan:
     """The plan that gives these choices again."""
-    return Plan(tuple(c.plan for c in choices))
+    return Plan(tuple(c.plan for c in choices), target)

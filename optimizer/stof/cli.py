@@ -122,10 +122,11 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, words in _LATER.items():
         if getattr(arguments, name) is not None:
             raise ArgumentError(words)
-    if arguments.target != "cpu":
-        raise ArgumentError(f"--target {arguments.target}: this build has the CPU backend only; use --target cpu")
+    if arguments.target == "cuda":
+        raise ArgumentError("--target cuda: its predictions are not in this version; use --target cpu or tensorrt")
     options = Options(
         output=arguments.output,
+        target=arguments.target,
         json=arguments.json,
         dry_run=arguments.dry_run,
         explain=arguments.explain,

@@ -12,6 +12,7 @@ class Options:
     """What ``stof-optimize`` takes; ``docs`` of each option are in ``cli.py``."""
 
     output: Path | None = None
+    target: str = "cpu"  # or "tensorrt": what is replaced, and how it is written
     json: Path | None = None
     dry_run: bool = False
     explain: str | None = None  # "*" or a site: report only, and say how far sites got

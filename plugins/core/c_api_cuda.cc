@@ -74,7 +74,7 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
     std::string found;
-    STOF_RETURN_IF_ERROR(backend->kernels(head_size, static_cast<stof::DType>(dtype), &found));
+    STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
     if (found.size() >= names_size) return Status::Error("the names take " + std::to_string(found.size()) + " bytes");
     std::copy(found.c_str(), found.c_str() + found.size() + 1, names);
     return Status();

@@ -391,8 +391,14 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
     STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].input], dims.data(), rank));
     STOF_ORT_RETURN(api->GetSymbolicDimensions(inputs[rules[i].input], names.data(), rank));
     const int64_t size = dims[rules[i].axis];
-    const bool scaled = rules[i].times != rules[i].over;
+    const bool scaled = rules[i].times != rules[i].over || rules[i].by_input >= 0;
     sizes[i] = size >= 0 ? size * rules[i].times / rules[i].over : -1;
+    if (rules[i].by_input >= 0) {
+      std::vector<int64_t> by(static_cast<size_t>(ranks[rules[i].by_input]));
+      STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].by_input], by.data(), by.size()));
+      const int64_t factor = by[static_cast<size_t>(rules[i].by_axis)];
+      sizes[i] = sizes[i] >= 0 && factor >= 0 ? sizes[i] * factor : -1;
+    }
     if (size < 0 && !scaled && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
   }
   // ONNX Runtime takes a dimension of -1 without a symbol for a size, so an unknown one leaves the whole shape open.
