@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from stof import tuning
 from stof.runtime_cuda import DeviceInfo
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
@@ -63,7 +64,8 @@ def _flat(**times: float) -> dict[str, dict[int, float]]:
 def test_the_fastest_kernel_is_taken(tuner) -> None:
     bench = Bench(_flat(model=10, old=30, two=8, four=9))
     tuned = tuner(bench).tune(_site(), MASK, 1, [512, 4096])
-    assert tuned.kernel == NAMES[1] and tuned.whole
+    assert tuned.kernel == NAMES[1]
+    assert tuned.whole
     assert tuned.microseconds[4096] == {"": 100, NAMES[0]: 300, NAMES[1]: 80, NAMES[2]: 90}
 
 
@@ -81,8 +83,10 @@ def test_what_was_measured_is_not_measured_again(tuner) -> None:
     first, second = Bench(_flat(model=10, old=30, two=8, four=9)), Bench({})
     chosen = tuner(first).tune(_site(), MASK, 1, [512])
     again = tuner(second).tune(_site(), MASK, 1, [512])
-    assert chosen == again and chosen.kernel == NAMES[1]
-    assert len(first.calls) == 4 and not second.calls
+    assert chosen == again
+    assert chosen.kernel == NAMES[1]
+    assert len(first.calls) == 4
+    assert not second.calls
     # Another mask, batch, length or size is another problem.
     third = Bench(_flat(model=10, old=30, two=8, four=9))
     other = tuner(third)
@@ -96,7 +100,8 @@ def test_what_was_measured_is_not_measured_again(tuner) -> None:
 def test_the_budget_ends_it_with_what_is_known(tuner) -> None:
     bench = Bench(_flat(model=10, old=5, two=8, four=1))
     tuned = tuner(bench, seconds=2).tune(_site(), MASK, 1, [512])
-    assert len(bench.calls) == 2 and not tuned.whole
+    assert len(bench.calls) == 2
+    assert not tuned.whole
     assert tuned.kernel == NAMES[0]
 
 
@@ -134,14 +139,16 @@ def test_a_cache_that_is_no_database_is_empty(tmp_path: Path) -> None:
     path.write_bytes(b"something else" * 100)
     cache = TuningCache(path)
     cache.put({"a": 1.0})
-    assert cache.get("a") is None and str(path) in cache.problem
+    assert cache.get("a") is None
+    assert str(path) in cache.problem
     assert path.read_bytes().startswith(b"something else")
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TuningCache(tmp_path / "file" / "tuning.sqlite3")
-    assert cache.get("a") is None and cache.problem
+    assert cache.get("a") is None
+    assert cache.problem
 
 
 def test_all_or_nothing(tmp_path: Path) -> None:
