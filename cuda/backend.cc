@@ -12,6 +12,7 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
+#include "cuda/attention_rows.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
@@ -85,7 +86,7 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
-constexpr char kSm80[] = "sm80";                        // its name as a hint
+constexpr char kSm80[] = "sm80", kRows[] = "rows";      // their names as hints
 constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
 // A mask that is made on the device, by run, and what its parts share.
@@ -131,11 +132,15 @@ class Job {
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
+    if (std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors()) return RunRows();
     if (TakesDecode()) return RunDecode();
-    if (args_.dtype == DType::kF32) return RunFp32();
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    bool rows = false;
+    STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return RunRows();
+    if (args_.dtype == DType::kF32) return RunFp32();
     if (kernel == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
@@ -168,6 +173,9 @@ class Job {
       form.m = cuda::kDecodeTileRows;
       return GetMask(form, &params_, &entry);
     }
+    bool rows = std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors();
+    if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return GetMask(RowsForm(), &params_, &entry);
     if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
     // Also beside an sm_90a kernel where the other one may come second.
     return kernel == nullptr || all_keys_ ? GetMask(cuda::MaskForm(), &params_, &entry) : Status();
@@ -204,12 +212,12 @@ class Job {
   Status Choose(const cuda::Sm90Kernel** kernel, cuda::Problem* problem) {
     const cuda::Sm90Kernel* first = nullptr;
     STOF_RETURN_IF_ERROR(First(&first));
-    if (first == nullptr || context_.kernel == 1) return Status();
-    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
     if (build_ == nullptr && !mask_.parts.fixed.empty()) problem->mask = &mask_.parts.fixed;
     problem->hash = mask_.fixed_hash;
     problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
     problem->multiprocessors = facts_.multiprocessors;
+    if (first == nullptr || context_.kernel == 1) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
@@ -223,9 +231,36 @@ class Job {
     return Status();
   }
 
-  // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
-  bool TakesDecode() const {
-    if (args_.S > cuda::kDecodeQueries) return false;
+  static cuda::MaskForm RowsForm() {
+    cuda::MaskForm form;
+    form.m = form.n = cuda::kRowsTile;
+    return form;
+  }
+
+  // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the
+  // mask.
+  Status PrefersRows(const cuda::Sm90Kernel* kernel, const cuda::Problem& problem, bool* rows) const {
+    *rows = false;
+    if (problem.mask == nullptr || context_.kernel > 0 || *args_.kernel != '\0' || !ReadsVectors()) return Status();
+    const int64_t item = SizeOf(args_.dtype);
+    return cuda::SelectRows(problem, kernel, static_cast<int>(size_ * item), item == 4, rows);
+  }
+
+  Status RunRows() {
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(RowsForm(), &params_, &entry));
+    const bool biased = args_.softcap > 0.0f || args_.bias != nullptr || args_.relative_bias != nullptr;
+    const cuda::Launch launch = cuda::FindRows(args_.dtype, size_, biased);
+    if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    return Launched(launch(params_, stream_));
+  }
+
+  bool TakesDecode() const { return args_.S <= cuda::kDecodeQueries && ReadsVectors(); }
+
+  // Whether rows can be read 16 bytes at a time, which Check has seen to where they are halves.
+  bool ReadsVectors() const {
     if (args_.dtype != DType::kF32) return true;
     bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
     for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
@@ -564,7 +599,7 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
   if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
-  *names = kSm80;
+  *names = std::string(kSm80) + " " + kRows;
   if (facts.capability != 90) return Status();
   const bool bf16 = dtype == DType::kBF16;
   for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16); kernel->launch != nullptr; ++kernel) {

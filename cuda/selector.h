@@ -36,6 +36,10 @@ const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name);
 // The kernel of such a list that the model takes for the fastest; remembered.
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
 
+// Whether the row-wise kernel takes a problem with a mask in less time than that one (nullptr: the kernel for
+// capability 8.0, or that for fp32), by the model; remembered. head_bytes: of a key.
+Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32, bool* rows);
+
 // The one for a mask that the host does not see: of those with the fewest keys in a tile, which leave most out, the one
 // that needs least for a pair.
 const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels);

@@ -139,9 +139,7 @@ Status TimeOp(const Op& op, const Tensor* inputs, int input_count, int output_co
   STOF_RETURN_IF_ERROR(check(cudaGraphInstantiate(&cuda.executable, cuda.graph, 0)));
   std::vector<float> times;
   const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   for (size_t i = 0; times.size() < kMost && (times.size() < kFewest || elapsed() < seconds); ++i) {
     float ms = 0;
     STOF_RETURN_IF_ERROR(check(cudaEventRecord(cuda.begin, cuda.stream)));

@@ -58,6 +58,7 @@ struct Case {
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
   bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
+  const char* kernel = "";  // that is asked for by name
   bool tf32 = false;        // fp32 whose products are rounded as TF32 is; the inputs have been before
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
@@ -77,7 +78,8 @@ std::string Describe(const Case& c) {
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
-              " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " tile ", c.m, "x", c.n);
+              " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m,
+              "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -481,6 +483,7 @@ AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, 
   args.softcap = c.softcap;
   args.empty_rows = c.empty_rows;
   args.allow_tf32 = c.tf32;
+  args.kernel = c.kernel;
   return args;
 }
 
@@ -932,6 +935,17 @@ std::vector<Case> CudaFp32Cases() {
 
 void CudaFp32() { RunCudaCases(CudaFp32Cases(), {-1}); }
 
+// The row-wise kernel, of all types.
+void CudaRows() {
+  std::vector<Case> cases = CudaCases();
+  for (Case& c : CudaFp32Cases()) {
+    if (c.wild || c.D % 4 != 0 || c.Dv % 4 != 0) continue;
+    cases.push_back(c);
+  }
+  for (Case& c : cases) c.kernel = "rows";
+  RunCudaCases(cases, {-1});
+}
+
 void CudaTf32() {
   std::vector<Case> cases = CudaFp32Cases();
   for (Case& c : cases) c.tf32 = true, c.wild = false;
@@ -1015,6 +1029,7 @@ void CudaSm90() {
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
 TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
+TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
 #endif  // STOF_WITH_CUDA
