@@ -69,8 +69,8 @@ def shapes(model: onnx.ModelProto) -> list[str]:
 
 
 def command(*arguments: str, plugin: bool = True) -> subprocess.CompletedProcess[str]:
-    """``stof-trt`` in a process of its own."""
-    environment = dict(os.environ)
+    """``stof-trt`` of this source tree in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
     if not plugin:
         environment.pop("STOF_TRT_LIBRARY")
     return subprocess.run(

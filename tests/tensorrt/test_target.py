@@ -63,9 +63,13 @@ def test_what_tensorrt_fuses_is_left(settings: dict[str, Any], mask: LiftedMask,
 
 def test_what_no_kernel_takes() -> None:
     assert why_not(site(), LiftedMask("pad[b, k]", PAD)) == []
-    assert "multiples of 8 up to 128" in why_not(site(head_size=20), LiftedMask(""))[0]
-    assert "multiples of 8 up to 128" in why_not(site(value_head_size=136), LiftedMask(""))[0]
-    assert "element type FLOAT, expected FLOAT16 or BFLOAT16" in why_not(site(dtype=FULL), LiftedMask(""))[0]
+    assert "multiples of 8 up to 256" in why_not(site(head_size=20), LiftedMask(""))[0]
+    assert "multiples of 8 up to 256" in why_not(site(value_head_size=264), LiftedMask(""))[0]
+    assert why_not(site(head_size=256, value_head_size=136), LiftedMask("")) == []
+    assert why_not(site(dtype=FULL, head_size=20), LiftedMask("")) == []
+    assert "at most 256" in why_not(site(dtype=FULL, head_size=257), LiftedMask(""))[0]
+    double = why_not(site(dtype=TensorProto.DOUBLE), LiftedMask(""))[0]
+    assert "element type DOUBLE, expected FLOAT or FLOAT16 or BFLOAT16" in double
     ids = LiftedMask("segment_q[b, q] == segment_k[b, k]", (RuntimeOperand("segment_q", "ids"),))
     assert "the mask reads segment_q at run time" in why_not(site(), ids)[0]
     wide = LiftedMask("table0[q, k]", tables=(("table0", "int64", (1 << 12, 1 << 12), b""),))

@@ -22,7 +22,11 @@ _FULL = 0.999  # from this share of tiles on nothing is skipped
 
 # What the plugin's kernels take (CheckCudaAttention in cuda/limits.cc): head sizes by element type, as the largest one and
 # what divides them all, and what a mask may read besides tables.
-HEAD_SIZES: dict[int, tuple[int, int]] = {TensorProto.FLOAT16: (128, 8), TensorProto.BFLOAT16: (128, 8)}
+HEAD_SIZES: dict[int, tuple[int, int]] = {
+    TensorProto.FLOAT: (256, 1),
+    TensorProto.FLOAT16: (256, 8),
+    TensorProto.BFLOAT16: (256, 8),
+}
 VECTORS = frozenset({"pad"})
 
 
@@ -55,9 +59,8 @@ def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
     reasons = []
     sizes = (site.head_size, site.value_head_size)
     if max(sizes) > limits[0] or any(n % limits[1] for n in sizes):
-        reasons.append(
-            f"head size {sizes[0]} / {sizes[1]}, expected multiples of {limits[1]} up to {limits[0]} on a GPU"
-        )
+        expected = f"multiples of {limits[1]} up to {limits[0]}" if limits[1] > 1 else f"at most {limits[0]}"
+        reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected {expected} on a GPU")
     if others := sorted({o.role for o in mask.operands} - VECTORS):
         reasons.append(f"the mask reads {', '.join(others)} at run time, which the plugin's kernels do not")
     for name, kind, shape, _ in mask.tables:
