@@ -645,8 +645,8 @@ const OpDescription* AttentionDescription() {
       {"layout", AttributeType::kString},     {"num_heads", AttributeType::kInt},
       {"kv_num_heads", AttributeType::kInt},  {"query_offset", AttributeType::kInt},
       {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
-      {"results", AttributeType::kString},    {"kernel", AttributeType::kString},
-      {"tile", AttributeType::kString}};
+      {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
+      {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
   static const OpDescription description = {"StofAttention", kTypedInputs,
                                             kMostOperands,   1,
                                             kTypes,          3,
