@@ -17,7 +17,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_sm80.cuh"
@@ -748,10 +747,9 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  constexpr int kReserved = 1024;  // a CTA
-  // For tests of what smaller devices run.
-  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) {
-    block = std::min(block, 1024 * std::max(1, std::atoi(most)));
+  constexpr int kReserved = 1024;                            // a CTA
+  if (const int most = CappedShared(block); most < block) {  // a test's
+    block = most;
     whole = std::min(whole, block + kReserved);
   }
   const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{4} * kPlanes * kHead * p.T / (p.H / p.G) + 1;

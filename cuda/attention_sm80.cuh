@@ -7,9 +7,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdlib>
-
 #include "cuda/attention.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
@@ -606,8 +603,7 @@ cudaError_t StagesOf(int* stages) {
   int device = 0, block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  // For tests of what smaller devices run.
-  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) block = std::min(block, 1024 * std::atoi(most));
+  block = CappedShared(block);
   while (*stages > 0 && S::SharedBytes(*stages) > block) --*stages;
   return error;
 }
