@@ -528,13 +528,15 @@ bool IsCaptured(cudaStream_t stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
-// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without.
-cudaMemPool_t PoolOf(int device) {
+// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
+// used stays in it up to 64 MiB or the largest block that was asked for, which would else be mapped anew in every run.
+cudaMemPool_t PoolOf(int device, size_t bytes) {
   constexpr int kDevices = 64;
-  constexpr uint64_t kKept = uint64_t{64} << 20;  // bytes that stay in the pool when they are not used
+  constexpr uint64_t kKept = uint64_t{64} << 20;
   static std::mutex mutex;
   static cudaMemPool_t pools[kDevices];
   static bool asked[kDevices];
+  static uint64_t kept[kDevices];
   if (device < 0 || device >= kDevices) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex);
   if (!asked[device]) {
@@ -544,13 +546,20 @@ cudaMemPool_t PoolOf(int device) {
     props.allocType = cudaMemAllocationTypePinned;
     props.location.type = cudaMemLocationTypeDevice;
     props.location.id = device;
-    uint64_t kept = kKept;
+    kept[device] = kKept;
     const cuda::RelaxedCapture relaxed;
     if (cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device) != cudaSuccess || supported == 0 ||
         cudaMemPoolCreate(&pools[device], &props) != cudaSuccess ||
-        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept) != cudaSuccess) {
+        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
       cudaGetLastError();
       pools[device] = nullptr;
+    }
+  }
+  if (pools[device] != nullptr && bytes > kept[device]) {
+    kept[device] = bytes;
+    const cuda::RelaxedCapture relaxed;
+    if (cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
+      cudaGetLastError();
     }
   }
   return pools[device];
@@ -561,7 +570,7 @@ bool Take(void* stream, size_t bytes, void** memory) {
   auto* const on = static_cast<cudaStream_t>(stream);
   int device = 0;
   if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
-  cudaMemPool_t pool = PoolOf(device);
+  cudaMemPool_t pool = PoolOf(device, bytes);
   if (pool == nullptr) return false;
   const cuda::RelaxedCapture relaxed;
   if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {

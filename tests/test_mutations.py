@@ -179,10 +179,11 @@ _TYPES = {
     "empty_rows": AttributeProto.STRING,
     "operands": AttributeProto.STRING,
     "results": AttributeProto.STRING,
+    "allow_tf32": AttributeProto.INT,
     "kernel": AttributeProto.STRING,
     "tile": AttributeProto.STRING,
 }
-_READ = sorted(set(_TYPES) - {"mask_id", "kernel", "tile"})  # kernels ignore the others, whatever their type
+_READ = sorted(set(_TYPES) - {"mask_id", "tile"})  # kernels ignore the others, whatever their type
 
 
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:

@@ -84,6 +84,7 @@ if wave 1; then
   suite masks-usual 75 CudaMasksOf
   suite masks-captured 75 CudaMasksInCaptured
   suite masks-broken 75 CudaVectors
+  suite no-keys 75 CudaWithoutKeys
   suite non-finite 75 CudaNonFinite
   suite padding 75 CudaPadding
   report

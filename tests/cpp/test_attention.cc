@@ -772,6 +772,9 @@ Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>*
   return operands;
 }
 
+// Cases whose outputs with allow_tf32 differ from those without.
+int64_t rounded_otherwise = 0;
+
 // kernels: those for compute capability 9.0 to take, by turns; -1: the one that is chosen.
 void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
   const std::string description = Text("cuda, seed ", seed, " ", Describe(c));
@@ -859,6 +862,14 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
     if (repeat == 0) first = output.bytes;
     CHECK(first == output.bytes, where, ": a second run gives other bits");
     Compare(c, dense, answer, &output, where);
+  }
+  if (c.tf32) {
+    args.allow_tf32 = false;
+    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
+    CHECK(status.ok(), description, ": ", status.message());
+    std::vector<char> exact(first.size());
+    CHECK(cudaMemcpy(exact.data(), output_bytes, exact.size(), cudaMemcpyDeviceToHost) == cudaSuccess, description);
+    if (exact != first) ++rounded_otherwise;
   }
   for (void* block : blocks) cudaFree(block);
 }
@@ -949,7 +960,13 @@ void CudaRows() {
 void CudaTf32() {
   std::vector<Case> cases = CudaFp32Cases();
   for (Case& c : cases) c.tf32 = true, c.wild = false;
+  rounded_otherwise = 0;
   RunCudaCases(cases, {-1});
+  // Not of few queries, nor of rows with one key or none.
+  const char* sample = std::getenv("STOF_SAMPLE");
+  const int64_t ran = static_cast<int64_t>(cases.size()) / std::max(1, sample == nullptr ? 1 : std::atoi(sample));
+  CHECK(std::getenv("STOF_CASE") != nullptr || rounded_otherwise >= ran / 3, rounded_otherwise, " of ", ran,
+        " cases are rounded otherwise than without allow_tf32");
 }
 
 // Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them.

@@ -318,6 +318,29 @@ TEST(CudaVectorsThatBreakAMask) {
   CountCases(cases + 2);
 }
 
+// Without any key all rows are zeros, whatever the mask and the policy say.
+TEST(CudaWithoutKeys) {
+  int cases = 0;
+  for (const EmptyRows policy : {EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}) {
+    for (const int64_t S : {5, 100}) {
+      for (const std::string text : {"", "k <= q", "k < lengths[b]"}) {
+        Small small(text, 2, 3, S, 0);
+        small.args.empty_rows = policy;
+        const std::vector<int64_t> lengths = {0, 0};
+        Tables operands;
+        if (text == "k < lengths[b]") {
+          operands = {{"lengths", Vector(small.blocks.Copy(lengths.data(), 16), DType::kI64, {2})}};
+        }
+        const Status status = small.Run(nullptr, operands);
+        CHECK(status.ok(), text, ": ", status.message());
+        CHECK(AllOf(small.Output(), 0), text, " S ", S, " policy ", static_cast<int>(policy));
+        ++cases;
+      }
+    }
+  }
+  CountCases(cases);
+}
+
 // A graph that is captured before anything ran holds the kernels that make the mask, and follows the vectors.
 TEST(CudaMasksInCapturedGraphs) {
   int cases = 0;
