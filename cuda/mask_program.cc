@@ -368,7 +368,7 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
   if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
   DropUnused(program);
-  MakeWords(program);
+  MakeWords(sizes, program);
   const auto size = [program] {
     return program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine) +
            program->words.size() * sizeof(MaskWord);

@@ -44,9 +44,10 @@ struct MaskWord {
     kAnd,
     kOr,
     kNot,
+    kRange,   // affine + sign * row side is at least `constant`, where that bounds it, and below `limit`; or not that
     kLinear,  // affine - row side `op` constant
     kAbs,     // abs(affine) `op` constant, which is not negative
-    kMod,     // affine % modulus `op` constant; the affine's factor of k is 1
+    kMod,     // affine % limit `op` constant; the affine's factor of k is 1
     kOuter,   // row side `op` key side
     kKeys,    // key side is not 0
     kBytes,   // steps `first`, a look-up of bytes that lie in the order of keys, are not 0
@@ -54,10 +55,13 @@ struct MaskWord {
   };
   Kind kind = kAnd;
   ExprOp op = ExprOp::kNe;  // a comparison
-  int16_t row = -1, key = -1;
-  uint16_t first = 0, count = 0;  // of steps
+  int8_t row = -1, key = -1;
+  int8_t sign = 0;                         // kRange: 0 without a side
+  bool bounded = false, inverted = false;  // kRange
+  bool small = false;                      // 32 bits are enough for the affine beside its constants
+  uint16_t first = 0, count = 0;           // of steps
   int32_t affine = -1;
-  int64_t constant = 0, modulus = 0;
+  int64_t constant = 0, limit = 0;
   uint64_t pattern = 0;  // kMod up to 32: whether it holds where the affine is i; of all i < 64
 };
 

@@ -18,7 +18,7 @@ struct Part {
 
 class WordMaker {
  public:
-  explicit WordMaker(MaskProgram* program) : program_(*program) {}
+  WordMaker(const ExprSizes& sizes, MaskProgram* program) : sizes_(sizes), program_(*program) {}
 
   void Make() {
     Describe();
@@ -83,7 +83,58 @@ class WordMaker {
     }
     MaskWord word;
     if (!AsAffine(i, &word) && !AsSides(i, &word)) AsPairs(i, &word);
+    if (word.kind == MaskWord::kLinear || word.kind == MaskWord::kAbs) ToRange(&word);
+    if (word.kind == MaskWord::kRange || word.kind == MaskWord::kMod) word.small = IsSmall(word);
     program_.words.push_back(word);
+  }
+
+  // A line or a distance whose factor of k is 1, -1 or 0 as a range.
+  void ToRange(MaskWord* word) {
+    const Affine affine = program_.affines[static_cast<size_t>(word->affine)];
+    if (affine.k < -1 || affine.k > 1) return;
+    const int64_t c = word->constant;
+    const bool distance = word->kind == MaskWord::kAbs;
+    switch (word->op) {
+      case ExprOp::kLt:
+      case ExprOp::kGe:
+        word->limit = c, word->inverted = word->op == ExprOp::kGe;
+        if (distance) word->constant = 1 - c;
+        break;
+      case ExprOp::kLe:
+      case ExprOp::kGt:
+        word->limit = c + 1, word->inverted = word->op == ExprOp::kGt;
+        if (distance) word->constant = -c;
+        break;
+      default:
+        if (distance) return;  // two ranges
+        word->limit = c + 1, word->inverted = word->op == ExprOp::kNe;
+    }
+    word->bounded = distance || word->op == ExprOp::kEq || word->op == ExprOp::kNe;
+    word->kind = MaskWord::kRange;
+    word->sign = word->row >= 0 ? -1 : 0;
+    if (affine.k != -1) return;
+    // The negative: of a range below its limit that is what is at least 1 - limit.
+    word->affine = Keep({-affine.b, -affine.h, -affine.q, 1, -affine.constant});
+    word->sign = static_cast<int8_t>(-word->sign);
+    const int64_t constant = word->constant;
+    if (word->bounded) {
+      word->constant = 1 - word->limit, word->limit = 1 - constant;
+    } else {
+      word->limit = 1 - word->limit, word->inverted = !word->inverted;
+    }
+  }
+
+  bool IsSmall(const MaskWord& word) const {
+    const auto fits = [](int64_t x) { return x >= -kSmall && x <= kSmall; };
+    const Affine& x = program_.affines[static_cast<size_t>(word.affine)];
+    int64_t sum = 0;
+    const int64_t terms[5][2] = {
+        {x.constant, 1}, {x.b, sizes_.B}, {x.h, sizes_.H}, {x.q, sizes_.P + sizes_.S}, {x.k, sizes_.T}};
+    for (const auto& [factor, most] : terms) {
+      if (!fits(factor)) return false;
+      sum += (factor < 0 ? -factor : factor) * most;
+    }
+    return fits(sum) && fits(word.constant) && fits(word.limit);
   }
 
   // Comparisons with constants of what is affine but for abs or %.
@@ -113,20 +164,20 @@ class WordMaker {
     if (affine->k != 1 && affine->k != -1) return false;
     if (Step(left).mode == MaskStep::kShift) {
       if (Step(left).arg > 30) return false;
-      word->modulus = int64_t{1} << Step(left).arg;
+      word->limit = int64_t{1} << Step(left).arg;
     } else {
-      word->modulus = program_.affines[static_cast<size_t>(Step(left).arg)].constant;
+      word->limit = program_.affines[static_cast<size_t>(Step(left).arg)].constant;
     }
-    if (word->modulus <= 0 || word->modulus > std::numeric_limits<int32_t>::max()) return false;
+    if (word->limit <= 0 || word->limit > std::numeric_limits<int32_t>::max()) return false;
     word->kind = MaskWord::kMod, word->affine = Step(under).arg;
     if (affine->k == -1) {  // x % m = m - 1 - (-x - 1) % m
       const Affine mirrored = {-affine->b, -affine->h, -affine->q, 1, -affine->constant - 1};
       word->affine = Keep(mirrored);
       word->op = MirroredCompare(word->op);
-      word->constant = word->modulus - 1 - word->constant;
+      word->constant = word->limit - 1 - word->constant;
     }
     for (int64_t at = 0; at < 64; ++at) {
-      if (Holds(word->op, at % word->modulus, word->constant)) word->pattern |= uint64_t{1} << at;
+      if (Holds(word->op, at % word->limit, word->constant)) word->pattern |= uint64_t{1} << at;
     }
     return true;
   }
@@ -164,9 +215,9 @@ class WordMaker {
     return false;
   }
 
-  bool Side(int32_t i, bool keys, int16_t* side) {
+  bool Side(int32_t i, bool keys, int8_t* side) {
     if (program_.sides.size() == static_cast<size_t>(kMostSides)) return false;
-    *side = static_cast<int16_t>(program_.sides.size());
+    *side = static_cast<int8_t>(program_.sides.size());
     program_.sides.push_back({Of(i).first, i + 1 - Of(i).first, keys ? 1 : 0});
     return true;
   }
@@ -189,6 +240,7 @@ class WordMaker {
     program_.by_intervals = program_.by_pairs = true;
   }
 
+  const ExprSizes& sizes_;
   MaskProgram& program_;
   std::vector<Part> parts_;
 };
@@ -204,13 +256,13 @@ void MakeOneWord(MaskProgram* program) {
   program->by_intervals = program->by_pairs = true;
 }
 
-void MakeWords(MaskProgram* program) {
+void MakeWords(const ExprSizes& sizes, MaskProgram* program) {
   program->words.clear();
   program->sides.clear();
   program->by_intervals = program->by_pairs = false;
   // Steps are numbered with 16 bits here; a program with more is refused for its bytes.
   if (!program->proven || program->steps.size() > std::numeric_limits<uint16_t>::max()) return MakeOneWord(program);
-  WordMaker(program).Make();
+  WordMaker(sizes, program).Make();
 }
 
 }  // namespace cuda

@@ -14,15 +14,22 @@ namespace cuda {
 
 // Writes the words of a program from its steps. Only a program that is proven has more than one: of others the
 // intervals of the whole must tell whether it may be evaluated.
-void MakeWords(MaskProgram* program);
+void MakeWords(const ExprSizes& sizes, MaskProgram* program);
 // The whole program as one word.
 void MakeOneWord(MaskProgram* program);
 
 // ---- numbers ----
+// The affine, in 32 bits where it is small.
+template <typename U>
+STOF_HOST_DEVICE U AffineAt(const Affine& x, int64_t b, int64_t h, int64_t q, int64_t k) {
+  return static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(b) +
+         static_cast<U>(x.h) * static_cast<U>(h) + static_cast<U>(x.q) * static_cast<U>(q) +
+         static_cast<U>(x.k) * static_cast<U>(k);
+}
+
 // The value of `count` steps from `first` on, for one pair within the problem.
 STOF_HOST_DEVICE int64_t EvaluateOne(const MaskView& view, int first, int count, int64_t b, int64_t h, int64_t q,
                                      int64_t k) {
-  using U = uint64_t;
   int64_t stack[kMaskStack];
   int64_t top = 0;
   int depth = 0;  // entries below `top`
@@ -30,10 +37,7 @@ STOF_HOST_DEVICE int64_t EvaluateOne(const MaskView& view, int first, int count,
     const MaskStep step = view.steps[first + i];
     if (step.op == ExprOp::kConst) {
       if (i > 0) stack[depth++] = top;
-      const Affine& x = view.affines[step.arg];
-      top = static_cast<int64_t>(static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(b) +
-                                 static_cast<U>(x.h) * static_cast<U>(h) + static_cast<U>(x.q) * static_cast<U>(q) +
-                                 static_cast<U>(x.k) * static_cast<U>(k));
+      top = static_cast<int64_t>(AffineAt<uint64_t>(view.affines[step.arg], b, h, q, k));
     } else if (step.op == ExprOp::kLookup) {
       const MaskOperand& operand = view.operands[step.operand];
       int64_t flat = top;
@@ -91,9 +95,13 @@ STOF_HOST_DEVICE bool Holds(ExprOp op, int64_t x, int64_t y) {
       return x != y;
   }
 }
-// A number of a vector, which may be anything, beside affine forms within ±2^61: the same side of each, and differences
-// that fit.
-STOF_HOST_DEVICE int64_t Beside(int64_t x) { return Most(-2 * kLargestInteger, Least(x, 2 * kLargestInteger)); }
+// A number of a vector, which may be anything, beside affine forms within ±2^61 (±2^28 of small ones, as their
+// constants): the same side of all of their differences, and sums that fit.
+STOF_HOST_DEVICE int64_t Beside(int64_t x) { return Most(-kLargestInteger - 1, Least(x, kLargestInteger + 1)); }
+constexpr int32_t kSmall = 1 << 28;
+STOF_HOST_DEVICE int32_t BesideSmall(int64_t x) {
+  return static_cast<int32_t>(Most(-2 * kSmall - 1, Least(x, 2 * kSmall + 1)));
+}
 // What is left of x by 0 < m < 2^31, not negative.
 STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   const auto d = static_cast<int32_t>(m);
@@ -105,7 +113,6 @@ STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   }
   return static_cast<int32_t>(FloorMod<int64_t>(x, m));
 }
-
 // ---- classes ----
 // What a mask may be in a box.
 struct MaskCan {
@@ -121,7 +128,16 @@ STOF_HOST_DEVICE MaskInterval RestInterval(MaskInterval a, int64_t m) {
   return {0, m - 1};
 }
 
-// side(i, &interval) gives the extremes of a side in the box. kIntervals: a word may need MaskIntervals, and then `ok`
+// Whether a range holds somewhere in the box and whether everywhere.
+template <typename V>
+STOF_HOST_DEVICE MaskInterval RangeInterval(const MaskWord& word, V lo, V hi) {
+  const V constant = static_cast<V>(word.constant), limit = static_cast<V>(word.limit);
+  const bool all = hi < limit && (!word.bounded || lo >= constant);
+  const bool some = lo < limit && (!word.bounded || hi >= constant);
+  return word.inverted ? MaskInterval{!some, !all} : MaskInterval{all, some};
+}
+
+// side(i) gives the extremes of a side in the box. kIntervals: a word may need MaskIntervals, and then `ok`
 // and `narrow` are what those say, else unchanged.
 template <bool kIntervals, typename Side>
 STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, const Side& side, bool* ok,
@@ -141,6 +157,30 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
       case MaskWord::kNot:
         zeros = zeros >> 1 << 1 | one, ones = ones >> 1 << 1 | zero;
         continue;
+      case MaskWord::kRange: {
+        const Affine& x = view.affines[word.affine];
+        const MaskInterval own = word.sign != 0 ? side(word.row) : MaskInterval{0, 0};
+        if (word.small) {
+          const bool up = x.q >= 0;
+          const auto value = [&](int64_t q, int64_t k) {
+            return static_cast<int32_t>(AffineAt<uint32_t>(x, box.b, box.h, q, k));
+          };
+          int32_t lo = value(up ? box.q_lo : box.q_hi, box.k_lo), hi = value(up ? box.q_hi : box.q_lo, box.k_hi);
+          if (word.sign != 0) {
+            const int32_t least = BesideSmall(own.lo), most = BesideSmall(own.hi);
+            lo += word.sign > 0 ? least : -most, hi += word.sign > 0 ? most : -least;
+          }
+          found = RangeInterval<int32_t>(word, lo, hi);
+        } else {
+          MaskInterval v = AffineInterval(x, box);
+          if (word.sign != 0) {
+            const int64_t least = Beside(own.lo), most = Beside(own.hi);
+            v.lo += word.sign > 0 ? least : -most, v.hi += word.sign > 0 ? most : -least;
+          }
+          found = RangeInterval<int64_t>(word, v.lo, v.hi);
+        }
+        break;
+      }
       case MaskWord::kLinear: {
         MaskInterval v = AffineInterval(view.affines[word.affine], box);
         if (word.row >= 0) {
@@ -155,7 +195,7 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
                                  {word.constant, word.constant});
         break;
       case MaskWord::kMod:
-        found = CompareIntervals(word.op, RestInterval(AffineInterval(view.affines[word.affine], box), word.modulus),
+        found = CompareIntervals(word.op, RestInterval(AffineInterval(view.affines[word.affine], box), word.limit),
                                  {word.constant, word.constant});
         break;
       case MaskWord::kOuter:
@@ -184,6 +224,13 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
 // Bits below t.
 STOF_HOST_DEVICE uint32_t BitsBelow(int64_t t) {
   return t <= 0 ? 0u : t >= 32 ? ~0u : (1u << static_cast<int>(t)) - 1u;
+}
+STOF_HOST_DEVICE uint32_t BitsBelow(int32_t t) {
+#if defined(__CUDA_ARCH__)
+  return ~__funnelshift_lc(0u, ~0u, static_cast<uint32_t>(max(t, 0)));
+#else
+  return BitsBelow(int64_t{t});
+#endif
 }
 // Bits j where r + slope * j `op` 0.
 STOF_HOST_DEVICE uint32_t LineBits(ExprOp op, int64_t r, int64_t slope) {
@@ -236,12 +283,12 @@ STOF_HOST_DEVICE uint32_t AbsBits(ExprOp op, int64_t v, int64_t slope, int64_t c
     }
   }
 }
-// Bits j where (rest + j) % modulus `op` constant; 0 <= rest < modulus.
+// Bits j where (rest + j) % limit `op` constant; 0 <= rest < limit.
 STOF_HOST_DEVICE uint32_t RestBits(const MaskWord& word, int32_t rest) {
-  if (word.modulus <= 32) return static_cast<uint32_t>(word.pattern >> rest);
+  if (word.limit <= 32) return static_cast<uint32_t>(word.pattern >> rest);
   const int64_t v = rest - word.constant;
-  const uint32_t before = BitsBelow(word.modulus - rest);
-  return (before & LineBits(word.op, v, 1)) | (~before & LineBits(word.op, v - word.modulus, 1));
+  const uint32_t before = BitsBelow(word.limit - rest);
+  return (before & LineBits(word.op, v, 1)) | (~before & LineBits(word.op, v - word.limit, 1));
 }
 
 // A query's two words of keys k0 ... k0 + 31 and k0 + 32 ... k0 + 63, of which k0 is one of the problem; bits of keys
@@ -289,15 +336,52 @@ STOF_HOST_DEVICE void EvaluateWords(const MaskView& view, int64_t b, int64_t h, 
       default:
         break;
     }
-    using U = uint64_t;
     const Affine& x = view.affines[word.affine];
-    const U first = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(b) +
-                    static_cast<U>(x.h) * static_cast<U>(h) + static_cast<U>(x.q) * static_cast<U>(q) +
-                    static_cast<U>(x.k) * static_cast<U>(k0);
-    if (word.kind == MaskWord::kMod) {
-      int32_t rest = Rest(static_cast<int64_t>(first), word.modulus);
+    if (word.kind == MaskWord::kRange && word.small) {
+      auto v = static_cast<int32_t>(AffineAt<uint32_t>(x, b, h, q, k0));
+      if (word.sign != 0) v += word.sign * BesideSmall(lanes.Row(word.row));
+      const auto constant = static_cast<int32_t>(word.constant), limit = static_cast<int32_t>(word.limit);
+      STOF_UNROLL
+      for (int w = 0; w < 2; ++w) {
+        const int32_t own = x.k != 0 ? v + 32 * w : v;
+        if (x.k != 0) {
+          top[w] = BitsBelow(limit - own);
+          if (word.bounded) top[w] &= ~BitsBelow(constant - own);
+        } else {
+          top[w] = own < limit && (!word.bounded || own >= constant) ? ~0u : 0u;
+        }
+        if (word.inverted) top[w] = ~top[w];
+      }
+      continue;
+    }
+    if (word.kind == MaskWord::kMod && word.small) {
+      const int32_t rest = Rest(static_cast<int32_t>(AffineAt<uint32_t>(x, b, h, q, k0)), word.limit);
       top[0] = RestBits(word, rest);
-      top[1] = RestBits(word, Rest(int64_t{rest} + 32, word.modulus));
+      top[1] = RestBits(word, Rest(int64_t{rest} + 32, word.limit));
+      continue;
+    }
+    using U = uint64_t;
+    const U first = AffineAt<U>(x, b, h, q, k0);
+    if (word.kind == MaskWord::kRange) {
+      const auto v = static_cast<int64_t>(
+          first + (word.sign != 0 ? static_cast<U>(word.sign * Beside(lanes.Row(word.row))) : U{0}));
+      STOF_UNROLL
+      for (int w = 0; w < 2; ++w) {
+        const int64_t own = x.k != 0 ? v + 32 * w : v;
+        if (x.k != 0) {
+          top[w] = BitsBelow(word.limit - own);
+          if (word.bounded) top[w] &= ~BitsBelow(word.constant - own);
+        } else {
+          top[w] = own < word.limit && (!word.bounded || own >= word.constant) ? ~0u : 0u;
+        }
+        if (word.inverted) top[w] = ~top[w];
+      }
+      continue;
+    }
+    if (word.kind == MaskWord::kMod) {
+      int32_t rest = Rest(static_cast<int64_t>(first), word.limit);
+      top[0] = RestBits(word, rest);
+      top[1] = RestBits(word, Rest(int64_t{rest} + 32, word.limit));
       continue;
     }
     const U own = word.kind == MaskWord::kLinear && word.row >= 0 ? static_cast<U>(Beside(lanes.Row(word.row))) : U{0};
