@@ -49,14 +49,16 @@ struct Build {
   int32_t class_stride;               // from one row of classes to the next, a multiple of 16
   int32_t tables, layout_h;           // heads that are told apart
   int32_t widest;                     // the larger one of rows and columns
+  int32_t span;                       // the larger one of rows * m and columns * n
   int32_t summary_ctas;               // of the first kernel
-  int64_t side_items;                 // warps of it
+  int64_t side_ctas;                  // of it, each of which takes as many tiles as it has room for
   int64_t b0, h0, q0, queries, keys;  // of the part; q0 is an absolute position
   int64_t* summaries;
   int64_t* extremes;            // [sides, tables, widest, 2] of tiles
+  int64_t* values;              // [sides, tables, span] of queries or keys
   uint8_t* classes;             // [tables, rows, class_stride]
   unsigned long long* numbers;  // [tables, rows] of tiles: 2^32 for each partial one, 1 for each full one
-  uint32_t* undecided;          // their slots times 2, plus 1 where 32 bits are enough for the values
+  uint2* undecided;             // row of all tables; column times 2, plus 1 where 32 bits are enough for the values
   int32_t* count;               // of those
   int32_t* invalid;
   int32_t *layout, *row_begin, *row_end, *full_begin, *key_tile, *bits_id, *order;
@@ -170,43 +172,40 @@ __device__ __forceinline__ MaskView Share(const Build& p, unsigned char* shared,
   return view;
 }
 
-// A call, since its divisions would otherwise be there once for each place that wants a value.
-__device__ __noinline__ int64_t ValueOf(const MaskStep* steps, int count, const Affine* affines,
-                                        const MaskOperand* operands, int64_t b, int64_t h, int64_t q, int64_t k) {
-  MaskView view;
-  view.steps = steps, view.affines = affines, view.operands = operands;
-  return EvaluateOne(view, 0, count, b, h, q, k);
-}
-__device__ __forceinline__ int64_t ValueOf(const MaskView& view, const MaskSide& side, int64_t b, int64_t h, int64_t q,
-                                           int64_t k) {
-  return ValueOf(view.steps + side.first, side.count, view.affines, view.operands, b, h, q, k);
-}
-
-// A warp takes a side of the queries or keys of a tile's row or column.
-__device__ void FindExtremes(const Build& p, const MaskView& view, int64_t item) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int side = 0, tiles = 0;
+// A CTA takes a side of all queries or keys of some tiles' rows or columns, a thread one of them.
+__device__ void FindExtremes(const Build& p, const MaskView& view, int64_t cta) {
+  __shared__ int64_t lows[kWarps], highs[kWarps];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  int side = 0, tiles = 0, size = 0, together = 0, ctas = 0;
   for (;; ++side) {
-    tiles = view.sides[side].keys != 0 ? p.columns : p.rows;
-    if (item < int64_t{p.tables} * tiles) break;
-    item -= int64_t{p.tables} * tiles;
+    const bool keys = view.sides[side].keys != 0;
+    tiles = keys ? p.columns : p.rows, size = keys ? p.n : p.m;
+    together = kThreads / size;
+    ctas = (tiles + together - 1) / together;
+    if (cta < int64_t{p.tables} * ctas) break;
+    cta -= int64_t{p.tables} * ctas;
   }
   const MaskSide own = view.sides[side];
-  const int table = static_cast<int>(item / tiles), tile = static_cast<int>(item % tiles);
+  const int table = static_cast<int>(cta / ctas), tile0 = static_cast<int>(cta % ctas) * together;
   const int64_t b = p.b0 + table / p.layout_h, h = p.h0 + table % p.layout_h;
-  const int64_t size = own.keys != 0 ? p.n : p.m, first = tile * size;
-  const int64_t count = Least(size, (own.keys != 0 ? p.keys : p.queries) - first);
+  const int64_t at = static_cast<int64_t>(tile0) * size + thread;
+  const int64_t of_table = static_cast<int64_t>(side) * p.tables + table;
   int64_t low = INT64_MAX, high = INT64_MIN;
-  for (int64_t i = lane; i < count; i += 32) {
-    const int64_t q = own.keys != 0 ? p.q0 : p.q0 + first + i, k = own.keys != 0 ? first + i : 0;
-    const int64_t value = ValueOf(view, own, b, h, q, k);
-    low = Least(low, value), high = Most(high, value);
+  if (thread < together * size && at < (own.keys != 0 ? p.keys : p.queries)) {
+    low = high = EvaluateOne(view, own.first, own.count, b, h, p.q0 + (own.keys != 0 ? 0 : at), own.keys != 0 ? at : 0);
+    p.values[of_table * p.span + at] = low;
   }
   OfWarp(&low, &high);
-  if (lane == 0) {
-    int64_t* const to = p.extremes + 2 * ((static_cast<int64_t>(side) * p.tables + table) * p.widest + tile);
-    to[0] = low, to[1] = high;
+  if (lane == 0) lows[warp] = low, highs[warp] = high;
+  __syncthreads();
+  if (thread >= together || tile0 + thread >= tiles) return;
+  const int warps = size / 32;
+  for (int i = 0; i < warps; ++i) {
+    low = i == 0 ? lows[thread * warps] : Least(low, lows[thread * warps + i]);
+    high = i == 0 ? highs[thread * warps] : Most(high, highs[thread * warps + i]);
   }
+  int64_t* const to = p.extremes + 2 * (of_table * p.widest + tile0 + thread);
+  to[0] = low, to[1] = high;
 }
 
 __global__ void __launch_bounds__(kThreads) Prepare(const __grid_constant__ Build p) {
@@ -222,10 +221,9 @@ __global__ void __launch_bounds__(kThreads) Prepare(const __grid_constant__ Buil
     if (i == 0) *p.count = 0;
   }
   if (cta < p.summary_ctas) return Summarize(p, cta);
-  if (p.side_items == 0) return;
+  if (cta - p.summary_ctas >= p.side_ctas) return;
   const MaskView view = Share(p, shared, operands, sides);
-  const int64_t item = static_cast<int64_t>(cta - p.summary_ctas) * kWarps + thread / 32;
-  if (item < p.side_items) FindExtremes(p, view, item);
+  FindExtremes(p, view, cta - p.summary_ctas);
 }
 
 // ---- classes and bits ----
@@ -236,20 +234,28 @@ __device__ __forceinline__ void StoreFragments(const Build& p, int64_t slot, int
   if ((row & 8) != 0) return;
   const int thread = row % 64 / 16 * 32 + row % 8 * 4;
   uint32_t* const to = p.bits + ((slot * (p.m / 64) + row / 64) * p.fragments + w) * 128 + thread;
-#pragma unroll
-  for (int t = 0; t < 4; ++t) to[t] = FragmentWord(low, high, below, below_high, t);
+  *reinterpret_cast<uint4*>(to) = {
+      FragmentWord(low, high, below, below_high, 0), FragmentWord(low, high, below, below_high, 1),
+      FragmentWord(low, high, below, below_high, 2), FragmentWord(low, high, below, below_high, 3)};
 }
 
 // Where a tile is.
 struct Place {
   int64_t b, h, q, key;  // the first of its queries and keys
   int rows;              // queries below S
+  int table;
 };
-__device__ __forceinline__ Place PlaceOf(const Build& p, int slot) {
-  const int at = slot / p.columns, table = at / p.rows, row = at % p.rows;
+// at: the row of all tables.
+__device__ __forceinline__ Place PlaceOf(const Build& p, int at, int column) {
+  const int table = p.tables == 1 ? 0 : at / p.rows, row = at - table * p.rows;
+  const int in_b = p.layout_h == 1 ? table : table / p.layout_h;
   const int64_t first = static_cast<int64_t>(row) * p.m;
-  return {p.b0 + table / p.layout_h, p.h0 + table % p.layout_h, p.q0 + first,
-          static_cast<int64_t>(slot % p.columns) * p.n, static_cast<int>(Least(p.m, p.queries - first))};
+  return {p.b0 + in_b,
+          p.h0 + table - in_b * p.layout_h,
+          p.q0 + first,
+          static_cast<int64_t>(column) * p.n,
+          static_cast<int>(Least(p.m, p.queries - first)),
+          table};
 }
 
 // A warp decides tiles of one row: first each lane a few beside each other at once, then those of them that are
@@ -321,7 +327,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
 #pragma unroll 1
   for (int i = lane; i - lane < tiles; i += 32) {
     bool undecided = false;
-    uint32_t entry = 0;
+    uint2 entry = {static_cast<uint32_t>(at), 0};
     if (i < tiles) {
       const int column = column0 + kTogether * groups[i / kTogether] + i % kTogether;
       TileClass verdict = kEmptyTile;
@@ -334,7 +340,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
         }
         undecided = verdict == kPartialTile;
         full += verdict == kFullTile ? 1 : 0;
-        entry = 2 * static_cast<uint32_t>(at * p.columns + column) + (narrow ? 1 : 0);
+        entry.y = 2 * static_cast<uint32_t>(column) + (narrow ? 1 : 0);
       }
       classes[column] = verdict;
     }
@@ -354,27 +360,23 @@ template <bool kPairs>
 struct WarpLanes {
   const Build& p;
   const MaskView& view;
-  const int64_t* row_values;  // [sides] of this lane's query
-  int64_t q0;                 // the first query
-  int32_t queries;            // of 32 those that are there, at least 1
+  const int64_t* values;  // [sides][stride] of the table
+  int64_t stride;
+  int64_t row;      // this lane's query, of those of the part; the last one where it is beyond
+  int64_t q0;       // the first query
+  int32_t queries;  // of 32 those that are there, at least 1
   bool narrow;
   int lane;
 
-  __device__ __forceinline__ int64_t Row(int side) const { return row_values[side]; }
-
-  __device__ __forceinline__ void Key(int side, int64_t b, int64_t h, int64_t k0, int64_t (&values)[2]) const {
-    const MaskSide own = view.sides[side];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      values[w] = ValueOf(view, own, b, h, q0, Least(k0 + 32 * w + lane, p.keys - 1));
-    }
+  __device__ __forceinline__ int64_t Row(int side) const { return values[side * stride + row]; }
+  __device__ __forceinline__ void Key(int side, int64_t k0, int64_t (&keys)[2]) const {
+    const int64_t* const from = values + side * stride;
+    keys[0] = from[Least(k0 + lane, p.keys - 1)], keys[1] = from[Least(k0 + 32 + lane, p.keys - 1)];
   }
-  __device__ __forceinline__ void Keys(const MaskWord& word, int64_t b, int64_t h, int64_t k0,
-                                       uint32_t (&bits)[2]) const {
-    int64_t values[2];
-    Key(word.key, b, h, k0, values);
-#pragma unroll
-    for (int w = 0; w < 2; ++w) bits[w] = __ballot_sync(~0u, values[w] != 0);
+  __device__ __forceinline__ void Keys(const MaskWord& word, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
+    int64_t keys[2];
+    Key(word.key, k0, keys);
+    bits[0] = __ballot_sync(~0u, keys[0] != 0), bits[1] = __ballot_sync(~0u, keys[1] != 0);
   }
 
   template <ExprOp kOp, typename V>
@@ -400,11 +402,10 @@ struct WarpLanes {
     }
     if (op == ExprOp::kNe || op == ExprOp::kGe || op == ExprOp::kLe) bits[0] = ~bits[0], bits[1] = ~bits[1];
   }
-  __device__ __forceinline__ void Outer(const MaskWord& word, int64_t b, int64_t h, int64_t k0,
-                                        uint32_t (&bits)[2]) const {
+  __device__ __forceinline__ void Outer(const MaskWord& word, int64_t, int64_t, int64_t k0, uint32_t (&bits)[2]) const {
     int64_t keys[2];
-    Key(word.key, b, h, k0, keys);
-    const int64_t row = row_values[word.row];
+    Key(word.key, k0, keys);
+    const int64_t row = Row(word.row);
     const int32_t few = static_cast<int32_t>(row),
                   few_keys[2] = {static_cast<int32_t>(keys[0]), static_cast<int32_t>(keys[1])};
     if (__all_sync(~0u, few == row && few_keys[0] == keys[0] && few_keys[1] == keys[1])) {
@@ -414,14 +415,42 @@ struct WarpLanes {
     }
   }
 
-  // A row at a time, a lane for a key; many are on their way at once.
+  // A bit of each of 16 bytes: whether it is not 0.
+  static __device__ __forceinline__ uint32_t Pack(uint4 bytes) {
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t high = (((words[i] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | words[i]) >> 7 & 0x01010101u;
+      bits |= (high * 0x01020408u >> 24 & 0xfu) << 4 * i;
+    }
+    return bits;
+  }
   __device__ __forceinline__ void Bytes(const MaskWord& word, int64_t b, int64_t h, int64_t k0,
                                         uint32_t (&bits)[2]) const {
-    constexpr int kAtOnce = 16;
     const Affine& x = view.affines[view.steps[word.first].arg];
     const auto* from = static_cast<const uint8_t*>(view.operands[view.steps[word.first + 1].operand].data) +
-                       (x.constant + x.b * b + x.h * h + x.q * q0 + k0 + lane);
+                       (x.constant + x.b * b + x.h * h + x.q * q0 + k0);
+    if (((reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(x.q)) & 15) == 0 && k0 + 64 <= p.keys) {
+      // Four lanes read a row.
+      uint4 values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i] = __ldg(reinterpret_cast<const uint4*>(from + x.q * Least(8 * i + lane / 4, queries - 1)) + lane % 4);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t own = Pack(values[i]), other = __shfl_xor_sync(~0u, own, 1);
+        const uint32_t half = (lane & 1) != 0 ? own << 16 | other : other << 16 | own;
+        const uint32_t low = __shfl_sync(~0u, half, lane % 8 * 4), high = __shfl_sync(~0u, half, lane % 8 * 4 + 2);
+        if (lane / 8 == i) bits[0] = low, bits[1] = high;
+      }
+      return;
+    }
+    // A row at a time, a lane for a key; some are on their way at once.
+    constexpr int kAtOnce = 8;
     const bool there[2] = {k0 + lane < p.keys, k0 + 32 + lane < p.keys};
+    from += lane;
 #pragma unroll 1
     for (int row0 = 0; row0 < 32; row0 += kAtOnce) {
       uint8_t values[kAtOnce][2];
@@ -483,57 +512,61 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
   const MaskView view = Share(p, shared, operands, sides);
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   WaitForPrevious();
-  const int count = *p.count;
+  const int count = *p.count, words = p.n / 32;
   int turn = 0;
-  for (int at = static_cast<int>(blockIdx.x); at < count; at += static_cast<int>(gridDim.x), turn ^= 1) {
-    const uint32_t entry = p.undecided[at];
-    const auto slot = static_cast<int>(entry >> 1);
-    const Place place = PlaceOf(p, slot);
+  uint2 next = {0, 0};
+  auto i = static_cast<int>(blockIdx.x);
+  if (i < count) next = p.undecided[i];
+  while (i < count) {
+    const auto at = static_cast<int>(next.x), column = static_cast<int>(next.y >> 1);
+    const bool narrow = (next.y & 1) != 0;
+    i += static_cast<int>(gridDim.x);
+    if (i < count) next = p.undecided[i];
+    const Place place = PlaceOf(p, at, column);
+    const int64_t slot = static_cast<int64_t>(at) * p.columns + column;
+    const int row = thread, row0 = thread - lane;
+    const bool any = row0 < place.rows;
+    const int64_t own_row = place.q - p.q0 + Least(row, place.rows - 1);
+    const WarpLanes<kPairs> lanes = {
+        p,       view,           p.values + int64_t{place.table} * p.span,           int64_t{p.tables} * p.span,
+        own_row, place.q + row0, static_cast<int32_t>(Least(32, place.rows - row0)), narrow,
+        lane};
+    uint32_t* const to = p.bits + (slot * p.m + row) * words;
     int own = 0;
-    for (int row0 = thread - lane; row0 < p.m; row0 += threads) {
-      const int row = row0 + lane, words = p.n / 32;
-      uint32_t* const to = p.bits + (static_cast<int64_t>(slot) * p.m + row) * words;
-      const bool any = row0 < place.rows;
-      const int64_t q = place.q + Least(row, place.rows - 1);
-      int64_t row_values[kMostSides];
-      for (int i = 0; any && i < p.sides_count; ++i) {
-        const MaskSide side = view.sides[i];
-        if (side.keys == 0) row_values[i] = ValueOf(view, side, place.b, place.h, q, 0);
-      }
-      const WarpLanes<kPairs> lanes = {
-          p,   view, row_values, place.q + row0, static_cast<int32_t>(Least(32, place.rows - row0)), (entry & 1) != 0,
-          lane};
 #pragma unroll 1
-      for (int w = 0; w < words; w += 2) {
-        const int64_t k0 = place.key + 32 * w, left = p.keys - k0;
-        uint32_t bits[2] = {0, 0};
-        if (any && left > 0) {
-          EvaluateWords(view, place.b, place.h, q, k0, lanes, bits);
-          bits[0] &= BitsBelow(left);
-          bits[1] &= w + 1 < words ? BitsBelow(left - 32) : 0;
-          if (row >= place.rows) bits[0] = bits[1] = 0;
-        }
-        own += __popc(bits[0]) + __popc(bits[1]);
-        if (p.fragments != 0) {
-          StoreFragments(p, slot, row, w / 2, bits[0], bits[1]);
-        } else {
-          to[w] = bits[0];
-          if (w + 1 < words) to[w + 1] = bits[1];
-        }
+    for (int w = 0; w < words; w += 2) {
+      const int64_t k0 = place.key + 32 * w;
+      const auto left = static_cast<int32_t>(Least(p.keys - k0, 64));
+      uint32_t bits[2] = {0, 0};
+      if (any && left > 0) {
+        EvaluateWords(view, place.b, place.h, p.q0 + own_row, k0, lanes, bits);
+        bits[0] &= BitsBelow(left);
+        bits[1] &= w + 1 < words ? BitsBelow(left - 32) : 0;
+        if (row >= place.rows) bits[0] = bits[1] = 0;
+      }
+      own += __popc(bits[0]) + __popc(bits[1]);
+      if (p.fragments != 0) {
+        StoreFragments(p, slot, row, w / 2, bits[0], bits[1]);
+      } else if (words % 2 == 0) {
+        *reinterpret_cast<uint2*>(to + w) = {bits[0], bits[1]};
+      } else {
+        to[w] = bits[0];
+        if (w + 1 < words) to[w + 1] = bits[1];
       }
     }
     own = __reduce_add_sync(~0u, own);
     if (lane == 0) ones[turn][thread / 32] = own;
     __syncthreads();
-    if (thread != 0) continue;
-    int sum = 0;
-    for (int warp = 0; warp < threads / 32; ++warp) sum += ones[turn][warp];
-    const int row = slot / p.columns;
-    const bool full = sum == place.rows * p.n;
-    if (sum == 0 || full) {
-      p.classes[static_cast<int64_t>(row) * p.class_stride + slot % p.columns] = full ? kFullTile : kEmptyTile;
+    if (thread == 0) {
+      int sum = 0;
+      for (int warp = 0; warp < threads / 32; ++warp) sum += ones[turn][warp];
+      const bool full = sum == place.rows * p.n;
+      if (sum == 0 || full) {
+        p.classes[static_cast<int64_t>(at) * p.class_stride + column] = full ? kFullTile : kEmptyTile;
+      }
+      if (sum != 0) atomicAdd(p.numbers + at, full ? 1ull : 1ull << 32);
     }
-    if (sum != 0) atomicAdd(p.numbers + row, full ? 1ull : 1ull << 32);
+    turn ^= 1;
   }
 }
 
@@ -624,20 +657,24 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t BitBytes(const MaskTile& tile) {
   return int64_t{tile.m} * (tile.fragments ? 64 * FragmentWords(tile.n) : tile.n) / 8;
 }
-// Bits, class, and three words in lists.
-int64_t TileBytes(const MaskTile& tile) { return BitBytes(tile) + 13; }
+// Bits, class, and four words in lists.
+int64_t TileBytes(const MaskTile& tile) { return BitBytes(tile) + 17; }
 int64_t ClassStride(int64_t columns) { return CeilDiv(columns, 16) * 16; }
 
 struct Layout {
   int64_t rows = 0, columns = 0, tables = 0;
-  int64_t summaries = 0, extremes = 0, steps = 0, affines = 0, words = 0, numbers = 0, layout = 0, row_begin = 0,
-          row_end = 0, full_begin = 0, order = 0, key_tile = 0, bits_id = 0, classes = 0, undecided = 0, count = 0,
-          bits = 0, total = 0;
+  int64_t summaries = 0, extremes = 0, values = 0, steps = 0, affines = 0, words = 0, numbers = 0, layout = 0,
+          row_begin = 0, row_end = 0, full_begin = 0, order = 0, key_tile = 0, bits_id = 0, classes = 0, undecided = 0,
+          count = 0, bits = 0, total = 0;
 };
 
 bool IsInline(const MaskProgram& program) {
   return program.steps.size() <= kInlineSteps && program.affines.size() <= kInlineAffines &&
          program.words.size() <= kInlineWords;
+}
+
+int64_t SpanOf(const MaskBuild& build, const Layout& l) {
+  return std::max(l.rows * build.tile.m, l.columns * build.tile.n);
 }
 
 Layout LayoutOf(const MaskBuild& build) {
@@ -653,6 +690,7 @@ Layout LayoutOf(const MaskBuild& build) {
   };
   if (program.by_intervals) l.summaries = take(16 * int64_t{program.pairs});
   l.extremes = take(16 * static_cast<int64_t>(program.sides.size()) * l.tables * std::max(l.rows, l.columns));
+  l.values = take(8 * static_cast<int64_t>(program.sides.size()) * l.tables * SpanOf(build, l));
   if (!IsInline(program)) {
     l.steps = take(static_cast<int64_t>(program.steps.size() * sizeof(MaskStep)));
     l.affines = take(static_cast<int64_t>(program.affines.size() * sizeof(Affine)));
@@ -668,7 +706,7 @@ Layout LayoutOf(const MaskBuild& build) {
   l.key_tile = take(4 * all * l.columns);
   l.bits_id = take(4 * all * l.columns);
   l.classes = take(all * ClassStride(l.columns));
-  l.undecided = take(4 * all * l.columns);
+  l.undecided = take(8 * all * l.columns);
   l.count = take(4);
   l.bits = take(all * l.columns * BitBytes(build.tile));
   return l;
@@ -717,8 +755,11 @@ MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const Mas
     : sizes_(sizes) {
   const int64_t rows = CeilDiv(sizes.S, tile.m);
   // bits_id and the list's places are 32 bits.
-  const int64_t tiles = std::max<int64_t>(1, std::min(most / TileBytes(tile), kMostTiles));
   const int64_t row_tiles = std::max<int64_t>(1, CeilDiv(sizes.T, tile.n));
+  // With what a table has for each query and key, shared out among its tiles.
+  const int64_t values = 8 * static_cast<int64_t>(program.sides.size()) *
+                         std::max(CeilDiv(tile.n, std::max<int64_t>(1, rows)), CeilDiv(tile.m, row_tiles));
+  const int64_t tiles = std::max<int64_t>(1, std::min(most / (TileBytes(tile) + values), kMostTiles));
   const int64_t table = rows * row_tiles;
   const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1;
   batches_ = sizes.B, heads_ = sizes.H, rows_ = sizes.S;
@@ -749,6 +790,7 @@ bool IsCountable(const MaskBuild& build) {
 size_t MaskBytes(const MaskBuild& build) { return static_cast<size_t>(LayoutOf(build).total); }
 
 int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMask* mask) {
+  if (build.tile.m > kMostThreads || build.tile.n > kThreads) return static_cast<int>(cudaErrorInvalidValue);
   const MaskProgram& program = *build.program;
   const auto on = static_cast<cudaStream_t>(stream);
   const Layout l = LayoutOf(build);
@@ -790,8 +832,9 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   p.class_stride = static_cast<int32_t>(ClassStride(l.columns));
   p.extremes = reinterpret_cast<int64_t*>(base + l.extremes);
   p.numbers = reinterpret_cast<unsigned long long*>(base + l.numbers), p.count = words(l.count);
-  p.widest = std::max(p.rows, p.columns);
-  p.undecided = reinterpret_cast<uint32_t*>(base + l.undecided);
+  p.values = reinterpret_cast<int64_t*>(base + l.values);
+  p.widest = std::max(p.rows, p.columns), p.span = static_cast<int32_t>(SpanOf(build, l));
+  p.undecided = reinterpret_cast<uint2*>(base + l.undecided);
   p.invalid = build.invalid;
   p.layout = words(l.layout);
   p.row_begin = words(l.row_begin), p.row_end = words(l.row_end), p.full_begin = words(l.full_begin);
@@ -803,9 +846,9 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
       p.summary_ctas += static_cast<int32_t>(CeilDiv(operand.count, MaskOperand::kGroup));
     }
   }
-  int64_t items = 0;
-  for (const MaskSide& side : program.sides) items += l.tables * (side.keys != 0 ? l.columns : l.rows);
-  p.side_items = items;
+  for (const MaskSide& side : program.sides) {
+    p.side_ctas += l.tables * (side.keys != 0 ? CeilDiv(l.columns, kThreads / p.n) : CeilDiv(l.rows, kThreads / p.m));
+  }
 
   const Kernel decide = program.by_intervals ? Decide<true> : Decide<false>;
   const Kernel evaluate = program.by_pairs ? Evaluate<true> : Evaluate<false>;
@@ -821,15 +864,14 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   const int64_t rows = l.tables * l.rows, all = rows * l.columns;
   // What counts is cleared by all.
   const int64_t clearing = std::min<int64_t>(CeilDiv(rows, 4 * kThreads), build.multiprocessors);
-  const int64_t ctas = std::max<int64_t>({1, p.summary_ctas + CeilDiv(items, kWarps), clearing});
+  const int64_t ctas = std::max<int64_t>({1, p.summary_ctas + p.side_ctas, clearing});
   int error = Start(Prepare, p, ctas, kThreads, shared, on, false);
   if (error != 0) return error;
   const int64_t pieces = rows * CeilDiv(l.columns, kDecided);
   error = Start(decide, p, CeilDiv(pieces, kFewThreads / 32), kFewThreads, shared, on, early);
   if (error != 0) return error;
-  const int threads = std::min(p.m, kMostThreads);
-  error = Start(evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / threads} * build.multiprocessors), threads,
-                shared, on, early);
+  error = Start(evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.multiprocessors), p.m, shared,
+                on, early);
   if (error != 0) return error;
   error = Start(ListTiles, p, CeilDiv(rows, kFewThreads / 32), kFewThreads, 0, on, early);
   if (error != 0) return error;
