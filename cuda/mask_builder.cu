@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "cuda/fragments.h"
 #include "cuda/mask_builder.h"
@@ -281,8 +282,8 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
   box.q_lo = p.q0 + static_cast<int64_t>(row) * p.m;
   box.q_hi = p.q0 + Least(static_cast<int64_t>(row + 1) * p.m, p.queries) - 1;
   // Tiles from `column` on: what their class is, and where they are undecided whether 32 bits are enough.
-  const auto decide = [&](int column, int count, bool* ok, bool* narrow) {
-    const int last = static_cast<int>(Least(column + count, p.columns));
+  const auto decide = [&](int column, auto number, bool* ok, bool* narrow) {
+    constexpr int count = decltype(number)::value;
     box.k_lo = static_cast<int64_t>(column) * p.n;
     box.k_hi = Least(static_cast<int64_t>(column + count) * p.n, p.keys) - 1;
     const auto side = [&](int i) {
@@ -293,9 +294,9 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
       };
       if (view.sides[i].keys == 0) return read(row);
       MaskInterval found = read(column);
-#pragma unroll 1
-      for (int tile = column + 1; tile < last; ++tile) {
-        const MaskInterval other = read(tile);
+#pragma unroll
+      for (int next = 1; next < count; ++next) {  // of the last column again where there are no more
+        const MaskInterval other = read(static_cast<int>(Least(column + next, p.columns - 1)));
         found = {Least(found.lo, other.lo), Most(found.hi, other.hi)};
       }
       return found;
@@ -310,7 +311,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
   bool open = false;
   if (group < p.columns) {
     bool ok = true, narrow = true;
-    const TileClass verdict = decide(group, kTogether, &ok, &narrow);
+    const TileClass verdict = decide(group, std::integral_constant<int, kTogether>(), &ok, &narrow);
     open = !ok || verdict == kPartialTile;
     if (!open) {
       *reinterpret_cast<uint32_t*>(classes + group) = verdict * 0x01010101u;
@@ -324,32 +325,43 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
   if (open) groups[__popc(all & ((1u << lane) - 1u))] = static_cast<uint8_t>(lane);
   __syncwarp();
   const int tiles = kTogether * __popc(all);
+  constexpr int kTurns = kTogether;
+  const auto column_of = [&](int i) { return column0 + kTogether * groups[i / kTogether] + i % kTogether; };
+  uint32_t undecided = 0, narrow = 0;  // a bit for each turn
 #pragma unroll 1
-  for (int i = lane; i - lane < tiles; i += 32) {
-    bool undecided = false;
-    uint2 entry = {static_cast<uint32_t>(at), 0};
-    if (i < tiles) {
-      const int column = column0 + kTogether * groups[i / kTogether] + i % kTogether;
-      TileClass verdict = kEmptyTile;
-      if (column < p.columns) {
-        bool ok = true, narrow = view.narrow != 0;
-        verdict = decide(column, 1, &ok, &narrow);
-        if (!ok) {
-          if (p.invalid != nullptr) *p.invalid = 1;
-          verdict = kEmptyTile;
-        }
-        undecided = verdict == kPartialTile;
-        full += verdict == kFullTile ? 1 : 0;
-        entry.y = 2 * static_cast<uint32_t>(column) + (narrow ? 1 : 0);
+  for (int turn = 0; 32 * turn < tiles; ++turn) {
+    if (32 * turn + lane >= tiles) break;
+    const int column = column_of(32 * turn + lane);
+    TileClass verdict = kEmptyTile;
+    if (column < p.columns) {
+      bool ok = true, few = view.narrow != 0;
+      verdict = decide(column, std::integral_constant<int, 1>(), &ok, &few);
+      if (!ok) {
+        if (p.invalid != nullptr) *p.invalid = 1;
+        verdict = kEmptyTile;
       }
-      classes[column] = verdict;
+      undecided |= (verdict == kPartialTile ? 1u : 0u) << turn;
+      narrow |= (few ? 1u : 0u) << turn;
+      full += verdict == kFullTile ? 1 : 0;
     }
-    // One addition a warp.
-    const uint32_t found = __ballot_sync(~0u, undecided);
+    classes[column] = verdict;
+  }
+  // One addition a warp.
+  const int number = __reduce_add_sync(~0u, __popc(undecided));
+  if (number != 0) {
     int first = 0;
-    if (lane == 0 && found != 0) first = atomicAdd(p.count, __popc(found));
+    if (lane == 0) first = atomicAdd(p.count, number);
     first = __shfl_sync(~0u, first, 0);
-    if (undecided) p.undecided[first + __popc(found & ((1u << lane) - 1u))] = entry;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const bool own = (undecided >> turn & 1) != 0;
+      const uint32_t found = __ballot_sync(~0u, own);
+      if (own) {
+        p.undecided[first + __popc(found & ((1u << lane) - 1u))] = {
+            static_cast<uint32_t>(at), 2 * static_cast<uint32_t>(column_of(32 * turn + lane)) + (narrow >> turn & 1)};
+      }
+      first += __popc(found);
+    }
   }
   full = __reduce_add_sync(~0u, full);
   if (lane == 0 && full != 0) atomicAdd(p.numbers + at, static_cast<unsigned long long>(full));
@@ -512,11 +524,10 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
   const MaskView view = Share(p, shared, operands, sides);
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   WaitForPrevious();
+  auto i = static_cast<int>(blockIdx.x);
+  uint2 next = p.undecided[i];  // for each CTA there is one, though not always written
   const int count = *p.count, words = p.n / 32;
   int turn = 0;
-  uint2 next = {0, 0};
-  auto i = static_cast<int>(blockIdx.x);
-  if (i < count) next = p.undecided[i];
   while (i < count) {
     const auto at = static_cast<int>(next.x), column = static_cast<int>(next.y >> 1);
     const bool narrow = (next.y & 1) != 0;
@@ -576,67 +587,71 @@ __device__ __forceinline__ int64_t CostOf(unsigned long long numbers) {
   return 3 * static_cast<int64_t>(numbers >> 32) + 2 * static_cast<int64_t>(numbers & 0xffffffffu);
 }
 
-// A warp lists the tiles of a row, partial ones first, and puts the row into the order by falling cost, in which equal
-// rows stay in theirs.
+// A warp lists the tiles of a row, partial ones first; another one puts the row into the order by falling cost, in
+// which equal rows stay in theirs.
 __global__ void __launch_bounds__(kFewThreads) ListTiles(const __grid_constant__ Build p) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * (kFewThreads / 32) + threadIdx.x / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * (kFewThreads / 64) + warp / 2;
   WaitForPrevious();
   if (at >= static_cast<int64_t>(p.tables) * p.rows) return;
-  const auto table = at / p.rows;
-  const auto row = static_cast<int>(at % p.rows);
+  const int64_t table = p.tables == 1 ? 0 : at / p.rows;
+  const auto row = static_cast<int>(at - table * p.rows);
   const unsigned long long numbers = p.numbers[at];
-  const int64_t begin = at * p.columns;
-  int next = static_cast<int>(begin), next_full = next + static_cast<int>(numbers >> 32);
+  if (warp % 2 == 1) {
+    int rank = row;
+    if (p.rows <= kMostOrdered) {
+      const unsigned long long* of_table = p.numbers + table * p.rows;
+      const int64_t cost = CostOf(numbers);
+      rank = 0;
+#pragma unroll 8
+      for (int other = lane; other < p.rows; other += 32) {
+        const int64_t its = CostOf(of_table[other]);
+        rank += its > cost || (its == cost && other < row) ? 1 : 0;
+      }
+      rank = __reduce_add_sync(~0u, rank);
+    }
+    if (lane == 0) p.order[table * p.rows + rank] = row;
+    return;
+  }
+  const auto begin = static_cast<int>(at * p.columns);
+  int next = begin, next_full = begin + static_cast<int>(numbers >> 32);
   if (lane == 0) {
     p.row_begin[at] = next;
     p.full_begin[at] = next_full;
     p.row_end[at] = next_full + static_cast<int>(numbers & 0xffffffffu);
-    if (p.rows > kMostOrdered) p.order[at] = row;
   }
   const uint8_t* classes = p.classes + at * p.class_stride;
-  // A lane takes 16 columns.
+  const uint32_t before = (1u << lane) - 1u;
+  // A lane reads 16 columns at a time, whose classes are then handed out, so that beside each other's entries are
+  // written together.
   for (int column0 = 0; column0 < p.columns; column0 += 16 * 32) {
     const int first = column0 + 16 * lane;
-    uint32_t full = 0, partial = 0;
+    uint32_t found = 0;  // full ones in the low half, partial ones in the high
     if (first < p.columns) {
-      const uint4 found = *reinterpret_cast<const uint4*>(classes + first);
-      const uint32_t words[4] = {found.x, found.y, found.z, found.w};
+      const uint4 read = *reinterpret_cast<const uint4*>(classes + first);
+      const uint32_t words[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // a bit of each byte to four beside each other
-        full |= ((words[i] & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << 4 * i;
-        partial |= ((words[i] >> 1 & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << 4 * i;
+        found |= ((words[i] & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << 4 * i;
+        found |= ((words[i] >> 1 & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << (16 + 4 * i);
       }
     }
-    const uint32_t own = static_cast<uint32_t>(__popc(partial)) << 16 | static_cast<uint32_t>(__popc(full));
-    uint32_t behind = own;  // of this lane and those before it
+    const uint32_t lanes = __ballot_sync(~0u, found != 0);
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const uint32_t before = __shfl_up_sync(~0u, behind, lanes);
-      if (lane >= lanes) behind += before;
+    for (int i = 0; i < 16; ++i) {
+      if ((lanes >> 2 * i & 3) == 0) continue;
+      const uint32_t own = __shfl_sync(~0u, found, 2 * i + lane / 16) >> lane % 16;
+      const uint32_t full = __ballot_sync(~0u, (own & 1) != 0), partial = __ballot_sync(~0u, (own >> 16 & 1) != 0);
+      const int column = column0 + 32 * i + lane;
+      if ((own & 1) != 0) p.key_tile[next_full + __popc(full & before)] = column;
+      if ((own >> 16 & 1) != 0) {
+        const int to = next + __popc(partial & before);
+        p.key_tile[to] = column;
+        p.bits_id[to] = begin + column;
+      }
+      next += __popc(partial), next_full += __popc(full);
     }
-    int to = next + static_cast<int>((behind - own) >> 16);
-    for (; partial != 0; partial &= partial - 1, ++to) {
-      const int column = first + __ffs(static_cast<int>(partial)) - 1;
-      p.key_tile[to] = column;
-      p.bits_id[to] = static_cast<int32_t>(begin) + column;
-    }
-    to = next_full + static_cast<int>((behind - own) & 0xffffu);
-    for (; full != 0; full &= full - 1, ++to) p.key_tile[to] = first + __ffs(static_cast<int>(full)) - 1;
-    const uint32_t all = __shfl_sync(~0u, behind, 31);
-    next += static_cast<int>(all >> 16), next_full += static_cast<int>(all & 0xffffu);
   }
-  if (p.rows > kMostOrdered) return;
-  const unsigned long long* of_table = p.numbers + table * p.rows;
-  const int64_t cost = CostOf(numbers);
-  int rank = 0;
-#pragma unroll 4
-  for (int other = lane; other < p.rows; other += 32) {
-    const int64_t its = CostOf(of_table[other]);
-    rank += its > cost || (its == cost && other < row) ? 1 : 0;
-  }
-  rank = __reduce_add_sync(~0u, rank);
-  if (lane == 0) p.order[table * p.rows + rank] = row;
 }
 
 template <typename Word>
@@ -873,7 +888,7 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   error = Start(evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.multiprocessors), p.m, shared,
                 on, early);
   if (error != 0) return error;
-  error = Start(ListTiles, p, CeilDiv(rows, kFewThreads / 32), kFewThreads, 0, on, early);
+  error = Start(ListTiles, p, CeilDiv(rows, kFewThreads / 64), kFewThreads, 0, on, early);
   if (error != 0) return error;
 
   mask->rows = p.rows;
