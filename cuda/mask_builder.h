@@ -20,7 +20,7 @@ struct MaskPart {
   int64_t row = 0, rows = 0;
 };
 
-// The tile of the kernel that will read the mask. m is a multiple of 64, n of 32 and at most 256.
+// The tile of the kernel that will read the mask. m is a multiple of 64, n of 32, both at most 256.
 struct MaskTile {
   int m = kTileRows, n = kTileKeys;
   bool fragments = false;  // bits in the order of fragments.h

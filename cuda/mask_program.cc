@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "cuda/mask_words.h"
 #include "plugins/core/ops/attention.h"
 
 namespace stof {
@@ -367,7 +368,13 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
   if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
   DropUnused(program);
-  const size_t bytes = program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine);
+  MakeWords(sizes, program);
+  const auto size = [program] {
+    return program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine) +
+           program->words.size() * sizeof(MaskWord);
+  };
+  if (size() > kMostBytes) MakeOneWord(program);
+  const size_t bytes = size();
   if (bytes > kMostBytes) {
     return Status::Error("the mask expression is too long for the device (" + std::to_string(bytes) +
                          " bytes of shared memory, expected at most " + std::to_string(kMostBytes) +

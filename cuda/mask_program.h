@@ -38,6 +38,39 @@ struct MaskStep {
   int32_t arg = 0;      // kLookup: the number of axes, 1 also where one index counts all elements
 };
 
+// One step of a mask as words of 32 keys, a word a query (mask_words.h). Operands come from a stack as above.
+struct MaskWord {
+  enum Kind : uint8_t {
+    kAnd,
+    kOr,
+    kNot,
+    kRange,   // affine + sign * row side is at least `constant`, where that bounds it, and below `limit`; or not that
+    kLinear,  // affine - row side `op` constant
+    kAbs,     // abs(affine) `op` constant, which is not negative
+    kMod,     // affine % limit `op` constant; the affine's factor of k is 1
+    kOuter,   // row side `op` key side
+    kKeys,    // key side is not 0
+    kBytes,   // steps `first`, a look-up of bytes that lie in the order of keys, are not 0
+    kPairs,   // steps `first` are not 0: of every pair by itself
+  };
+  Kind kind = kAnd;
+  ExprOp op = ExprOp::kNe;  // a comparison
+  int8_t row = -1, key = -1;
+  int8_t sign = 0;                         // kRange: 0 without a side
+  bool bounded = false, inverted = false;  // kRange
+  bool small = false;                      // 32 bits are enough for the affine beside its constants
+  uint16_t first = 0, count = 0;           // of steps
+  int32_t affine = -1;
+  int64_t constant = 0, limit = 0;
+  uint64_t pattern = 0;  // kMod up to 32: whether it holds where the affine is i; of all i < 64
+};
+
+// Steps whose value depends on the query alone or on the key alone.
+struct MaskSide {
+  int32_t first = 0, count = 0;
+  int32_t keys = 0;  // 1: of the key
+};
+
 // A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
 // of whoever evaluates, from pair number `blocks` and `groups` on; blocks -1: there are none.
 struct MaskOperand {
@@ -62,6 +95,7 @@ struct MaskBox {
 
 constexpr int kMaskStack = 24;     // a program that needs more is refused
 constexpr int kMostOperands = 16;  // vectors and tables of a program
+constexpr int kMostSides = 8;
 // Queries that are evaluated at once: the more, the less each step costs beside its arithmetic.
 template <typename V>
 constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
@@ -72,8 +106,11 @@ struct MaskView {
   const Affine* affines = nullptr;
   const MaskOperand* operands = nullptr;
   const int64_t* summaries = nullptr;
-  int32_t count = 0;   // of steps
-  int32_t narrow = 1;  // every immediate fits 32 bits
+  const MaskWord* words = nullptr;
+  const MaskSide* sides = nullptr;
+  int32_t count = 0;        // of steps
+  int32_t words_count = 0;  // of steps over words
+  int32_t narrow = 1;       // every immediate fits 32 bits
 };
 
 // ---- elements ----
@@ -113,6 +150,41 @@ STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
   return fits && *product >= -kLargestInteger && *product <= kLargestInteger;
 }
 
+STOF_HOST_DEVICE MaskInterval CompareIntervals(ExprOp op, MaskInterval a, MaskInterval b) {
+  switch (op) {
+    case ExprOp::kLt:
+      return {a.hi < b.lo, a.lo < b.hi};
+    case ExprOp::kLe:
+      return {a.hi <= b.lo, a.lo <= b.hi};
+    case ExprOp::kGt:
+      return {a.lo > b.hi, a.hi > b.lo};
+    case ExprOp::kGe:
+      return {a.lo >= b.hi, a.hi >= b.lo};
+    case ExprOp::kEq:
+      return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
+    default:  // kNe
+      return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
+  }
+}
+
+// Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
+STOF_HOST_DEVICE MaskInterval AffineInterval(const Affine& x, const MaskBox& box) {
+  using U = uint64_t;
+  const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
+  const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
+              static_cast<U>(x.h) * static_cast<U>(box.h);
+  const U lo =
+      c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
+  const U hi =
+      c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
+  return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
+}
+
+STOF_HOST_DEVICE MaskInterval AbsInterval(MaskInterval a) {
+  if (a.lo >= 0) return a;
+  return a.hi <= 0 ? MaskInterval{-a.hi, -a.lo} : MaskInterval{0, Most(-a.lo, a.hi)};
+}
+
 // Evaluation over a box. `ok` turns false where a value may leave ±2^61 on the way or an index its table: then no value
 // in the box may be evaluated. `narrow`: whether all of them fit 32 bits.
 class MaskIntervals {
@@ -126,7 +198,7 @@ class MaskIntervals {
       const MaskStep step = view_.steps[i];
       MaskInterval result;
       if (step.op == ExprOp::kConst) {
-        result = Span(view_.affines[step.arg], box);
+        result = AffineInterval(view_.affines[step.arg], box);
       } else if (step.op == ExprOp::kLookup) {
         depth -= step.arg;
         result = Lookup(step, stack + depth);
@@ -148,19 +220,6 @@ class MaskIntervals {
   STOF_HOST_DEVICE bool narrow() const { return narrow_; }
 
  private:
-  // Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
-  static STOF_HOST_DEVICE MaskInterval Span(const Affine& x, const MaskBox& box) {
-    using U = uint64_t;
-    const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
-    const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
-                static_cast<U>(x.h) * static_cast<U>(box.h);
-    const U lo =
-        c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
-    const U hi =
-        c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
-    return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
-  }
-
   STOF_HOST_DEVICE MaskInterval Within(MaskInterval a) {
     if (a.lo < -kLargestInteger || a.hi > kLargestInteger) ok_ = false;
     return {Least(Most(a.lo, -kLargestInteger), kLargestInteger), Most(Least(a.hi, kLargestInteger), -kLargestInteger)};
@@ -170,24 +229,18 @@ class MaskIntervals {
     if (op == ExprOp::kNot) return {1 - a.hi, 1 - a.lo};
     a = Within(a);
     if (op == ExprOp::kNeg) return {-a.hi, -a.lo};
-    if (a.lo >= 0) return a;
-    return a.hi <= 0 ? MaskInterval{-a.hi, -a.lo} : MaskInterval{0, Most(-a.lo, a.hi)};
+    return AbsInterval(a);
   }
 
   STOF_HOST_DEVICE MaskInterval Binary(ExprOp op, MaskInterval a, MaskInterval b) {
     switch (op) {
       case ExprOp::kLt:
-        return {a.hi < b.lo, a.lo < b.hi};
       case ExprOp::kLe:
-        return {a.hi <= b.lo, a.lo <= b.hi};
       case ExprOp::kGt:
-        return {a.lo > b.hi, a.hi > b.lo};
       case ExprOp::kGe:
-        return {a.lo >= b.hi, a.hi >= b.lo};
       case ExprOp::kEq:
-        return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
       case ExprOp::kNe:
-        return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
+        return CompareIntervals(op, a, b);
       case ExprOp::kAnd:
         return {a.lo & b.lo, a.hi & b.hi};
       case ExprOp::kOr:
@@ -458,7 +511,11 @@ struct MaskProgram {
   std::vector<MaskStep> steps;
   std::vector<Affine> affines;
   std::vector<MaskOperand> operands;
-  int32_t pairs = 0;  // of summaries
+  std::vector<MaskWord> words;
+  std::vector<MaskSide> sides;
+  bool by_intervals = false;  // some word is decided by MaskIntervals
+  bool by_pairs = false;      // some word is kPairs
+  int32_t pairs = 0;          // of summaries
   bool narrow = true;
   // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
   bool proven = true;

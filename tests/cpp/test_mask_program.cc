@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "cuda/mask_program.h"
+#include "cuda/mask_words.h"
 #include "plugins/core/ops/attention.h"
 #include "tests/cpp/random_expr.h"
 
@@ -18,6 +19,7 @@ using cuda::MaskIntervals;
 using cuda::MaskOperand;
 using cuda::MaskProgram;
 using cuda::MaskView;
+using cuda::MaskWord;
 
 // Minimum and maximum of every block and group, as the device's kernel lays them out.
 std::vector<int64_t> Summaries(const MaskProgram& program) {
@@ -47,7 +49,9 @@ struct Bound {
   explicit Bound(const MaskProgram& program) : summaries(Summaries(program)) {
     view.steps = program.steps.data(), view.affines = program.affines.data(), view.operands = program.operands.data();
     view.summaries = summaries.data();
+    view.words = program.words.data(), view.sides = program.sides.data();
     view.count = static_cast<int32_t>(program.steps.size());
+    view.words_count = static_cast<int32_t>(program.words.size());
     view.narrow = program.narrow ? 1 : 0;
   }
 };
@@ -72,9 +76,79 @@ void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box) {
   }
 }
 
+// What the lanes of a warp do, for one query.
+struct HostLanes {
+  const MaskView& view;
+  int64_t q, last;  // last: the last key
+
+  int64_t Side(int side, int64_t b, int64_t h, int64_t key) const {
+    return cuda::EvaluateOne(view, view.sides[side].first, view.sides[side].count, b, h, q, std::min(key, last));
+  }
+  template <typename Bit>
+  static void Fill(const Bit& bit, uint32_t (&bits)[2]) {
+    for (int j = 0; j < 64; ++j) bits[j / 32] = (j % 32 == 0 ? 0 : bits[j / 32]) | (bit(j) ? 1u : 0u) << j % 32;
+  }
+  int64_t Row(int side) const { return Side(side, b_, h_, 0); }
+  void Outer(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
+    const int64_t row = Row(word.row);
+    Fill([&](int j) { return cuda::Holds(word.op, row, Side(word.key, b, h, k0 + j)); }, bits);
+  }
+  void Keys(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
+    Fill([&](int j) { return Side(word.key, b, h, k0 + j) != 0; }, bits);
+  }
+  void Bytes(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
+    const Affine& x = view.affines[view.steps[word.first].arg];
+    const MaskOperand& operand = view.operands[view.steps[word.first + 1].operand];
+    const auto* bytes = static_cast<const uint8_t*>(operand.data) + (x.constant + x.b * b + x.h * h + x.q * q);
+    Fill([&](int j) { return k0 + j <= last && bytes[k0 + j] != 0; }, bits);
+  }
+  void Pairs(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
+    Fill([&](int j) { return cuda::EvaluateOne(view, word.first, word.count, b, h, q, std::min(k0 + j, last)) != 0; },
+         bits);
+  }
+  int64_t b_ = 0, h_ = 0;
+};
+
+// Whether words give the expression in a box, and what they may be in it holds. The number of words of each kind is
+// added to `kinds`; the result: whether the box was decided.
+bool CheckWords(const Bound& bound, const MaskProgram& program, const RandomMask& mask, const MaskBox& box,
+                std::vector<int>* kinds) {
+  const MaskView& view = bound.view;
+  CHECK(!program.words.empty(), mask.text);
+  for (const MaskWord& word : program.words) ++(*kinds)[word.kind];
+  const auto extremes = [&](int i) {
+    const cuda::MaskSide& side = program.sides[static_cast<size_t>(i)];
+    MaskInterval found{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
+    for (int64_t at = side.keys ? box.k_lo : box.q_lo; at <= (side.keys ? box.k_hi : box.q_hi); ++at) {
+      const int64_t value =
+          cuda::EvaluateOne(view, side.first, side.count, box.b, box.h, side.keys ? box.q_lo : at, side.keys ? at : 0);
+      found = {std::min(found.lo, value), std::max(found.hi, value)};
+    }
+    return found;
+  };
+  bool ok = true, narrow = true;
+  const cuda::MaskCan can = cuda::DecideWords<true>(view, box, extremes, &ok, &narrow);
+  CHECK(ok && (can.zero || can.one), mask.text);
+  for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
+    const HostLanes lanes{view, q, mask.sizes.T - 1, box.b, box.h};
+    for (int64_t k0 = box.k_lo; k0 <= box.k_hi; k0 += 64) {
+      uint32_t bits[2];
+      cuda::EvaluateWords(view, box.b, box.h, q, k0, lanes, bits);
+      for (int64_t k = k0; k <= std::min(box.k_hi, k0 + 63); ++k) {
+        const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, k);
+        const bool found = (bits[(k - k0) / 32] >> (k - k0) % 32 & 1) != 0;
+        CHECK(found == want, mask.text, " in words at ", box.b, " ", box.h, " ", q, " ", k);
+        CHECK(want ? can.one : can.zero, mask.text, " decided otherwise at ", box.b, " ", box.h, " ", q, " ", k);
+      }
+    }
+  }
+  return can.zero != can.one;
+}
+
 TEST(MaskProgramsGiveTheExpression) {
   const int cases = Cases(1500);
-  int decided = 0, narrow = 0, boxes = 0;
+  int decided = 0, narrow = 0, boxes = 0, in_words = 0;
+  std::vector<int> kinds(MaskWord::kPairs + 1);
   for (int seed = 0; seed < cases; ++seed) {
     Random random(static_cast<uint64_t>(seed));
     const RandomMask mask = MakeRandomMask(&random, RandomSizes(&random, seed % 10 == 0 ? 1500 : 90), seed % 3 != 0);
@@ -100,6 +174,7 @@ TEST(MaskProgramsGiveTheExpression) {
       CHECK(found.lo >= 0 && found.hi <= 1 && found.lo <= found.hi, mask.text, ": ", found.lo, " to ", found.hi);
       ++boxes;
       CheckRows<int64_t>(bound, mask, box);
+      in_words += CheckWords(bound, program, mask, box, &kinds) ? 1 : 0;
       if (intervals.narrow()) {
         CheckRows<int32_t>(bound, mask, box);
         ++narrow;
@@ -114,7 +189,48 @@ TEST(MaskProgramsGiveTheExpression) {
     }
   }
   CHECK(decided * 4 > boxes && narrow * 2 > boxes, decided, " and ", narrow, " of ", boxes);
+  CHECK(in_words * 4 > boxes, in_words, " of ", boxes, " decided in words");
+  kinds[MaskWord::kBytes] += 1;  // has a test of its own
+  for (size_t kind = 0; kind < kinds.size(); ++kind) CHECK(kinds[kind] > 0, "words of kind ", kind, ": ", kinds[kind]);
   CountCases(boxes);
+}
+
+// Every comparison of lines, distances and rests, with constants around where something changes.
+TEST(MaskWordsOfLinesAndRests) {
+  int cases = 0;
+  std::vector<int> kinds(MaskWord::kPairs + 1);
+  for (const char* op : {"<", "<=", ">", ">=", "==", "!="}) {
+    std::vector<std::string> texts;
+    for (const int c : {-130, -64, -32, -1, 0, 1, 31, 32, 33, 64, 130}) {
+      for (const char* left :
+           {"abs(q - k)", "q - k", "k + 3 * h", "q + 2 * k", "abs(3 * k - 2 * q)", "2 * q", "q - 70"}) {
+        texts.push_back(std::string(left) + " " + op + " " + std::to_string(c));
+      }
+    }
+    for (const int m : {1, 2, 3, 5, 31, 32, 33, 64, 100}) {
+      for (const int c : {-1, 0, 1, m / 2, m - 1, m}) {
+        for (const char* left : {"(q - k)", "(k - 2 * q + h)", "(q * 5 + k - 1000)"}) {
+          texts.push_back(std::string(left) + " % " + std::to_string(m) + " " + op + " " + std::to_string(c));
+        }
+      }
+    }
+    for (const std::string& text : texts) {
+      RandomMask mask;
+      mask.text = text, mask.sizes = {1, 2, 170, 150, 5};
+      Status status = MaskExpr::Parse(text, {}, &mask.expr);
+      CHECK(status.ok(), text, ": ", status.message());
+      MaskProgram program;
+      status = CompileMask(mask.expr, MaskExpr(), mask.sizes, {}, &program);
+      CHECK(status.ok() && program.words.size() == 1, text, ": ", status.message());
+      const Bound bound(program);
+      CheckWords(bound, program, mask, {0, 1, 60, 75, 0, 149}, &kinds);
+      CheckWords(bound, program, mask, {0, 0, 140, 141, 32, 95}, &kinds);
+      ++cases;
+    }
+  }
+  CHECK(kinds[MaskWord::kRange] > 500 && kinds[MaskWord::kLinear] > 100 && kinds[MaskWord::kAbs] > 50 &&
+        kinds[MaskWord::kMod] == 2 * 6 * 9 * 6 * 3);
+  CountCases(cases);
 }
 
 Tensor Vector(std::vector<int64_t>* values, std::initializer_list<int64_t> dims) {
@@ -130,6 +246,53 @@ Status Compile(const std::string& text, const ExprSizes& sizes, const cuda::Mask
   MaskExpr expr;
   STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, {}, &expr));
   return CompileMask(MaskExpr(), expr, sizes, inputs, program);
+}
+
+// Tables of booleans whose elements lie in the order of keys, and numbers of vectors at the ends of their type.
+TEST(MaskWordsOfTablesAndVectors) {
+  Random random(7);
+  std::vector<uint8_t> bytes(2 * 40 * 150);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random.OneIn(2) ? random.Range(1, 255) : 0);
+  std::vector<int64_t> segment_q(40), segment_k(150), lengths = {1};
+  Tensor table;
+  table.data = bytes.data(), table.dtype = DType::kBool, table.rank = 3;
+  table.dims[0] = 2, table.dims[1] = 40, table.dims[2] = 150;
+  const std::vector<std::pair<std::string, Tensor>> tables = {{"table0", table}};
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min(), kMost = std::numeric_limits<int64_t>::max();
+  int cases = 0;
+  std::vector<int> kinds(MaskWord::kPairs + 1);
+  for (const char* text : {"table0[h, q, k]", "not table0[h, q, k] and k <= q", "segment_q[b, q] == segment_k[b, k]",
+                           "segment_q[b, q] < segment_k[b, k] or k <= q", "segment_k[b, k] <= segment_q[b, q]",
+                           "k < segment_q[b, q]", "segment_q[b, q] - 0 != k", "q >= segment_k[b, k]", "k < lengths[b]",
+                           "lengths[b] <= k - q", "q - k > segment_q[b, q]"}) {
+    for (const int64_t far : {int64_t{60}, int64_t{1} << 29, int64_t{1} << 40, kMost}) {
+      for (int64_t& x : segment_q)
+        x = random.OneIn(9) ? (random.OneIn(2) ? far : far == kMost ? kLeast : -far) : random.Range(-3, 50);
+      for (int64_t& x : segment_k)
+        x = random.OneIn(9) ? (random.OneIn(2) ? far : far == kMost ? kLeast : -far) : random.Range(-3, 50);
+      lengths[0] = random.OneIn(2) ? far : -far;
+      RandomMask mask;
+      mask.text = text, mask.sizes = {1, 2, 40, 150, 0};
+      Status status = MaskExpr::Parse(text, tables, &mask.expr);
+      CHECK(status.ok(), text, ": ", status.message());
+      mask.operands.tables = tables;
+      mask.operands.runtime = {{"segment_q", Vector(&segment_q, {1, 40})},
+                               {"segment_k", Vector(&segment_k, {1, 150})},
+                               {"lengths", Vector(&lengths, {1})}};
+      mask.bindings = Bind(mask.expr, mask.operands.runtime);
+      MaskProgram program;
+      status = CompileMask(MaskExpr(), mask.expr, mask.sizes, AllInputs(mask.operands), &program);
+      CHECK(status.ok(), text, ": ", status.message());
+      if (!program.proven) continue;
+      const Bound bound(program);
+      for (const int64_t q : {0, 7, 39}) CheckWords(bound, program, mask, {0, q % 2, q, q, 0, 149}, &kinds);
+      CheckWords(bound, program, mask, {0, 1, 3, 9, 32, 100}, &kinds);
+      ++cases;
+    }
+  }
+  CHECK(kinds[MaskWord::kBytes] == 32 && kinds[MaskWord::kOuter] > 40 && kinds[MaskWord::kPairs] < 40,
+        kinds[MaskWord::kBytes], " ", kinds[MaskWord::kOuter], " ", kinds[MaskWord::kPairs]);
+  CountCases(cases);
 }
 
 // Vectors whose numbers no host has seen: what is right for all of them, for some, for none.
