@@ -4,15 +4,19 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
+#include "cuda/attention_rows.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
+#include "cuda/time_op.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -82,6 +86,8 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
+constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
+
 // A mask that is made on the device, by run, and what its parts share.
 struct DeviceBuild {
   cuda::MaskProgram program;
@@ -125,11 +131,15 @@ class Job {
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
+    if (std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors()) return RunRows();
     if (TakesDecode()) return RunDecode();
-    if (args_.dtype == DType::kF32) return RunFp32();
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    bool rows = false;
+    STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return RunRows();
+    if (args_.dtype == DType::kF32) return RunFp32();
     if (kernel == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
@@ -162,6 +172,9 @@ class Job {
       form.m = cuda::kDecodeTileRows;
       return GetMask(form, &params_, &entry);
     }
+    bool rows = std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors();
+    if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return GetMask(RowsForm(), &params_, &entry);
     if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
     // Also beside an sm_90a kernel where the other one may come second.
     return kernel == nullptr || all_keys_ ? GetMask(cuda::MaskForm(), &params_, &entry) : Status();
@@ -198,25 +211,55 @@ class Job {
   Status Choose(const cuda::Sm90Kernel** kernel, cuda::Problem* problem) {
     const cuda::Sm90Kernel* first = nullptr;
     STOF_RETURN_IF_ERROR(First(&first));
-    if (first == nullptr || context_.kernel == 1) return Status();
     if (build_ == nullptr && !mask_.parts.fixed.empty()) problem->mask = &mask_.parts.fixed;
     problem->hash = mask_.fixed_hash;
     problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
     problem->multiprocessors = facts_.multiprocessors;
+    if (first == nullptr || context_.kernel == 1) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
       *kernel = first + (context_.kernel - 2);
       return Status();
     }
+    *kernel = cuda::Named(first, args_.kernel);
+    if (*kernel != nullptr) return Status();
     if (build_ == nullptr) return cuda::Select(first, *problem, kernel);
     *kernel = cuda::SelectUnseen(first);
     return Status();
   }
 
-  // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
-  bool TakesDecode() const {
-    if (args_.S > cuda::kDecodeQueries) return false;
+  static cuda::MaskForm RowsForm() {
+    cuda::MaskForm form;
+    form.m = form.n = cuda::kRowsTile;
+    return form;
+  }
+
+  // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the
+  // mask.
+  Status PrefersRows(const cuda::Sm90Kernel* kernel, const cuda::Problem& problem, bool* rows) const {
+    *rows = false;
+    if (problem.mask == nullptr || context_.kernel > 0 || *args_.kernel != '\0' || !ReadsVectors()) return Status();
+    const int64_t item = SizeOf(args_.dtype);
+    return cuda::SelectRows(problem, kernel, static_cast<int>(size_ * item), item == 4, rows);
+  }
+
+  Status RunRows() {
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(RowsForm(), &params_, &entry));
+    const bool biased = args_.softcap > 0.0f || args_.bias != nullptr || args_.relative_bias != nullptr;
+    const cuda::Launch launch = cuda::FindRows(args_.dtype, size_, biased);
+    if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    return Launched(launch(params_, stream_));
+  }
+
+  bool TakesDecode() const { return args_.S <= cuda::kDecodeQueries && ReadsVectors(); }
+
+  // Whether rows can be read 16 bytes at a time, which Check has seen to where they are halves.
+  bool ReadsVectors() const {
     if (args_.dtype != DType::kF32) return true;
     bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
     for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
@@ -274,7 +317,7 @@ class Job {
   }
 
   Status RunFp32() {
-    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_, !args_.allow_tf32);
     if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
     cuda::Fp32Params params;
     std::shared_ptr<const cuda::MaskEntry> entry;
@@ -331,8 +374,8 @@ class Job {
     return MakeMask(form, params);
   }
 
-  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums. Parts have the same, one
-  // after the other.
+  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums. Parts have the same,
+  // one after the other.
   void* Held(int m, int n, size_t bytes) {
     if (build_ == nullptr) return context_.allocate(context_.self, bytes);
     for (const DeviceBuild::Memory& held : build_->memory) {
@@ -540,6 +583,31 @@ void Relaxed(void (*run)(void* self), void* self) {
   run(self);
 }
 
+Status Describe(std::string* name, int32_t* capability) {
+  int device = 0;
+  cudaDeviceProp properties;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, device), "device"));
+  *name = properties.name;
+  *capability = 10 * properties.major + properties.minor;
+  return Status();
+}
+
+Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
+  DeviceFacts facts;
+  STOF_RETURN_IF_ERROR(Facts(&facts));
+  names->clear();
+  if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
+  if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
+  *names = std::string(kSm80) + " " + kRows;
+  if (facts.capability != 90) return Status();
+  const bool bf16 = dtype == DType::kBF16;
+  for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16); kernel->launch != nullptr; ++kernel) {
+    *names += " " + cuda::NameOf(*kernel);
+  }
+  return Status();
+}
+
 int Kernels(const AttentionArgs& args) {
   const AttentionMask none;
   const RunContext context;
@@ -569,7 +637,8 @@ Status UploadStream(cudaStream_t* stream) {
 }
 
 Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
-  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty()) return Status();  // the run makes it
+  // A mask with vectors of the run is made by the run.
+  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty()) return Status();
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
   RunContext context;
   context.on_cuda = true;
@@ -581,7 +650,8 @@ Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSiz
   return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention, Kernels, Ready};
+constexpr CudaBackend kBackend = {ToHost,    Device,  Take,  Give,     CapturedOrDone, Relaxed,
+                                  Attention, Kernels, Ready, Describe, KernelNames,    cuda::TimeOp};
 
 }  // namespace
 

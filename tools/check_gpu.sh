@@ -72,6 +72,8 @@ if wave 1; then
   suite table-8.0 75 CudaAttentionEquals STOF_CUDA_CAPABILITY=80
   suite decode 75 CudaDecode
   suite fp32 75 CudaFp32
+  suite tf32 75 CudaTf32
+  suite rows 75 CudaRowsEqual
   for kernel in 0 1 2 3 4 5 6 7 8; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
   suite masks 75 CudaMasksEqual
   suite masks-usual 75 CudaMasksOf
@@ -99,6 +101,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
   suite memcheck-8.0-99-KiB 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite memcheck-fp32 80 CudaFp32 memcheck STOF_SAMPLE=11
+  suite memcheck-tf32 80 CudaTf32 memcheck STOF_SAMPLE=21
+  suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
   suite memcheck-masks 80 CudaMasksOf memcheck
   suite memcheck-masks-captured 80 CudaMasksInCaptured memcheck
   # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
@@ -106,6 +110,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=31
   suite racecheck-fp32 80 CudaFp32 racecheck STOF_SAMPLE=41
+  suite racecheck-rows 80 CudaRowsEqual racecheck STOF_SAMPLE=61
   report
 elif wave 3; then
   echo "no compute-sanitizer: memcheck and racecheck not run"

@@ -31,6 +31,7 @@ from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
 from stof.site import Finding
+from stof.targets import target_of
 from stof.verify import Verifier
 
 
@@ -94,10 +95,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         check_plan(plan, sites, options.target)
     report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
     with _timed(report, "lift"), _damage(source):
-        isa = str(report.library.get("cpu_isa", ""))
+        tuned_for = target_of(options, str(report.library.get("cpu_isa", "")))
         choices = []
         for scope in scopes:
-            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, isa)
+            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, tuned_for)
             choices += [chooser.choose(site) for site in scope.sites]
     report.sites += [c.report for c in choices]
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]

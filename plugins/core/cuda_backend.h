@@ -30,6 +30,14 @@ struct CudaBackend {
   int (*kernels)(const AttentionArgs& args);
   // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own.
   Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
+  // The device of the calling thread.
+  Status (*describe)(std::string* name, int32_t* capability);
+  // For the tuner: the names of the kernels that attention may be asked for (AttentionArgs::kernel), separated by
+  // blanks; the model chooses among the same ones.
+  Status (*kernel_names)(int64_t head_size, DType dtype, std::string* names);
+  // Microseconds of one run: cuda/time_op.h.
+  Status (*time)(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
+                 double* microseconds);
 };
 
 // ---- without a device, and in builds without CUDA kernels, too ----

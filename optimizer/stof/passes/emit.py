@@ -37,6 +37,7 @@ class Rewrite:
     mask: LiftedMask
     hints: tuple[tuple[str, str], ...] = ()
     tensorrt: bool = False
+    allow_tf32: bool = False
 
 
 def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
@@ -167,6 +168,7 @@ def _replace(
         "results": "",
         "plugin_namespace": DOMAIN,
         "plugin_version": "1",
+        **({"allow_tf32": 1} if rewrite.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
         **dict(rewrite.hints),
         **(constants(rewrite.mask, slots) if rewrite.tensorrt else {}),
     }

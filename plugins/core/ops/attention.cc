@@ -461,6 +461,8 @@ class AttentionOp final : public Op {
     args->scale = attributes_.has_scale ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
     args->softcap = attributes_.softcap;
     args->empty_rows = attributes_.empty_rows;
+    args->allow_tf32 = attributes_.allow_tf32;
+    args->kernel = attributes_.kernel.c_str();
     return Status();
   }
 
@@ -596,12 +598,17 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
       return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
     }
   }
-  int64_t offset = 0;
-  attributes.Int("query_offset", &offset);
-  if (offset != 0 && offset != 1) {
-    return Status::Error("attribute query_offset is " + std::to_string(offset) + ", expected 0 or 1");
-  }
-  a.query_offset = offset == 1;
+  const auto flag = [&attributes](const char* name, bool* value) {
+    int64_t given = 0;
+    attributes.Int(name, &given);
+    if (given != 0 && given != 1) {
+      return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
+    }
+    *value = given == 1;
+    return Status();
+  };
+  STOF_RETURN_IF_ERROR(flag("query_offset", &a.query_offset));
+  STOF_RETURN_IF_ERROR(flag("allow_tf32", &a.allow_tf32));
   text = "zero";
   attributes.String("empty_rows", &text);
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
@@ -610,6 +617,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
     return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
   }
   a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
+  attributes.String("kernel", &a.kernel);
   text.clear();
   attributes.String("results", &text);
   if (!Words(text).empty()) {
@@ -638,8 +646,8 @@ const OpDescription* AttentionDescription() {
       {"layout", AttributeType::kString},     {"num_heads", AttributeType::kInt},
       {"kv_num_heads", AttributeType::kInt},  {"query_offset", AttributeType::kInt},
       {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
-      {"results", AttributeType::kString},    {"kernel", AttributeType::kString},
-      {"tile", AttributeType::kString}};
+      {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
+      {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
   static const OpDescription description = {"StofAttention", kTypedInputs,
                                             kMostOperands,   1,
                                             kTypes,          3,
