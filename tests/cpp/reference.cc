@@ -211,4 +211,10 @@ double Tolerance(DType dtype, double magnitude, int64_t T, double largest, doubl
   return computed + 0x1p-8 * (std::abs(expected) + computed);
 }
 
+double CudaTolerance(DType dtype, double magnitude, int64_t T, double largest) {
+  const double unit = dtype == DType::kF32 ? 0 : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
+  const double small = dtype == DType::kF16 ? 0x1p-25 * static_cast<double>(T) : 0;
+  return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
+}
+
 }  // namespace stof::test

@@ -47,6 +47,9 @@ Answer Attend(const Dense& problem);
 // the sum and in its divisor, and no output exceeds `largest`, the largest value. The factors leave three times what
 // these come to.
 double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected);
+// What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
+// sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
+double CudaTolerance(DType dtype, double magnitude, int64_t T, double largest);
 
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_REFERENCE_H_

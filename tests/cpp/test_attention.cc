@@ -437,15 +437,6 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
   return dense;
 }
 
-// What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
-// sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
-double CudaTolerance(const Case& c, double magnitude, double largest) {
-  const bool halves = c.dtype == DType::kF16 || c.tf32;
-  const double unit = halves ? 0x1p-11 : c.dtype == DType::kF32 ? 0 : 0x1p-8;
-  const double small = halves ? 0x1p-25 * static_cast<double>(c.T) : 0;
-  return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
-}
-
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where) {
   double largest = 0;
   for (const double value : dense.value) largest = std::max(largest, std::abs(value));
@@ -461,7 +452,9 @@ void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* o
     const double got = LoadFloat(c.dtype, at);
     const double want = answer.output[i];
     double tolerance = Tolerance(c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest, want);
-    if (c.cuda) tolerance += CudaTolerance(c, answer.magnitude[static_cast<size_t>(row)], largest);
+    if (c.cuda)
+      tolerance +=
+          CudaTolerance(c.tf32 ? DType::kF16 : c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest);
     CHECK(std::isnan(want) ? std::isnan(got) : std::abs(got - want) <= tolerance, place(), ": ", got, ", expected ",
           want, " ± ", tolerance);
     std::memset(at, kUntouched, item);

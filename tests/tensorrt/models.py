@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Narrow models in fp16 with masks of many kinds: what the tests optimize for TensorRT, and build."""
+"""Narrow models with masks of many kinds: what the tests optimize for TensorRT, and build."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LENGTH = 128  # of the model whose mask is a table
 BLOCK = 16
 LONGFORMER = "abs(q - k) <= 8 or k < 4 or q < 4"
 BIGBIRD = f"table0[q // {BLOCK}, k // {BLOCK}]"
+DOCUMENTS = "segment_q[b, q] == segment_k[b, k]"
 
 
 def half(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -37,8 +38,12 @@ def masked(
     tables: Mapping[str, np.ndarray] | None = None,
     every: int = 1,
     first: int = 0,
+    vectors: Mapping[str, str] | None = None,
 ) -> onnx.ModelProto:
-    """A copy in which a mask, made by the nodes of an expression, is added to the scores of every n-th softmax, from one on."""
+    """A copy in which a mask, made by the nodes of an expression, is added to the scores of every n-th softmax, from one on.
+
+    ``vectors`` are inputs of the model by what the expression calls them.
+    """
     tables = tables or {}
     softmaxes = [n.output[0] for n in model.graph.node if n.op_type == "Softmax"][first::every]
     edited = onnx.ModelProto()
@@ -50,9 +55,11 @@ def masked(
     shape = builder.add("Shape", [ids])
     batch, length = (builder.add("Gather", [shape, builder.constant(i)]) for i in (0, 1))
     sizes = Sizes(batch, builder.constant(4), length, length, builder.constant(0))
-    allowed = mask_nodes(builder, expression, sizes, {n: n for n in tables})
+    allowed = mask_nodes(builder, expression, sizes, {**{n: n for n in tables}, **(vectors or {})})
     zero, minus = (builder.constant(x, np.float32) for x in (0.0, -np.inf))
-    added = builder.unsqueeze(builder.add("Where", [allowed, zero, minus]), [0, 1])
+    added = builder.add("Where", [allowed, zero, minus])
+    if not vectors:  # else it has an axis of batches
+        added = builder.unsqueeze(added, [0, 1])
     graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in tables.items())
     nodes = list(builder.nodes)
     for node in graph.node:
@@ -91,6 +98,15 @@ def bigbird_blocks(blocks: int) -> np.ndarray:
     return allowed
 
 
+def with_documents(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy with an input that says which document of the row a token belongs to; documents do not see each other."""
+    edited = onnx.ModelProto()
+    edited.CopyFrom(model)
+    dims = [d.dim_param for d in model.graph.input[0].type.tensor_type.shape.dim]
+    edited.graph.input.append(helper.make_tensor_value_info("segment_ids", onnx.TensorProto.INT64, dims))
+    return masked(edited, DOCUMENTS, vectors={"segment_q": "segment_ids", "segment_k": "segment_ids"})
+
+
 def bert() -> onnx.ModelProto:
     """A narrow BERT in fp32."""
     return build.fill(build.load_graph("narrow/bert.torchscript.eager"), seed=2)
@@ -117,6 +133,8 @@ def models() -> dict[str, onnx.ModelProto]:
         "bigbird": half(masked(fixed(bert(), LENGTH), BIGBIRD, table)),
         "mixed": half(masked(masked(fixed(bert(), LENGTH), BIGBIRD, table, 2), "abs(q - k) <= 8", None, 2, 1)),
         "three-masks": half(three_masks()),
+        "documents": half(with_documents(bert())),
+        "fp32": masked(bert(), LONGFORMER),
     }
 
 
@@ -126,5 +144,6 @@ def feeds(model: onnx.ModelProto, batch: int, length: int) -> dict[str, np.ndarr
     made = prepare.feeds(model, batch, length, length // 5, length // 3)
     for value in model.graph.input:
         kind = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        found[value.name] = (made[value.name] % 2 if "type" in value.name else made[value.name]).astype(kind)
+        kinds = 2 if "type" in value.name else 3 if "segment" in value.name else 1 << 30
+        found[value.name] = (made[value.name] % kinds).astype(kind)
     return found

@@ -39,6 +39,8 @@ EXPECTED = {
     "bigbird": (2, 1),
     "three-masks": (4, 3),
     "mixed": (2, 2),
+    "documents": (2, 1),
+    "fp32": (2, 1),
 }
 LEFT = {"modernbert": 2}
 SEGMENTS = {n: np.repeat(np.arange(61)[None] // 9, 2, 0) for n in ("segment_q", "segment_k")}

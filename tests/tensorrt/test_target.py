@@ -70,8 +70,11 @@ def test_what_no_kernel_takes() -> None:
     assert "at most 256" in why_not(site(dtype=FULL, head_size=257), LiftedMask(""))[0]
     double = why_not(site(dtype=TensorProto.DOUBLE), LiftedMask(""))[0]
     assert "element type DOUBLE, expected FLOAT or FLOAT16 or BFLOAT16" in double
-    ids = LiftedMask("segment_q[b, q] == segment_k[b, k]", (RuntimeOperand("segment_q", "ids"),))
-    assert "the mask reads segment_q at run time" in why_not(site(), ids)[0]
+    documents = (RuntimeOperand("segment_q", "ids"), RuntimeOperand("segment_k", "ids"))
+    assert why_not(site(), LiftedMask("segment_q[b, q] == segment_k[b, k]", documents)) == []
+    assert why_not(site(), LiftedMask("k <= q and (k < 3 or pad[b, k]) and k < lengths[b]", PAD)) == []
+    other = LiftedMask("segment_q[b, q] == 1", (RuntimeOperand("depths", "ids"),))
+    assert "the mask reads depths at run time" in why_not(site(), other)[0]
     wide = LiftedMask("table0[q, k]", tables=(("table0", "int64", (1 << 12, 1 << 12), b""),))
     assert "table0 of the mask has 134217728 bytes" in why_not(site(), wide)[0]
     packed = LiftedMask("table0[q, k]", tables=(("table0", "bool", (1 << 12, 1 << 12), b""),))

@@ -8,14 +8,11 @@
 
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/ops/attention.h"
+#include "tests/trt/place.h"
 
 namespace stof {
 namespace test {
-
-Seen& LastSeen() {
-  thread_local Seen seen;
-  return seen;
-}
 
 namespace {
 
@@ -40,7 +37,7 @@ Status UseWorkspace(size_t bytes, const RunContext& context) {
   if (memory == nullptr) return Status::Error("the workspace is too small");
   if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) return Status::Error("the workspace is not aligned");
   std::memset(memory, 0xa5, bytes);
-  LastSeen().allocated = bytes;
+  LastSeen()->allocated = bytes;
   return Status();
 }
 
@@ -59,24 +56,39 @@ bool NonZero(const Tensor& tensor, int64_t i) {
   }
 }
 
+std::vector<uint8_t> PadBytes(const Tensor& pad, int64_t B, int64_t T) {
+  std::vector<uint8_t> bytes;
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t j = 0; j < T; ++j) bytes.push_back(NonZero(pad, (pad.dims[0] == 1 ? 0 : b) * T + j) ? 1 : 0);
+  }
+  return bytes;
+}
+
 Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                 const Tables&, const RunContext& context) {
+                 const Tables& operands, const RunContext& context) {
   size_t bytes = 0;
-  STOF_RETURN_IF_ERROR(PlanCudaAttention(given, pad != nullptr, mask, &bytes));
-  Seen& seen = LastSeen();
+  STOF_RETURN_IF_ERROR(PlanCudaAttention(given, pad != nullptr, mask, sizes, operands, &bytes));
+  Seen& seen = *LastSeen();
   ++seen.attentions;
   seen.kernel = context.kernel;
   seen.stream = context.stream;
   STOF_RETURN_IF_ERROR(UseWorkspace(bytes, context));
   AttentionArgs args = given;
-  std::vector<uint8_t> padding;
+  std::vector<uint8_t> padding, read;
   if (pad != nullptr) {
-    for (int64_t b = 0; b < args.B; ++b) {
-      for (int64_t j = 0; j < args.T; ++j) {
-        padding.push_back(NonZero(*pad, (pad->dims[0] == 1 ? 0 : b) * args.T + j) ? 1 : 0);
-      }
-    }
+    padding = PadBytes(*pad, args.B, args.T);
     args.pad = padding.data();
+  }
+  std::unique_ptr<BoundDynamicMask> dynamic;
+  if (!mask.parts.dynamic.empty()) {
+    Tables vectors = operands;
+    for (auto& [role, tensor] : vectors) {
+      if (role != "pad") continue;
+      read = PadBytes(tensor, args.B, args.T);
+      tensor.data = read.data(), tensor.dtype = DType::kBool, tensor.dims[0] = args.B;
+    }
+    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask.parts.dynamic, sizes, vectors, &dynamic));
+    args.dynamic = dynamic->view();
   }
   CpuAttentionConfig config = ChooseCpuAttention(args, 1);
   BlockMask blocks;
@@ -92,7 +104,7 @@ Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionM
 int Kernels(const AttentionArgs&) { return kFakeKernels; }
 
 Status Ready(const AttentionArgs&, const AttentionMask&, const ExprSizes&, int) {
-  ++LastSeen().readies;
+  ++LastSeen()->readies;
   return Status();
 }
 

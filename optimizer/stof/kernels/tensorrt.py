@@ -27,7 +27,7 @@ HEAD_SIZES: dict[int, tuple[int, int]] = {
     TensorProto.FLOAT16: (256, 8),
     TensorProto.BFLOAT16: (256, 8),
 }
-VECTORS = frozenset({"pad"})
+VECTORS = frozenset({"pad", "segment_q", "segment_k", "lengths"})
 
 
 def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:

@@ -28,17 +28,23 @@ _B, _H, _S, _D = 2, 4, 200, 64
 
 
 def problems() -> Iterator[tuple[str, Problem]]:
-    """Named problems in half precision: what TensorRT cannot do by itself."""
+    """Named problems: what TensorRT cannot do by itself."""
     rng = np.random.default_rng(0)
 
-    def draw(mask: str, **settings: object) -> Problem:
-        return random_problem(rng, _B, _H, _S, _D, mask=mask, dtype=np.float16, **settings)  # type: ignore[arg-type]
+    def draw(mask: str, dtype: type = np.float16, **settings: object) -> Problem:
+        return random_problem(rng, _B, _H, _S, _D, mask=mask, dtype=dtype, **settings)  # type: ignore[arg-type]
 
     yield "window", draw("abs(q - k) <= 16")
     yield "causal window, padded", draw("k <= q and q - k <= 40", padded=True)
     yield "grouped heads, global tokens", draw("abs(q - k) <= 8 or k < 4 or q < 4", G=2)
     yield "empty rows, mean", draw("abs(q - k) <= 4", padded=True, empty_rows=EmptyRows.MEAN)
     blocks = rng.random((13, 13)) < 0.3
+    yield "single precision", draw("abs(q - k) <= 16", np.float32)
+    segments = np.arange(_S)[None] // np.array([[23], [67]])
+    ids = {"segment_q": segments, "segment_k": segments}
+    yield "documents", replace(draw("segment_q[b, q] == segment_k[b, k]"), operands=ids)
+    lengths = {"lengths": np.array([150, 200])}
+    yield "lengths, rows beyond them zero", replace(draw("k < lengths[b] and q < lengths[b]"), operands=lengths)
     yield "blocks", replace(draw("table0[q // 16, k // 16]"), operands={"table0": blocks})
 
 
