@@ -522,7 +522,16 @@ void Relaxed(void (*run)(void* self), void* self) {
   run(self);
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention};
+bool KernelOf(int head_size, bool bf16, int number, int* rows, int* keys, int* workers) {
+  const cuda::Sm90Kernel* kernel = cuda::FindSm90(head_size, bf16);
+  for (int at = 0; kernel->launch != nullptr && at < number; ++at) ++kernel;
+  if (number < 0 || kernel->launch == nullptr) return false;
+  *rows = kernel->rows, *keys = kernel->keys, *workers = kernel->workers;
+  return true;
+}
+
+constexpr CudaBackend kBackend = {ToHost,  Device,    Take,     Give,            CapturedOrDone,
+                                  Relaxed, Attention, KernelOf, cuda::TakeKernel};
 
 }  // namespace
 

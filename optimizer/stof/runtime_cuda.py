@@ -28,6 +28,35 @@ class DeviceTensor:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel for compute capability 9.0: its tile, and how many teams of it share a multiprocessor."""
+
+    number: int
+    rows: int
+    keys: int
+    workers: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.keys}, {self.workers}"
+
+
+def kernels(head_size: int, dtype: str) -> list[Kernel]:
+    """The kernels that the selector chooses from for a head size of ``float16`` or ``bfloat16``; none without CUDA."""
+    found: list[Kernel] = []
+    sizes = [ctypes.c_int32() for _ in range(3)]
+    while True:
+        given = (ctypes.c_int(head_size), ctypes.c_int(dtype == "bfloat16"), ctypes.c_int(len(found)))
+        if _library().stof_cuda_kernel(*given, *map(ctypes.byref, sizes)) != 0:
+            return found
+        found.append(Kernel(len(found), *(size.value for size in sizes)))
+
+
+def take_kernel(number: int = -1) -> None:
+    """Has every attention of the process take the kernel of that number; -1 leaves them to the selector again."""
+    _library().stof_cuda_take_kernel(ctypes.c_int(number))
+
+
 class CudaOp(Op):
     """An operator of the library for the current device."""
 

@@ -89,6 +89,13 @@ STOF_EXPORT int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int inp
                                  int output_count, void* workspace, size_t workspace_size, void* stream, char* error,
                                  size_t error_size);
 
+/* For measurements: the tile of the kernel of that number, from 0, for compute capability 9.0 and a head size, and how
+ * many teams of it share a multiprocessor. Returns 1 where there is none of that number, as in a build without CUDA. */
+STOF_EXPORT int stof_cuda_kernel(int head_size, int bf16, int number, int32_t* rows, int32_t* keys, int32_t* workers);
+/* All attentions of the process take the kernel of that number where their head size has it; -1 leaves them to the
+ * selector again. */
+STOF_EXPORT void stof_cuda_take_kernel(int number);
+
 /* ---- the machine ---- */
 /* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */
 STOF_EXPORT double stof_fma_rate(int threads, double seconds);

@@ -55,4 +55,13 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
   });
 }
 
+int stof_cuda_kernel(int head_size, int bf16, int number, int32_t* rows, int32_t* keys, int32_t* workers) {
+  const stof::CudaBackend* backend = stof::FindCudaBackend();
+  return backend != nullptr && backend->kernel(head_size, bf16 != 0, number, rows, keys, workers) ? 0 : 1;
+}
+
+void stof_cuda_take_kernel(int number) {
+  if (const stof::CudaBackend* backend = stof::FindCudaBackend()) backend->take_kernel(number);
+}
+
 }  // extern "C"

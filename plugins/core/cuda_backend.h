@@ -26,6 +26,11 @@ struct CudaBackend {
   // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                       const Tables& operands, const RunContext& context);
+  // For measurements: the tile of the 9.0 kernel of that number for a head size, and how many teams of it share a
+  // multiprocessor; false where there is none of that number.
+  bool (*kernel)(int head_size, bool bf16, int number, int* rows, int* keys, int* workers);
+  // A number from 0 takes that 9.0 kernel wherever a head size has it, -1 leaves the choice to the model.
+  void (*take_kernel)(int number);
 };
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
