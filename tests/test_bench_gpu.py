@@ -105,7 +105,7 @@ def test_masks(case: Case) -> None:
 def test_blocks_of_flex(case: Case) -> None:
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     problem = Problem(case, device="cpu")
-    block = peers_torch._block_mask(problem, module)
+    block = peers_torch.block_mask(problem, module)
     tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
     kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
     assert np.array_equal(kept, tiles.any((2, 4)))

@@ -81,6 +81,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("torch-math", "torch SDPA, math + mask", peers_torch.math, ("paper",)),
     Peer("torch-flex", "torch FlexAttention, compiled", peers_torch.flex, GRIDS),
     Peer("flash-4", "FlashAttention 4", peers_jit.flash4, ("masks",)),
+    Peer("flash-4-blocks", "FlashAttention 4, blocks and a mask function", peers_jit.flash4_blocks, ("masks",)),
     Peer("cudnn-flex", "cuDNN flex attention", peers_jit.cudnn_flex, ("masks",)),
     Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", peers_ort.multi_head, ("paper", "long")),
     Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", peers_ort.group_query),

@@ -6,11 +6,15 @@ Packages: flash-attn-4, nvidia-cudnn-frontend and nvidia-cutlass-dsl with its li
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import re
 from typing import Any
 
 from stof.bench.gpu.candidate import Candidate, once, window
-from stof.bench.gpu.problem import Problem
+from stof.bench.gpu.peers_torch import block_mask
+from stof.bench.gpu.problem import TILE, Problem
+from stof.bench.peers import predicate
 from stof.bench.runner import Unavailable, require
 
 _MOST_INTERVALS = 64  # of a row, where a plan still makes sense
@@ -32,6 +36,46 @@ def flash4(problem: Problem, stream: Any) -> Candidate:
         return found[0] if isinstance(found, tuple) else found
 
     return once(problem, "BSHD", call)
+
+
+def flash4_blocks(problem: Problem, stream: Any) -> Candidate:
+    """FlashAttention 4 with a list of blocks and a function of indices that decides the partial ones."""
+    case = problem.case
+    if window(case) is not None:
+        raise Unavailable("timed with its own masks")
+    if case.tables:
+        raise Unavailable("timed with masks that read no table")
+    attend = require("flash_attn.cute").flash_attn_func
+    blocks = block_mask(problem, require("torch.nn.attention.flex_attention"))
+    lists = require("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch(
+        blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices,
+        block_size=(TILE, TILE),
+    )  # fmt: skip
+    allowed = mask_function(problem)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        found = attend(q, k, v, softmax_scale=problem.scale, mask_mod=allowed, block_sparse_tensors=lists)
+        return found[0] if isinstance(found, tuple) else found
+
+    return once(problem, "BSHD", call)
+
+
+def mask_function(problem: Problem) -> Any:
+    """The mask as FlashAttention 4 compiles it into its kernel."""
+    case = problem.case
+    cute = require("cutlass.cute")
+    sizes = {"S": case.S, "T": case.T, "P": case.P, "abs": lambda x: cute.where(x >= 0, x, -x)}
+    decide = predicate(case.mask, sizes)
+    offset = case.P
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def allowed(b: Any, h: Any, q: Any, k: Any, lengths: Any, tensors: Any) -> Any:
+        return decide(b, h, q + offset, k)
+
+    # What its cache of compiled kernels takes for the function's identity, which is otherwise its source.
+    used = [f"{name} = {sizes[name]}" for name in "STP" if re.search(rf"\b{name}\b", case.mask)]
+    allowed.__cute_hash__ = hashlib.sha256(f"{case.mask}, {used}, {offset}".encode()).hexdigest()
+    return allowed
 
 
 def cudnn_flex(problem: Problem, stream: Any) -> Candidate:

@@ -11,7 +11,7 @@ from stof.bench.results import Record
 
 OWN = ("stof", "stof-ort")
 FLEX = "torch-flex"
-JIT = ("flash-4", "cudnn-flex")
+JIT = ("flash-4", "flash-4-blocks", "cudnn-flex")
 _LOSS = 0.97
 _LONG_ROOF = 60.0  # µs; above it the goal for the fraction of the roofline is 85 %, below 50 %
 

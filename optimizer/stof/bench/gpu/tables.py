@@ -18,6 +18,7 @@ _SHORT = {
     "torch-math": "math",
     "torch-flex": "flex",
     "flash-4": "FA 4",
+    "flash-4-blocks": "FA 4, blocks",
     "cudnn-flex": "cuDNN flex",
     "ort-mha": "ORT MHA",
     "ort-gqa": "ORT GQA",
