@@ -22,7 +22,7 @@ from stof.bench.gpu.cases import Case
 from stof.bench.models import inputs
 from stof.bench.runner import Unavailable
 from stof.runtime import LibraryError, build_info
-from stof.runtime_cuda import CudaOp, DeviceTensor
+from stof.runtime_cuda import CudaOp, DeviceTensor, kernels
 from stof.widen import widen
 
 torch = pytest.importorskip("torch")
@@ -334,3 +334,36 @@ def test_intervals(case: Case) -> None:
     keys = np.arange(case.T)
     found = ((starts <= keys) & (keys < ends[:, ::2, :, None])).sum(1)
     assert np.array_equal(found, np.tile(expected[:heads], (1, 2, 1)))  # each allowed key is in exactly one
+
+
+def test_regret() -> None:
+    """By how much the selector's choice is slower than the best kernel, itself among them."""
+
+    def with_kernels(chosen: float, *each: float) -> dict[str, object]:
+        rows = [{"number": i, "rows": 64, "keys": 64, "workers": 1, "us": us} for i, us in enumerate(each)]
+        return {**record(10, {"torch-flex": 20}), "kernels": {"chosen_us": chosen, "each": rows, "wrong": []}}
+
+    records = [with_kernels(11, 10, 12), with_kernels(9.9, 10, 12), with_kernels(5, 5, 6, 7), record(10, {})]
+    assert summary.regret(records[0]) == pytest.approx(0.1)
+    assert summary.regret(records[1]) == 0
+    assert summary.regret(records[3]) is None
+    rows = summary.regrets(records)
+    assert [row[:5] for row in rows] == [["64", "2", "2", "4.9%", "10.0%"], ["64", "3", "1", "0.0%", "0.0%"]]
+    assert "regret, D 64, kernels 2" in "\n".join(summary.summary(records))
+
+
+def test_over_jit() -> None:
+    records = [record(10, {"torch-flex": 20, "flash-4": 9, "cudnn-flex": 12}), record(10, {"torch-flex": 20})]
+    assert summary.over_jit(records[0]) == pytest.approx(0.9)
+    assert summary.over_jit(records[1]) is None
+    assert summary.row(records, extended=True)[-2:] == ["0.90", "0.90"]
+    assert len(summary.row(records)) == len(summary.HEAD)
+
+
+def test_kernels_of_the_library() -> None:
+    """Numbers go up from 0 without a gap; a build without CUDA has none."""
+    found = kernels(128, "float16")
+    assert [k.number for k in found] == list(range(len(found)))
+    if "cuda" not in build_info()["backends"]:
+        assert found == []
+    assert all(k.rows % 64 == 0 and k.keys % 16 == 0 and k.workers > 0 for k in found)
