@@ -11,6 +11,8 @@ import numpy as np
 
 from stof.runtime import _DTYPES, _ERROR_SIZE, LibraryError, Op, _call, _library, _Tensor, _tensor
 
+_NAMES_SIZE = 4096
+
 
 @dataclass(frozen=True)
 class DeviceTensor:
@@ -26,35 +28,6 @@ class DeviceTensor:
         return _Tensor(
             self.address or None, _DTYPES[self.dtype], len(self.shape), (ctypes.c_int64 * 8)(*self.shape)
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel for compute capability 9.0: its tile, and how many teams of it share a multiprocessor."""
-
-    number: int
-    rows: int
-    keys: int
-    workers: int
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.keys}, {self.workers}"
-
-
-def kernels(head_size: int, dtype: str) -> list[Kernel]:
-    """The kernels that the selector chooses from for a head size of ``float16`` or ``bfloat16``; none without CUDA."""
-    found: list[Kernel] = []
-    sizes = [ctypes.c_int32() for _ in range(3)]
-    while True:
-        given = (ctypes.c_int(head_size), ctypes.c_int(dtype == "bfloat16"), ctypes.c_int(len(found)))
-        if _library().stof_cuda_kernel(*given, *map(ctypes.byref, sizes)) != 0:
-            return found
-        found.append(Kernel(len(found), *(size.value for size in sizes)))
-
-
-def take_kernel(number: int = -1) -> None:
-    """Has every attention of the process take the kernel of that number; -1 leaves them to the selector again."""
-    _library().stof_cuda_take_kernel(ctypes.c_int(number))
 
 
 class CudaOp(Op):
@@ -110,3 +83,49 @@ class CudaOp(Op):
                 raise LibraryError(error.value.decode(errors="replace"))
 
         return run
+
+    def time(
+        self, tensors: Sequence[tuple[str, tuple[int, ...]]], arrays: Sequence[np.ndarray], seconds: float
+    ) -> float:
+        """Microseconds of one run on the current device: the median of replays of a captured graph for ``seconds``.
+
+        The first inputs are drawn at random, by type and shape; the others are the arrays.
+
+        Raises:
+            LibraryError: when the library refuses the call.
+        """
+        kept = [np.ascontiguousarray(a) for a in arrays]
+        given = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [_tensor(a) for a in kept]
+        microseconds = ctypes.c_double()
+        _call(
+            "stof_op_time_cuda", self._handle, (_Tensor * len(given))(*given), len(given), 1,
+            ctypes.c_double(seconds), ctypes.byref(microseconds),
+        )  # fmt: skip
+        return microseconds.value
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The current CUDA device; ``capability`` is 10 × major + minor."""
+
+    name: str
+    capability: int
+
+
+def device_info() -> DeviceInfo:
+    """What the CUDA device of this thread is.
+
+    Raises:
+        LibraryError: without a device, a driver or CUDA kernels in the library.
+    """
+    name = ctypes.create_string_buffer(256)
+    capability = ctypes.c_int32()
+    _call("stof_cuda_device", name, ctypes.c_size_t(256), ctypes.byref(capability))
+    return DeviceInfo(name.value.decode(errors="replace"), capability.value)
+
+
+def kernel_names(head_size: int, dtype: int) -> list[str]:
+    """The attention kernels of the device for a head size and an ONNX element type; empty where there is no choice."""
+    names = ctypes.create_string_buffer(_NAMES_SIZE)
+    _call("stof_cuda_kernels", ctypes.c_int64(head_size), ctypes.c_int32(dtype), names, ctypes.c_size_t(_NAMES_SIZE))
+    return names.value.decode().split()

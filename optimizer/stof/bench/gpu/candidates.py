@@ -12,7 +12,7 @@ from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.problem import Problem
 from stof.bench.runner import Unavailable, require
 from stof.runtime import build_info
-from stof.runtime_cuda import CudaOp, DeviceTensor, Kernel, kernels, take_kernel
+from stof.runtime_cuda import CudaOp, DeviceTensor, kernel_names
 
 _WORKSPACE = 64 << 20
 _FEW_QUERIES = 16  # up to that, decode's kernel
@@ -29,13 +29,15 @@ def _workspace() -> Any:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def own(problem: Problem, stream: Any, kernel: Kernel | None = None) -> Candidate:
-    """The library through its C ABI; by the kernel that its selector takes, or by the one given."""
+def own(problem: Problem, stream: Any, kernel: str = "") -> Candidate:
+    """The library through its C ABI; by the kernel that its selector takes, or by the one of that name."""
     if "cuda" not in build_info()["backends"]:
         raise Unavailable("this build of the library has no CUDA kernels")
     case, torch = problem.case, problem.torch
     tables = [case.tables[name] for name in sorted(case.tables)]
-    op = CudaOp("StofAttention", peers_ort.attributes(problem), 3 + len(tables), dict(enumerate(tables, 3)))
+    op = CudaOp(
+        "StofAttention", peers_ort.attributes(problem) | {"kernel": kernel}, 3 + len(tables), dict(enumerate(tables, 3))
+    )
     workspace = _workspace()
     calls: list[Any] = []
     outputs: list[Any] = []
@@ -51,25 +53,15 @@ def own(problem: Problem, stream: Any, kernel: Kernel | None = None) -> Candidat
         calls.clear()
         outputs.clear()
 
-    def call(i: int) -> None:
-        if kernel is None:
-            calls[i]()
-            return
-        take_kernel(kernel.number)
-        try:
-            calls[i]()
-        finally:
-            take_kernel()
-
-    return Candidate(call, lambda: outputs[0], bind, release, keep=(op,))
+    return Candidate(lambda i: calls[i](), lambda: outputs[0], bind, release, keep=(op,))
 
 
-def each_kernel(problem: Problem, stream: Any) -> list[tuple[Kernel, Candidate]]:
+def each_kernel(problem: Problem, stream: Any) -> list[tuple[str, Candidate]]:
     """A candidate for every kernel that the selector could take; none for what has a kernel of its own."""
     case = problem.case
     if case.S <= _FEW_QUERIES or "cuda" not in build_info()["backends"]:
         return []
-    return [(k, own(problem, stream, k)) for k in kernels(case.D, case.dtype)]
+    return [(k, own(problem, stream, k)) for k in kernel_names(case.D, peers_ort.ELEMENT[case.dtype])]
 
 
 PEERS: tuple[Peer, ...] = (

@@ -13,7 +13,6 @@ from stof.bench.gpu.problem import TILE, TOLERANCE, Problem
 from stof.bench.gpu.timing import Timed, interleave
 from stof.bench.results import Record
 from stof.bench.runner import Unavailable
-from stof.runtime_cuda import Kernel
 
 _TEXT = 200
 _KERNEL_ROUNDS = 5
@@ -36,7 +35,7 @@ class Point:
         self.problem = Problem(case)
         self.rows: dict[str, dict[str, Any]] = {}
         self._ready: list[tuple[Peer, Candidate]] = []
-        self._kernels: list[tuple[Kernel, Candidate]] = []
+        self._kernels: list[tuple[str, Candidate]] = []
         self._wrong: list[str] = []
         torch = self.problem.torch
         self.problem.check_mask()
@@ -149,10 +148,6 @@ class Point:
             timed[-1].capture()
         first, *others = interleave([chosen, *timed], _KERNEL_ROUNDS, plain_rounds=0)
         rows = [
-            {
-                "number": kernel.number, "rows": kernel.rows, "keys": kernel.keys, "workers": kernel.workers,
-                "us": round(t.median * 1e6, 3),
-            }
-            for (kernel, _), t in zip(self._kernels, others, strict=True)
-        ]  # fmt: skip
+            {"name": name, "us": round(t.median * 1e6, 3)} for (name, _), t in zip(self._kernels, others, strict=True)
+        ]
         return {"kernels": {"chosen_us": round(first.median * 1e6, 3), "each": rows, "wrong": self._wrong}}
