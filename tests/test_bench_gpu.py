@@ -27,7 +27,7 @@ from stof.widen import widen
 
 torch = pytest.importorskip("torch")
 
-from stof.bench.gpu import peers_torch  # noqa: E402
+from stof.bench.gpu import peers_jit, peers_torch  # noqa: E402
 from stof.bench.gpu.problem import Problem  # noqa: E402
 
 
@@ -47,6 +47,12 @@ def numpy_mask(case: Case) -> np.ndarray:
         "s2": (k <= q) & ((q // 64 - k // 64 < 8) | ((k // 64 + h) % 8 == 0)),
         "window-128": abs(q - k) <= 128,
         "causal-1024": (k <= q) & (q - k < 1024),
+        "longformer-128": (abs(q - k) <= 128) | (q < 64) | (k < 64),
+        "dilated-256": (abs(q - k) <= 256) & ((q - k) % 2 == 0),
+        "bigbird-23": (abs(q // 64 - k // 64) <= 1)
+        | (q < 64)
+        | (k < 64)
+        | ((7 * (q // 64) + 13 * (k // 64) + (q // 64) * (k // 64)) % 23 == 0),
     }
     if case.name == "bigbird":
         found["bigbird"] = glob | case.tables["table0"][q // 64, k // 64]
@@ -71,7 +77,12 @@ def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[Case]:
 # Forking a process that has threads is deprecated in Python 3.12; the pool forks before it uses any.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
-CASES = [*small("paper", (256,)), *small("long", (1024,), heads=8), *small("decode", (1024, 2048), heads=8)]
+CASES = [
+    *small("paper", (256,)),
+    *small("masks", (512,)),
+    *small("long", (1024,), heads=8),
+    *small("decode", (1024, 2048), heads=8),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -94,7 +105,7 @@ def test_masks(case: Case) -> None:
 def test_blocks_of_flex(case: Case) -> None:
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     problem = Problem(case, device="cpu")
-    block = peers_torch._block_mask(problem, module)
+    block = peers_torch.block_mask(problem, module)
     tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
     kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
     assert np.array_equal(kept, tiles.any((2, 4)))
@@ -136,6 +147,7 @@ def test_windows() -> None:
 
 def test_grids() -> None:
     assert len(list(cases.grid("paper"))) == 5 * 6 * 3
+    assert len(list(cases.grid("masks"))) == 3 * 8 + 4 * 2
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
@@ -255,7 +267,7 @@ def test_constants_of_a_device_operator() -> None:
         op.bind([DeviceTensor(256, "complex64", (1,))] * 3, [tensor], 0)
 
 
-def worker(channel: Connection, peers: object, rounds: int) -> None:
+def worker(channel: Connection, plan: object) -> None:
     """Builds and times at once; dies at S = 256, hangs at 512, refuses 1024."""
     channel.send((-1, None))
     while True:
@@ -272,7 +284,7 @@ def test_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies or hangs takes only its own points along."""
     monkeypatch.setattr(pool, "_BUILD_LIMIT", 1.5)
     made = list(cases.grid("paper", ["causal"], batches=[1]))
-    hands = pool.Pool(6, None, 1, worker)
+    hands = pool.Pool(6, pool.Plan(None, 1), worker)
     said: list[str] = []
     try:
         failed = hands.build(made, said.append)
@@ -291,13 +303,58 @@ def test_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         hands.close()
 
 
-def nobody(channel: Connection, peers: object, rounds: int) -> None:
+def nobody(channel: Connection, plan: object) -> None:
     """As on a machine without a GPU."""
     channel.send((-1, "RuntimeError: no device"))
 
 
 def test_pool_without_a_device() -> None:
-    hands = pool.Pool(2, None, 1, nobody)
+    hands = pool.Pool(2, pool.Plan(None, 1), nobody)
     with pytest.raises(Unavailable, match="no device"):
         hands.build(list(cases.grid("paper", ["causal"], [128])), print)
     hands.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_intervals(case: Case) -> None:
+    """What cuDNN's flex attention is told: ends of intervals, and nothing where a row has too many."""
+    case = dataclasses.replace(case, B=2)
+    problem = Problem(case, device="cpu")
+    expected = numpy_mask(case)
+    edges = np.diff(np.pad(expected, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2) > 0
+    if edges.sum(2).max() > peers_jit._MOST_INTERVALS:
+        with pytest.raises(Unavailable, match="intervals"):
+            peers_jit.intervals(problem)
+        return
+    ends = peers_jit.intervals(problem).numpy()
+    heads, count, rows = ends.shape
+    assert (heads, rows) == (case.H if problem.by_head else 1, 2 * case.S)
+    assert count % 2 == 1
+    starts = np.concatenate([np.zeros((heads, 1, rows), np.int32), ends[:, 1::2]], 1)[..., None]
+    keys = np.arange(case.T)
+    found = ((starts <= keys) & (keys < ends[:, ::2, :, None])).sum(1)
+    assert np.array_equal(found, np.tile(expected[:heads], (1, 2, 1)))  # each allowed key is in exactly one
+
+
+def test_regret() -> None:
+    """By how much the selector's choice is slower than the best kernel, itself among them."""
+
+    def with_kernels(chosen: float, *each: float) -> dict[str, object]:
+        rows = [{"name": f"kernel-{i}", "us": us} for i, us in enumerate(each)]
+        return {**record(10, {"torch-flex": 20}), "kernels": {"chosen_us": chosen, "each": rows, "wrong": []}}
+
+    records = [with_kernels(11, 10, 12), with_kernels(9.9, 10, 12), with_kernels(5, 5, 6, 7), record(10, {})]
+    assert summary.regret(records[0]) == pytest.approx(0.1)
+    assert summary.regret(records[1]) == 0
+    assert summary.regret(records[3]) is None
+    rows = summary.regrets(records)
+    assert [row[:5] for row in rows] == [["64", "2", "2", "4.9%", "10.0%"], ["64", "3", "1", "0.0%", "0.0%"]]
+    assert "regret, D 64, kernels 2" in "\n".join(summary.summary(records))
+
+
+def test_over_jit() -> None:
+    records = [record(10, {"torch-flex": 20, "flash-4": 9, "cudnn-flex": 12}), record(10, {"torch-flex": 20})]
+    assert summary.over_jit(records[0]) == pytest.approx(0.9)
+    assert summary.over_jit(records[1]) is None
+    assert summary.row(records, extended=True)[-2:] == ["0.90", "0.90"]
+    assert len(summary.row(records)) == len(summary.HEAD)

@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--batches", nargs="+", type=int, default=None, metavar="B", help="of --grid paper; default: all"
     )
     attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    attention.add_argument(
+        "--kernels", action="store_true", help="of --device cuda: time every kernel of each point, too"
+    )
+    attention.add_argument("--again", type=int, default=0, metavar="N", help="time points that lose N times more")
     attention.add_argument("--limit", type=float, metavar="SECONDS", help="of --device cuda: begin no point after that")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
     sites.add_argument("--lengths", nargs="+", type=int, default=list(grids.SITE_LENGTHS), metavar="S")
@@ -132,12 +136,14 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
 
 def _attention_on_gpu(arguments: argparse.Namespace) -> int:
     from stof.bench.gpu.cases import grid
+    from stof.bench.gpu.pool import Plan
     from stof.bench.gpu.run import run
     from stof.bench.gpu.timing import ROUNDS
 
     chosen = (arguments.masks, arguments.lengths, arguments.batches)
     cases = [case for name in arguments.grid for case in grid(name, *chosen)]
-    return run(cases, arguments.peers, arguments.rounds or ROUNDS, arguments.results, arguments.limit)
+    plan = Plan(arguments.peers, arguments.rounds or ROUNDS, arguments.kernels)
+    return run(cases, plan, arguments.results, arguments.limit, arguments.again)
 
 
 def _models_on_gpu(arguments: argparse.Namespace) -> int:

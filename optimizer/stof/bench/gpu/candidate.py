@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from stof.bench.gpu.cases import GRIDS, Case
+from stof.bench.gpu.cases import Case
 from stof.bench.gpu.problem import Problem
 from stof.bench.runner import Unavailable
 
@@ -40,7 +40,7 @@ class Peer:
     name: str
     label: str
     build: Callable[[Problem, Any], Candidate]
-    grids: tuple[str, ...] = field(default=GRIDS)
+    grids: tuple[str, ...] = ("paper", "long", "decode")
 
 
 def window(case: Case) -> tuple[int, int] | None:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from stof.bench.gpu import peers_ort, peers_torch
+from stof.bench.gpu import peers_jit, peers_ort, peers_torch
 from stof.bench.gpu.candidate import Candidate, Peer
+from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.problem import Problem
 from stof.bench.runner import Unavailable, require
 from stof.runtime import build_info
-from stof.runtime_cuda import CudaOp, DeviceTensor
+from stof.runtime_cuda import CudaOp, DeviceTensor, kernel_names
 
 _WORKSPACE = 64 << 20
+_FEW_QUERIES = 16  # up to that, decode's kernel
 
 
 def _device(tensor: Any) -> DeviceTensor:
@@ -27,13 +29,15 @@ def _workspace() -> Any:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def own(problem: Problem, stream: Any) -> Candidate:
-    """The library through its C ABI."""
+def own(problem: Problem, stream: Any, kernel: str = "") -> Candidate:
+    """The library through its C ABI; by the kernel that its selector takes, or by the one of that name."""
     if "cuda" not in build_info()["backends"]:
         raise Unavailable("this build of the library has no CUDA kernels")
     case, torch = problem.case, problem.torch
     tables = [case.tables[name] for name in sorted(case.tables)]
-    op = CudaOp("StofAttention", peers_ort.attributes(problem), 3 + len(tables), dict(enumerate(tables, 3)))
+    op = CudaOp(
+        "StofAttention", peers_ort.attributes(problem) | {"kernel": kernel}, 3 + len(tables), dict(enumerate(tables, 3))
+    )
     workspace = _workspace()
     calls: list[Any] = []
     outputs: list[Any] = []
@@ -52,14 +56,25 @@ def own(problem: Problem, stream: Any) -> Candidate:
     return Candidate(lambda i: calls[i](), lambda: outputs[0], bind, release, keep=(op,))
 
 
+def each_kernel(problem: Problem, stream: Any) -> list[tuple[str, Candidate]]:
+    """A candidate for every kernel that the selector could take; none for what has a kernel of its own."""
+    case = problem.case
+    if case.S <= _FEW_QUERIES or "cuda" not in build_info()["backends"]:
+        return []
+    return [(k, own(problem, stream, k)) for k in kernel_names(case.D, peers_ort.ELEMENT[case.dtype])]
+
+
 PEERS: tuple[Peer, ...] = (
-    Peer("stof", "stof", own),
+    Peer("stof", "stof", own, GRIDS),
     Peer("stof-ort", "stof in ONNX Runtime", peers_ort.own),
-    Peer("torch-cudnn", "torch SDPA, cuDNN", peers_torch.cudnn),
-    Peer("torch-flash", "torch FlashAttention 2", peers_torch.flash),
+    Peer("torch-cudnn", "torch SDPA, cuDNN", peers_torch.cudnn, GRIDS),
+    Peer("torch-flash", "torch FlashAttention 2", peers_torch.flash, GRIDS),
     Peer("torch-efficient", "torch SDPA, memory-efficient + mask", peers_torch.efficient),
     Peer("torch-math", "torch SDPA, math + mask", peers_torch.math, ("paper",)),
-    Peer("torch-flex", "torch FlexAttention, compiled", peers_torch.flex),
+    Peer("torch-flex", "torch FlexAttention, compiled", peers_torch.flex, GRIDS),
+    Peer("flash-4", "FlashAttention 4", peers_jit.flash4, ("masks",)),
+    Peer("flash-4-blocks", "FlashAttention 4, blocks and a mask function", peers_jit.flash4_blocks, ("masks",)),
+    Peer("cudnn-flex", "cuDNN flex attention", peers_jit.cudnn_flex, ("masks",)),
     Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", peers_ort.multi_head, ("paper", "long")),
     Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", peers_ort.group_query),
     Peer("ort-attention-23", "ONNX Runtime Attention-23, bool mask", peers_ort.attention_23),
@@ -67,11 +82,11 @@ PEERS: tuple[Peer, ...] = (
 )
 OWN = ("stof", "stof-ort")
 # Of the dense problem that says what a full tile costs.
-ANCHORS = ("stof", "torch-cudnn", "torch-flash")
+ANCHORS = ("stof", "torch-cudnn", "torch-flash", "flash-4")
 
 
-def find(names: list[str] | None, grid: str) -> list[Peer]:
-    """The candidates of a grid; all, or those named.
+def find(names: list[str] | None, grid: str | None) -> list[Peer]:
+    """The candidates of a grid, or of any; all, or those named.
 
     Raises:
         ValueError: when there is none of that name.
@@ -79,4 +94,4 @@ def find(names: list[str] | None, grid: str) -> list[Peer]:
     unknown = set(names or ()) - {p.name for p in PEERS}
     if unknown:
         raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
-    return [p for p in PEERS if grid in p.grids and (names is None or p.name in names)]
+    return [p for p in PEERS if (grid is None or grid in p.grids) and (names is None or p.name in names)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of the GPU: paper (short and medium, D = 64), long (D = 128) and decode (one query)."""
+"""The grids of the GPU: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 _BLOCK = 64  # of BigBird's random part and of S2
 _RANDOM_BLOCK = 128  # of the masks of random blocks
-GRIDS = ("paper", "long", "decode")
+GRIDS = ("masks", "paper", "long", "decode")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ def mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
         case "s2":
             near = f"q // {_BLOCK} - k // {_BLOCK}"
             return f"k <= q and ({near} < 8 or (k // {_BLOCK} + h) % 8 == 0)", {}
+        case "longformer-128":
+            return "abs(q - k) <= 128 or q < 64 or k < 64", {}
+        case "dilated-256":
+            return "abs(q - k) <= 256 and (q - k) % 2 == 0", {}
+        case "bigbird-23":  # as if random, without a table: 1 of 23 blocks
+            row, column = f"(q // {_BLOCK})", f"(k // {_BLOCK})"
+            blocks = f"(7 * {row} + 13 * {column} + {row} * {column}) % 23 == 0"
+            return f"abs({row} - {column}) <= 1 or q < {_BLOCK} or k < {_BLOCK} or {blocks}", {}
     kind, _, number = name.partition("-")
     if kind == "window" and number.isdigit():
         return f"abs(q - k) <= {number}", {}
@@ -96,6 +104,12 @@ def mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
     raise KeyError(name)
 
 
+MASKS = (
+    "dense", "causal", "window-128", "causal-1024", "longformer-128", "bigbird-23", "s2", "dilated-256",
+)  # fmt: skip
+MASKS_SHAPES = ((1, 16, 4096, 64), (1, 32, 8192, 128), (8, 12, 1024, 64))  # B, H, S, D
+# Without a mask of its own: the dense kernels' long case, and what a short launch costs.
+MASKS_PLAIN = ((1, 32, 16384, 128), (1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64))
 PAPER_MASKS = ("causal", "window", "longformer", "bigbird", "dilated")
 PAPER_BATCHES = (1, 8, 16)
 PAPER_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -125,6 +139,12 @@ def grid(
         return [v for v in values if masks is None or v in masks]
 
     match name:
+        case "masks":
+            for shapes, kinds in ((MASKS_SHAPES, MASKS), (MASKS_PLAIN, MASKS[:2])):
+                for B, H, S, D in shapes:
+                    for kind in named(kinds) if kept([S], lengths) else []:
+                        expression, tables = mask(kind, S)
+                        yield Case(name, kind, expression, B, H, H, S, S, D, "float16", tables)
         case "paper":
             for kind in named(PAPER_MASKS):
                 for length in kept(PAPER_LENGTHS, lengths):

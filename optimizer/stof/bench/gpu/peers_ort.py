@@ -19,7 +19,7 @@ from stof.bench.gpu.candidate import Candidate, need_dense, need_scores, window
 from stof.bench.gpu.problem import Problem
 from stof.bench.runner import Unavailable, require
 
-_KIND = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+ELEMENT = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _MICROSOFT = "com.microsoft"
 
 
@@ -79,7 +79,7 @@ class _Graph:
 
 
 def _element(tensor: Any) -> int:
-    names = {"bool": TensorProto.BOOL, "int32": TensorProto.INT32, **_KIND}
+    names = {"bool": TensorProto.BOOL, "int32": TensorProto.INT32, **ELEMENT}
     return int(names[str(tensor.dtype).removeprefix("torch.")])
 
 
@@ -87,7 +87,7 @@ def _candidate(graph: _Graph, stream: Any) -> Candidate:
     ort = require("onnxruntime")
     problem, case = graph.problem, graph.problem.case
     torch = problem.torch
-    kind = _KIND[case.dtype]
+    kind = ELEMENT[case.dtype]
     shape = [case.B, case.S, case.H * case.D] if graph.packed else [case.B, case.H, case.S, case.D]
     given = {name: (_element(t), list(t.shape)) for name, t in graph.inputs(0).items()}
     given |= {name: (helper.np_dtype_to_tensor_dtype(a.dtype), list(a.shape)) for name, a in graph.host.items()}

@@ -106,13 +106,13 @@ def flex(problem: Problem, stream: Any) -> Candidate:
     case = problem.case
     torch._dynamo.config.recompile_limit = 4096
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    block = _block_mask(problem, module) if case.mask else None
+    block = block_mask(problem, module) if case.mask else None
     compiled = torch.compile(module.flex_attention, dynamic=False)
     options = {"block_mask": block, "scale": problem.scale, "enable_gqa": case.G != case.H}
     return once(problem, "BHSD", lambda q, k, v: compiled(q, k, v, **options))
 
 
-def _block_mask(problem: Problem, module: Any) -> Any:
+def block_mask(problem: Problem, module: Any) -> Any:
     torch, case, blocks = problem.torch, problem.case, problem.blocks
     columns = -(-case.T // TILE)
     counts, full = np.diff(blocks.row_ptr), blocks.row_ptr[1:] - blocks.full_begin

@@ -26,7 +26,8 @@ def plots(results: Path, output: Path) -> list[Path]:
         records = [r for r in read(results / f"attention-cuda-{grid}.json") if "us" in r["peers"].get("stof", {})]
         if records:
             output.mkdir(parents=True, exist_ok=True)
-            found.append(_plot(grid, records, output / f"{results.name}-{grid}.png"))
+            draw = _bars if grid == "masks" else _plot
+            found.append(draw(grid, records, output / f"{results.name}-{grid}.png"))
     return found
 
 
@@ -52,6 +53,29 @@ def _plot(grid: str, records: Sequence[Record], path: Path) -> Path:
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("% of roofline (dotted: best peer)")
+    axes[0][-1].legend(fontsize=7)
+    figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _bars(grid: str, records: Sequence[Record], path: Path) -> Path:
+    """A panel for each problem: bars for the masks, stof's beside the best peer's."""
+    pyplot = require("matplotlib.pyplot")
+    panels = {k: v for k, v in summary.groups(records, summary.problem).items() if len(v) > 2}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, (title, kept) in zip(axes[0], panels.items(), strict=True):
+        places = range(len(kept))
+        own = [100 * r["peers"]["stof"]["roofline"] for r in kept]
+        other = [_best_fraction(r) or 0.0 for r in kept]
+        axis.bar([i - 0.2 for i in places], own, 0.4, label="stof")
+        axis.bar([i + 0.2 for i in places], other, 0.4, label="best peer")
+        axis.set_xticks(list(places), [r["mask_name"] for r in kept], rotation=40, ha="right", fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("% of roofline")
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
     figure.tight_layout()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stof.bench.gpu.candidate import Candidate, Peer
+from stof.bench.gpu.candidates import each_kernel
 from stof.bench.gpu.cases import Case
 from stof.bench.gpu.problem import TILE, TOLERANCE, Problem
 from stof.bench.gpu.timing import Timed, interleave
@@ -14,6 +15,7 @@ from stof.bench.results import Record
 from stof.bench.runner import Unavailable
 
 _TEXT = 200
+_KERNEL_ROUNDS = 5
 
 
 def _words(failure: BaseException) -> str:
@@ -22,14 +24,19 @@ def _words(failure: BaseException) -> str:
 
 
 class Point:
-    """A case with its candidates. Between checking and timing only what took long to make is kept, no data."""
+    """A case with its candidates. Between checking and timing only what took long to make is kept, no data.
 
-    def __init__(self, case: Case, peers: Sequence[Peer], stream: Any) -> None:
+    With ``kernels``, every kernel that the selector could have taken is checked and timed, too.
+    """
+
+    def __init__(self, case: Case, peers: Sequence[Peer], stream: Any, kernels: bool = False) -> None:
         self.case = case
         self._stream = stream
         self.problem = Problem(case)
         self.rows: dict[str, dict[str, Any]] = {}
         self._ready: list[tuple[Peer, Candidate]] = []
+        self._kernels: list[tuple[str, Candidate]] = []
+        self._wrong: list[str] = []
         torch = self.problem.torch
         self.problem.check_mask()
         for peer in peers:
@@ -45,7 +52,18 @@ class Point:
             except Exception as failure:
                 # What a peer refuses is a result, too.
                 row["missing"] = _words(failure)
+        if kernels and any(peer.name == "stof" for peer, _ in self._ready):
+            self._add_kernels()
         self._drop()
+
+    def _add_kernels(self) -> None:
+        for kernel, candidate in each_kernel(self.problem, self._stream):
+            try:
+                with self.problem.torch.cuda.stream(self._stream):
+                    self._check(candidate)
+                self._kernels.append((kernel, candidate))
+            except Exception as failure:
+                self._wrong.append(f"{kernel}: {_words(failure)}")
 
     def _check(self, candidate: Candidate) -> float:
         """Runs once on the first set and compares.
@@ -63,7 +81,7 @@ class Point:
 
     def _drop(self) -> None:
         problem = self.problem
-        for _, candidate in self._ready:
+        for candidate in (c for some in (self._ready, self._kernels) for _, c in some):
             candidate.release()
         problem.release()
         for name in ("dense", "additive", "_reference"):
@@ -71,7 +89,7 @@ class Point:
         problem.torch.cuda.empty_cache()
 
     def measure(self, rounds: int) -> Record:
-        """Times the candidates on rotated inputs; the record lacks what the machine adds."""
+        """Times the candidates on rotated inputs; the record lacks what the machine adds. May be called again."""
         problem, torch = self.problem, self.problem.torch
         problem.rotate()
         timed: list[tuple[Peer, Timed]] = []
@@ -85,6 +103,7 @@ class Point:
                 except Exception as failure:
                     self.rows[peer.name]["missing"] = f"not captured: {_words(failure)}"
             timings = interleave([one for _, one in timed], rounds)
+            every_kernel = self._time_kernels(next((one for peer, one in timed if peer.name == "stof"), None))
         for (peer, one), found in zip(timed, timings, strict=True):
             self.rows[peer.name].update(
                 us=round(found.median * 1e6, 3),
@@ -112,8 +131,23 @@ class Point:
             "rotated": problem.count,
             "rounds": rounds,
             "peers": self.rows,
+            **every_kernel,
         }  # fmt: skip
         timed.clear()
         self._drop()
-        self._ready.clear()
         return record
+
+    def _time_kernels(self, chosen: Timed | None) -> dict[str, Any]:
+        """Every kernel in turns with the selector's choice."""
+        if not self._kernels or chosen is None:
+            return {}
+        timed = []
+        for _, candidate in self._kernels:
+            candidate.bind()
+            timed.append(Timed(candidate.call, self.problem.count, self._stream))
+            timed[-1].capture()
+        first, *others = interleave([chosen, *timed], _KERNEL_ROUNDS, plain_rounds=0)
+        rows = [
+            {"name": name, "us": round(t.median * 1e6, 3)} for (name, _), t in zip(self._kernels, others, strict=True)
+        ]
+        return {"kernels": {"chosen_us": round(first.median * 1e6, 3), "each": rows, "wrong": self._wrong}}

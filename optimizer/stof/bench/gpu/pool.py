@@ -7,13 +7,16 @@ other workers wait. A worker that dies or hangs takes its own points along and n
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import importlib.metadata
 import multiprocessing as mp
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,7 +34,16 @@ def _words(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
 
 
-def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of every point: ``peers`` by name (None: all), rounds, whether every kernel is timed, too."""
+
+    peers: Sequence[str] | None
+    rounds: int
+    kernels: bool = False
+
+
+def _worker(channel: Connection, plan: Plan) -> None:
     """Answers (verb, number, case) with (number, answer) until the channel closes."""
     from stof.bench.gpu.candidates import ANCHORS, find
     from stof.bench.gpu.point import Point
@@ -57,12 +69,13 @@ def _worker(channel: Connection, peers: Sequence[str] | None, rounds: int) -> No
             match verb:
                 case "build":
                     start = time.monotonic()
-                    points[number] = Point(case, find(list(peers) if peers else None, case.grid), stream)
+                    chosen = find(list(plan.peers) if plan.peers else None, case.grid)
+                    points[number] = Point(case, chosen, stream, plan.kernels)
                     channel.send((number, time.monotonic() - start))
                 case "time":
-                    channel.send((number, points.pop(number).measure(rounds)))
+                    channel.send((number, points[number].measure(plan.rounds)))
                 case "anchor":
-                    record = Point(case, find(list(ANCHORS), "paper"), stream).measure(rounds)
+                    record = Point(case, find(list(ANCHORS), None), stream).measure(plan.rounds)
                     channel.send((number, record))
                 case _:
                     facts = {"device": torch.cuda.get_device_name(), "versions": versions()}
@@ -79,19 +92,22 @@ def versions() -> dict[str, str]:
             found[name] = str(require(name).__version__)
         except Exception:
             found[name] = "missing"
+    for name in ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     torch = require("torch")
     return {**found, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
-Worker = Callable[[Connection, "Sequence[str] | None", int], None]
+Worker = Callable[[Connection, Plan], None]
 
 
 class _Hand:
     """A worker process and the channel to it."""
 
-    def __init__(self, worker: Worker, peers: Sequence[str] | None, rounds: int) -> None:
+    def __init__(self, worker: Worker, plan: Plan) -> None:
         self.channel, other = mp.Pipe()
-        self.process = mp.get_context("fork").Process(target=worker, args=(other, peers, rounds), daemon=True)
+        self.process = mp.get_context("fork").Process(target=worker, args=(other, plan), daemon=True)
         self.process.start()
         other.close()
         self.busy: int | None = _START
@@ -114,7 +130,7 @@ class _Hand:
 class Pool:
     """Workers that build points at once and time them in turns."""
 
-    def __init__(self, workers: int, peers: Sequence[str] | None, rounds: int, worker: Worker = _worker) -> None:
+    def __init__(self, workers: int, plan: Plan, worker: Worker = _worker) -> None:
         # Inductor would start compiling processes of its own in every worker.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -124,7 +140,7 @@ class Pool:
                 require(package)
             except Exception as reason:
                 print(f"note: {reason}", file=sys.stderr)
-        self._hands = [_Hand(worker, peers, rounds) for _ in range(workers)]
+        self._hands = [_Hand(worker, plan) for _ in range(workers)]
         self._place: dict[int, _Hand] = {}
 
     def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
@@ -190,7 +206,7 @@ class Pool:
         return [(number, reason) for number in lost]
 
     def time(self, number: int) -> Record | str:
-        """Times a point that was built; the reason where that did not work."""
+        """Times a point that was built, as often as it is asked; the reason where that did not work."""
         hand = self._place.get(number)
         if hand is None:
             return "the process that built it is gone"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.gpu import summary
 from stof.bench.gpu.cases import Case
-from stof.bench.gpu.pool import Pool, now
-from stof.bench.gpu.summary import lines, summary
+from stof.bench.gpu.pool import Plan, Pool, now
 from stof.bench.results import Record, store_all
 from stof.runtime import build_info
 
@@ -19,22 +19,23 @@ _WORKERS = 16
 _STORED = 25
 
 
-def run(cases: Sequence[Case], peers: Sequence[str] | None, rounds: int, results: Path, limit: float | None) -> int:
+def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, again: int = 0) -> int:
     """Measures the points in order and prints each; 0 when all of them were measured.
 
     Args:
         cases: the points.
-        peers: names of candidates; None is all.
-        rounds: interleaved rounds a point.
+        plan: what is measured of each.
         results: the folder of the JSON files, one a grid.
         limit: seconds after which no further point is begun; what is left is said.
+        again: how often points at which a peer is faster are timed again, after all others; the run of the middle ratio is
+            kept, with the ratios of all.
     """
     if not cases:
         raise ValueError("no point of the grids is left by --masks, --lengths and --batches")
     start = time.monotonic()
     workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases)))
-    pool = Pool(workers, peers, rounds)
-    records: list[Record] = []
+    pool = Pool(workers, plan)
+    records: dict[int, Record] = {}
     lost: list[str] = []
     try:
         failed = pool.build(cases, print)
@@ -55,21 +56,39 @@ def run(cases: Sequence[Case], peers: Sequence[str] | None, rounds: int, results
             if isinstance(found, str):
                 lost.append(f"{case}: {found}")
                 continue
-            records.append(_complete(found, anchors))
-            print("\n".join(lines(records[-1])), flush=True)
+            records[number] = _complete(found, anchors)
+            print("\n".join(summary.lines(records[number])), flush=True)
             if len(records) % _STORED == 0:
-                _store(results, records)
+                _store(results, list(records.values()))
+        if again:
+            _again(pool, records, anchors, again)
         anchors.append(pool.anchors(shapes))
     finally:
         pool.close()
-        _store(results, records)
-    records = [_complete(r, anchors) for r in records]
-    _store(results, records)
-    print("\n".join(["", *summary(records)]), flush=True)
+        _store(results, list(records.values()))
+    done = [_complete(r, anchors) for r in records.values()]
+    _store(results, done)
+    print("\n".join(["", *summary.summary(done)]), flush=True)
     for text in lost:
         print(f"not measured: {text}")
-    print(f"{len(records)} of {len(cases)} points in {time.monotonic() - start:.0f} s")
+    print(f"{len(done)} of {len(cases)} points in {time.monotonic() - start:.0f} s")
     return 3 if lost else 0
+
+
+def _again(pool: Pool, records: dict[int, Record], anchors: Sequence[dict[str, Any]], times: int) -> None:
+    """Times points that lose again, in turns, and keeps each one's middle run."""
+    losing = [n for n, r in records.items() if (summary.ratio(r) or 1) < 1]
+    runs = {n: [records[n]] for n in losing}
+    for _ in range(times):
+        for number in losing:
+            found = pool.time(number)
+            if not isinstance(found, str):
+                runs[number].append(_complete(found, anchors))
+    for number, some in runs.items():
+        some.sort(key=lambda r: summary.ratio(r) or 0)
+        ratios = [round(summary.ratio(r) or 0, 4) for r in some]
+        records[number] = {**some[(len(some) - 1) // 2], "ratios": ratios}
+        print(f"again: {summary.name(records[number])}: {', '.join(f'{r:.3f}' for r in ratios)}", flush=True)
 
 
 def _store(results: Path, records: Sequence[Record]) -> None:

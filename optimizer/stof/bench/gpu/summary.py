@@ -11,6 +11,7 @@ from stof.bench.results import Record
 
 OWN = ("stof", "stof-ort")
 FLEX = "torch-flex"
+JIT = ("flash-4", "flash-4-blocks", "cudnn-flex")
 _LOSS = 0.97
 _LONG_ROOF = 60.0  # µs; above it the goal for the fraction of the roofline is 85 %, below 50 %
 
@@ -30,6 +31,37 @@ def ratio(record: Record, peer: str | None = None) -> float | None:
     else:
         other = record["peers"].get(peer, {}).get("us")
     return other / own if own and other else None
+
+
+def over_jit(record: Record) -> float | None:
+    """How many times faster stof is than the better of FlashAttention 4 and cuDNN's flex attention."""
+    own = record["peers"].get("stof", {}).get("us")
+    others = [record["peers"][p]["us"] for p in JIT if "us" in record["peers"].get(p, {})]
+    return min(others) / own if own and others else None
+
+
+def regret(record: Record) -> float | None:
+    """By how much the selector's choice is slower than the fastest kernel, timed beside it; 0 is the best one."""
+    found = record.get("kernels")
+    if not found or not found["each"]:
+        return None
+    return float(found["chosen_us"] / min(found["chosen_us"], *(k["us"] for k in found["each"])) - 1)
+
+
+def regrets(records: Sequence[Record]) -> list[list[str]]:
+    """A row for each head size and number of kernels that the selector could take: points, mean, most, where that was."""
+    found = []
+    measured = [r for r in records if regret(r) is not None]
+    for (D, count), kept in groups(measured, lambda r: (r["shape"]["D"], len(r["kernels"]["each"]))).items():
+        worst = max(kept, key=lambda r: regret(r) or 0.0)
+        mean = geomean(1 + (regret(r) or 0.0) for r in kept) or 1.0
+        found.append(
+            [str(D), str(count), str(len(kept)), f"{mean - 1:.1%}", f"{regret(worst) or 0.0:.1%}", name(worst)]
+        )
+    return found
+
+
+REGRET_HEAD = ["D", "kernels", "points", "regret, geometric mean", "at most", "where"]
 
 
 def geomean(values: Iterable[float]) -> float | None:
@@ -56,11 +88,21 @@ def length_range(record: Record) -> str:
     return "up to 512" if T <= 512 else "1024 and longer"
 
 
-def row(records: Sequence[Record]) -> list[str]:
-    """Points, geomean and least ratio over the best peer, geomean over FlexAttention, mean and least roofline fraction."""
+def problem(record: Record) -> str:
+    """The sizes that a mask is timed at, for grids of a few problems."""
+    s = record["shape"]
+    return f"B{s['B']} H{s['H']} S{s['S']} D{s['D']}"
+
+
+def row(records: Sequence[Record], extended: bool = False) -> list[str]:
+    """Points, geomean and least ratio over the best peer, geomean over FlexAttention, mean and least roofline fraction.
+
+    ``extended``: geomean and least ratio over the better of FlashAttention 4 and cuDNN's flex attention, too.
+    """
     over = [r for r in (ratio(x) for x in records) if r is not None]
     flex = [r for r in (ratio(x, FLEX) for x in records) if r is not None]
     roofs = [x["peers"]["stof"]["roofline"] for x in records if "roofline" in x["peers"].get("stof", {})]
+    jit = [r for r in (over_jit(x) for x in records) if r is not None]
     return [
         str(len(over)),
         _text(geomean(over)),
@@ -68,9 +110,11 @@ def row(records: Sequence[Record]) -> list[str]:
         _text(geomean(flex)),
         f"{geomean(roofs) or 0:.0%}" if roofs else "–",
         f"{min(roofs):.0%}" if roofs else "–",
+        *([_text(geomean(jit)), _text(min(jit, default=None))] if extended else []),
     ]
 
 
+JIT_HEAD = ["over FA 4, cuDNN flex", "least of it"]
 HEAD = ["points", "over the best peer", "least", "over FlexAttention", "of the roofline", "least of it"]
 
 
@@ -80,9 +124,10 @@ def losses(records: Sequence[Record]) -> list[str]:
     for record in records:
         over, best = ratio(record), best_peer(record)
         if over is not None and best is not None and over < 1:
-            found.append(
-                (over, f"{over:.3f} {name(record)}: {record['peers']['stof']['us']:.1f} µs, {best[0]} {best[1]:.1f} µs")
-            )
+            text = f"{over:.3f} {name(record)}: {record['peers']['stof']['us']:.1f} µs, {best[0]} {best[1]:.1f} µs"
+            if "ratios" in record:
+                text += f" (runs: {', '.join(f'{r:.3f}' for r in record['ratios'])})"
+            found.append((over, text))
     return [text for _, text in sorted(found)]
 
 
@@ -98,14 +143,17 @@ def summary(records: Sequence[Record]) -> list[str]:
     """The whole in words, a part for every grid."""
     found = []
     for grid, kept in groups(records, lambda r: r["grid"]).items():
-        found.append(f"{grid} grid ({', '.join(HEAD)})")
+        extended = any(over_jit(r) is not None for r in kept)
+        found.append(f"{grid} grid ({', '.join([*HEAD, *(JIT_HEAD if extended else [])])})")
         parts = {"all": kept}
         parts |= {f"mask {k}": v for k, v in groups(kept, lambda r: r["mask_name"]).items()}
         if grid == "paper":
             parts |= {f"length {k}": v for k, v in groups(kept, length_range).items()}
+        elif grid == "masks":
+            parts |= groups(kept, problem)
         else:
             parts |= {f"length {k}": v for k, v in groups(kept, lambda r: r["shape"]["T"]).items()}
-        found += [f"  {k:24s}" + "".join(f"{cell:>9s}" for cell in row(v)) for k, v in parts.items()]
+        found += [f"  {k:24s}" + "".join(f"{cell:>9s}" for cell in row(v, extended)) for k, v in parts.items()]
         long_roofs = [r for r in kept if r["roof_us"] >= _LONG_ROOF and "roofline" in r["peers"].get("stof", {})]
         short = [r for r in kept if r["roof_us"] < _LONG_ROOF and "roofline" in r["peers"].get("stof", {})]
         for text, goal, chosen in (("of 60 µs and more", 0.85, long_roofs), ("below 60 µs", 0.5, short)):
@@ -115,6 +163,9 @@ def summary(records: Sequence[Record]) -> list[str]:
         worse = sum(1 for r in kept if (ratio(r) or 1) < _LOSS)
         found.append(f"  {len(lost)} point(s) below 1.0, {worse} of them below {_LOSS}")
         found += [f"    {text}" for text in lost]
+        found += [
+            f"  regret, {', '.join(f'{h} {c}' for h, c in zip(REGRET_HEAD, r, strict=True))}" for r in regrets(kept)
+        ]
         wrong = [f"{name(r)}: {r['peers']['stof']['missing']}" for r in kept if "missing" in r["peers"].get("stof", {})]
         found += [f"    stof did not run: {text}" for text in wrong]
     return found

@@ -17,12 +17,16 @@ _SHORT = {
     "torch-efficient": "efficient",
     "torch-math": "math",
     "torch-flex": "flex",
+    "flash-4": "FA 4",
+    "flash-4-blocks": "FA 4, blocks",
+    "cudnn-flex": "cuDNN flex",
     "ort-mha": "ORT MHA",
     "ort-gqa": "ORT GQA",
     "ort-attention-23": "ORT Attention-23",
     "ort-exported": "ORT exported",
 }
 _ABOUT = {
+    "masks": "`stof-bench attention --device cuda --grid masks`: fp16, eight masks at three problems, dense and causal at more.",
     "paper": "`stof-bench attention --device cuda --grid paper`: H12 D64 fp16, masks of band and global width round(sqrt(S)).",
     "long": "`stof-bench attention --device cuda --grid long`: B1 H32 D128, bf16 with 32 key heads and fp16 with 8.",
     "decode": "`stof-bench attention --device cuda --grid decode`: one query after T - 1 cached keys, B1 H32 G8 D128 fp16.",
@@ -72,16 +76,29 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
         found += [f"![Fraction of the roofline by mask and length]({plot})", ""]
     groups = {"all": list(records)}
     groups |= summary.groups(records, lambda r: r["mask_name"])
-    by_length = summary.length_range if grid == "paper" else lambda r: f"T = {r['shape']['T']}"
+    by_length = {"paper": summary.length_range, "masks": summary.problem}.get(grid, lambda r: f"T = {r['shape']['T']}")
+    extended = any(summary.over_jit(r) is not None for r in records)
     groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
-    found.append(table(["", *summary.HEAD], [[k, *summary.row(v)] for k, v in groups.items()]))
-    found += [*_not_measured(grid, records), *_in_runtime(records)]
+    head = ["", *summary.HEAD, *(summary.JIT_HEAD if extended else [])]
+    found.append(table(head, [[k, *summary.row(v, extended)] for k, v in groups.items()]))
+    found += [*_not_measured(grid, records), *_in_runtime(records), *_regrets(records)]
     lost = summary.losses(records)
     found += [f"Points where a peer is faster: {len(lost)}.", ""]
     found += [*[f"* {text}" for text in lost], ""] if lost else []
     for mask, kept in summary.groups(records, lambda r: r["mask_name"]).items():
         found += [f"#### {grid}: {mask}", "", _mask(kept), "", _points(grid, kept)]
     return found
+
+
+def _regrets(records: Sequence[Record]) -> list[str]:
+    """How far the selector's choices are from the best kernel."""
+    rows = summary.regrets(records)
+    if not rows:
+        return []
+    text = (
+        "The selector's choice beside every kernel that it could take (`--kernels`), all timed by turns at each point:"
+    )
+    return [text, "", table(summary.REGRET_HEAD, rows)]
 
 
 def _in_runtime(records: Sequence[Record]) -> list[str]:
@@ -122,7 +139,13 @@ def _points(grid: str, records: Sequence[Record]) -> str:
     rows = []
     for record in sorted(records, key=lambda r: (r["shape"]["B"], r["shape"]["G"], r["shape"]["T"])):
         own, density, shape = record["peers"].get("stof", {}), record["density"], record["shape"]
-        first = f"B{shape['B']} S{shape['S']}" if grid == "paper" else f"G{shape['G']} T{shape['T']}"
+        match grid:
+            case "paper":
+                first = f"B{shape['B']} S{shape['S']}"
+            case "masks":
+                first = summary.problem(record)
+            case _:
+                first = f"G{shape['G']} T{shape['T']}"
         cells = [first, f"{density['element']:.3f}", f"{density['tile']:.3f}"]
         if "us" not in own:
             rows.append([*cells, own.get("missing", "not timed"), "", "", "", "", *[""] * len(peers)])

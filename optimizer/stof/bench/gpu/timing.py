@@ -116,8 +116,11 @@ class Timed:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS) -> list[Timing]:
-    """Times captured candidates in turns, in an order that rotates with every round."""
+def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS, plain_rounds: int = _PLAIN_ROUNDS) -> list[Timing]:
+    """Times captured candidates in turns, in an order that rotates with every round.
+
+    Without rounds of plain launches, those take no time.
+    """
     replays: list[list[float]] = [[] for _ in candidates]
     plain: list[list[float]] = [[] for _ in candidates]
     gc.collect()
@@ -129,12 +132,12 @@ def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS) -> list[Timing
                 if candidates[j].slow and number >= _SLOW_ROUNDS:
                     continue
                 replays[j].append(candidates[j].replay())
-                if number < _PLAIN_ROUNDS:
+                if number < plain_rounds:
                     plain[j].append(candidates[j].plain())
     finally:
         gc.enable()
     return [
-        Timing(median(r), min(r), max(r), min(p), c.launches)
+        Timing(median(r), min(r), max(r), min(p, default=0.0), c.launches)
         for r, p, c in zip(replays, plain, candidates, strict=True)
     ]
 
