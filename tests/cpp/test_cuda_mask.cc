@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "cuda/device_mask.h"
+#include "cuda/fragments.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
 #include "plugins/core/cuda_backend.h"
@@ -83,6 +84,23 @@ cuda::MaskInputs OnDevice(const Operands& operands, Random* random, Blocks* bloc
   return inputs;
 }
 
+// The words of a tile by row in the order of fragments.h.
+std::vector<uint32_t> InFragments(const std::vector<uint32_t>& rows, int m, int n) {
+  const int words = n / 32;
+  std::vector<uint32_t> fragments;
+  for (int group = 0; group < m; group += 64) {
+    for (int w = 0; w < words; w += 2) {
+      for (int thread = 0; thread < 128; ++thread) {
+        const uint32_t* row = rows.data() + (group + thread / 32 * 16 + thread % 32 / 4) * words + w;
+        const bool high = w + 1 < words;
+        fragments.push_back(
+            cuda::FragmentWord(row[0], high ? row[1] : 0, row[8 * words], high ? row[8 * words + 1] : 0, thread % 4));
+      }
+    }
+  }
+  return fragments;
+}
+
 // A part's mask as the device made it against the host's evaluation of every tile.
 void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cuda::DeviceMask& view,
                  const std::string& where) {
@@ -96,7 +114,8 @@ void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cud
   const auto full = ToHost(view.full_begin, all), order = ToHost(view.order, all);
   const size_t entries = all * static_cast<size_t>(columns);
   const auto tiles = ToHost(view.key_tile, entries), ids = ToHost(view.bits_id, entries);
-  const auto bits = ToHost(view.bits, entries * static_cast<size_t>(m * words));
+  const int tile_words = build.tile.fragments ? m * 2 * cuda::FragmentWords(n) : m * words;
+  const auto bits = ToHost(view.bits, entries * static_cast<size_t>(tile_words));
   ExprEvaluator evaluator(mask.expr, mask.sizes, mask.bindings);
   std::vector<uint32_t> want(static_cast<size_t>(m * words));
   for (int64_t b = 0; b < view.layout_b; ++b) {
@@ -120,9 +139,10 @@ void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cud
             continue;
           }
           CHECK(partial < full[at] && tiles[static_cast<size_t>(partial)] == c, place, " tile ", c, " is partial");
-          const auto first = static_cast<size_t>(ids[static_cast<size_t>(partial)]) * want.size();
-          CHECK(first + want.size() <= bits.size() &&
-                    std::equal(want.begin(), want.end(), bits.begin() + static_cast<std::ptrdiff_t>(first)),
+          const std::vector<uint32_t> stored = build.tile.fragments ? InFragments(want, m, n) : want;
+          const auto first = static_cast<size_t>(ids[static_cast<size_t>(partial)]) * stored.size();
+          CHECK(first + stored.size() <= bits.size() &&
+                    std::equal(stored.begin(), stored.end(), bits.begin() + static_cast<std::ptrdiff_t>(first)),
                 place, " tile ", c, ": other bits");
           ++partial;
         }
@@ -172,7 +192,8 @@ int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, cons
   return parts;
 }
 
-const std::vector<cuda::MaskTile> kTiles = {{128, 64}, {256, 64}, {128, 128}, {192, 64}, {128, 160}, {64, 32}};
+const std::vector<cuda::MaskTile> kTiles = {{128, 64}, {256, 64},       {128, 128},      {192, 64},       {128, 160},
+                                            {64, 32},  {128, 64, true}, {64, 128, true}, {128, 160, true}};
 
 TEST(CudaMasksEqualTheHosts) {
   int cases = 0, cut = 0;
