@@ -16,6 +16,7 @@ from stof.runtime_cuda import CudaOp, DeviceTensor, kernel_names
 
 _WORKSPACE = 64 << 20
 _FEW_QUERIES = 16  # up to that, decode's kernel
+_FULL_ROWS = 0.1  # density above which the row-wise kernel is not timed
 
 
 def _device(tensor: Any) -> DeviceTensor:
@@ -61,7 +62,11 @@ def each_kernel(problem: Problem, stream: Any) -> list[tuple[str, Candidate]]:
     case = problem.case
     if case.S <= _FEW_QUERIES or "cuda" not in build_info()["backends"]:
         return []
-    return [(k, own(problem, stream, k)) for k in kernel_names(case.D, peers_ort.ELEMENT[case.dtype])]
+    names = kernel_names(case.D, peers_ort.ELEMENT[case.dtype])
+    if problem.density.element > _FULL_ROWS:
+        # One query after the other: a hundred times slower there, and nothing that anybody would choose.
+        names = [name for name in names if name != "rows"]
+    return [(name, own(problem, stream, name)) for name in names]
 
 
 PEERS: tuple[Peer, ...] = (
