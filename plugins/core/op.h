@@ -94,6 +94,11 @@ struct OpDescription {
   Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op);
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);
+  // Instead of typed inputs and a fixed number of outputs: a list of inputs and one of outputs, each of any length from
+  // 1 and of any types. shape_rule gets the ranks of all inputs, -1 where unknown; types and cuda_types are
+  // {kUndefined}.
+  bool lists = false;
+  DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;  // of lists; kUndefined: no such output
 };
 
 // Every operator of the library; the adapters loop over it.

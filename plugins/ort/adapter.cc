@@ -406,15 +406,41 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
   // Input 0's type, not this registration's: ONNX Runtime asks one registration for all types of the operator.
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+  if (self.description->lists) {
+    type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
+  } else {
+    STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+  }
   STOF_ORT_RETURN(api->SetTensorElementType(raw, type));
   return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
+}
+
+OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, const InferAttributes& attributes) {
+  const OrtApi* api = self.api;
+  size_t count = 0;
+  STOF_ORT_RETURN(api->ShapeInferContext_GetInputCount(context, &count));
+  std::vector<OrtTensorTypeAndShapeInfo*> inputs(std::min<size_t>(count, kMaxInputs), nullptr);
+  std::vector<int> ranks(inputs.size(), -1);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    size_t rank = 0;
+    if (Failed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
+        Failed(api, api->GetDimensionsCount(inputs[i], &rank))) {
+      continue;
+    }
+    ranks[i] = static_cast<int>(rank);
+  }
+  for (int i = 0; self.description->output_type(attributes, i) != DType::kUndefined; ++i) {
+    // A node that takes fewer outputs than there are is refused when its kernel is made.
+    if (Failed(api, InferOne(self, context, attributes, inputs, ranks, i))) break;
+  }
+  return nullptr;
 }
 
 OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
   const Registration& self = Self(op);
   try {
     const InferAttributes attributes(self.api, context);
+    if (self.description->lists) return InferLists(self, context, attributes);
     std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
     std::vector<int> ranks(inputs.size(), 0);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -449,6 +475,7 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   r.GetName = [](const OrtCustomOp* op) { return Self(op).description->name; };
   r.GetExecutionProviderType = [](const OrtCustomOp* op) { return Self(op).provider; };
   r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    if (Self(op).description->lists) return 1;
     return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
   };
   r.GetInputType = [](const OrtCustomOp* op, size_t i) {
@@ -457,16 +484,21 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
                : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   };
   r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
+    if (Self(op).description->lists) return INPUT_OUTPUT_VARIADIC;
     return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return Self(op).description->outputs; };
+  r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    return Self(op).description->lists ? 1 : Self(op).description->outputs;
+  };
   r.GetOutputType = [](const OrtCustomOp* op, size_t) { return static_cast<ONNXTensorElementDataType>(Self(op).type); };
-  r.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) {
+    return Self(op).description->lists ? INPUT_OUTPUT_VARIADIC : INPUT_OUTPUT_REQUIRED;
+  };
   r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
   r.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
   r.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   r.GetEndVersion = [](const OrtCustomOp*) { return 1; };
   r.CreateKernelV2 = CreateKernel;

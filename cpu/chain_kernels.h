@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loops over strips, one function for each operator and set of single-valued arguments. Included once per instruction
+// set.
+#ifndef STOF_CPU_CHAIN_KERNELS_H_
+#define STOF_CPU_CHAIN_KERNELS_H_
+
+#include "cpu/chain.h"
+#include "cpu/chain_simd.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+template <int kArity, int kSingle, typename F>
+inline void Map(float* dst, const float* a, const float* b, const float* c, int64_t n, F f) {
+  V va = {}, vb = {}, vc = {};
+  if ((kSingle & 1) != 0) va = Set(*a);
+  if (kArity > 1 && (kSingle & 2) != 0) vb = Set(*b);
+  if (kArity > 2 && (kSingle & 4) != 0) vc = Set(*c);
+  int64_t i = 0;
+#pragma GCC unroll 2
+  for (; i + kLanes <= n; i += kLanes) {
+    if ((kSingle & 1) == 0) va = Load(a + i);
+    if (kArity > 1 && (kSingle & 2) == 0) vb = Load(b + i);
+    if (kArity > 2 && (kSingle & 4) == 0) vc = Load(c + i);
+    Store(dst + i, f(va, vb, vc));
+  }
+  if (i == n) return;
+  const auto rest = static_cast<size_t>(n - i) * 4;
+  if ((kSingle & 1) == 0) va = V{}, std::memcpy(&va, a + i, rest);
+  if (kArity > 1 && (kSingle & 2) == 0) vb = V{}, std::memcpy(&vb, b + i, rest);
+  if (kArity > 2 && (kSingle & 4) == 0) vc = V{}, std::memcpy(&vc, c + i, rest);
+  const V v = f(va, vb, vc);
+  std::memcpy(dst + i, &v, rest);
+}
+
+#define STOF_CHAIN_OP(name, arity, expression)                                              \
+  template <int kSingle>                                                                    \
+  void name##Strip(float* dst, const float* a, const float* b, const float* c, int64_t n) { \
+    Map<arity, kSingle>(dst, a, b, c, n, [](V x, V y, V z) -> V {                           \
+      (void)y, (void)z;                                                                     \
+      return expression;                                                                    \
+    });                                                                                     \
+  }
+#define STOF_CHAIN_TRUTH(condition) ((condition) ? Set(1.0f) : V{})
+STOF_CHAIN_OP(Neg, 1, -x)
+STOF_CHAIN_OP(Abs, 1, Abs(x))
+STOF_CHAIN_OP(Exp, 1, Exp(x))
+STOF_CHAIN_OP(Log, 1, Log(x))
+STOF_CHAIN_OP(Sqrt, 1, Sqrt(x))
+STOF_CHAIN_OP(Rsqrt, 1, Rsqrt(x))
+STOF_CHAIN_OP(Reciprocal, 1, 1.0f / x)
+STOF_CHAIN_OP(Tanh, 1, Tanh(x))
+STOF_CHAIN_OP(Erf, 1, Erf(x))
+STOF_CHAIN_OP(Sigmoid, 1, Sigmoid(x))
+STOF_CHAIN_OP(Softplus, 1, Softplus(x))
+STOF_CHAIN_OP(Sin, 1, Sin(x))
+STOF_CHAIN_OP(Cos, 1, Cos(x))
+STOF_CHAIN_OP(Floor, 1, Floor(x))
+STOF_CHAIN_OP(Ceil, 1, Ceil(x))
+STOF_CHAIN_OP(Round, 1, Round(x))
+STOF_CHAIN_OP(Relu, 1, Relu(x))
+STOF_CHAIN_OP(Silu, 1, Silu(x))
+STOF_CHAIN_OP(Gelu, 1, Gelu(x))
+STOF_CHAIN_OP(GeluTanh, 1, GeluTanh(x))
+STOF_CHAIN_OP(RoundF16, 1, RoundF16(x))
+STOF_CHAIN_OP(RoundBf16, 1, RoundBf16(x))
+STOF_CHAIN_OP(Copy, 1, x)
+STOF_CHAIN_OP(Add, 2, x + y)
+STOF_CHAIN_OP(Sub, 2, x - y)
+STOF_CHAIN_OP(Mul, 2, x* y)
+STOF_CHAIN_OP(Div, 2, x / y)
+STOF_CHAIN_OP(Min, 2, Min(x, y))
+STOF_CHAIN_OP(Max, 2, Max(x, y))
+STOF_CHAIN_OP(Pow, 2, Pow(x, y))
+STOF_CHAIN_OP(Lt, 2, STOF_CHAIN_TRUTH(x < y))
+STOF_CHAIN_OP(Le, 2, STOF_CHAIN_TRUTH(x <= y))
+STOF_CHAIN_OP(Gt, 2, STOF_CHAIN_TRUTH(x > y))
+STOF_CHAIN_OP(Ge, 2, STOF_CHAIN_TRUTH(x >= y))
+STOF_CHAIN_OP(Eq, 2, STOF_CHAIN_TRUTH(x == y))
+STOF_CHAIN_OP(Ne, 2, STOF_CHAIN_TRUTH(x != y))
+STOF_CHAIN_OP(Select, 3, x != 0.0f ? y : z)
+STOF_CHAIN_OP(MulAdd, 3, Fma(x, y, z))
+STOF_CHAIN_OP(MulSub, 3, Fma(x, y, -z))
+STOF_CHAIN_OP(SubMul, 3, Fma(-x, y, z))
+
+// Sums go to fp64 after three additions in fp32 (eight vectors as a tree), so that their error is that of the terms
+// and of these, however long the row is.
+typedef double D __attribute__((vector_size(4 * kLanes)));
+typedef float H __attribute__((vector_size(2 * kLanes)));
+struct Total {
+  D low = {}, high = {};
+  void Add(V v) {
+    H half[2];
+    std::memcpy(half, &v, sizeof v);
+    low += __builtin_convertvector(half[0], D);
+    high += __builtin_convertvector(half[1], D);
+  }
+  double Value() const {
+    const D both = low + high;
+    double total = 0.0;
+    for (int i = 0; i < kLanes / 2; ++i) total += both[i];
+    return total;
+  }
+};
+template <typename F>
+inline double SumOf(int64_t n, F term) {
+  Total total;
+  int64_t i = 0;
+  for (; i + 8 * kLanes <= n; i += 8 * kLanes) {
+    V v[8];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) v[k] = term(i + k * kLanes, kLanes);
+    total.Add(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
+  }
+  for (; i + kLanes <= n; i += kLanes) total.Add(term(i, kLanes));
+  if (i < n) total.Add(term(i, static_cast<int>(n - i)));
+  return total.Value();
+}
+inline V LoadSome(const float* p, int count) {
+  if (count == kLanes) return Load(p);
+  V v = {};
+  std::memcpy(&v, p, static_cast<size_t>(count) * 4);
+  return v;
+}
+inline double SumStrip(const float* a, int64_t n) {
+  return SumOf(n, [a](int64_t i, int count) { return LoadSome(a + i, count); });
+}
+inline double DotStrip(const float* a, const float* b, int64_t n) {
+  return SumOf(n, [a, b](int64_t i, int count) { return LoadSome(a + i, count) * LoadSome(b + i, count); });
+}
+
+template <bool kMax>
+inline float ExtremeStrip(const float* a, int64_t n) {
+  const float least = kMax ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::infinity();
+  V best[4] = {Set(least), Set(least), Set(least), Set(least)};
+  I nan = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const V v = Load(a + i + k * kLanes);
+      nan |= v != v;
+      best[k] = (kMax ? v > best[k] : v < best[k]) ? v : best[k];
+    }
+  }
+  float result = least;
+  bool any = Any(nan);
+  for (int k = 0; k < 4; ++k) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float x = best[k][lane];
+      if (kMax ? x > result : x < result) result = x;
+    }
+  }
+  for (; i < n; ++i) {
+    any = any || a[i] != a[i];
+    if (kMax ? a[i] > result : a[i] < result) result = a[i];
+  }
+  return any ? std::numeric_limits<float>::quiet_NaN() : result;
+}
+
+inline void StoreStrip(const float* from, DType dtype, int64_t n, void* target) {
+  if (dtype != DType::kBF16) return FromFloats(from, dtype, n, target);
+  typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+  typedef uint16_t S __attribute__((vector_size(2 * kLanes)));
+  auto* to = static_cast<uint16_t*>(target);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const V rounded = RoundBf16(Load(from + i));
+    U bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    const S halves = __builtin_convertvector(bits >> 16, S);
+    std::memcpy(to + i, &halves, sizeof halves);
+  }
+  for (; i < n; ++i) to[i] = FloatToBfloat16(from[i]);
+}
+
+#define STOF_CHAIN_ONE(name) {name##Strip<0>, name##Strip<1>}
+#define STOF_CHAIN_TWO(name) {name##Strip<0>, name##Strip<1>, name##Strip<2>, name##Strip<3>}
+#define STOF_CHAIN_THREE(name)                                     \
+  {name##Strip<0>, name##Strip<1>, name##Strip<2>, name##Strip<3>, \
+   name##Strip<4>, name##Strip<5>, name##Strip<6>, name##Strip<7>}
+// In the order of ChainOp and FusedOp.
+#define STOF_CHAIN_KERNELS      \
+  {{{},                         \
+    {},                         \
+    {},                         \
+    STOF_CHAIN_ONE(Neg),        \
+    STOF_CHAIN_ONE(Abs),        \
+    STOF_CHAIN_ONE(Exp),        \
+    STOF_CHAIN_ONE(Log),        \
+    STOF_CHAIN_ONE(Sqrt),       \
+    STOF_CHAIN_ONE(Rsqrt),      \
+    STOF_CHAIN_ONE(Reciprocal), \
+    STOF_CHAIN_ONE(Tanh),       \
+    STOF_CHAIN_ONE(Erf),        \
+    STOF_CHAIN_ONE(Sigmoid),    \
+    STOF_CHAIN_ONE(Softplus),   \
+    STOF_CHAIN_ONE(Sin),        \
+    STOF_CHAIN_ONE(Cos),        \
+    STOF_CHAIN_ONE(Floor),      \
+    STOF_CHAIN_ONE(Ceil),       \
+    STOF_CHAIN_ONE(Round),      \
+    STOF_CHAIN_ONE(Relu),       \
+    STOF_CHAIN_ONE(Silu),       \
+    STOF_CHAIN_ONE(Gelu),       \
+    STOF_CHAIN_ONE(GeluTanh),   \
+    STOF_CHAIN_ONE(RoundF16),   \
+    STOF_CHAIN_ONE(RoundBf16),  \
+    STOF_CHAIN_TWO(Add),        \
+    STOF_CHAIN_TWO(Sub),        \
+    STOF_CHAIN_TWO(Mul),        \
+    STOF_CHAIN_TWO(Div),        \
+    STOF_CHAIN_TWO(Min),        \
+    STOF_CHAIN_TWO(Max),        \
+    STOF_CHAIN_TWO(Pow),        \
+    STOF_CHAIN_TWO(Lt),         \
+    STOF_CHAIN_TWO(Le),         \
+    STOF_CHAIN_TWO(Gt),         \
+    STOF_CHAIN_TWO(Ge),         \
+    STOF_CHAIN_TWO(Eq),         \
+    STOF_CHAIN_TWO(Ne),         \
+    STOF_CHAIN_THREE(Select),   \
+    {},                         \
+    {},                         \
+    {},                         \
+    {},                         \
+    STOF_CHAIN_THREE(MulAdd),   \
+    STOF_CHAIN_THREE(MulSub),   \
+    STOF_CHAIN_THREE(SubMul),   \
+    STOF_CHAIN_ONE(Copy)},      \
+   SumStrip,                    \
+   DotStrip,                    \
+   ExtremeStrip<true>,          \
+   ExtremeStrip<false>,         \
+   ToFloats,                    \
+   StoreStrip}
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_CHAIN_KERNELS_H_
