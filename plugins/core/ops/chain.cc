@@ -47,7 +47,8 @@ class StofChainOp final : public Op {
     std::shared_ptr<Ready> ready;
     STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
-    for (int i = 0; i < output_count; ++i) {
+    // A call may have more outputs than the chain gives, without names: the calls of a model have one signature.
+    for (int i = 0; i < static_cast<int>(chain_.outputs.size()); ++i) {
       const BoundOutput& bound = ready->bound.outputs[static_cast<size_t>(i)];
       outputs[i].dtype = bound.dtype;
       outputs[i].rank = bound.rank;
@@ -62,7 +63,8 @@ class StofChainOp final : public Op {
     const int threads = std::max(1, context.parallel.threads);
     std::shared_ptr<Ready> ready;
     STOF_RETURN_IF_ERROR(Get(inputs, input_count, threads, &ready));
-    for (int i = 0; i < output_count; ++i) {
+    const auto count = static_cast<int>(chain_.outputs.size());
+    for (int i = 0; i < count; ++i) {
       STOF_RETURN_IF_ERROR(CheckOutput(outputs[i], ready->bound.outputs[static_cast<size_t>(i)], i));
     }
     if (context.on_cuda) return Status::Error("this build of the library has no CUDA kernels for chains");
@@ -70,7 +72,7 @@ class StofChainOp final : public Op {
     const void* from[kChainMostInputs] = {};
     void* to[kChainMostOutputs] = {};
     for (int i = 0; i < std::min(input_count, kChainMostInputs); ++i) from[i] = inputs[i].data;
-    for (int i = 0; i < output_count; ++i) to[i] = outputs[i].data;
+    for (int i = 0; i < count; ++i) to[i] = outputs[i].data;
     for (const BoundRead& read : ready->bound.reads) {
       if (!read.never && from[read.input] == nullptr) {
         return Status::Error("input x" + std::to_string(read.input) + " has no data");
@@ -89,7 +91,7 @@ class StofChainOp final : public Op {
   static constexpr size_t kKept = 4;
 
   Status CheckOutputCount(int count) const {
-    if (count == static_cast<int>(chain_.outputs.size())) return Status();
+    if (count >= static_cast<int>(chain_.outputs.size())) return Status();
     return Status::Error("has " + std::to_string(count) + " outputs, but the chain gives " +
                          std::to_string(chain_.outputs.size()));
   }
