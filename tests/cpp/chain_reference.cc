@@ -169,6 +169,7 @@ class Reader {
   std::vector<Out> outs;
 
   void Read(const std::vector<ChainArray>& inputs) {
+    while (Take(";") || Take("\n")) continue;
     Word("axes");
     do {
       axes.push_back(Name());

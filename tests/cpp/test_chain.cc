@@ -209,7 +209,7 @@ TEST(ChainActivationsAndViews) {
 
 TEST(ChainRandom) {
   compared = unknown = 0;
-  const int cases = Cases(800);
+  const int cases = Cases(500);
   for (int i = 0; i < cases; ++i) {
     Random random(1000 + static_cast<uint64_t>(i));
     const int64_t n = random.Pick<int64_t>({1, 2, 3, 5, 8, 17, 64, 100, 257, 513, 1025, 1600, 2500});
