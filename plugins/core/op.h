@@ -85,6 +85,9 @@ class Op {
   virtual ~Op() = default;
   // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call).
   virtual Status Prepare(const Tensor* inputs, int input_count) = 0;
+  // The types that the runtime gives the outputs of a list, which may be wider than the operator's own: ONNX Runtime
+  // takes fp16 away from nodes that it has no fp16 neighbours for. kUndefined: not known.
+  virtual void SetOutputTypes(const DType* types, int count) { (void)types, (void)count; }
   // Checks inputs' types and shapes and fills dtype and dims of the outputs.
   virtual Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const = 0;
   virtual Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
@@ -124,7 +127,15 @@ struct OpDescription {
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);
   const AttributeDescription* attributes;
   int attribute_count;
+  // Instead of typed inputs and a fixed number of outputs: a list of inputs and one of outputs, each of any length from
+  // 1 and of any types. shape_rule gets the ranks of all inputs, -1 where unknown; types and cuda_types are
+  // {kUndefined}.
+  bool lists = false;
+  DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;  // of lists; kUndefined: no such output
 };
+
+// Whether there are CUDA kernels for an operator, which runtimes without a CPU want.
+inline bool HasCudaKernels(const OpDescription& description) { return description.cuda_type_count > 0; }
 
 // Every operator of the library; the adapters loop over it.
 const OpDescription* const* AllOps(int* count);

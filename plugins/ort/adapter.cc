@@ -286,6 +286,26 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
+// What the model, or the runtime that changed it, says of the outputs.
+OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
+  size_t count = 0;
+  STOF_ORT_RETURN(api->KernelInfo_GetOutputCount(info, &count));
+  DType types[kMaxOutputs] = {};
+  for (size_t i = 0; i < std::min<size_t>(count, kMaxOutputs); ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    if (!Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+        !Failed(api, api->GetTensorElementType(tensor, &element))) {
+      types[i] = static_cast<DType>(element);
+    }
+    api->ReleaseTypeInfo(type);
+  }
+  op->SetOutputTypes(types, static_cast<int>(std::min<size_t>(count, kMaxOutputs)));
+  return nullptr;
+}
+
 OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
   try {
     const Registration& self = Self(op);
@@ -295,6 +315,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     kernel->node = NodeName(api, info, self.description->name);
     kernel->outputs = self.description->outputs;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
+    if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
     *out = kernel.release();
     return nullptr;
@@ -325,6 +346,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   const int no = static_cast<int>(output_count);
   STOF_ORT_RETURN(ToOrt(api, kernel.node, kernel.op->InferOutputs(inputs, ni, outputs, no)));
   for (size_t i = 0; i < output_count; ++i) {
+    if (outputs[i].dtype == DType::kUndefined) continue;  // one that the operator does not give
     OrtValue* value = nullptr;
     STOF_ORT_RETURN(api->KernelContext_GetOutput(context, i, outputs[i].dims, outputs[i].rank, &value));
     if (value == nullptr) continue;
@@ -417,15 +439,46 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
   // Input 0's type, not this registration's: ONNX Runtime asks one registration for all types of the operator.
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+  if (self.description->lists) {
+    type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
+  } else {
+    STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+  }
   STOF_ORT_RETURN(api->SetTensorElementType(raw, type));
   return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
+}
+
+OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, const InferAttributes& attributes) {
+  const OrtApi* api = self.api;
+  size_t count = 0;
+  STOF_ORT_RETURN(api->ShapeInferContext_GetInputCount(context, &count));
+  std::vector<OrtTensorTypeAndShapeInfo*> inputs(std::min<size_t>(count, kMaxInputs), nullptr);
+  std::vector<int> ranks(inputs.size(), -1);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    size_t rank = 0;
+    if (Failed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
+        Failed(api, api->GetDimensionsCount(inputs[i], &rank))) {
+      continue;
+    }
+    ranks[i] = static_cast<int>(rank);
+  }
+  for (int i = 0;; ++i) {
+    const DType type = self.description->output_type(attributes, i);
+    if (type == DType::kUndefined) break;
+    // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
+    // without a type cannot be given. So these types come from the model's value_info alone.
+    if (type == DType::kF16) continue;
+    // A node that takes fewer outputs than there are is refused when its kernel is made.
+    if (Failed(api, InferOne(self, context, attributes, inputs, ranks, i))) break;
+  }
+  return nullptr;
 }
 
 OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
   const Registration& self = Self(op);
   try {
     const InferAttributes attributes(self.api, context);
+    if (self.description->lists) return InferLists(self, context, attributes);
     std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
     std::vector<int> ranks(inputs.size(), 0);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -460,6 +513,7 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   r.GetName = [](const OrtCustomOp* op) { return Self(op).description->name; };
   r.GetExecutionProviderType = [](const OrtCustomOp* op) { return Self(op).provider; };
   r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    if (Self(op).description->lists) return 1;
     return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
   };
   r.GetInputType = [](const OrtCustomOp* op, size_t i) {
@@ -468,16 +522,21 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
                : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   };
   r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
+    if (Self(op).description->lists) return INPUT_OUTPUT_VARIADIC;
     return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t { return Self(op).description->outputs; };
+  r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    return Self(op).description->lists ? 1 : Self(op).description->outputs;
+  };
   r.GetOutputType = [](const OrtCustomOp* op, size_t) { return static_cast<ONNXTensorElementDataType>(Self(op).type); };
-  r.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) {
+    return Self(op).description->lists ? INPUT_OUTPUT_VARIADIC : INPUT_OUTPUT_REQUIRED;
+  };
   r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
   r.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
   r.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   r.GetEndVersion = [](const OrtCustomOp*) { return 1; };
   r.CreateKernelV2 = CreateKernel;

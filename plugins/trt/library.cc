@@ -18,7 +18,9 @@ const std::vector<nvinfer1::IPluginCreatorInterface*>& Creators() {
     auto* creators = new std::vector<nvinfer1::IPluginCreatorInterface*>;
     int count = 0;
     const stof::OpDescription* const* ops = stof::AllOps(&count);
-    for (int i = 0; i < count; ++i) creators->push_back(new stof::trt::Creator(*ops[i]));
+    for (int i = 0; i < count; ++i) {
+      if (stof::HasCudaKernels(*ops[i])) creators->push_back(new stof::trt::Creator(*ops[i]));
+    }
     return creators;
   }();
   return *all;

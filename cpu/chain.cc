@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the programs of chain_compile.cc: hands rows out to workers, finds where rows lie, and walks the steps.
+#include "cpu/chain.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+
+namespace stof {
+namespace cpu {
+
+const ChainKernels& ChainKernelsOf(CpuIsa isa) {
+#if defined(__x86_64__)
+  if (isa == CpuIsa::kAvx512) return avx512::kChainKernels;
+  if (isa == CpuIsa::kAvx2) return avx2::kChainKernels;
+#endif
+  (void)isa;
+  return portable::kChainKernels;
+}
+
+namespace {
+
+constexpr int64_t kColumns = 4096;
+constexpr double kWorthAThread = 60e3;  // simple operations: some 10 us
+
+struct Job {
+  const ChainProgram* program;
+  const ChainKernels* kernels;
+  const void* const* inputs;
+  void* const* outputs;
+  char* workspace;
+  size_t workspace_each;
+  int64_t pieces;  // of batches of rows, or of columns of a row
+  int64_t pieces_each;
+  std::atomic<int64_t> next{0};
+};
+
+int64_t FloorDiv(int64_t x, int64_t by) { return x >= 0 ? x / by : -((-x + by - 1) / by); }
+
+// Places of a batch's rows: elements from the begin of each read's input and of each output.
+struct Places {
+  int64_t* read;    // [reads, batch]
+  int64_t* output;  // [outputs, batch]
+  uint8_t* valid;   // [reads, batch]: the row is one that is read
+  int64_t* index;   // [axes, batch]
+};
+
+size_t PlaceBytes(const ChainProgram& p) {
+  const size_t each = p.bound.reads.size() * 9 + p.bound.outputs.size() * 8 + static_cast<size_t>(p.bound.axes) * 8;
+  return (each * static_cast<size_t>(p.batch) + 63) / 64 * 64;
+}
+size_t PointerBytes(const ChainProgram& p) { return (p.registers.size() * sizeof(float*) + 63) / 64 * 64; }
+size_t SumBytes(const ChainProgram& p) {
+  return (p.reductions.size() * static_cast<size_t>(p.batch) * sizeof(double) + 63) / 64 * 64;
+}
+
+class Worker {
+ public:
+  Worker(Job* job, char* memory) : job_(*job), p_(*job->program), k_(*job->kernels) {
+    const auto take = [&memory](size_t bytes) {
+      char* at = memory;
+      memory += bytes;
+      return at;
+    };
+    pointer_ = reinterpret_cast<float**>(take(PointerBytes(p_)));
+    sums_ = reinterpret_cast<double*>(take(SumBytes(p_)));
+    char* places = take(PlaceBytes(p_));
+    const auto batch = static_cast<size_t>(p_.batch);
+    places_.read = reinterpret_cast<int64_t*>(places);
+    places_.output = places_.read + p_.bound.reads.size() * batch;
+    places_.index = places_.output + p_.bound.outputs.size() * batch;
+    places_.valid = reinterpret_cast<uint8_t*>(places_.index + static_cast<size_t>(p_.bound.axes) * batch);
+    floats_ = reinterpret_cast<float*>(memory);
+    for (size_t i = 0; i < p_.registers.size(); ++i) {
+      const ChainRegister& r = p_.registers[i];
+      pointer_[i] = r.kind == ChainRegister::Kind::kConstant ? const_cast<float*>(&r.value) : floats_ + r.offset;
+    }
+    n_ = p_.bound.n;
+    outer_ = p_.bound.axes - 1;
+  }
+
+  void Work() {
+    bool first = true;
+    for (;;) {
+      const int64_t begin = job_.next.fetch_add(job_.pieces_each, std::memory_order_relaxed);
+      if (begin >= job_.pieces) return;
+      if (first && !p_.fixed.empty()) Fixed();
+      first = false;
+      const int64_t end = std::min(begin + job_.pieces_each, job_.pieces);
+      if (p_.columns) {
+        const int64_t pieces = (n_ + kColumns - 1) / kColumns;
+        for (int64_t i = begin; i < end; ++i) {
+          Locate(i / pieces, 1);
+          const int64_t column = i % pieces * kColumns;
+          Rows(column, std::min(column + kColumns, n_));
+        }
+      } else {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t row = i * p_.batch;
+          Locate(row, static_cast<int>(std::min<int64_t>(p_.batch, p_.bound.rows - row)));
+          Rows(0, n_);
+        }
+      }
+    }
+  }
+
+ private:
+  // What is the same for all rows, once.
+  void Fixed() {
+    count_ = 1;
+    Locate(0, 1);
+    for (int64_t column = 0; column < n_; column += p_.strip) {
+      column_ = column;
+      width_ = std::min(p_.strip, n_ - column);
+      Point();
+      for (const ChainStep& step : p_.fixed) Step(step);
+    }
+    for (size_t i = 0; i < p_.registers.size(); ++i) {
+      const ChainRegister& r = p_.registers[i];
+      if (r.kind != ChainRegister::Kind::kFixed) continue;
+      float* whole = floats_ + r.offset;
+      pointer_[i] = whole;
+      for (int row = 1; row < p_.batch; ++row) std::memcpy(whole + row * n_, whole, static_cast<size_t>(n_) * 4);
+    }
+  }
+
+  // Where rows first to first + count - 1 lie.
+  void Locate(int64_t first, int count) {
+    count_ = count;
+    const BoundChain& b = p_.bound;
+    int64_t index[kChainMostAxes] = {};
+    int64_t rest = first;
+    for (int axis = outer_; axis-- > 0;) {
+      index[axis] = rest % b.size[axis];
+      rest /= b.size[axis];
+    }
+    for (int row = 0; row < count; ++row) {
+      for (int axis = 0; axis < outer_; ++axis) places_.index[axis * p_.batch + row] = index[axis];
+      for (size_t r = 0; r < b.reads.size(); ++r) LocateRead(r, row, index);
+      for (size_t o = 0; o < b.outputs.size(); ++o) {
+        int64_t at = 0;
+        for (int axis = 0; axis < outer_; ++axis) at += index[axis] * b.outputs[o].stride[axis];
+        places_.output[static_cast<int64_t>(o) * p_.batch + row] = at;
+      }
+      for (int axis = outer_; axis-- > 0;) {
+        if (++index[axis] < b.size[axis]) break;
+        index[axis] = 0;
+      }
+    }
+  }
+  void LocateRead(size_t r, int row, const int64_t* index) const {
+    const BoundRead& read = p_.bound.reads[r];
+    const int64_t slot = static_cast<int64_t>(r) * p_.batch + row;
+    bool valid = !read.never;
+    auto at = static_cast<uint64_t>(read.constant);
+    for (int axis = 0; axis < outer_; ++axis) {
+      at += static_cast<uint64_t>(index[axis]) * static_cast<uint64_t>(read.stride[axis]);
+    }
+    if (read.guarded) {
+      for (int axis = 0; axis < outer_; ++axis) {
+        valid = valid && index[axis] >= read.first[axis] && index[axis] <= read.last[axis];
+      }
+    }
+    if (!read.parts.empty() && p_.linear[r] != 0) {
+      for (const BoundRead::Part& part : read.parts) {
+        at += static_cast<uint64_t>(Value(part.index, index, 0)) * static_cast<uint64_t>(part.stride);
+      }
+    }
+    places_.read[slot] = static_cast<int64_t>(at);
+    places_.valid[slot] = valid ? 1 : 0;
+  }
+  int64_t Affine(const ChainIndex& index, const int64_t* outer, int64_t column) const {
+    auto sum = static_cast<uint64_t>(index.constant);
+    for (int axis = 0; axis < outer_; ++axis) {
+      sum += static_cast<uint64_t>(index.coefficient[axis]) * static_cast<uint64_t>(outer[axis]);
+    }
+    return static_cast<int64_t>(sum + static_cast<uint64_t>(index.coefficient[outer_]) * static_cast<uint64_t>(column));
+  }
+  int64_t Value(const ChainIndex& index, const int64_t* outer, int64_t column) const {
+    const int64_t affine = Affine(index, outer, column);
+    if (index.kind == ChainIndex::Kind::kPlain) return affine;
+    const int64_t quotient = FloorDiv(affine, index.divisor);
+    return index.kind == ChainIndex::Kind::kQuotient ? quotient : affine - quotient * index.divisor;
+  }
+
+  void Rows(int64_t begin, int64_t end) {
+    for (size_t phase = 0; phase < p_.phases.size(); ++phase) {
+      for (const ChainStep& step : p_.phases[phase].row) RowStep(step);
+      for (size_t r = 0; r < p_.reductions.size(); ++r) {
+        if (p_.reductions[r].phase == static_cast<int>(phase)) Clear(r);
+      }
+      const std::vector<ChainStep>& steps = p_.phases[phase].element;
+      if (!steps.empty()) {
+        for (column_ = begin; column_ < end; column_ += width_) {
+          width_ = std::min(p_.strip, end - column_);
+          Point();
+          for (const ChainStep& step : steps) Step(step);
+        }
+      }
+      for (size_t r = 0; r < p_.reductions.size(); ++r) {
+        if (p_.reductions[r].phase == static_cast<int>(phase)) Finish(r);
+      }
+    }
+    for (const ChainStep& step : p_.last) RowStep(step);
+  }
+
+  // Registers of all elements of the row, and of outputs, at the strip.
+  void Point() {
+    for (const int16_t i : p_.moving) {
+      const ChainRegister& r = p_.registers[static_cast<size_t>(i)];
+      if (r.kind == ChainRegister::Kind::kWhole || r.kind == ChainRegister::Kind::kFixed) {
+        pointer_[i] = floats_ + r.offset + (p_.batch > 1 ? 0 : column_);
+      } else {
+        const int64_t* place = places_.output + r.output * p_.batch;
+        bool dense = true;
+        for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * n_;
+        pointer_[i] = dense ? static_cast<float*>(job_.outputs[r.output]) + place[0] + column_ : floats_ + r.offset;
+      }
+    }
+  }
+
+  // ---- steps over the elements of a strip ----
+  void Step(const ChainStep& step) {
+    const int64_t elements = count_ * width_;
+    switch (step.kind) {
+      case ChainStep::Kind::kCompute:
+        k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), elements);
+        return;
+      case ChainStep::Kind::kRead:
+        return Read(step);
+      case ChainStep::Kind::kIndex: {
+        float* dst = pointer_[step.dst];
+        for (int row = 0; row < count_; ++row) {
+          for (int64_t i = 0; i < width_; ++i) *dst++ = static_cast<float>(column_ + i);
+        }
+        return;
+      }
+      case ChainStep::Kind::kExpand: {
+        float* dst = pointer_[step.dst];
+        const float* from = pointer_[step.a];
+        for (int row = 0; row < count_; ++row) {
+          k_.function[kFusedCopy][1](dst + row * width_, from + row, nullptr, nullptr, width_);
+        }
+        return;
+      }
+      case ChainStep::Kind::kReduce:
+        return Reduce(step);
+      case ChainStep::Kind::kStore:
+        return Store(step);
+      default:
+        return;
+    }
+  }
+  const float* At(int reg) const { return reg < 0 ? nullptr : pointer_[reg]; }
+
+  void Read(const ChainStep& step) {
+    const auto r = static_cast<size_t>(step.which);
+    const BoundRead& read = p_.bound.reads[r];
+    const int64_t* place = places_.read + static_cast<int64_t>(r) * p_.batch;
+    const int64_t size = SizeOf(read.dtype), stride = read.stride[outer_];
+    const auto* base = static_cast<const char*>(job_.inputs[read.input]);
+    const ChainRegister& reg = p_.registers[static_cast<size_t>(step.dst)];
+    if (p_.linear[r] != 0 && stride == 1 && !read.guarded && !read.never) {
+      bool dense = true;
+      for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * width_;
+      if (dense) {
+        const char* from = base + (place[0] + column_) * size;
+        if (read.dtype == DType::kF32 && reg.kind == ChainRegister::Kind::kStrip) {
+          pointer_[step.dst] = reinterpret_cast<float*>(const_cast<char*>(from));  // only read through it
+        } else {
+          k_.load(from, read.dtype, count_ * width_, pointer_[step.dst]);
+        }
+        return;
+      }
+    }
+    if (reg.kind == ChainRegister::Kind::kStrip) pointer_[step.dst] = floats_ + reg.offset;
+    for (int row = 0; row < count_; ++row) ReadRow(r, row, pointer_[step.dst] + row * width_);
+  }
+
+  void ReadRow(size_t r, int row, float* to) {
+    const BoundRead& read = p_.bound.reads[r];
+    const int64_t slot = static_cast<int64_t>(r) * p_.batch + row;
+    int64_t first = column_, end = column_ + width_;
+    if (read.guarded) {
+      first = std::max(first, read.first[outer_]);
+      end = std::min(end, read.last[outer_] + 1);
+    }
+    if (places_.valid[slot] == 0 || first >= end) first = end = column_ + width_;
+    std::fill(to, to + (first - column_), 0.0f);
+    if (end > first) {
+      if (p_.linear[r] != 0) {
+        Gather(read, places_.read[slot], first, read.stride[outer_], end - first, to + (first - column_));
+      } else {
+        Pieces(read, row, places_.read[slot], first, end, to + (first - column_));
+      }
+    }
+    std::fill(to + (end - column_), to + width_, 0.0f);
+  }
+
+  void Gather(const BoundRead& read, int64_t place, int64_t column, int64_t stride, int64_t count, float* to) const {
+    const auto* from =
+        static_cast<const char*>(job_.inputs[read.input]) + (place + column * stride) * SizeOf(read.dtype);
+    if (stride == 1 || count == 1) return k_.load(from, read.dtype, count, to);
+    if (stride == 0) {
+      k_.load(from, read.dtype, 1, to);
+      std::fill(to + 1, to + count, to[0]);
+      return;
+    }
+    if (read.dtype == DType::kF32) {
+      const auto* floats = reinterpret_cast<const float*>(from);
+      for (int64_t i = 0; i < count; ++i) to[i] = floats[i * stride];
+      return;
+    }
+    const auto* halves = reinterpret_cast<const uint16_t*>(from);
+    constexpr int64_t kBlock = 64;
+    for (int64_t i = 0; i < count; i += kBlock) {
+      uint16_t block[kBlock];
+      const int64_t some = std::min(kBlock, count - i);
+      for (int64_t k = 0; k < some; ++k) block[k] = halves[(i + k) * stride];
+      k_.load(block, read.dtype, some, to + i);
+    }
+  }
+
+  // Columns in runs along which every remainder and quotient is a straight line.
+  void Pieces(const BoundRead& read, int row, int64_t place, int64_t first, int64_t end, float* to) const {
+    int64_t outer[kChainMostAxes] = {};
+    for (int axis = 0; axis < outer_; ++axis) outer[axis] = places_.index[axis * p_.batch + row];
+    for (int64_t column = first; column < end;) {
+      int64_t count = end - column, stride = read.stride[outer_];
+      auto at = static_cast<uint64_t>(place) + static_cast<uint64_t>(column) * static_cast<uint64_t>(stride);
+      for (const BoundRead::Part& part : read.parts) {
+        const int64_t step = part.index.coefficient[outer_], by = part.index.divisor;
+        const int64_t affine = Affine(part.index, outer, column);
+        const int64_t quotient = FloorDiv(affine, by), rest = affine - quotient * by;
+        if (step > 0) count = std::min(count, (by - rest + step - 1) / step);
+        if (step < 0) count = std::min(count, rest / -step + 1);
+        const bool modulo = part.index.kind == ChainIndex::Kind::kModulo;
+        at += static_cast<uint64_t>(modulo ? rest : quotient) * static_cast<uint64_t>(part.stride);
+        if (modulo) stride += step * part.stride;
+      }
+      // Of a run of one element the stride is not used, and may be anything.
+      const auto begin = static_cast<int64_t>(at);
+      if (count == 1) stride = 0;
+      Gather(read, begin, 0, stride, count, to);
+      to += count;
+      column += count;
+    }
+  }
+
+  void Clear(size_t r) {
+    const ChainOp op = p_.reductions[r].op;
+    const double inf = std::numeric_limits<double>::infinity();
+    const double start = op == ChainOp::kMaxOf ? -inf : op == ChainOp::kMinOf ? inf : 0.0;
+    std::fill_n(sums_ + static_cast<int64_t>(r) * p_.batch, count_, start);
+  }
+  void Reduce(const ChainStep& step) {
+    double* sums = sums_ + static_cast<int64_t>(step.which) * p_.batch;
+    for (int row = 0; row < count_; ++row) {
+      const float* a = pointer_[step.a] + row * width_;
+      double& sum = sums[row];
+      switch (static_cast<ChainOp>(step.op)) {
+        case ChainOp::kMaxOf: {
+          const double value = k_.max(a, width_);
+          if (value > sum || value != value) sum = value;  // nothing is larger than a NaN
+          break;
+        }
+        case ChainOp::kMinOf: {
+          const double value = k_.min(a, width_);
+          if (value < sum || value != value) sum = value;
+          break;
+        }
+        default:
+          sum += step.b < 0 ? k_.sum(a, width_) : k_.dot(a, pointer_[step.b] + row * width_, width_);
+      }
+    }
+  }
+  void Finish(size_t r) {
+    const ChainReduction& reduction = p_.reductions[r];
+    const double* sums = sums_ + static_cast<int64_t>(r) * p_.batch;
+    float* to = pointer_[reduction.row];
+    const double by = reduction.op == ChainOp::kMean ? static_cast<double>(n_) : 1.0;
+    for (int row = 0; row < count_; ++row) to[row] = static_cast<float>(sums[row] / by);
+  }
+
+  void Store(const ChainStep& step) {
+    const BoundOutput& output = p_.bound.outputs[static_cast<size_t>(step.which)];
+    const int64_t size = SizeOf(output.dtype), stride = output.stride[outer_];
+    const int64_t* place = places_.output + static_cast<int64_t>(step.which) * p_.batch;
+    auto* base = static_cast<char*>(job_.outputs[step.which]);
+    const float* from = pointer_[step.a];
+    if (stride == 1) {
+      bool dense = true;
+      for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * width_;
+      if (dense) {
+        char* to = base + (place[0] + column_) * size;
+        if (to == reinterpret_cast<const char*>(from)) return;  // computed in place
+        return k_.store(from, output.dtype, count_ * width_, to);
+      }
+      for (int row = 0; row < count_; ++row) {
+        k_.store(from + row * width_, output.dtype, width_, base + (place[row] + column_) * size);
+      }
+      return;
+    }
+    for (int row = 0; row < count_; ++row) {
+      char* to = base + (place[row] + column_ * stride) * size;
+      Scatter(from + row * width_, output.dtype, width_, stride, to);
+    }
+  }
+  void Scatter(const float* from, DType dtype, int64_t count, int64_t stride, char* target) const {
+    if (dtype == DType::kF32) {
+      auto* to = reinterpret_cast<float*>(target);
+      for (int64_t i = 0; i < count; ++i) to[i * stride] = from[i];
+      return;
+    }
+    auto* to = reinterpret_cast<uint16_t*>(target);
+    constexpr int64_t kBlock = 64;
+    for (int64_t i = 0; i < count; i += kBlock) {
+      uint16_t block[kBlock];
+      const int64_t some = std::min(kBlock, count - i);
+      k_.store(from + i, dtype, some, block);
+      for (int64_t k = 0; k < some; ++k) to[(i + k) * stride] = block[k];
+    }
+  }
+
+  // ---- steps over the rows of a batch ----
+  void RowStep(const ChainStep& step) {
+    switch (step.kind) {
+      case ChainStep::Kind::kCompute:
+        k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), count_);
+        return;
+      case ChainStep::Kind::kReadRow: {
+        const BoundRead& read = p_.bound.reads[static_cast<size_t>(step.which)];
+        const int64_t slot = static_cast<int64_t>(step.which) * p_.batch;
+        for (int row = 0; row < count_; ++row) {
+          float* to = pointer_[step.dst] + row;
+          *to = 0.0f;
+          if (places_.valid[slot + row] != 0) Gather(read, places_.read[slot + row], 0, 0, 1, to);
+        }
+        return;
+      }
+      case ChainStep::Kind::kAxis:
+        for (int row = 0; row < count_; ++row) {
+          pointer_[step.dst][row] = static_cast<float>(places_.index[step.which * p_.batch + row]);
+        }
+        return;
+      case ChainStep::Kind::kStoreRow: {
+        const BoundOutput& output = p_.bound.outputs[static_cast<size_t>(step.which)];
+        const int64_t* place = places_.output + static_cast<int64_t>(step.which) * p_.batch;
+        auto* base = static_cast<char*>(job_.outputs[step.which]);
+        for (int row = 0; row < count_; ++row) {
+          k_.store(pointer_[step.a] + (step.mask != 0 ? 0 : row), output.dtype, 1,
+                   base + place[row] * SizeOf(output.dtype));
+        }
+        return;
+      }
+      default:
+        return;
+    }
+  }
+
+  Job& job_;
+  const ChainProgram& p_;
+  const ChainKernels& k_;
+  float** pointer_ = nullptr;
+  double* sums_ = nullptr;
+  Places places_ = {};
+  float* floats_ = nullptr;
+  int64_t n_ = 0;
+  int outer_ = 0;
+  int count_ = 0;       // rows of the batch
+  int64_t column_ = 0;  // of the strip
+  int64_t width_ = 0;
+};
+
+int64_t PiecesOf(const ChainProgram& p) {
+  if (p.columns) return p.bound.rows * ((p.bound.n + kColumns - 1) / kColumns);
+  return (p.bound.rows + p.batch - 1) / p.batch;
+}
+
+size_t WorkerBytes(const ChainProgram& p) {
+  const size_t bytes = PointerBytes(p) + SumBytes(p) + PlaceBytes(p) + static_cast<size_t>(p.floats) * 4;
+  return (bytes + 127) / 64 * 64;
+}
+
+int WorkersOf(const ChainProgram& p, int threads) {
+  const double work = p.cost * static_cast<double>(p.bound.rows) * static_cast<double>(std::max<int64_t>(1, p.bound.n));
+  const auto worth = static_cast<int64_t>(std::min(work / kWorthAThread, 1e6)) + 1;
+  return static_cast<int>(std::max<int64_t>(1, std::min({static_cast<int64_t>(threads), worth, PiecesOf(p)})));
+}
+
+}  // namespace
+
+size_t ChainWorkspace(const ChainProgram& program, int threads) {
+  return WorkerBytes(program) * static_cast<size_t>(WorkersOf(program, threads));
+}
+
+void RunChain(const ChainProgram& program, CpuIsa isa, const void* const* inputs, void* const* outputs, void* workspace,
+              const Parallel& parallel) {
+  Job job{};
+  job.program = &program;
+  job.kernels = &ChainKernelsOf(isa);
+  job.inputs = inputs;
+  job.outputs = outputs;
+  job.workspace = static_cast<char*>(workspace);
+  job.workspace_each = WorkerBytes(program);
+  job.pieces = PiecesOf(program);
+  const int workers = WorkersOf(program, parallel.threads);
+  // Some turns for each worker, so that none waits for a slow one.
+  job.pieces_each = std::max<int64_t>(1, job.pieces / (workers == 1 ? 1 : 8 * workers));
+  const auto work = [](void* user, size_t i) {
+    auto* own = static_cast<Job*>(user);
+    Worker(own, own->workspace + i * own->workspace_each).Work();
+  };
+  if (workers == 1) {
+    work(&job, 0);
+  } else {
+    parallel.run(parallel.self, work, static_cast<size_t>(workers), &job);
+  }
+}
+
+}  // namespace cpu
+}  // namespace stof

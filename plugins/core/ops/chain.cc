@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/chain.h"
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+
+#include "cpu/chain.h"
+#include "plugins/core/chain.h"
+#include "plugins/core/cuda_backend.h"
+
+namespace stof {
+namespace {
+
+Status ParseAttributes(const AttributeReader& attributes, Chain* chain) {
+  std::string text;
+  const bool found = attributes.String("chain", &text);
+  int64_t id = 0;
+  attributes.Int("chain_id", &id);
+  if (!attributes.mistyped().empty()) {
+    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/chain-format.md says");
+  }
+  if (!found) return Status::Error("attribute chain is missing, expected the description of a chain");
+  return ParseChain(text, chain);
+}
+
+// A chain with the shapes and types of its inputs, and the program for them.
+struct Ready {
+  std::vector<int64_t> key;
+  BoundChain bound;
+  std::once_flag compiled;
+  cpu::ChainProgram program;
+};
+
+constexpr char kNoDevice[] = "StofChain has no CUDA kernels in this build";
+
+class StofChainOp final : public Op {
+ public:
+  explicit StofChainOp(Chain chain) : chain_(std::move(chain)) {}
+
+  Status Prepare(const Tensor*, int input_count) override {
+    if (input_count < chain_.inputs) {
+      return Status::Error("has " + std::to_string(input_count) + " inputs, but the chain names x" +
+                           std::to_string(chain_.inputs - 1));
+    }
+    return Status();
+  }
+
+  int InputCount() const override { return chain_.inputs; }
+  bool Takes(int, DType dtype, DType) const override {
+    return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+  }
+  Status PlanDevice(const Tensor*, int, DevicePlan*) const override { return Status::Error(kNoDevice); }
+  Status ReadyDevice(const Tensor*, int, int) const override { return Status::Error(kNoDevice); }
+
+  void SetOutputTypes(const DType* types, int count) override {
+    for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
+      if (types[i] == DType::kF32 || types[i] == DType::kF16 || types[i] == DType::kBF16) {
+        chain_.outputs[i].type = types[i];
+      }
+    }
+  }
+
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
+    std::shared_ptr<Ready> ready;
+    STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
+    // A call may have more outputs than the chain gives, without names: the calls of a model have one signature.
+    for (int i = 0; i < static_cast<int>(chain_.outputs.size()); ++i) {
+      const BoundOutput& bound = ready->bound.outputs[static_cast<size_t>(i)];
+      outputs[i].dtype = bound.dtype;
+      outputs[i].rank = bound.rank;
+      std::copy(bound.dims, bound.dims + bound.rank, outputs[i].dims);
+    }
+    return Status();
+  }
+
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override {
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
+    const int threads = std::max(1, context.parallel.threads);
+    std::shared_ptr<Ready> ready;
+    STOF_RETURN_IF_ERROR(Get(inputs, input_count, threads, &ready));
+    const auto count = static_cast<int>(chain_.outputs.size());
+    for (int i = 0; i < count; ++i) {
+      STOF_RETURN_IF_ERROR(CheckOutput(outputs[i], ready->bound.outputs[static_cast<size_t>(i)], i));
+    }
+    if (context.on_cuda) return Status::Error("this build of the library has no CUDA kernels for chains");
+    std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
+    const void* from[kChainMostInputs] = {};
+    void* to[kChainMostOutputs] = {};
+    for (int i = 0; i < std::min(input_count, kChainMostInputs); ++i) from[i] = inputs[i].data;
+    for (int i = 0; i < count; ++i) to[i] = outputs[i].data;
+    for (const BoundRead& read : ready->bound.reads) {
+      if (!read.never && from[read.input] == nullptr) {
+        return Status::Error("input x" + std::to_string(read.input) + " has no data");
+      }
+    }
+    const size_t bytes = cpu::ChainWorkspace(ready->program, threads);
+    void* workspace = context.allocate(context.self, bytes);
+    if (workspace == nullptr) {
+      return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
+    }
+    cpu::RunChain(ready->program, BestCpuIsa(), from, to, workspace, context.parallel);
+    return Status();
+  }
+
+ private:
+  static constexpr size_t kKept = 4;
+
+  Status CheckOutputCount(int count) const {
+    if (count >= static_cast<int>(chain_.outputs.size())) return Status();
+    return Status::Error("has " + std::to_string(count) + " outputs, but the chain gives " +
+                         std::to_string(chain_.outputs.size()));
+  }
+  static Status CheckOutput(const Tensor& tensor, const BoundOutput& bound, int index) {
+    const std::string name = "output y" + std::to_string(index);
+    if (tensor.dtype != bound.dtype) {
+      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+                           ", but the chain gives " + std::to_string(static_cast<int>(bound.dtype)));
+    }
+    if (tensor.rank != bound.rank || !std::equal(bound.dims, bound.dims + bound.rank, tensor.dims)) {
+      return Status::Error(name + " has another shape than the chain gives");
+    }
+    if (tensor.data == nullptr && tensor.Elements() > 0) return Status::Error(name + " has no data");
+    return Status();
+  }
+
+  // The chain bound to these shapes: one of the last few that were met, or a new one.
+  Status Get(const Tensor* inputs, int input_count, int threads, std::shared_ptr<Ready>* ready) const {
+    (void)threads;
+    std::vector<int64_t> key;
+    for (int i = 0; i < input_count; ++i) {
+      key.push_back(static_cast<int64_t>(inputs[i].dtype) << 8 | inputs[i].rank);
+      key.insert(key.end(), inputs[i].dims, inputs[i].dims + inputs[i].rank);
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < kept_.size(); ++i) {
+        if (kept_[i]->key != key) continue;
+        std::rotate(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(i),
+                    kept_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+        *ready = kept_.front();
+        return Status();
+      }
+    }
+    auto made = std::make_shared<Ready>();
+    made->key = std::move(key);
+    STOF_RETURN_IF_ERROR(BindChain(chain_, inputs, input_count, &made->bound));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (kept_.size() == kKept) kept_.pop_back();
+    kept_.insert(kept_.begin(), made);
+    *ready = std::move(made);
+    return Status();
+  }
+
+  Chain chain_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::shared_ptr<Ready>> kept_;  // the one that was used last first
+};
+
+std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
+  Chain chain;
+  if (!ParseAttributes(attributes, &chain).ok() || index >= static_cast<int>(chain.outputs.size())) return {};
+  std::vector<DimRule> rules;
+  for (const std::vector<int>& dim : chain.outputs[static_cast<size_t>(index)].dims) {
+    DimRule rule = {-1, 0, 1, 1, 1};
+    for (int which : dim) {
+      const ChainAxis& axis = chain.axes[static_cast<size_t>(which)];
+      if (axis.input < 0) {
+        (rule.input < 0 ? rule.value : rule.times) *= axis.value;
+        if (rule.value > kChainMostInteger || rule.times > kChainMostInteger) return {};
+        continue;
+      }
+      // Two sizes that are not known here, or one that is divided: no symbol stands for it.
+      if (rule.input >= 0 || axis.input >= rank_count || axis.dim >= ranks[axis.input]) return {};
+      rule = {axis.input, axis.dim, -1, rule.value, axis.over};
+    }
+    rules.push_back(rule);
+  }
+  return rules;
+}
+
+DType OutputType(const AttributeReader& attributes, int index) {
+  Chain chain;
+  if (!ParseAttributes(attributes, &chain).ok() || index >= static_cast<int>(chain.outputs.size())) {
+    return DType::kUndefined;
+  }
+  return chain.outputs[static_cast<size_t>(index)].type;
+}
+
+Status CreateChain(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  Chain chain;
+  STOF_RETURN_IF_ERROR(ParseAttributes(attributes, &chain));
+  *op = std::make_unique<StofChainOp>(std::move(chain));
+  return Status();
+}
+
+}  // namespace
+
+const OpDescription* ChainDescription() {
+  static constexpr DType kTypes[] = {DType::kUndefined};
+  static constexpr AttributeDescription kAttributes[] = {{"chain", AttributeType::kString},
+                                                         {"chain_id", AttributeType::kInt}};
+  static const OpDescription description = {
+      "StofChain", 0,         0,           kChainMostOutputs, kTypes,      1,
+      kTypes,      0,         CreateChain, OutputShape,       kAttributes, static_cast<int>(std::size(kAttributes)),
+      true,        OutputType};
+  return &description;
+}
+
+}  // namespace stof
