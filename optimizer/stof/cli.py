@@ -14,7 +14,6 @@ from stof.errors import ArgumentError, StofError
 from stof.options import Options
 
 _LATER = {
-    "tune": "--tune needs the tuner, which this version does not have; leave the option out",
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
 }
@@ -45,7 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
-    parser.add_argument("--tune", type=_seconds, metavar="SECONDS", help="measure kernels instead of predicting")
+    parser.add_argument(
+        "--chains",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="fuse operators around attention; auto: those that a measurement on this device found faster",
+    )
+    parser.add_argument("--tune", type=_seconds, metavar="SECONDS", help="measure chains, and remember what is faster")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(
@@ -136,6 +141,8 @@ def _run(arguments: argparse.Namespace) -> int:
         shapes=_shapes(arguments.shape),
         masks=_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
+        chains=arguments.chains,
+        tune=arguments.tune or 0.0,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )

@@ -22,5 +22,7 @@ class Options:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False
+    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device
+    tune: float = 0.0  # seconds
     plan: Path | None = None
     save_plan: Path | None = None
