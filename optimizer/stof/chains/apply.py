@@ -10,7 +10,7 @@ import onnx
 
 from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, of_common_types, signature
-from stof.chains.find import Graph, Left, find_chains
+from stof.chains.find import Graph, Left, find_chains, settled
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import all_nodes, opset_of
@@ -52,11 +52,22 @@ class Chained:
 
 def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes."""
-    graph = Graph(model, Symbolic(model))
+    symbolic = Symbolic(model)
+    try:
+        return _applied(Graph(model, symbolic), judge)
+    except UnsupportedError:
+        # Shapes that chains were taken not to need are read after all, by way of operators that stay.
+        return _applied(Graph(model, symbolic, light=False), judge)
+
+
+def _applied(graph: Graph, judge: Judge) -> Chained:
+    model = graph.model
     names = _Names()
     if any(n.op_type == "StofChain" for n in all_nodes(model.graph.node)):
         return Chained(model, (ChainReport("-", "", False, "the model holds StofChain already"),))
     chains, left = find_chains(graph)
+    if graph.light:
+        chains = settled(graph, chains)
     reports = {names.of(graph, x.places): _none(graph, x) for x in left}
     verdicts: dict[Key, tuple[str, float | None]] = {}
     good: list[Chain] = []
@@ -76,7 +87,10 @@ def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
         words = operators(graph, chain.region.places)
         reports[name] = ChainReport(name, words, not reason, reason or "replaced", chain.description.text, gain)
     ordered = [replace(r, chain=name) for name, r in reports.items()]
-    return Chained(emit_chains(model, graph.symbolic, fitting), tuple(ordered))
+    if len(fitting) < len(chains) and graph.light:
+        fitting = settled(graph, fitting)
+    shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}
+    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(ordered))
 
 
 def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge) -> tuple[str, float | None]:

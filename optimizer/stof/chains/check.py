@@ -19,6 +19,7 @@ from stof.symbolic.terms import parts
 from stof.widen import HALF, widen, widened_chain
 
 _SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in the order in which they are met
+_FACTORS = (1, 16, 64)  # windows and strides make nothing of short inputs
 _ROUNDS = 2  # the second one has other sizes
 _TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
 _LARGEST = 1 << 22  # elements of an input
@@ -82,8 +83,11 @@ def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> list[list[int]]:
     assert all(s is not None for s in known)
     shapes = [s for s in known if s is not None]
     names = sizes_of(shapes)
-    sizes = {n: _SIZES[(i + turn) % len(_SIZES)] for i, n in enumerate(names)}
-    found = [[max(1, evaluate(d, sizes)) for d in s] for s in shapes]
+    for factor in _FACTORS:
+        sizes = {n: factor * _SIZES[(i + turn) % len(_SIZES)] for i, n in enumerate(names)}
+        found = [[evaluate(d, sizes) for d in s] for s in shapes]
+        if all(d > 0 for s in found for d in s):
+            break
     if any(int(np.prod(s, dtype=np.int64)) > _LARGEST for s in found):
         raise UnsupportedError(f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 from onnx import helper
@@ -14,7 +14,7 @@ import stof
 from stof.chains.body import OP, Branch, make_branch, make_function
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
-from stof.graph import DOMAIN, node_tensors, opset_of
+from stof.graph import DOMAIN, describe, node_tensors, opset_of
 from stof.symbolic import Symbolic
 
 _LOWEST_IR = 8  # local functions
@@ -40,8 +40,16 @@ def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ..
     return [c for c in chains if c.dtypes == tuple(types[: len(c.dtypes)])], tuple(types)
 
 
-def emit_chains(model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Chain]) -> onnx.ModelProto:
+def emit_chains(
+    model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Chain], shapes: Mapping[str, str] | None = None
+) -> onnx.ModelProto:
     """A copy of the model in which each chain is one StofChain node.
+
+    Args:
+        model: the original.
+        symbolic: of the model.
+        chains: without common nodes.
+        shapes: tensors that are not written any more, with others of the same shape, which are asked for it instead.
 
     Raises:
         UnsupportedError: when the model holds StofChain already, or chains that cannot share a function.
@@ -69,11 +77,12 @@ def emit_chains(model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Cha
             branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
         made[chain.region.places[-1]] = _call(chain, numbers[key], (inputs, len(dtypes)), taken)
     gone = {p for c in chains for p in c.region.places}
-    kept = [(i, made.get(i, n)) for i, n in enumerate(nodes) if i in made or i not in gone]
+    kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
     before = _live(model.graph)
     del result.graph.node[:]
     result.graph.node.extend(_sorted(kept))
     _drop(result.graph, before, {o for n in nodes for o in n.output})
+    _check(result.graph)
     result.functions.append(make_function(branches, dtypes, inputs, opset))
     if not any(e.domain == DOMAIN for e in result.opset_import):
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
@@ -81,6 +90,26 @@ def emit_chains(model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Cha
     entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
     entry.key, entry.value = "stof_version", stof.__version__
     return result
+
+
+def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:
+    """A node, of which Shape asks a tensor that stays."""
+    if node.op_type != "Shape" or node.input[0] not in shapes:
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0] = shapes[node.input[0]]
+    return copy
+
+
+def _check(graph: onnx.GraphProto) -> None:
+    """Whether everything that is read is there: chains leave out what only decided nodes needed."""
+    known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
+    for node in graph.node:
+        for name in node.input:
+            if name not in known:
+                raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
 
 
 def _call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:

@@ -16,7 +16,7 @@ from stof.chains.expr import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.chains.ops import FREE, TYPES, as_number, data_inputs, kind_of_node
 from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex
+from stof.graph import GraphIndex, node_tensors
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
@@ -34,10 +34,15 @@ class Left:
 
 @dataclass
 class Graph:
-    """What the search for regions asks of a graph."""
+    """What the search for regions asks of a graph.
+
+    Bounds, axes and shapes that operators are given are known when a chain is made of them: it does not read them.
+    ``light``: they are taken for unread by every memory-bound operator, as if all of them became parts of chains.
+    """
 
     model: onnx.ModelProto
     symbolic: Symbolic
+    light: bool = True
     nodes: Sequence[onnx.NodeProto] = field(init=False)
     place: dict[str, int] = field(init=False)  # of the node that writes a tensor
     readers: dict[str, list[int]] = field(init=False)
@@ -62,6 +67,51 @@ class Graph:
             if all(n in self.constant for n in node.input if n) and not _has_graph(node):
                 self.constant.update(o for o in node.output if o)
         self.memory_bound = [i for i, n in enumerate(self.nodes) if self._is_memory_bound(n)]
+        self.readers = self._data_readers(self.memory_bound if self.light else [])
+
+    def settle(self, places: Iterable[int]) -> None:
+        """States which nodes will be parts of chains; all others read what they are given."""
+        self.readers = self._data_readers(places)
+
+    def _data_readers(self, places: Iterable[int]) -> dict[str, list[int]]:
+        """The nodes that read each tensor, of those that are still needed when these are parts of chains."""
+        inside = set(places)
+        read = [
+            dict.fromkeys([n.input[k] for k in data_inputs(n)] if i in inside else _read(n))
+            for i, n in enumerate(self.nodes)
+        ]
+        pending = [self.place[n] for n in self.kept if n in self.place]
+        live: set[int] = set()
+        while pending:
+            place = pending.pop()
+            if place not in live:
+                live.add(place)
+                pending.extend(self.place[n] for n in read[place] if n in self.place)
+        found: dict[str, list[int]] = {}
+        for i in sorted(live):
+            for name in read[i]:
+                found.setdefault(name, []).append(i)
+        return found
+
+    def substitutes(self, places: Collection[int]) -> dict[str, str]:
+        """What to take the shape of instead of tensors of which others read nothing else: one that stays, of equal shape."""
+        own = set(places)
+        rest = {o for p in own for o in self.nodes[p].output if self._read_outside(o, own)}
+        sized = {o for o in rest if o not in self.kept and self._only_sized(o, own)}
+        stay = [*sorted(self.inputs(own)), *sorted(rest - sized)]
+        found = {}
+        for name in sized:
+            shape = self.symbolic.shape(name)
+            same = next((n for n in stay if self.symbolic.shape(n) == shape), None)
+            if same is not None:
+                found[name] = same
+        return found
+
+    def _read_outside(self, name: str, own: set[int]) -> bool:
+        return bool(name) and (name in self.kept or any(r not in own for r in self.readers.get(name, ())))
+
+    def _only_sized(self, name: str, own: set[int]) -> bool:
+        return all(self.nodes[r].op_type == "Shape" for r in self.readers.get(name, ()) if r not in own)
 
     def _is_memory_bound(self, node: onnx.NodeProto) -> bool:
         kind = kind_of_node(node)
@@ -89,11 +139,9 @@ class Graph:
     def outputs(self, places: Collection[int]) -> tuple[str, ...]:
         """What others read of what these nodes write."""
         own = set(places)
+        instead = self.substitutes(own)
         return tuple(
-            o
-            for p in sorted(own)
-            for o in self.nodes[p].output
-            if o and (o in self.kept or any(r not in own for r in self.readers.get(o, ())))
+            o for p in sorted(own) for o in self.nodes[p].output if o not in instead and self._read_outside(o, own)
         )
 
     def inputs(self, places: Collection[int]) -> set[str]:
@@ -130,11 +178,17 @@ class Graph:
 
     def before(self, place: int) -> Iterator[int]:
         """The places of the nodes that a node reads from."""
-        return (self.place[n] for n in self.nodes[place].input if n in self.place)
+        node = self.nodes[place]
+        return (self.place[n] for n in (node.input[i] for i in data_inputs(node)) if n in self.place)
 
     def after(self, place: int) -> Iterator[int]:
         """The places of the nodes that read from a node."""
         return (r for o in self.nodes[place].output for r in self.readers.get(o, ()))
+
+
+def _read(node: onnx.NodeProto) -> list[str]:
+    """What a node reads, in its subgraphs, too."""
+    return [n for n in node.input if n] + (sorted(node_tensors(node) - set(node.output)) if _has_graph(node) else [])
 
 
 def _has_graph(node: onnx.NodeProto) -> bool:
@@ -251,11 +305,22 @@ def find_chains(graph: Graph) -> tuple[list[Chain], list[Left]]:
         if _worth(graph, places) < 2:
             continue
         parts = _Merging(graph, places, strict=True).run()
-        smaller = [c for p in parts if _worth(graph, p) >= 2 and isinstance(c := chain_of(graph, p), Chain)]
+        smaller = [c for p in parts if isinstance(c := chain_of(graph, p), Chain)]
         found += smaller
         if not smaller and all(graph.symbolic.dtype(o) in TYPES for o in graph.outputs(places)):
             left.append(chain)
     return found, left
+
+
+def settled(graph: Graph, chains: Sequence[Chain]) -> list[Chain]:
+    """The chains again with what is read of them when no other operator becomes a part of one; fewer where that fails."""
+    while True:
+        graph.settle(p for c in chains for p in c.region.places)
+        again = [chain_of(graph, c.region.places) for c in chains]
+        kept = [c for c in again if isinstance(c, Chain)]
+        if len(kept) == len(chains):
+            return kept
+        chains = kept
 
 
 def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
