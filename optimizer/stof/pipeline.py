@@ -35,6 +35,8 @@ from stof.runtime import build_info
 from stof.site import Finding
 from stof.verify import Verification, Verifier
 
+_LONGEST_REASON = 300
+
 
 def optimize(model: str | Path, output: str | Path | None = None, options: Options | None = None) -> Report:
     """Writes an equivalent model with sparse attention.
@@ -222,7 +224,7 @@ def _verify_and_write(
         except Exception as error:
             if not type(error).__module__.startswith("onnxruntime"):
                 raise
-            wrong = f"ONNX Runtime does not run the model with chains: {error}"
+            wrong = f"ONNX Runtime does not run the model with chains: {str(error)[:_LONGEST_REASON]}"
         if not wrong:
             report.verification = verification
             report.seconds["verify"] = verification.seconds

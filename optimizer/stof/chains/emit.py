@@ -15,7 +15,7 @@ from stof.chains.body import OP, Branch, make_branch, make_function
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, describe, node_tensors, opset_of
-from stof.symbolic import Symbolic
+from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
 
@@ -83,6 +83,7 @@ def emit_chains(
     result.graph.node.extend(_sorted(kept))
     _drop(result.graph, before, {o for n in nodes for o in n.output})
     _check(result.graph)
+    _declare(result.graph, symbolic, chains)
     result.functions.append(make_function(branches, dtypes, inputs, opset))
     if not any(e.domain == DOMAIN for e in result.opset_import):
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
@@ -90,6 +91,25 @@ def emit_chains(
     entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
     entry.key, entry.value = "stof_version", stof.__version__
     return result
+
+
+def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]) -> None:
+    """Types and shapes of what chains write: not every runtime asks an operator's own library for them."""
+    known = {v.name for v in (*graph.value_info, *graph.output)}
+    for chain in chains:
+        for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
+            if name not in known:
+                shape = [_dimension(d) for d in symbolic.shape(name) or ()]
+                graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
+
+
+def _dimension(size: Int) -> int | str:
+    if size.constant is not None:
+        return size.constant
+    atom = size.atom
+    # Only names that the model itself declares; others ("name#axis") are the interpreter's own.
+    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
+    return name if "#" not in name else ""
 
 
 def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:

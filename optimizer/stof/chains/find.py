@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import onnx
 from onnx import TensorProto
 
+from stof.chains.body import make_branch
 from stof.chains.expr import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.chains.ops import FREE, TYPES, as_number, data_inputs, kind_of_node
 from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex, node_tensors
+from stof.graph import GraphIndex, node_tensors, opset_of
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
@@ -176,6 +177,23 @@ class Graph:
         own = (integer(1),) * (len(whole) - len(shape)) + shape
         return own[:-1] != whole[:-1]
 
+    def convex(self, places: Collection[int]) -> bool:
+        """Whether no path leaves these nodes and comes back; all others count by themselves."""
+        own = set(places)
+        last = max(own)
+        pending = {q for p in own for q in self.after(p) if q not in own}
+        seen: set[int] = set()
+        while pending:
+            place = pending.pop()
+            if place > last or place in seen:  # nodes are in topological order
+                continue
+            seen.add(place)
+            after = set(self.after(place))
+            if after & own:
+                return False
+            pending |= after
+        return True
+
     def before(self, place: int) -> Iterator[int]:
         """The places of the nodes that a node reads from."""
         node = self.nodes[place]
@@ -257,7 +275,8 @@ class _Merging:
     def _translates(self, union: Collection[int]) -> bool:
         region = Region(tuple(sorted(union)), self.graph.outputs(union))
         try:
-            translate(region, self.graph.nodes, self.graph.symbolic)
+            chain = translate(region, self.graph.nodes, self.graph.symbolic)
+            make_branch(chain, self.graph.nodes, self.graph.symbolic, opset_of(self.graph.model), "c")
         except UnsupportedError:
             return False
         return True
@@ -329,9 +348,11 @@ def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
     if _worth(graph, places) < 2:
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
-        return translate(region, graph.nodes, graph.symbolic)
+        chain = translate(region, graph.nodes, graph.symbolic)
+        make_branch(chain, graph.nodes, graph.symbolic, opset_of(graph.model), "c")
     except UnsupportedError as error:
         return Left(region.places, str(error))
+    return chain
 
 
 def _worth(graph: Graph, places: Collection[int]) -> int:
