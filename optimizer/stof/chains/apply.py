@@ -10,7 +10,7 @@ import onnx
 
 from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, of_common_types, signature
-from stof.chains.find import Graph, Left, find_chains, settled
+from stof.chains.find import Graph, Left, chain_of, find_chains, settled
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import all_nodes, opset_of
@@ -29,7 +29,17 @@ class ChainReport:
     gain: float | None = None
 
 
-Judge = Callable[[Chain, Key], tuple[str, float | None]]  # why a chain is kept as it was ("": it is replaced), its gain
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a region: the parts of it that become chains, as ranges of its nodes; none with a reason."""
+
+    segments: tuple[tuple[int, int], ...]
+    reason: str = ""
+    gain: float | None = None
+
+
+# The number is how many different regions are left to judge, this one among them.
+Judge = Callable[[Graph, Chain, Key, int], Verdict]
 
 
 @dataclass(frozen=True)
@@ -68,37 +78,56 @@ def _applied(graph: Graph, judge: Judge) -> Chained:
     chains, left = find_chains(graph)
     if graph.light:
         chains = settled(graph, chains)
-    reports = {names.of(graph, x.places): _none(graph, x) for x in left}
-    verdicts: dict[Key, tuple[str, float | None]] = {}
-    good: list[Chain] = []
+    reports = [replace(_none(graph, x), chain=names.of(graph, x.places)) for x in left]
+    verdicts: dict[tuple[Key, str], Verdict] = {}
+    wanted: list[tuple[Chain, Verdict]] = []
+    kinds = {(signature(c, graph.symbolic), operators(graph, c.region.places)) for c in chains}
     for chain in chains:
-        key = signature(chain, graph.symbolic)
-        if key not in verdicts:
-            verdicts[key] = _verdict(chain, key, graph, judge)
-        if not verdicts[key][0]:
-            good.append(chain)
-    fitting, _ = of_common_types(good)
-    taken = {c.region.places for c in fitting}
-    for chain in chains:
-        reason, gain = verdicts[signature(chain, graph.symbolic)]
-        if not reason and chain.region.places not in taken:
-            reason = "its outputs are of other types than those of most chains; all calls of one function share them"
-        name = names.of(graph, chain.region.places)
         words = operators(graph, chain.region.places)
-        reports[name] = ChainReport(name, words, not reason, reason or "replaced", chain.description.text, gain)
-    ordered = [replace(r, chain=name) for name, r in reports.items()]
+        key = signature(chain, graph.symbolic)
+        if (key, words) not in verdicts:
+            verdicts[key, words] = _verdict(chain, key, graph, judge, len(kinds) - len(verdicts))
+        verdict = verdicts[key, words]
+        parts = [chain_of(graph, chain.region.places[i:j]) for i, j in verdict.segments]
+        good = [p for p in parts if isinstance(p, Chain)]
+        wanted += [(p, verdict) for p in good]
+        if not good:
+            name = names.of(graph, chain.region.places)
+            text = chain.description.text
+            reports.append(ChainReport(name, words, False, verdict.reason, text, verdict.gain))
+    fitting, _ = of_common_types([c for c, _ in wanted])
     if len(fitting) < len(chains) and graph.light:
         fitting = settled(graph, fitting)
+    taken = {c.region.places: c for c in fitting}
+    for chain, verdict in wanted:
+        places = chain.region.places
+        text = taken.get(places, chain).description.text
+        reason = "replaced" if places in taken else _OTHER_TYPES
+        name = names.of(graph, places)
+        reports.append(ChainReport(name, operators(graph, places), places in taken, reason, text, verdict.gain))
     shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}
-    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(ordered))
+    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(reports))
 
 
-def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge) -> tuple[str, float | None]:
+_OTHER_TYPES = "its outputs are of other types than those of most chains; all calls of one function share them"
+
+
+def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge, left: int) -> Verdict:
     try:
         check_chain(chain, graph.nodes, graph.symbolic, opset_of(graph.model))
     except UnsupportedError as error:
-        return str(error), None
-    return judge(chain, key)
+        return Verdict((), str(error))
+    verdict = judge(graph, chain, key, left)
+    if verdict.segments == ((0, len(chain.region.places)),):
+        return verdict
+    try:
+        for start, end in verdict.segments:
+            part = chain_of(graph, chain.region.places[start:end])
+            if isinstance(part, Chain):
+                check_chain(part, graph.nodes, graph.symbolic, opset_of(graph.model))
+    except UnsupportedError as error:
+        return Verdict((), str(error))
+    return verdict
 
 
 def _none(graph: Graph, left: Left) -> ChainReport:
