@@ -358,8 +358,8 @@ def kind_of_node(node: onnx.NodeProto) -> str:
 
 
 def data_inputs(node: onnx.NodeProto) -> Sequence[int]:
-    """The inputs that hold data; others are axes, shapes and bounds."""
-    if node.op_type == "Concat" or kind_of_node(node) in ("elementwise", "rowwise"):
+    """The inputs that hold data; others are axes, shapes and bounds. All of an operator that no chain has."""
+    if node.op_type == "Concat" or kind_of_node(node) in ("elementwise", "rowwise", ""):
         return [i for i, n in enumerate(node.input) if n and not (node.op_type == "CastLike" and i)]
     return [0]
 

@@ -266,10 +266,12 @@ class _Line:
             return Node("let", value=text)
         if _INPUT.fullmatch(text):
             self.expect("[")
-            indices = [self._index()]
-            while self.take(","):
+            indices: list[Index] = []
+            if not self.take("]"):
                 indices.append(self._index())
-            self.expect("]")
+                while self.take(","):
+                    indices.append(self._index())
+                self.expect("]")
             return Node("read", value=float(_input(text)), indices=tuple(indices))
         self.place -= 1
         raise self.error("a number, an axis, a name, a read, a function or '('")

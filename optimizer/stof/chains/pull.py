@@ -96,8 +96,6 @@ class Puller:
             raise UnsupportedError(
                 f"{tensor!r} is of element type {self.symbolic.dtype(tensor)}, expected a float type"
             )
-        if not shape:
-            raise UnsupportedError(f"{tensor!r} is one number that is computed in each run, and has no axis")
         for place, size in zip(index, shape, strict=True):
             if not self._within(place, size, limits):
                 raise UnsupportedError(f"index {place} of {tensor!r} is not proven to be within 0 and {size}")
