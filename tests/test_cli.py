@@ -268,7 +268,6 @@ def test_no_output_replaces_what_is_read(tmp_path: Path, capsys: pytest.CaptureF
         (["--verify-budget", "-1"], "invalid number of seconds value: '-1'"),
         (["--verify-budget", "nan"], "invalid number of seconds value: 'nan'"),
         (["--verif", "3"], "unrecognized arguments"),
-        (["--tune", "5"], "--tune needs the tuner, which this version does not have"),
         (["--sparsify", "window"], "--sparsify is not in this version"),
         (["--sparse-mlp", "folder"], "--sparse-mlp is not in this version"),
         (["--target", "cuda"], "--target cuda: this build has the CPU backend only; use --target cpu"),
