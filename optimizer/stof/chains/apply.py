@@ -66,8 +66,11 @@ def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
     try:
         return _applied(Graph(model, symbolic), judge)
     except UnsupportedError:
-        # Shapes that chains were taken not to need are read after all, by way of operators that stay.
+        pass  # shapes that chains were taken not to need are read after all, by way of operators that stay
+    try:
         return _applied(Graph(model, symbolic, light=False), judge)
+    except UnsupportedError as error:
+        return Chained(model, (ChainReport("-", "all operators", False, str(error)),))
 
 
 def _applied(graph: Graph, judge: Judge) -> Chained:

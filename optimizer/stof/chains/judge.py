@@ -13,7 +13,7 @@ from stof.chains.apply import Judge, Verdict, operators
 from stof.chains.emit import Key
 from stof.chains.find import Graph
 from stof.chains.region import Chain
-from stof.errors import UnsupportedError
+from stof.errors import ArgumentError, UnsupportedError
 from stof.inputs import Case, InputMaker, Padding
 from stof.options import Options
 from stof.search.cache import Cache, cache_path, device_name
@@ -34,7 +34,12 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
         return _all
     if options.chains == "off" or (not options.tune and not cache_path().exists()):
         return None
-    cache = Cache(cache_path(), device_name(library), str(library.get("build_id", "")))
+    try:
+        cache = Cache(cache_path(), device_name(library), str(library.get("build_id", "")))
+    except ArgumentError:
+        if options.tune:
+            raise
+        return None  # nobody asked for it
     return Measured(options, cache, time.monotonic() + options.tune)
 
 
@@ -56,11 +61,10 @@ class Measured:
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """What was measured to be best at every size; each region gets an equal part of the time that is left."""
         self.own = time.monotonic() + self._left() / max(1, left)
-        if not self.sizes:
-            self.sizes = _sizes(graph, self.options)
         try:
+            self.sizes = self.sizes or _sizes(graph, self.options)
             problems = [self._problem(graph, chain, key, s) for s in self.sizes]
-        except UnsupportedError as error:
+        except (KeyError, UnsupportedError, ValueError) as error:
             return Verdict((), f"nothing can be measured: {error}")
         reason = ""
         if self._left() > 0:
