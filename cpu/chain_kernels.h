@@ -18,7 +18,6 @@ inline void Map(float* dst, const float* a, const float* b, const float* c, int6
   if (kArity > 1 && (kSingle & 2) != 0) vb = Set(*b);
   if (kArity > 2 && (kSingle & 4) != 0) vc = Set(*c);
   int64_t i = 0;
-#pragma GCC unroll 2
   for (; i + kLanes <= n; i += kLanes) {
     if ((kSingle & 1) == 0) va = Load(a + i);
     if (kArity > 1 && (kSingle & 2) == 0) vb = Load(b + i);
@@ -26,12 +25,11 @@ inline void Map(float* dst, const float* a, const float* b, const float* c, int6
     Store(dst + i, f(va, vb, vc));
   }
   if (i == n) return;
-  const auto rest = static_cast<size_t>(n - i) * 4;
-  if ((kSingle & 1) == 0) va = V{}, std::memcpy(&va, a + i, rest);
-  if (kArity > 1 && (kSingle & 2) == 0) vb = V{}, std::memcpy(&vb, b + i, rest);
-  if (kArity > 2 && (kSingle & 4) == 0) vc = V{}, std::memcpy(&vc, c + i, rest);
-  const V v = f(va, vb, vc);
-  std::memcpy(dst + i, &v, rest);
+  const int rest = static_cast<int>(n - i);
+  if ((kSingle & 1) == 0) va = LoadSome(a + i, rest);
+  if (kArity > 1 && (kSingle & 2) == 0) vb = LoadSome(b + i, rest);
+  if (kArity > 2 && (kSingle & 4) == 0) vc = LoadSome(c + i, rest);
+  StoreSome(dst + i, f(va, vb, vc), rest);
 }
 
 #define STOF_CHAIN_OP(name, arity, expression)                                              \
@@ -91,10 +89,18 @@ typedef float H __attribute__((vector_size(2 * kLanes)));
 struct Total {
   D low = {}, high = {};
   void Add(V v) {
+#if defined(__AVX512F__)
+    low += _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+    high += _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#elif defined(__AVX2__)
+    low += _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+    high += _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#else
     H half[2];
     std::memcpy(half, &v, sizeof v);
     low += __builtin_convertvector(half[0], D);
     high += __builtin_convertvector(half[1], D);
+#endif
   }
   double Value() const {
     const D both = low + high;
@@ -117,19 +123,24 @@ inline double SumOf(int64_t n, F term) {
   if (i < n) total.Add(term(i, static_cast<int>(n - i)));
   return total.Value();
 }
-inline V LoadSome(const float* p, int count) {
-  if (count == kLanes) return Load(p);
-  V v = {};
-  std::memcpy(&v, p, static_cast<size_t>(count) * 4);
-  return v;
-}
+inline V LoadUpTo(const float* p, int count) { return count == kLanes ? Load(p) : LoadSome(p, count); }
 inline double SumStrip(const float* a, int64_t n) {
-  return SumOf(n, [a](int64_t i, int count) { return LoadSome(a + i, count); });
+  return SumOf(n, [a](int64_t i, int count) { return LoadUpTo(a + i, count); });
 }
 inline double DotStrip(const float* a, const float* b, int64_t n) {
-  return SumOf(n, [a, b](int64_t i, int count) { return LoadSome(a + i, count) * LoadSome(b + i, count); });
+  return SumOf(n, [a, b](int64_t i, int count) { return LoadUpTo(a + i, count) * LoadUpTo(b + i, count); });
 }
 
+template <bool kMax>
+inline V Better(V a, V b) {  // a where either is NaN
+#if defined(__AVX512F__)
+  return kMax ? _mm512_max_ps(b, a) : _mm512_min_ps(b, a);
+#elif defined(__AVX2__)
+  return kMax ? _mm256_max_ps(b, a) : _mm256_min_ps(b, a);
+#else
+  return (kMax ? b > a : b < a) ? b : a;
+#endif
+}
 template <bool kMax>
 inline float ExtremeStrip(const float* a, int64_t n) {
   const float least = kMax ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::infinity();
@@ -141,35 +152,41 @@ inline float ExtremeStrip(const float* a, int64_t n) {
     for (int k = 0; k < 4; ++k) {
       const V v = Load(a + i + k * kLanes);
       nan |= v != v;
-      best[k] = (kMax ? v > best[k] : v < best[k]) ? v : best[k];
+      best[k] = Better<kMax>(best[k], v);
     }
   }
-  float result = least;
-  bool any = Any(nan);
-  for (int k = 0; k < 4; ++k) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float x = best[k][lane];
-      if (kMax ? x > result : x < result) result = x;
+  for (; i + kLanes <= n; i += kLanes) {
+    const V v = Load(a + i);
+    nan |= v != v;
+    best[0] = Better<kMax>(best[0], v);
+  }
+  if (i < n) {
+    // What lies beyond is the least of all: it cannot win.
+    V v = Set(least);
+    std::memcpy(&v, a + i, static_cast<size_t>(n - i) * 4);
+    nan |= v != v;
+    best[0] = Better<kMax>(best[0], v);
+  }
+  if (Any(nan)) return std::numeric_limits<float>::quiet_NaN();
+  float lanes[kLanes];
+  Store(lanes, Better<kMax>(Better<kMax>(best[0], best[1]), Better<kMax>(best[2], best[3])));
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int k = 0; k < width; ++k) {
+      const float x = lanes[k], y = lanes[k + width];
+      lanes[k] = (kMax ? y > x : y < x) ? y : x;
     }
   }
-  for (; i < n; ++i) {
-    any = any || a[i] != a[i];
-    if (kMax ? a[i] > result : a[i] < result) result = a[i];
-  }
-  return any ? std::numeric_limits<float>::quiet_NaN() : result;
+  return lanes[0];
 }
 
 inline void StoreStrip(const float* from, DType dtype, int64_t n, void* target) {
   if (dtype != DType::kBF16) return FromFloats(from, dtype, n, target);
-  typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
   typedef uint16_t S __attribute__((vector_size(2 * kLanes)));
   auto* to = static_cast<uint16_t*>(target);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     const V rounded = RoundBf16(Load(from + i));
-    U bits;
-    std::memcpy(&bits, &rounded, sizeof bits);
-    const S halves = __builtin_convertvector(bits >> 16, S);
+    const S halves = __builtin_convertvector(Words(rounded) >> 16, S);
     std::memcpy(to + i, &halves, sizeof halves);
   }
   for (; i < n; ++i) to[i] = FloatToBfloat16(from[i]);

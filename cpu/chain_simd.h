@@ -30,6 +30,7 @@ constexpr int kLanes = 4;
 
 typedef float V __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));  // for sums that may wrap around
 
 inline V Set(float x) { return V{} + x; }
 inline V Load(const float* p) {
@@ -43,10 +44,44 @@ inline I Bits(V v) {
   std::memcpy(&i, &v, sizeof i);
   return i;
 }
+inline U Words(V v) {
+  U u;
+  std::memcpy(&u, &v, sizeof u);
+  return u;
+}
+inline V Float(U i) {
+  V v;
+  std::memcpy(&v, &i, sizeof v);
+  return v;
+}
 inline V Float(I i) {
   V v;
   std::memcpy(&v, &i, sizeof v);
   return v;
+}
+
+// The first `count` values, zeros beyond; 1 <= count <= kLanes.
+inline V LoadSome(const float* p, int count) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+#elif defined(__AVX2__)
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
+#else
+  V v = {};
+  for (int i = 0; i < count; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+inline void StoreSome(float* p, V v, int count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), v);
+#elif defined(__AVX2__)
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane), v);
+#else
+  for (int i = 0; i < count; ++i) p[i] = v[i];
+#endif
 }
 
 // a * b + c, rounded once where the instruction set can.
@@ -111,6 +146,26 @@ inline bool Any(I mask) {
 #endif
 }
 
+// NaN stays NaN: the instructions give their second argument then.
+inline V AtLeast(V x, float least) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(Set(least), x);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(Set(least), x);
+#else
+  return x < least ? Set(least) : x;
+#endif
+}
+inline V AtMost(V x, float most) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(Set(most), x);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(Set(most), x);
+#else
+  return x > most ? Set(most) : x;
+#endif
+}
+
 inline V Abs(V x) { return Float(Bits(x) & 0x7fffffff); }
 inline V WithSign(V magnitude, V sign) {
   return Float(Bits(magnitude) | (Bits(sign) & static_cast<int32_t>(0x80000000)));
@@ -133,7 +188,7 @@ inline V ReduceByLn2(V x, I* i) {
   const V magic = Set(0x1.8p23f);
   const V shifted = Fma(x, Set(0x1.715476p+0f), magic);
   const V n = shifted - magic;
-  *i = Bits(shifted) - Bits(magic);
+  *i = reinterpret_cast<I>(Words(shifted) - Words(magic));
   return Fma(n, Set(-1.42860682e-6f), Fma(n, Set(-0x1.62e4p-1f), x));
 }
 // exp(r) - 1 for such an r.
@@ -144,24 +199,28 @@ inline V ExpReducedMinus1(V r) {
   q = Fma(q, r, Set(0x1p-1f));
   return Fma(q * r, r, r);
 }
-inline V PowerOf2(I n) { return Float((n + 127) << 23); }  // -126 to 127
+inline V PowerOf2(I n) { return Float((reinterpret_cast<U>(n) + 127) << 23); }  // -126 to 127
 
 inline V Exp(V x) {
-  V limited = x < -104.0f ? Set(-104.0f) : x;
-  limited = limited > 89.0f ? Set(89.0f) : limited;
   I n;
-  const V r = ReduceByLn2(limited, &n);
+  const V r = ReduceByLn2(AtMost(AtLeast(x, -104.0f), 89.0f), &n);
   const V p = ExpReducedMinus1(r) + 1.0f;
   // In two steps: the power itself may be beyond fp32 where the result is not.
   const I half = n >> 1;
-  const V result = p * PowerOf2(half) * PowerOf2(n - half);
-  return x != x ? x : result;
+  return p * PowerOf2(half) * PowerOf2(n - half);
+}
+
+// exp(x) for x <= 0, and 0 below 2^-126.5.
+inline V ExpDown(V x) {
+  I n;
+  const V r = ReduceByLn2(AtLeast(x, -88.0f), &n);  // n >= -127, whose power is 0 here
+  return (ExpReducedMinus1(r) + 1.0f) * PowerOf2(n);
 }
 
 inline V Log(V x) {
   const I small = x < 0x1p-126f;
   const V scaled = small ? x * 0x1p24f : x;
-  const I shifted = Bits(scaled) - 0x3f3504f3;  // so that the mantissa lies around 1
+  const I shifted = reinterpret_cast<I>(Words(scaled) - 0x3f3504f3);  // so that the mantissa lies around 1
   const V e = __builtin_convertvector((shifted >> 23) + (small & -24), V);
   const V f = Float((shifted & 0x7fffff) + 0x3f3504f3) - 1.0f;
   const V s = f / (f + 2.0f);
@@ -180,7 +239,7 @@ inline V Log(V x) {
 }
 
 inline V Softplus(V x) {  // max(x, 0) + log(1 + exp(-|x|))
-  const V u = Exp(-Abs(x));
+  const V u = ExpDown(-Abs(x));
   const V s = u / (u + 2.0f);
   const V z = s * s;
   V l = Fma(Set(0x1.be78a2p-4f), z, Set(0x1.5f238ep-4f));
@@ -193,17 +252,15 @@ inline V Softplus(V x) {  // max(x, 0) + log(1 + exp(-|x|))
 
 inline V Tanh(V x) {
   const V t = Abs(x + x);
-  const V limited = t > 20.0f ? Set(20.0f) : t;  // 1 in fp32
   I n;
-  const V r = ReduceByLn2(limited, &n);
+  const V r = ReduceByLn2(AtMost(t, 20.0f), &n);  // 1 in fp32 beyond
   const V power = PowerOf2(n);
   const V e = Fma(power, ExpReducedMinus1(r), power - 1.0f);  // exp(2 |x|) - 1
-  const V result = WithSign(e / (e + 2.0f), x);
-  return x != x ? x : result;
+  return WithSign(e / (e + 2.0f), x);
 }
 
 inline V Sigmoid(V x) {
-  const V e = Exp(-Abs(x));
+  const V e = ExpDown(-Abs(x));
   return (x < 0.0f ? e : Set(1.0f)) / (e + 1.0f);
 }
 // -inf gives NaN in these and in Gelu, as by their definitions: -inf * 0.
@@ -229,13 +286,12 @@ inline V ErfcLarge(V x) {
   q = Fma(q, x, Set(-0x1.bc1516p-4f));
   q = Fma(q, x, Set(-0x1.443566p-1f));
   q = Fma(q, x, Set(-0x1.212c0cp+0f));
-  return Exp(Fma(q, x, Set(0x1.8a573cp-13f)));
+  return ExpDown(Fma(q, x, Set(0x1.8a573cp-13f)));
 }
 inline V Erf(V x) {
   const V t = Abs(x);
   const V small = Fma(ErfSmall(x * x), x, x);
-  const V result = t < 1.0f ? small : WithSign(1.0f - ErfcLarge(t), x);
-  return x != x ? x : result;
+  return t < 1.0f ? small : WithSign(1.0f - ErfcLarge(t), x);
 }
 inline V Gelu(V x) {
   const V h = 0.5f * x;
@@ -243,8 +299,7 @@ inline V Gelu(V x) {
   const V t = Abs(s);
   const V small = Fma(h, Fma(ErfSmall(s * s), s, s), h);
   const V tail = ErfcLarge(t);
-  const V result = t < 1.0f ? small : h * (s < 0.0f ? tail : 2.0f - tail);
-  return x != x ? x : result;
+  return t < 1.0f ? small : h * (s < 0.0f ? tail : 2.0f - tail);
 }
 
 inline V SinCos(V x, int quarter) {
@@ -265,7 +320,7 @@ inline V SinCos(V x, int quarter) {
   const V magic = Set(0x1.8p23f);
   const V shifted = Fma(x, Set(0x1.45f306p-1f), magic);
   const V n = shifted - magic;
-  const I q = Bits(shifted) - Bits(magic) + quarter;
+  const U q = Words(shifted) - Words(magic) + static_cast<uint32_t>(quarter);
   V r = Fma(n, Set(-parts[0]), x);
   r = Fma(n, Set(-parts[1]), r);
   r = Fma(n, Set(-parts[2]), r);
@@ -278,7 +333,7 @@ inline V SinCos(V x, int quarter) {
   c = Fma(c, z, Set(0x1.55554ap-5f));
   c = Fma(c * z, z, 1.0f - 0.5f * z);
   const V result = (q & 1) != 0 ? c : s;
-  return Float(Bits(result) ^ ((q & 2) << 30));
+  return Float(Words(result) ^ ((q & 2) << 30));
 }
 inline V Sin(V x) { return x == 0.0f ? x : SinCos(x, 0); }
 inline V Cos(V x) { return SinCos(x, 1); }
@@ -299,9 +354,9 @@ inline V RoundF16(V x) {
 #endif
 }
 inline V RoundBf16(V x) {
-  const I bits = Bits(x);
-  const I rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
-  return x != x ? Float((bits & static_cast<int32_t>(0xffff0000)) | 0x400000) : Float(rounded);
+  const U bits = Words(x);
+  const U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+  return x != x ? Float((bits & 0xffff0000) | 0x400000) : Float(rounded);
 }
 
 }  // namespace STOF_ISA

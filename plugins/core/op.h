@@ -76,6 +76,9 @@ class Op {
   virtual ~Op() = default;
   // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call).
   virtual Status Prepare(const Tensor* inputs, int input_count) = 0;
+  // The types that the runtime gives the outputs of a list, which may be wider than the operator's own: ONNX Runtime
+  // takes fp16 away from nodes that it has no fp16 neighbours for. kUndefined: not known.
+  virtual void SetOutputTypes(const DType* types, int count) { (void)types, (void)count; }
   // Checks inputs' types and shapes and fills dtype and dims of the outputs.
   virtual Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const = 0;
   virtual Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,

@@ -283,6 +283,26 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
+// What the model, or the runtime that changed it, says of the outputs.
+OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
+  size_t count = 0;
+  STOF_ORT_RETURN(api->KernelInfo_GetOutputCount(info, &count));
+  DType types[kMaxOutputs] = {};
+  for (size_t i = 0; i < std::min<size_t>(count, kMaxOutputs); ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    if (!Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+        !Failed(api, api->GetTensorElementType(tensor, &element))) {
+      types[i] = static_cast<DType>(element);
+    }
+    api->ReleaseTypeInfo(type);
+  }
+  op->SetOutputTypes(types, static_cast<int>(std::min<size_t>(count, kMaxOutputs)));
+  return nullptr;
+}
+
 OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
   try {
     const Registration& self = Self(op);
@@ -292,6 +312,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     kernel->node = NodeName(api, info, self.description->name);
     kernel->outputs = self.description->outputs;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
+    if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
     *out = kernel.release();
     return nullptr;
@@ -430,7 +451,12 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
     }
     ranks[i] = static_cast<int>(rank);
   }
-  for (int i = 0; self.description->output_type(attributes, i) != DType::kUndefined; ++i) {
+  for (int i = 0;; ++i) {
+    const DType type = self.description->output_type(attributes, i);
+    if (type == DType::kUndefined) break;
+    // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
+    // without a type cannot be given. So these types come from the model's value_info alone.
+    if (type == DType::kF16) continue;
     // A node that takes fewer outputs than there are is refused when its kernel is made.
     if (Failed(api, InferOne(self, context, attributes, inputs, ranks, i))) break;
   }

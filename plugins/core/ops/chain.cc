@@ -43,6 +43,14 @@ class StofChainOp final : public Op {
     return Status();
   }
 
+  void SetOutputTypes(const DType* types, int count) override {
+    for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
+      if (types[i] == DType::kF32 || types[i] == DType::kF16 || types[i] == DType::kBF16) {
+        chain_.outputs[i].type = types[i];
+      }
+    }
+  }
+
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
     std::shared_ptr<Ready> ready;
     STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
