@@ -39,7 +39,7 @@ def no_device() -> DeviceInfo:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("STOF_CACHE", str(tmp_path / "cache" / "tuning.sqlite"))
     monkeypatch.setattr(targets, "device_info", no_device)
     monkeypatch.setattr(tuning, "device_info", no_device)
 

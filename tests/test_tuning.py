@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner's choices from given times, its budget, and the cache that it shares with other processes."""
+"""The tuner's choices from given times, its budget, and what it keeps."""
 
 from __future__ import annotations
 
-import multiprocessing
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import pytest
 from stof import tuning
 from stof.runtime import LibraryError
 from stof.runtime_cuda import DeviceInfo
+from stof.search.cache import Cache
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
 from stof.tuning import Tuner
-from stof.tuning_cache import TuningCache
 
 DEVICE = DeviceInfo("a device", 90)
 NAMES = ["sm80", "sm90-128x64x2", "sm90-64x64x4"]
@@ -51,7 +49,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tuning, "kernel_names", lambda size, dtype: NAMES)
 
     def make(bench: Bench, seconds: float = 1000.0, path: Path | None = None) -> Tuner:
-        cache = TuningCache(path or tmp_path / "cache" / "tuning.sqlite3")
+        cache = Cache(path or tmp_path / "cache" / "tuning.sqlite", DEVICE.name, "a build")
         return Tuner(seconds, cache, bench.clock, bench.measure, DEVICE)
 
     return make
@@ -67,7 +65,7 @@ def test_the_fastest_kernel_is_taken(tuner) -> None:
     tuned = tuner(bench).tune(_site(), MASK, 1, [512, 4096])
     assert tuned.kernel == NAMES[1]
     assert tuned.whole
-    assert tuned.microseconds[4096] == {"": 100, NAMES[0]: 300, NAMES[1]: 80, NAMES[2]: 90}
+    assert tuned.microseconds[4096] == pytest.approx({"": 100, NAMES[0]: 300, NAMES[1]: 80, NAMES[2]: 90})
 
 
 def test_noise_leaves_the_choice_to_the_model(tuner) -> None:
@@ -130,51 +128,3 @@ def test_what_cannot_be_run_is_left_to_the_model(tuner) -> None:
     again = Bench(_flat(model=10, old=1, two=8, four=9))
     assert tuner(again).tune(_site(), MASK, 1, [512, 4096]).whole
     assert len(again.calls) == 5
-
-
-def _write(path: Path, process: int) -> None:
-    cache = TuningCache(path)
-    for i in range(20):
-        cache.put({TuningCache.key(process=process, i=i): float(100 * process + i)})
-    assert not cache.problem
-
-
-def test_several_processes_share_a_cache(tmp_path: Path) -> None:
-    path = tmp_path / "tuning.sqlite3"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write, args=(path, p)) for p in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    cache = TuningCache(path)
-    for p in range(3):
-        for i in range(20):
-            assert cache.get(TuningCache.key(i=i, process=p)) == 100 * p + i
-
-
-def test_a_cache_that_is_no_database_is_empty(tmp_path: Path) -> None:
-    path = tmp_path / "tuning.sqlite3"
-    path.write_bytes(b"something else" * 100)
-    cache = TuningCache(path)
-    cache.put({"a": 1.0})
-    assert cache.get("a") is None
-    assert str(path) in cache.problem
-    assert path.read_bytes().startswith(b"something else")
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    cache = TuningCache(tmp_path / "file" / "tuning.sqlite3")
-    assert cache.get("a") is None
-    assert cache.problem
-
-
-def test_all_or_nothing(tmp_path: Path) -> None:
-    cache = TuningCache(tmp_path / "tuning.sqlite3")
-    cache.put({"a": 1.0, "b": None})  # type: ignore[dict-item]
-    assert cache.problem
-    assert TuningCache(tmp_path / "tuning.sqlite3").get("a") is None
-    with sqlite3.connect(tmp_path / "tuning.sqlite3") as connection:
-        assert connection.execute("SELECT count(*) FROM measured").fetchone() == (0,)

@@ -45,7 +45,13 @@ def _parser() -> argparse.ArgumentParser:
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
     parser.add_argument(
-        "--tune", type=_seconds, metavar="SECONDS", help="measure CUDA kernels for so long instead of predicting"
+        "--chains",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="fuse operators around attention; auto: those that a measurement on this device found faster",
+    )
+    parser.add_argument(
+        "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
     )
     parser.add_argument("--allow-tf32", action="store_true", help="round fp32 products as TF32 does, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
@@ -127,7 +133,6 @@ def _run(arguments: argparse.Namespace) -> int:
     options = Options(
         output=arguments.output,
         target=arguments.target,
-        tune=arguments.tune,
         allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         dry_run=arguments.dry_run,
@@ -139,6 +144,8 @@ def _run(arguments: argparse.Namespace) -> int:
         shapes=_shapes(arguments.shape),
         masks=_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
+        chains=arguments.chains,
+        tune=arguments.tune or 0.0,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )

@@ -13,7 +13,6 @@ class Options:
 
     output: Path | None = None
     target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
-    tune: float | None = None  # seconds for measuring kernels
     allow_tf32: bool = False
     json: Path | None = None
     dry_run: bool = False
@@ -25,5 +24,7 @@ class Options:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False
+    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device
+    tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains on the CPU
     plan: Path | None = None
     save_plan: Path | None = None

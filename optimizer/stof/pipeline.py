@@ -14,6 +14,8 @@ from pathlib import Path
 
 import onnx
 
+from stof.chains.apply import Chained, apply_chains
+from stof.chains.judge import judge_of
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
@@ -32,7 +34,9 @@ from stof.report import Report, SiteReport
 from stof.runtime import build_info
 from stof.site import Finding
 from stof.targets import target_of
-from stof.verify import Verifier
+from stof.verify import Verification, Verifier
+
+_LONGEST_REASON = 300
 
 
 def optimize(model: str | Path, output: str | Path | None = None, options: Options | None = None) -> Report:
@@ -104,13 +108,19 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]
     report.nodes_before = len(graph.graph.node)
     _pictures(report, rewrites)
-    if rewrites and not report.dry_run:
+    judge = judge_of(options, report.library)
+    if judge is not None or (rewrites and not report.dry_run):
         with _timed(report, "emit"):
             emitted = emit_scopes(scopes, rewrites)
-        report.nodes_after = len(emitted.graph.node)
-        check_room(emitted, target, source)
-        with _runtime_errors(source):
-            _verify_and_write(report, scopes, rewrites, emitted, source, target, options)
+        chained = Chained(emitted, ())
+        if judge is not None:
+            with _timed(report, "chains"), _damage(source):
+                chained = apply_chains(emitted, judge)
+        report.chains = list(chained.reports)
+        if not report.dry_run and (rewrites or chained.replaced):
+            check_room(chained.model, target, source)
+            with _runtime_errors(source):
+                _verify_and_write(report, scopes, rewrites, (emitted, chained), source, target, options)
     if options.save_plan is not None:
         plan_of(choices, options.target).save(options.save_plan)
 
@@ -202,31 +212,66 @@ def _verify_and_write(
     report: Report,
     scopes: list[Scope],
     rewrites: list[Rewrite],
-    emitted: onnx.ModelProto,
+    made: tuple[onnx.ModelProto, Chained],
     source: Path,
     target: Path,
     options: Options,
 ) -> None:
-    if options.verify:
+    """``made``: the model with attention replaced, and the same with chains replaced."""
+    emitted, chained = made
+    if options.verify and chained.replaced:
+        # A difference that comes with the chains is no reason against the rest.
         try:
-            with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
-                verifier = Verifier(
-                    scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
-                )
-                verification = verifier.run(source, emitted, Path(scratch), partial(emit_scopes, scopes))
-        except OSError as error:
-            raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
-        except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
-            raise ModelError(
-                f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
-            ) from error
+            verification = _verified(scopes, rewrites, made, source, target, options)
+            wrong = f"with chains, {_first(verification)}" if verification.failures else ""
+        except Exception as error:
+            if not type(error).__module__.startswith("onnxruntime"):
+                raise
+            wrong = f"ONNX Runtime does not run the model with chains: {str(error)[:_LONGEST_REASON]}"
+        if not wrong:
+            report.verification = verification
+            report.seconds["verify"] = verification.seconds
+        else:
+            chained = chained.without(emitted, wrong)
+            report.chains = list(chained.reports)
+            if not rewrites:
+                return
+    if options.verify and not chained.replaced:
+        verification = _verified(scopes, rewrites, (emitted, chained), source, target, options)
         report.verification = verification
-        report.seconds["verify"] = verification.seconds
+        report.seconds["verify"] = report.seconds.get("verify", 0.0) + verification.seconds
         if verification.failures:
             raise VerifyError(_failure(report, rewrites))
+    report.nodes_after = len(chained.model.graph.node)
     with _timed(report, "write"):
-        save(emitted, target, source)
+        save(chained.model, target, source)
     report.output = str(target)
+
+
+def _first(verification: Verification) -> str:
+    first = verification.failures[0]
+    return f"{first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}{first.detail and '; '}{first.detail}"
+
+
+def _verified(
+    scopes: list[Scope],
+    rewrites: list[Rewrite],
+    made: tuple[onnx.ModelProto, Chained],
+    source: Path,
+    target: Path,
+    options: Options,
+) -> Verification:
+    emitted, chained = made
+    try:
+        with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
+            verifier = Verifier(scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows)
+            return verifier.run(source, chained.model, Path(scratch), partial(emit_scopes, scopes), emitted)
+    except OSError as error:
+        raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+    except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
+        raise ModelError(
+            f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
+        ) from error
 
 
 def _failure(report: Report, rewrites: list[Rewrite]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from stof.chains.apply import ChainReport
 from stof.verify import Verification
 
 
@@ -54,6 +55,7 @@ class Report:
     model: str
     output: str | None = None
     sites: list[SiteReport] = field(default_factory=list)
+    chains: list[ChainReport] = field(default_factory=list)
     nodes_before: int = 0
     nodes_after: int = 0
     dry_run: bool = False
@@ -83,6 +85,7 @@ class Report:
             groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason, s.length)].append(s)
         for group in groups.values():
             lines.extend(self._group(group))
+        lines += self._chains()
         for mask, rows in self.pictures.items():
             lines += ["", f"  {mask or 'every pair'}   (# all, + some, . no pair of a tile)"]
             lines += [f"    {row}" for row in rows]
@@ -91,6 +94,8 @@ class Report:
         lines += self._verified()
         if self.output:
             lines.append(f"written: {self.output}")
+        elif any(c.replaced for c in self.chains):
+            lines.append("dry run: no file was written")
         elif not self.sites:
             lines.append("nothing to do: the graph has no softmax, so no attention; no file was written")
         elif not self.replaced:
@@ -104,6 +109,20 @@ class Report:
     def explain(self, chosen: Sequence[SiteReport] | None = None) -> str:
         """How far each site got, one line for each step that it passed and the reason where it stopped."""
         return "\n".join(line for s in (self.sites if chosen is None else chosen) for line in _explained(s))
+
+    def _chains(self) -> list[str]:
+        groups: dict[tuple[Any, ...], list[ChainReport]] = defaultdict(list)
+        for c in self.chains:
+            groups[(c.replaced, c.operators, c.reason, c.gain, c.description)].append(c)
+        lines = []
+        for group in groups.values():
+            first = group[0]
+            if first.replaced:
+                gain = "" if first.gain is None else f", measured {first.gain:.2f}x"
+                lines.append(f"  {len(group):3d} x chain of {first.operators}{gain}")
+            else:
+                lines.append(f"  kept  {len(group)} x {first.operators}: {first.reason}")
+        return lines
 
     def _group(self, group: list[SiteReport]) -> list[str]:
         first = group[0]

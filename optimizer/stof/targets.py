@@ -38,10 +38,8 @@ class Target:
     def __init__(self, options: Options, isa: str) -> None:
         self.options = options
         self.isa = isa
-        if options.tune is not None and self.name != "cuda":
-            raise ArgumentError(
-                f"--tune measures CUDA kernels, target {self.name} has no choice of them; use --target cuda"
-            )
+        if self.name != "cpu" and options.chains == "on":
+            raise ArgumentError("--chains on: StofChain runs on the CPU only in this version; use --target cpu")
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         """The reasons against running a site on the kernels; empty when there are none."""
@@ -75,7 +73,6 @@ class CudaTarget(Target):
 
     @cached_property
     def tuner(self) -> Tuner:
-        assert self.options.tune is not None
         return Tuner(self.options.tune)
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
@@ -87,7 +84,7 @@ class CudaTarget(Target):
     def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
         if use.planned:
             return f"cuda {use.planned}, planned", use.planned
-        if self.options.tune is None or use.planned is not None:
+        if not self.options.tune or use.planned is not None:
             rounded = self.options.allow_tf32 and site.dtype == TensorProto.FLOAT
             return f"cuda block-wise {self.device.name}{' tf32' if rounded else ''}", ""
         tuned = self.tuner.tune(site, mask, use.batch, use.lengths)
@@ -102,6 +99,11 @@ class TensorRtTarget(Target):
 
     name = "tensorrt"
     predicts = False
+
+    def __init__(self, options: Options, isa: str) -> None:
+        super().__init__(options, isa)
+        if options.tune:
+            raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + tensorrt.why_not(site, mask)

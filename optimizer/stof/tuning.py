@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from stof.errors import ArgumentError
 from stof.mask.check import tables_of
 from stof.runtime import LibraryError, build_info
 from stof.runtime_cuda import CudaOp, DeviceInfo, device_info, kernel_names
+from stof.search.cache import Cache, cache_path
 from stof.site import AttentionSite, LiftedMask
-from stof.tuning_cache import TuningCache
 
 _GAIN = 1.03  # below that a difference is taken for noise
 _SLICE = 0.15  # seconds of replays for one time
@@ -39,7 +40,7 @@ class Tuner:
     def __init__(
         self,
         seconds: float,
-        cache: TuningCache | None = None,
+        cache: Cache | None = None,
         clock: Callable[[], float] = time.monotonic,
         measure: Time | None = None,
         device: DeviceInfo | None = None,
@@ -47,17 +48,16 @@ class Tuner:
         """``measure`` and ``device`` stand in for the device's in tests.
 
         Raises:
-            ArgumentError: without a device or CUDA kernels.
+            ArgumentError: without a device or CUDA kernels, or when the cache cannot be used.
         """
         try:
             self.device = device or device_info()
         except LibraryError as error:
             raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
-        self.cache = cache or TuningCache()
+        self.cache = cache or Cache(cache_path(), self.device.name, str(build_info()["build_id"]))
         self.clock = clock
         self.end = clock() + seconds
         self.measure = measure or time_kernel
-        self.build = str(build_info()["build_id"])
         self.known: dict[str, Tuned] = {}
 
     def tune(self, site: AttentionSite, mask: LiftedMask, batch: int, lengths: Sequence[int]) -> Tuned:
@@ -66,7 +66,7 @@ class Tuner:
         if len(names) < 2:
             return Tuned("")
         problem = _problem(site, mask)
-        key = TuningCache.key(**problem, batch=batch, lengths=list(lengths))
+        key = json.dumps([problem, batch, list(lengths)], sort_keys=True)
         if key not in self.known:
             self.known[key] = self._tune(site, mask, batch, lengths, ["", *names], problem)
         return self.known[key]
@@ -83,24 +83,22 @@ class Tuner:
         found: dict[int, dict[str, float]] = {}
         whole = True
         for length in sorted(set(lengths), reverse=True):
+            own = {**problem, "batch": batch, "length": length}
+            known = self.cache.of(own)
             times = found.setdefault(length, {})
-            fresh = {}
             for name in names:
-                key = TuningCache.key(
-                    **problem, batch=batch, length=length, kernel=name, device=self.device.name, build=self.build
-                )
-                known = self.cache.get(key)
-                if known is None:
+                if name not in known:
                     if self.clock() >= self.end:
                         whole = False
                         continue
                     try:
-                        known = fresh[key] = self.measure(site, mask, batch, length, name)
+                        microseconds = self.measure(site, mask, batch, length, name)
                     except LibraryError:  # a table of another length, too little memory: the model chooses there
                         whole = False
                         continue
-                times[name] = known
-            self.cache.put(fresh)
+                    known[name] = microseconds * 1e-6
+                    self.cache.put(own, name, known[name])
+                times[name] = known[name] * 1e6
         return Tuned(_best(found), found, whole)
 
 

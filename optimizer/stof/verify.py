@@ -162,6 +162,7 @@ class Verifier:
         emitted: onnx.ModelProto,
         scratch: Path,
         emit: Callable[[Sequence[Rewrite]], onnx.ModelProto],
+        attention: onnx.ModelProto | None = None,
     ) -> Verification:
         """Every comparison; stops early, and says so, when the budget is spent.
 
@@ -170,19 +171,22 @@ class Verifier:
             emitted: the optimized model, without external data.
             scratch: a folder to write into, on a disk with room for the model.
             emit: makes the optimized model of some of the rewrites, to find the one at fault.
+            attention: the model before chains were replaced, in which sites are looked at.
         """
         start = time.monotonic()
+        attention = attention or emitted
         result = Verification()
         sessions = Sessions(original.parent.resolve(), scratch)
         feeds = self._draw(self.cases)
         before: onnx.ModelProto | Path = original
         reference = self.model
         after, twin, floor = emitted, _same, 1e-6
-        if any(r.site.dtype in HALF for r in self.rewrites) or holds(self.model, BF16):
+        halves = holds(self.model, HALF if not self.rewrites else BF16)
+        if any(r.site.dtype in HALF for r in self.rewrites) or halves:
             result.widened = True
             result.comparisons.extend(self._as_it_is(sessions, original, emitted, feeds[-1]))
             twin = Twins(sessions.weights, scratch, self._half_constants()).of
-            floor = max(_WIDENED_FLOORS.get(r.site.dtype, 1e-5) for r in self.rewrites)
+            floor = max([_WIDENED_FLOORS.get(r.site.dtype, 1e-5) for r in self.rewrites], default=1e-5)
             before = reference = twin(self.model)
             after = twin(emitted)
             feeds = [_widened(f) for f in feeds]
@@ -197,10 +201,10 @@ class Verifier:
                 before = reference = probed
         ran, plain, captured = self._reference(sessions, reference, probed, feeds, result)
         feeds = [feeds[i] for i in ran]
-        result.comparisons.extend(self._sites(self.scopes[0], emitted, captured))
+        result.comparisons.extend(self._sites(self.scopes[0], attention, captured))
         for scope in self.scopes[1:]:
             if scope.rewrites(self.rewrites):
-                result.comparisons.extend(self._inside(sessions, scope, emitted, twin, result.widened))
+                result.comparisons.extend(self._inside(sessions, scope, attention, twin, result.widened))
         try:
             session = sessions.make(before, optimized=True, library=False)
         except Exception:
@@ -226,7 +230,7 @@ class Verifier:
         del session
         result.comparisons.extend(c for comparisons in by_case for c in comparisons)
         wrong = next((i for i, comparisons in enumerate(by_case) if not all(c.ok for c in comparisons)), None)
-        if wrong is not None and not result.faulty_sites():
+        if wrong is not None and self.rewrites and not result.faulty_sites():
 
             def fails(some: Sequence[Rewrite]) -> bool:
                 session = sessions.make(twin(emit(some)), optimized=True, library=True)

@@ -6,6 +6,7 @@ ONNX Runtime's CPU provider has few bfloat16 kernels, and runs fp16 ones by cast
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -145,6 +146,21 @@ def _forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
     return np.where(np.isfinite(array) & (array <= _FP16_FORBIDS), np.float32(_FORBIDS), array)
 
 
+def widened_chain(text: str, kinds: Collection[int]) -> str:
+    """The description of a chain (docs/chain-format.md) with fp32 in place of the given types."""
+    for kind, name in ((TensorProto.FLOAT16, "f16"), (TensorProto.BFLOAT16, "bf16")):
+        if kind not in kinds:
+            continue
+        text = re.sub(rf"\b{name}( \[|\()", r"f32\1", text)
+        if kind == TensorProto.FLOAT16:
+            text = re.sub(r"-(\d+\.?\d*)\b(?!\s*\*?\s*[a-z])", lambda m: _forbidding(m.group(0)), text)
+    return text
+
+
+def _forbidding(number: str) -> str:
+    return str(int(_FORBIDS)) if float(number) <= _FP16_FORBIDS else number
+
+
 class _Widening:
     def __init__(self, kinds: Collection[int], twins: Twins | None) -> None:
         self.kinds = kinds
@@ -170,6 +186,8 @@ class _Widening:
                     attribute.i = TensorProto.FLOAT
                 if attribute.type == onnx.AttributeProto.TENSOR:
                     self.tensor(attribute.t)
+                if attribute.name == "chain" and node.op_type == "StofChain":
+                    attribute.s = widened_chain(attribute.s.decode(), self.kinds).encode()
             for graph in subgraphs(node):
                 self.graph(graph)
 

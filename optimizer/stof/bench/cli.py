@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | sites | model | table | plot``."""
+"""``stof-bench attention | sites | model | search | table | plot``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
+    search = commands.add_parser("search", help="the search for fusion schemes beside others, region by region")
+    search.add_argument("model", type=Path, help="an .onnx file")
+    search.add_argument("--batch", type=int, default=1)
+    search.add_argument("--length", type=int, default=128, metavar="S")
+    search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
+    search.add_argument("--seed", type=int, default=0)
     for command in (attention, sites, model):
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
@@ -77,6 +83,12 @@ def _run(arguments: argparse.Namespace) -> int:
         from stof.bench.gpu.plot import plots
 
         print("\n".join(str(p) for p in plots(arguments.results, arguments.output)) or "no results of a GPU there")
+        return 0
+    if arguments.command == "search":
+        from stof.bench.search import lines
+
+        for line in lines(arguments.model, arguments.batch, arguments.length, arguments.measured, arguments.seed):
+            print(line.text(), flush=True)
         return 0
     if arguments.command == "attention" and arguments.device == "cuda":
         return _attention_on_gpu(arguments)

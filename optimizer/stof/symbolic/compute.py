@@ -160,7 +160,19 @@ def as_first(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
+def _broadcast(context: Context) -> list[Fact] | None:
+    from stof.symbolic.rules import broadcast
+
+    shapes = [context.shape(i) for i in range(len(context.node.input))]
+    known = [s for s in shapes if s is not None]
+    return [Fact(context.fact(0).dtype, broadcast(known) if len(known) == len(shapes) else None)]
+
+
 RULES: dict[str, Rule] = {
+    "Celu": as_first,
+    "ThresholdedRelu": as_first,
+    "Mean": _broadcast,
+    "Sum": _broadcast,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "AveragePool": _pool,

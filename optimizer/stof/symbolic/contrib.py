@@ -39,6 +39,7 @@ RULES: dict[str, Rule] = {
     "MatMulNBits": _matmul_nbits,
     "QuickGelu": as_first,
     "RotaryEmbedding": as_first,
+    "SimplifiedLayerNormalization": as_first,
     "SkipLayerNormalization": _skip_norm,
     "SkipSimplifiedLayerNormalization": _skip_norm,
 }

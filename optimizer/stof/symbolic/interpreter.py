@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -157,7 +157,7 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
-        from stof.symbolic import contrib, fused, quantized, rules
+        from stof.symbolic import contrib, fused, own, quantized, rules
 
         self._facts: dict[str, Fact] = {}
         self._known = known
@@ -166,6 +166,7 @@ class Symbolic:
             "": standard,
             "ai.onnx": standard,
             "com.microsoft": contrib.RULES | fused.CONTRIB | quantized.CONTRIB,
+            "stof": own.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
@@ -318,6 +319,13 @@ class Symbolic:
         indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
         single = len(reads) == 1 and indices == plain
         return bool(reads) and not (single and not any(p.kind in _UNTOLD for p in found))
+
+    def applied(self, node: onnx.NodeProto, given: Mapping[str, Fact]) -> list[Fact] | None:
+        """What a node of the standard domain gives, with other facts for some of its inputs; None where nothing is known."""
+        rule = self._rules[""].get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
+        context = Context(facts, node, self._opset, dict(self._same))
+        return None if rule is None else rule(context)
 
     @property
     def coarse(self) -> Symbolic:

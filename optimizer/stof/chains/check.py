@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain's description beside the operators that it replaces, run on small random inputs: before anything is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from stof.chains.body import branch_model, make_branch
+from stof.chains.evaluate import evaluate_chain
+from stof.chains.region import Chain
+from stof.errors import ModelError, UnsupportedError
+from stof.inputs import evaluate
+from stof.symbolic import Int, Symbolic
+from stof.symbolic.terms import parts
+from stof.widen import HALF, widen, widened_chain
+
+_SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in the order in which they are met
+_FACTORS = (1, 16, 64)  # windows and strides make nothing of short inputs
+_ROUNDS = 2  # the second one has other sizes
+_TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
+_LARGEST = 1 << 22  # elements of an input
+
+
+def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int) -> None:
+    """Runs the replaced operators in ONNX Runtime, or in onnx's own evaluator, and the description in fp64.
+
+    Raises:
+        UnsupportedError: where the two differ, or one of them cannot be run.
+    """
+    branch = make_branch(chain, nodes, symbolic, opset, "check")
+    dtypes = [symbolic.dtype(n) for n in chain.inputs]
+    model = branch_model(chain, branch, dtypes, opset)
+    if any(d in HALF for d in (*dtypes, *chain.dtypes)):
+        model = widen(model)
+    text = widened_chain(chain.description.text, HALF)
+    run = _runner(model)
+    for i in range(_ROUNDS):
+        shapes = _shapes(chain, symbolic, i)
+        rng = np.random.default_rng(i)
+        given = [rng.standard_normal(s, np.float32) for s in shapes]
+        try:
+            found = run({v.name: x for v, x in zip(model.graph.input, given, strict=True)})
+            exact = evaluate_chain(text, given)
+        except ModelError as error:
+            raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
+        except Exception as error:  # whatever the runtime raises
+            raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
+        for place, (own, wanted) in enumerate(zip(found, exact, strict=True)):
+            _compare(place, own, wanted)
+
+
+def _compare(place: int, own: np.ndarray, exact: np.ndarray) -> None:
+    if own.shape != exact.shape:
+        raise UnsupportedError(
+            f"output {place} of the description has shape {exact.shape}, of its operators {own.shape}"
+        )
+    good = np.isfinite(exact)
+    if not np.array_equal(np.isfinite(own), good):
+        raise UnsupportedError(f"output {place} of the description is inf or NaN where its operators are not")
+    difference = float(np.abs(own.astype(np.float64) - exact)[good].max(initial=0.0))
+    allowed = _TOLERANCE * max(1.0, float(np.abs(exact[good]).max(initial=0.0)))
+    if difference > allowed:
+        raise UnsupportedError(
+            f"output {place} of the description differs from its operators by {difference:.2e}, allowed {allowed:.2e}"
+        )
+
+
+def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
+    """The names of symbolic dimensions, in the order in which they are met."""
+    found: dict[str, None] = {}
+    for shape in shapes:
+        for d in shape:
+            found.update((str(a.args[0]), None) for a in parts(d) if a.kind == "size")
+    return list(found)
+
+
+def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> list[list[int]]:
+    known = [symbolic.shape(n) for n in chain.inputs]
+    assert all(s is not None for s in known)
+    shapes = [s for s in known if s is not None]
+    names = sizes_of(shapes)
+    for factor in _FACTORS:
+        sizes = {n: factor * _SIZES[(i + turn) % len(_SIZES)] for i, n in enumerate(names)}
+        found = [[evaluate(d, sizes) for d in s] for s in shapes]
+        if all(d > 0 for s in found for d in s):
+            break
+    if any(int(np.prod(s, dtype=np.int64)) > _LARGEST for s in found):
+        raise UnsupportedError(f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check")
+    return found
+
+
+def _runner(model: onnx.ModelProto) -> Any:
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        from onnx.reference import ReferenceEvaluator
+
+        evaluator = ReferenceEvaluator(model)
+        return lambda given: [np.asarray(x) for x in evaluator.run(None, given)]
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return list(session.run(None, dict(given)))
+
+    return run

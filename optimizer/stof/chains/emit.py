@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing StofChain nodes into a copy of a model."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import helper
+
+import stof
+from stof.chains.body import OP, Branch, make_branch, make_function
+from stof.chains.region import Chain
+from stof.errors import UnsupportedError
+from stof.graph import DOMAIN, describe, node_tensors, opset_of
+from stof.symbolic import Int, Symbolic
+
+_LOWEST_IR = 8  # local functions
+
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def signature(chain: Chain, symbolic: Symbolic) -> Key:
+    """What distinguishes chains: the description, and the types that it says nothing of."""
+    return chain.description.text, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
+
+
+def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ...]]:
+    """The chains that can be calls of one function, and its outputs' types: those that most chains agree with.
+
+    The types of a call's outputs must not depend on the branch that it takes.
+    """
+    types: list[int] = []
+    rest = list(chains)
+    while rest := [c for c in rest if len(c.dtypes) > len(types)]:
+        types.append(Counter(c.dtypes[len(types)] for c in rest).most_common(1)[0][0])
+        rest = [c for c in rest if c.dtypes[: len(types)] == tuple(types)]
+    return [c for c in chains if c.dtypes == tuple(types[: len(c.dtypes)])], tuple(types)
+
+
+def emit_chains(
+    model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Chain], shapes: Mapping[str, str] | None = None
+) -> onnx.ModelProto:
+    """A copy of the model in which each chain is one StofChain node.
+
+    Args:
+        model: the original.
+        symbolic: of the model.
+        chains: without common nodes.
+        shapes: tensors that are not written any more, with others of the same shape, which are asked for it instead.
+
+    Raises:
+        UnsupportedError: when the model holds StofChain already, or chains that cannot share a function.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    if not chains:
+        return result
+    if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
+        raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
+    fitting, dtypes = of_common_types(chains)
+    if len(fitting) < len(chains):
+        raise UnsupportedError("the chains' outputs are of different types")
+    opset = opset_of(model)
+    inputs = max(len(c.inputs) for c in chains)
+    numbers: dict[Key, int] = {}
+    branches: list[Branch] = []
+    nodes = list(model.graph.node)
+    made: dict[int, onnx.NodeProto] = {}
+    taken = {n.name for n in nodes}
+    for chain in chains:
+        key = signature(chain, symbolic)
+        if key not in numbers:
+            numbers[key] = len(branches)
+            branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
+        made[chain.region.places[-1]] = _call(chain, numbers[key], (inputs, len(dtypes)), taken)
+    gone = {p for c in chains for p in c.region.places}
+    kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
+    before = _live(model.graph)
+    del result.graph.node[:]
+    result.graph.node.extend(_sorted(kept))
+    _drop(result.graph, before, {o for n in nodes for o in n.output})
+    _check(result.graph)
+    _declare(result.graph, symbolic, chains)
+    result.functions.append(make_function(branches, dtypes, inputs, opset))
+    if not any(e.domain == DOMAIN for e in result.opset_import):
+        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    result.ir_version = max(result.ir_version, _LOWEST_IR)
+    entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
+    entry.key, entry.value = "stof_version", stof.__version__
+    return result
+
+
+def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]) -> None:
+    """Types and shapes of what chains write: not every runtime asks an operator's own library for them."""
+    known = {v.name for v in (*graph.value_info, *graph.output)}
+    for chain in chains:
+        for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
+            if name not in known:
+                shape = [_dimension(d) for d in symbolic.shape(name) or ()]
+                graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
+
+
+def _dimension(size: Int) -> int | str:
+    if size.constant is not None:
+        return size.constant
+    atom = size.atom
+    # Only names that the model itself declares; others ("name#axis") are the interpreter's own.
+    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
+    return name if "#" not in name else ""
+
+
+def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:
+    """A node, of which Shape asks a tensor that stays."""
+    if node.op_type != "Shape" or node.input[0] not in shapes:
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0] = shapes[node.input[0]]
+    return copy
+
+
+def _check(graph: onnx.GraphProto) -> None:
+    """Whether everything that is read is there: chains leave out what only decided nodes needed."""
+    known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
+    for node in graph.node:
+        for name in node.input:
+            if name not in known:
+                raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
+
+
+def _call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:
+    name, i = f"{chain.region.outputs[0]}/{OP}", 1
+    while name in taken:
+        i += 1
+        name = f"{chain.region.outputs[0]}/{OP}_{i}"
+    taken.add(name)
+    # What a description does not name is not read; an input that is missing would be missing in another branch.
+    given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
+    outputs = chain.region.outputs
+    return helper.make_node(
+        OP,
+        given,
+        [*outputs, *[""] * (counts[1] - len(outputs))],  # nameless: runtimes infer types of every output of a function
+        name=name,
+        domain=DOMAIN,
+        chain=chain.description.text,
+        chain_id=number,
+        plugin_namespace=DOMAIN,
+        plugin_version="1",
+    )
+
+
+def _sorted(nodes: Sequence[tuple[int, onnx.NodeProto]]) -> list[onnx.NodeProto]:
+    """Writers before readers, otherwise in the order of the places."""
+    writer = {o: i for i, (_, n) in enumerate(nodes) for o in n.output if o}
+    needs = [{writer[t] for t in node_tensors(n) if t in writer and writer[t] != i} for i, (_, n) in enumerate(nodes)]
+    readers: dict[int, list[int]] = {}
+    for i, before in enumerate(needs):
+        for other in before:
+            readers.setdefault(other, []).append(i)
+    ready = [(nodes[i][0], i) for i, before in enumerate(needs) if not before]
+    heapq.heapify(ready)
+    order: list[onnx.NodeProto] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(nodes[i][1])
+        for reader in readers.get(i, ()):
+            needs[reader].discard(i)
+            if not needs[reader]:
+                heapq.heappush(ready, (nodes[reader][0], reader))
+    if len(order) < len(nodes):
+        raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
+    return order
+
+
+def _live(graph: onnx.GraphProto) -> set[str]:
+    """What the outputs need."""
+    producer = {o: n for n in graph.node for o in n.output if o}
+    pending = [o.name for o in graph.output]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name in producer:
+            pending.extend(node_tensors(producer[name]) - found)
+    return found
+
+
+def _drop(graph: onnx.GraphProto, before: set[str], written: set[str]) -> None:
+    """Removes what was needed and is not any more: shapes, constants, and what nodes inside of chains wrote."""
+    live = _live(graph)
+    gone = before - live
+    for i in reversed(range(len(graph.node))):
+        if all(o in gone or not o for o in graph.node[i].output):
+            del graph.node[i]
+    inputs = {i.name for i in graph.input}
+    still = {o for n in graph.node for o in n.output}
+    for entries, dead in (
+        (graph.initializer, gone - inputs),
+        (graph.value_info, gone | (written - still)),
+    ):
+        for i in reversed(range(len(entries))):
+            if entries[i].name in dead:
+                del entries[i]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of a region become chains: all of it by the user's word, else what was measured to gain on this device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stof.chains.apply import Judge, Verdict, operators
+from stof.chains.emit import Key
+from stof.chains.find import Graph
+from stof.chains.region import Chain
+from stof.errors import ArgumentError, UnsupportedError
+from stof.inputs import Case, InputMaker, Padding
+from stof.options import Options
+from stof.search.cache import Cache, cache_path, device_name
+from stof.search.cost import Analytical, Site
+from stof.search.engine import Limits, search
+from stof.search.measure import Timer
+from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
+
+LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
+_CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
+_RANKED = Limits(schemes=256)
+_ORIGINAL = "original"
+
+
+def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
+    """The judge that options ask for; None where no chain is looked for: the operator's kernels are the CPU's."""
+    if options.target != "cpu":
+        return None
+    if options.chains == "on" and not options.tune:
+        return _all
+    if options.chains == "off" or (not options.tune and not cache_path().exists()):
+        return None
+    try:
+        cache = Cache(cache_path(), device_name(library), str(library.get("build_id", "")))
+    except ArgumentError:
+        if options.tune:
+            raise
+        return None  # nobody asked for it
+    return Measured(options, cache, time.monotonic() + options.tune)
+
+
+def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+    """Every region whole."""
+    return Verdict(((0, len(chain.region.places)),))
+
+
+@dataclass
+class Measured:
+    """Decides by measurements: by those of other runs, and by new ones until the deadline."""
+
+    options: Options
+    cache: Cache
+    deadline: float
+    sizes: list[dict[str, int]] = field(default_factory=list)
+    own: float = 0.0  # the deadline of the region at hand
+
+    def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+        """What was measured to be best at every size; each region gets an equal part of the time that is left."""
+        self.own = time.monotonic() + self._left() / max(1, left)
+        try:
+            self.sizes = self.sizes or _sizes(graph, self.options)
+            problems = [self._problem(graph, chain, key, s) for s in self.sizes]
+        except (KeyError, UnsupportedError, ValueError) as error:
+            return Verdict((), f"nothing can be measured: {error}")
+        reason = ""
+        if self._left() > 0:
+            try:
+                self._measure(graph, chain, problems)
+            except KeyboardInterrupt:
+                self.deadline = 0.0  # the best so far, and no further measurement
+            except UnsupportedError as error:
+                reason = str(error)
+        return self._decided(problems, len(chain.region.places), reason)
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _problem(self, graph: Graph, chain: Chain, key: Key, sizes: Mapping[str, int]) -> dict[str, Any]:
+        shapes = Timer(graph, sizes).shapes(chain.inputs)
+        words = operators(graph, chain.region.places)
+        return {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
+
+    def _measure(self, graph: Graph, chain: Chain, problems: Sequence[Mapping[str, Any]]) -> None:
+        """Measures candidates: the original, the whole region, and the schemes that the search finds best."""
+        site = Site(graph, chain.region.places)
+        timers = [Timer(graph, s) for s in self.sizes]
+        whole: Scheme = ((0, len(site.places)),)
+        self._time(site, chain, timers, problems, None)
+        self._time(site, chain, timers, problems, whole)
+        ranked = search(site.space(), Analytical(site, self.sizes[-1]), [whole], _RANKED, self._over)
+        costs = _Costs(site, timers, self)
+        found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
+        for scheme in dict.fromkeys([ranked.scheme, found.scheme]):
+            if scheme not in (whole, unfused(len(site.places))) and not self._over():
+                self._time(site, chain, timers, problems, scheme)
+
+    def _over(self) -> bool:
+        return time.monotonic() >= min(self.own, self.deadline)
+
+    def _time(
+        self,
+        site: Site,
+        chain: Chain,
+        timers: Sequence[Timer],
+        problems: Sequence[Mapping[str, Any]],
+        scheme: Scheme | None,
+    ) -> None:
+        """The whole region as a scheme has it, at every size; None: as it is."""
+        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}"
+        parts = [site.chain(s) for s in scheme or () if s[1] - s[0] > 1]
+        chains = [p for p in parts if isinstance(p, Chain)]
+        for timer, problem in zip(timers, problems, strict=True):
+            if config not in self.cache.of(problem):
+                seconds = timer.seconds(site.places, chains, chain.region.outputs)
+                self.cache.put(problem, config, seconds)
+
+    def _decided(self, problems: Sequence[Mapping[str, Any]], count: int, reason: str) -> Verdict:
+        known = [self.cache.of(p) for p in problems]
+        if not all(_ORIGINAL in k for k in known):
+            return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
+        gains = {
+            c: [k[_ORIGINAL] / k[c] for k in known] for c in known[0] if c != _ORIGINAL and all(c in k for k in known)
+        }
+        if not gains:
+            return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
+        best = max(gains, key=lambda c: (min(gains[c]) >= LEAST_GAIN, math.prod(gains[c]), c))
+        gain = math.prod(gains[best]) ** (1 / len(known))
+        if min(gains[best]) < LEAST_GAIN:
+            return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain)
+        scheme = decode(int(best, 16), count)
+        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
+
+
+def _is_scheme(config: str, count: int) -> bool:
+    """Whether a cached configuration is one of this version's."""
+    try:
+        return bool(decode(int(config, 16), count))
+    except ValueError:
+        return False
+
+
+@dataclass
+class _Costs:
+    """Measured costs of segments, by themselves, as shares of what the first one of them took at each size."""
+
+    site: Site
+    timers: Sequence[Timer]
+    measured: Measured
+    first: list[float] = field(default_factory=list)
+
+    def __call__(self, segment: Segment, setting: Setting) -> float:
+        """The mean over sizes; inf where a segment cannot be run."""
+        places = self.site.places[segment[0] : segment[1]]
+        chain = self.site.chain(segment) if len(places) > 1 else None
+        chains = [chain] if isinstance(chain, Chain) else []
+        outputs = self.site.graph.outputs(places)
+        try:
+            found = [t.seconds(places, chains, outputs) for t in self.timers]
+        except UnsupportedError:
+            return math.inf if chains else 0.0
+        self.first = self.first or found
+        return sum(f / max(b, 1e-9) for f, b in zip(found, self.first, strict=True)) / len(found)
+
+
+def _sizes(graph: Graph, options: Options) -> list[dict[str, int]]:
+    """The sizes to measure at: both ends of what ``--shape`` says, else a short and a long input."""
+    maker = InputMaker(graph.model, graph.symbolic, frozenset())
+    found = []
+    for i, (batch, length) in enumerate(_CASES):
+        sizes = maker.sizes(Case(batch, length, Padding.NONE))
+        sizes.update({n: ends[i] for n, ends in options.shapes.items()})
+        found.append(sizes)
+    return found if found[0] != found[-1] else found[:1]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An analytical cost of segments of memory-bound operators: launches, bytes where they lie, operations.
+
+It ranks schemes where nothing can be measured, and tells a measuring search where to begin. Its unit is the second, but
+only its order counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnx import TensorProto
+
+from stof.chains.find import Graph, Left, chain_of
+from stof.chains.ops import FREE, TYPES, kind_of_node
+from stof.chains.region import Chain
+from stof.inputs import evaluate
+from stof.search.space import Segment, Setting, Space
+
+_BYTES = {int(TensorProto.FLOAT): 4, int(TensorProto.FLOAT16): 2, int(TensorProto.BFLOAT16): 2}
+# Elements of these cost more than one operation.
+_HEAVY = {
+    "Exp": 8,
+    "Erf": 12,
+    "Gelu": 14,
+    "Tanh": 12,
+    "Sigmoid": 10,
+    "Softmax": 14,
+    "Cos": 14,
+    "Sin": 14,
+    "Pow": 4,
+    "Log": 10,
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a device does in a second; a launch is what a runtime spends on each operator."""
+
+    launch: float = 3e-6
+    memory: float = 12e9  # bytes
+    cache: float = 50e9
+    cached: float = 1 << 20  # bytes that stay near
+    operations: float = 8e9
+
+
+@dataclass
+class Site:
+    """Operators of a region in the order of the graph, and the segments that a chain can be made of."""
+
+    graph: Graph
+    places: tuple[int, ...]
+    _chains: dict[Segment, Chain | Left] = field(default_factory=dict)
+
+    def chain(self, segment: Segment) -> Chain | Left:
+        """The chain of a segment, or why there is none."""
+        if segment not in self._chains:
+            places = self.places[segment[0] : segment[1]]
+            chain = chain_of(self.graph, places)
+            if isinstance(chain, Chain) and not self.graph.convex(places):
+                chain = Left(chain.region.places, "a path leaves it and comes back")
+            self._chains[segment] = chain
+        return self._chains[segment]
+
+    def space(self) -> Space:
+        """Its schemes. Templates with compute-bound operators are not available."""
+        kinds = "".join("M" if kind_of_node(self.graph.nodes[p]) else "C" for p in self.places)
+
+        def available(segment: Segment) -> bool:
+            return "C" not in kinds[segment[0] : segment[1]] and isinstance(self.chain(segment), Chain)
+
+        return Space(kinds, available)
+
+
+@dataclass
+class Analytical:
+    """The cost of a site's segments at given sizes."""
+
+    site: Site
+    sizes: Mapping[str, int]
+    machine: Machine = field(default_factory=Machine)
+
+    def __call__(self, segment: Segment, setting: Setting = ()) -> float:
+        """Seconds, about."""
+        graph = self.site.graph
+        places = self.site.places[segment[0] : segment[1]]
+        if len(places) == 1 and graph.nodes[places[0]].op_type in FREE:
+            return 0.0
+        touched = sum(self._bytes(n) for n in {*graph.inputs(places), *graph.outputs(places)})
+        work = sum(self._work(p) for p in places)
+        rate = self.machine.cache if touched < self.machine.cached else self.machine.memory
+        return self.machine.launch + max(touched / rate, work / self.machine.operations)
+
+    def elements(self, name: str) -> int:
+        """How many elements a tensor has; 1 where that is not known."""
+        shape = self.site.graph.symbolic.shape(name)
+        return 1 if shape is None else math.prod(max(1, evaluate(d, self.sizes)) for d in shape)
+
+    def _bytes(self, name: str) -> int:
+        return self.elements(name) * _BYTES.get(self.site.graph.symbolic.dtype(name), 1)
+
+    def _work(self, place: int) -> float:
+        node = self.site.graph.nodes[place]
+        if kind_of_node(node) == "moving":
+            return 0.0
+        read = next((n for n in node.input if self.site.graph.symbolic.dtype(n) in TYPES), node.output[0])
+        return max(self.elements(node.output[0]), self.elements(read)) * _HEAVY.get(node.op_type, 1)
+
+
+def frequent_start(space: Space, words: Sequence[str], counts: Mapping[tuple[str, ...], int]) -> list[Segment]:
+    """A scheme to begin with: from the left, the longest available segment, one that is frequent before longer ones.
+
+    ``words`` are the operators; ``counts`` says how often a sequence of operators occurs in the model.
+    """
+    found: list[Segment] = []
+    start = 0
+    while start < len(words):
+        ends = [e for e in range(start + 1, len(words) + 1) if space.valid((start, e))]
+        end = max(ends, key=lambda e: (counts.get(tuple(words[start:e]), 1) if e - start > 1 else 0, e))
+        found.append((start, end))
+        start = end
+    return found

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of every kind: found whole, described as they compute, and the same through the function body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper
+
+from graphs import CHAINS, FLOAT, HALF, Builder, N, _x
+from stof.chains.check import check_chain
+from stof.chains.emit import emit_chains
+from stof.chains.evaluate import evaluate_chain
+from stof.chains.find import Graph, find_chains, settled
+from stof.chains.region import Chain
+from stof.errors import UnsupportedError
+from stof.graph import opset_of
+from stof.inputs import Case, InputMaker, Padding
+from stof.symbolic import Symbolic
+
+ACTIVATIONS = {
+    "Abs": {}, "Celu": {"alpha": 0.7}, "Cos": {}, "Elu": {"alpha": 0.6}, "Erf": {}, "Exp": {}, "Floor": {}, "Gelu": {},
+    "HardSigmoid": {"alpha": 0.3}, "HardSwish": {}, "LeakyRelu": {"alpha": 0.2}, "Mish": {}, "Neg": {}, "Relu": {},
+    "Round": {}, "Selu": {}, "Sigmoid": {}, "Sin": {}, "Softplus": {}, "Softsign": {}, "Tanh": {},
+    "ThresholdedRelu": {"alpha": 0.4},
+}  # fmt: skip
+
+
+def found(model: onnx.ModelProto) -> tuple[Graph, list[Chain]]:
+    graph = Graph(model, Symbolic(model))
+    chains, _ = find_chains(graph)
+    return graph, settled(graph, chains)
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], optimized: bool) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feeds))
+
+
+def same_through_body(graph: Graph, chains: list[Chain], tolerance: float = 1e-5) -> onnx.ModelProto:
+    """The emitted model without the library gives what the original gives."""
+    shapes = {t: o for c in chains for t, o in graph.substitutes(c.region.places).items()}
+    emitted = emit_chains(graph.model, graph.symbolic, chains, shapes)
+    maker = InputMaker(graph.model, graph.symbolic, frozenset())
+    for case in (Case(2, 9, Padding.NONE), Case(1, 4, Padding.NONE)):
+        feeds = maker.draw(case, np.random.default_rng(case.length))
+        for optimized in (False, True):
+            for own, wanted in zip(run(emitted, feeds, optimized), run(graph.model, feeds, False), strict=True):
+                assert own.dtype == wanted.dtype
+                np.testing.assert_allclose(own.astype(float), wanted.astype(float), rtol=tolerance, atol=tolerance)
+    return emitted
+
+
+@pytest.mark.parametrize("make", CHAINS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["f32", "f16"])
+def test_a_chain_is_one_and_computes_what_it_replaces(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
+    graph, chains = found(make(Builder(dtype)))
+    assert len(chains) == 1
+    check_chain(chains[0], graph.nodes, graph.symbolic, opset_of(graph.model))
+    emitted = same_through_body(graph, chains, 1e-5 if dtype == FLOAT else 2e-2)
+    assert [n.op_type for n in emitted.graph.node].count("StofChain") == 1
+    left = {n.op_type for n in emitted.graph.node} - {"StofChain", "MatMul", "Gemm", "Shape", "Concat", "Reshape"}
+    assert not left
+
+
+@pytest.mark.parametrize("op", ACTIVATIONS)
+def test_every_activation(op: str) -> None:
+    b = Builder()
+    y = b.add(op, b.add("Add", _x(b), b.weight(N)), **ACTIVATIONS[op])
+    graph, (chain,) = found(b.model(y))
+    check_chain(chain, graph.nodes, graph.symbolic, 20)
+    same_through_body(graph, [chain])
+
+
+def test_chains_of_many_shapes_share_a_function() -> None:
+    """A runtime infers the shapes of every branch for every call: those of others must not fit by chance alone."""
+    b = Builder()
+    x = b.add("Add", _x(b), b.weight(N))
+    gate = b.add("Mul", b.add("Sigmoid", x), x)
+    narrow = b.add("MatMul", gate, b.weight(N, 5))
+    y = b.add("Softmax", b.add("Add", narrow, b.weight(5)), axis=-1)
+    turned = b.add(
+        "Transpose", b.add("Reshape", b.add("MatMul", y, b.weight(5, 12)), b.ints(0, 0, 3, 4)), perm=[0, 2, 1, 3]
+    )
+    graph, chains = found(b.model(b.add("Exp", turned)))
+    assert len(chains) == 3
+    emitted = same_through_body(graph, chains)
+    (function,) = emitted.functions
+    calls = [n for n in emitted.graph.node if n.op_type == "StofChain"]
+    assert {len(c.input) for c in calls} == {len(function.input)}
+    assert sorted(helper.get_attribute_value(a) for c in calls for a in c.attribute if a.name == "chain_id") == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_equal_chains_share_a_branch() -> None:
+    b = Builder()
+    x = _x(b)
+    for _ in range(3):
+        x = b.add("MatMul", b.add("Relu", b.add("Add", x, b.weight(N))), b.weight(N, N))
+    graph, chains = found(b.model(x))
+    assert len(chains) == 3
+    emitted = same_through_body(graph, chains)
+    assert not any(n.op_type == "If" for n in emitted.functions[0].node)
+
+
+def test_a_value_that_others_read_becomes_an_output() -> None:
+    b = Builder()
+    x = b.add("Add", _x(b), b.weight(N))
+    y = b.add("Tanh", x)
+    z = b.add("MatMul", x, b.weight(N, N))
+    graph, (chain,) = found(b.model(y, z))
+    assert chain.region.outputs == (x, y)
+    same_through_body(graph, [chain])
+
+
+def test_a_path_out_and_back_is_not_closed() -> None:
+    """X + b is read by a MatMul whose result is added to what follows of x + b."""
+    b = Builder()
+    x = b.add("Add", _x(b), b.weight(N))
+    scaled = b.add("Mul", b.add("Sigmoid", x), b.number(2.0))
+    back = b.add("MatMul", x, b.weight(N, N))
+    y = b.add("Tanh", b.add("Add", scaled, back))
+    graph, chains = found(b.model(y))
+    last = {n.op_type: i for i, n in enumerate(graph.nodes)}["Tanh"]
+    first = next(i for i, n in enumerate(graph.nodes) if n.op_type == "Add")
+    assert not any({first, last} <= set(c.region.places) for c in chains)
+    same_through_body(graph, chains)
+
+
+def test_sizes_that_may_differ_are_not_taken_for_equal() -> None:
+    b = Builder()
+    x = b.add("Add", _x(b), b.input("other", ["A", "S", N]))  # A may be 1
+    _, chains = found(b.model(b.add("Tanh", x)))
+    assert not chains
+
+
+def test_integers_and_other_axes_stay() -> None:
+    b = Builder()
+    whole = b.add("Cast", b.input("numbers", ["B", "S", N], int(onnx.TensorProto.INT64)), to=FLOAT)
+    summed = b.add("ReduceMean", b.add("Mul", whole, b.number(0.5)), b.ints(1), keepdims=1)
+    graph, chains = found(b.model(b.add("Softmax", b.add("Tanh", summed), axis=1)))
+    assert all(graph.nodes[p].op_type in ("Mul", "Tanh") for c in chains for p in c.region.places)
+
+
+def test_a_description_that_says_something_else_is_refused() -> None:
+    b = Builder()
+    graph, (chain,) = found(b.model(b.add("Mul", b.add("Tanh", _x(b)), b.number(0.5))))
+    wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
+    assert wrong.text != chain.description.text
+    with pytest.raises(UnsupportedError, match="differs from its operators"):
+        check_chain(replace(chain, description=wrong), graph.nodes, graph.symbolic, 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert.dynamo.sdpa", "modernbert.dynamo.sdpa", "gemma3.torchscript.eager", "mistral.dynamo.eager"]
+)
+def test_exports_run_through_the_body(narrow: Callable[[str], Path], name: str) -> None:
+    graph, chains = found(onnx.load(str(narrow(name))))
+    for chain in chains:
+        check_chain(chain, graph.nodes, graph.symbolic, opset_of(graph.model))
+    emitted = same_through_body(graph, chains, 2e-4)
+    assert len(emitted.graph.node) < 0.6 * len(graph.nodes)
+
+
+def test_the_evaluator_beside_numpy() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3, 8)), rng.standard_normal(8)
+    text = (
+        "axes b = x0.0, s = x0.1, n = x0.2\nlet c = x0[b, s, n] - mean(x0[b, s, n])\n"
+        "out y0 f32 [s, b, n] = c * rsqrt(mean(c * c) + 1e-5) * x1[n]; out y1 f32 [(b s)] = max_of(c)"
+    )
+    centered = x - x.mean(-1, keepdims=True)
+    wanted = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5) * w
+    first, second = evaluate_chain(text, [x, w])
+    np.testing.assert_allclose(first, wanted.transpose(1, 0, 2), rtol=1e-12)
+    np.testing.assert_allclose(second, centered.max(-1).reshape(-1), rtol=1e-12)
