@@ -17,7 +17,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_sm80.cuh"
@@ -247,7 +246,7 @@ class Fp32Attention {
     piece0_ = piece * S::kM;
     row0_ = row * kTileRows + piece0_;
     group_ = static_cast<int64_t>(b_) * p_.G + h_ / (p_.H / p_.G);
-    pad_ = p_.pad_bits == nullptr ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles_ * 2;
+    pad_at_ = static_cast<int64_t>(b_) * tiles_ * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
   }
@@ -286,9 +285,9 @@ class Fp32Attention {
       } else {
         entry.tile = at;
       }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
+      if (p_.pad_bits != nullptr && !unmasked) {
+        entry.pad[0] = p_.pad_bits[pad_at_ + 2 * entry.tile];
+        entry.pad[1] = p_.pad_bits[pad_at_ + 2 * entry.tile + 1];
         if ((entry.pad[0] | entry.pad[1]) == 0) continue;
       } else if ((entry.tile + 1) * S::kN > p_.T) {
         const int keys = p_.T - entry.tile * S::kN;
@@ -548,8 +547,7 @@ class Fp32Attention {
   // forbidden afterwards, as in the kernel for halves.
   __device__ __forceinline__ void AddBiases(int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
     const int radius = static_cast<int>(p_.relative_bias_size / 2);
-    const float* relative =
-        p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+    const int64_t relative = h_ * p_.relative_bias_stride_h + radius;  // where distance 0 is
     const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
     const auto* dense = static_cast<const float*>(p_.bias);
     const float inverse = 1.0f / p_.softcap;
@@ -565,7 +563,9 @@ class Fp32Attention {
           if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse);
           float bias = 0.0f;
           if (dense != nullptr) bias = dense[head + row * p_.bias_stride_q + key * p_.bias_stride_k];
-          if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
+          if (p_.relative_bias != nullptr) {
+            bias += p_.relative_bias[relative + max(-radius, min(radius, key - (p_.query_position + row)))];
+          }
           float sum = (x + bias) * kLog2E;
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
           if (sum == -INFINITY) sum = kLowest;
@@ -711,7 +711,7 @@ class Fp32Attention {
   int b_, h_, row0_, piece0_, warp_, lane_, tiles_;
   int64_t group_;
   int begin_ = 0, full_ = 0, end_ = 0;
-  const uint32_t* pad_;
+  int64_t pad_at_;  // of its batch in pad_bits
   float scale_[S::kBlocks][2];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
@@ -748,10 +748,9 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  constexpr int kReserved = 1024;  // a CTA
-  // For tests of what smaller devices run.
-  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) {
-    block = std::min(block, 1024 * std::max(1, std::atoi(most)));
+  constexpr int kReserved = 1024;                            // a CTA
+  if (const int most = CappedShared(block); most < block) {  // a test's
+    block = most;
     whole = std::min(whole, block + kReserved);
   }
   const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{4} * kPlanes * kHead * p.T / (p.H / p.G) + 1;

@@ -78,15 +78,16 @@ Status Facts(DeviceFacts* facts) {
     found.l2_bytes = l2;
     found.capability = 10 * major + minor;
     // For tests of one kernel on a device that another serves better.
-    if (const char* most = std::getenv("STOF_CUDA_CAPABILITY")) {
-      found.capability = std::min(found.capability, std::max(80, std::atoi(most)));
-    }
+    const char* text = std::getenv("STOF_CUDA_CAPABILITY");
+    const int most = text == nullptr ? 0 : std::atoi(text);
+    if (most >= 80) found.capability = std::min(found.capability, most);
   }
   *facts = found;
   return Status();
 }
 
 constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
+constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
 
 // A mask that is made on the device, by run, and what its parts share.
 struct DeviceBuild {
@@ -127,6 +128,11 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (facts_.capability < 80) {
+      return Status::Error("the device has compute capability " + std::to_string(facts_.capability / 10) + "." +
+                           std::to_string(facts_.capability % 10) +
+                           ", the CUDA kernels need 8.0 or later: run the model on the CPU provider");
+    }
     if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
@@ -199,8 +205,7 @@ class Job {
   Status First(const cuda::Sm90Kernel** first) {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
     *first = nullptr;
-    // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || extras_ || size_ <= 32) return Status();
+    if (facts_.capability != 90 || extras_ || size_ <= kNarrowHead) return Status();
     if (args_.dtype == DType::kF32) return Status();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
     if (kernels->launch != nullptr) *first = kernels;
@@ -353,7 +358,7 @@ class Job {
   Status GetMask(const cuda::MaskForm& form, cuda::AttentionParams* params,
                  std::shared_ptr<const cuda::MaskEntry>* entry) {
     if (build_ == nullptr) {
-      if (mask_.parts.fixed.empty()) return Status();
+      if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // no pair is left to ask for
       bool missing = false;
       STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form,
                                                                stream_, entry, &missing));
@@ -600,7 +605,7 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
   if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
   *names = std::string(kSm80) + " " + kRows;
-  if (facts.capability != 90) return Status();
+  if (facts.capability != 90 || head_size <= kNarrowHead) return Status();
   const bool bf16 = dtype == DType::kBF16;
   for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16); kernel->launch != nullptr; ++kernel) {
     *names += " " + cuda::NameOf(*kernel);

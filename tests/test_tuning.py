@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stof import tuning
+from stof.runtime import LibraryError
 from stof.runtime_cuda import DeviceInfo
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
 from stof.tuning import Tuner
@@ -105,11 +106,30 @@ def test_the_budget_ends_it_with_what_is_known(tuner) -> None:
     assert tuned.kernel == NAMES[0]
 
 
-def test_biases_leave_no_choice(tuner) -> None:
+def test_one_kernel_leaves_no_choice(tuner) -> None:
     bench = Bench({})
     term = MaskTerm(TermKind.ADD, "bias")
     assert tuner(bench).tune(_site(), replace(MASK, bias=(term,)), 1, [512]).kernel == ""
+    assert tuner(bench).tune(replace(_site(), softcap=30.0), MASK, 1, [512]).kernel == ""
+    assert tuner(bench).tune(replace(_site(), scale=-0.125), MASK, 1, [512]).kernel == ""
     assert not bench.calls
+
+
+def test_what_cannot_be_run_is_left_to_the_model(tuner) -> None:
+    class Narrow(Bench):
+        def measure(self, site: AttentionSite, mask: LiftedMask, batch: int, length: int, kernel: str) -> float:
+            if length > 512 or kernel == NAMES[0]:
+                raise LibraryError("no device memory for 1 bytes of a tensor")
+            return super().measure(site, mask, batch, length, kernel)
+
+    tuned = tuner(Narrow(_flat(model=10, old=1, two=8, four=9))).tune(_site(), MASK, 1, [512, 4096])
+    assert tuned.kernel == NAMES[1]
+    assert not tuned.whole
+    assert tuned.microseconds == {4096: {}, 512: {"": 10, NAMES[1]: 8, NAMES[2]: 9}}
+    # Nothing of it is kept: with more memory it is measured.
+    again = Bench(_flat(model=10, old=1, two=8, four=9))
+    assert tuner(again).tune(_site(), MASK, 1, [512, 4096]).whole
+    assert len(again.calls) == 5
 
 
 def _write(path: Path, process: int) -> None:

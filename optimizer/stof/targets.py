@@ -92,8 +92,8 @@ class CudaTarget(Target):
             return f"cuda block-wise {self.device.name}{' tf32' if rounded else ''}", ""
         tuned = self.tuner.tune(site, mask, use.batch, use.lengths)
         measured = "measured" if tuned.whole else "measured in part"
-        if not tuned.microseconds:
-            measured = "no choice"
+        if not any(tuned.microseconds.values()):
+            measured = "no choice" if tuned.whole else "not measured"
         return f"cuda {tuned.kernel or 'block-wise'} {self.device.name}, {measured}", tuned.kernel
 
 

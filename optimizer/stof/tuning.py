@@ -30,7 +30,7 @@ class Tuned:
 
     kernel: str
     microseconds: dict[int, dict[str, float]] = field(default_factory=dict, compare=False)
-    whole: bool = True  # False: the time was up before every kernel had its turn
+    whole: bool = True  # False: the time was up, or a kernel could not be run at some length
 
 
 class Tuner:
@@ -62,7 +62,7 @@ class Tuner:
 
     def tune(self, site: AttentionSite, mask: LiftedMask, batch: int, lengths: Sequence[int]) -> Tuned:
         """The kernel for a site: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
-        names = [] if _left_out(mask) else kernel_names(max(site.head_size, site.value_head_size), site.dtype)
+        names = [] if _left_out(site, mask) else kernel_names(max(site.head_size, site.value_head_size), site.dtype)
         if len(names) < 2:
             return Tuned("")
         problem = _problem(site, mask)
@@ -94,7 +94,11 @@ class Tuner:
                     if self.clock() >= self.end:
                         whole = False
                         continue
-                    known = fresh[key] = self.measure(site, mask, batch, length, name)
+                    try:
+                        known = fresh[key] = self.measure(site, mask, batch, length, name)
+                    except LibraryError:  # a table of another length, too little memory: the model chooses there
+                        whole = False
+                        continue
                 times[name] = known
             self.cache.put(fresh)
         return Tuned(_best(found), found, whole)
@@ -115,9 +119,9 @@ def _best(found: dict[int, dict[str, float]]) -> str:
     return best
 
 
-def _left_out(mask: LiftedMask) -> bool:
-    """Whether the kernels leave no choice: biases have one kernel."""
-    return bool(mask.bias) or mask.relative is not None
+def _left_out(site: AttentionSite, mask: LiftedMask) -> bool:
+    """Whether the kernels leave no choice: biases, softcap and scales that are not positive have one kernel."""
+    return bool(mask.bias) or mask.relative is not None or site.softcap > 0 or site.scale <= 0
 
 
 def _problem(site: AttentionSite, mask: LiftedMask) -> dict[str, object]:
