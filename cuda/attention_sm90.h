@@ -5,6 +5,8 @@
 
 #include <cuda.h>
 
+#include <string>
+
 #include "cuda/attention.h"
 #include "cuda/work_plan.h"
 
@@ -34,6 +36,8 @@ struct Sm90Kernel {
   TileCost cost;
   LaunchSm90 launch = nullptr;  // nullptr: no further one
 };
+// "sm90-128x64x2": rows, keys, workers. What a node's attribute `kernel` names.
+std::string NameOf(const Sm90Kernel& kernel);
 // The kernels for a head size, rounded up to 64 or 128; none in a build without sm_90a.
 const Sm90Kernel* FindSm90(int head_size, bool bf16);
 

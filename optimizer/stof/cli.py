@@ -50,7 +50,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="fuse operators around attention; auto: those that a measurement on this device found faster",
     )
-    parser.add_argument("--tune", type=_seconds, metavar="SECONDS", help="measure chains, and remember what is faster")
+    parser.add_argument(
+        "--tune",
+        type=_seconds,
+        metavar="SECONDS",
+        help="measure for so long instead of predicting: chains on the CPU, the kernels of attention on CUDA",
+    )
+    parser.add_argument("--allow-tf32", action="store_true", help="round fp32 products as TF32 does, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(
@@ -127,10 +133,11 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, words in _LATER.items():
         if getattr(arguments, name) is not None:
             raise ArgumentError(words)
-    if arguments.target != "cpu":
-        raise ArgumentError(f"--target {arguments.target}: this build has the CPU backend only; use --target cpu")
     options = Options(
         output=arguments.output,
+        target=arguments.target,
+        tune=arguments.tune,
+        allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         dry_run=arguments.dry_run,
         explain=arguments.explain,
@@ -142,7 +149,6 @@ def _run(arguments: argparse.Namespace) -> int:
         masks=_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
         chains=arguments.chains,
-        tune=arguments.tune or 0.0,
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )

@@ -12,6 +12,9 @@ class Options:
     """What ``stof-optimize`` takes; ``docs`` of each option are in ``cli.py``."""
 
     output: Path | None = None
+    target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
+    tune: float | None = None  # seconds for measuring chains on the CPU, or CUDA kernels
+    allow_tf32: bool = False
     json: Path | None = None
     dry_run: bool = False
     explain: str | None = None  # "*" or a site: report only, and say how far sites got
@@ -23,6 +26,5 @@ class Options:
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False
     chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device
-    tune: float = 0.0  # seconds
     plan: Path | None = None
     save_plan: Path | None = None

@@ -16,14 +16,13 @@ from stof.chains.apply import Chained
 from stof.chains.judge import LEAST_GAIN, Measured
 from stof.options import Options
 from stof.pipeline import optimize
-from stof.search.cache import Cache
+from stof.search.cache import Cache, cache_path
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "cache" / "tuning.sqlite"
-    monkeypatch.setenv("STOF_CACHE", str(path))
-    return path
+    monkeypatch.setenv("STOF_CACHE_DIR", str(tmp_path / "cache"))
+    return cache_path()
 
 
 def calls(path: Path) -> list[onnx.NodeProto]:

@@ -30,17 +30,18 @@ _ORIGINAL = "original"
 
 def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     """The judge that options ask for; None where no chain is looked for."""
-    if options.chains == "on" and not options.tune:
+    tune = options.tune if options.target == "cpu" else None  # chains are measured on the CPU alone
+    if options.chains == "on" and not tune:
         return _all
-    if options.chains == "off" or (not options.tune and not cache_path().exists()):
+    if options.chains == "off" or options.target != "cpu" or (not tune and not cache_path().exists()):
         return None
     try:
         cache = Cache(cache_path(), device_name(library), str(library.get("build_id", "")))
     except ArgumentError:
-        if options.tune:
+        if tune:
             raise
         return None  # nobody asked for it
-    return Measured(options, cache, time.monotonic() + options.tune)
+    return Measured(options, cache, time.monotonic() + (tune or 0.0))
 
 
 def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import ArgumentError
+from stof.tuning_cache import cache_path as attention_cache_path
 
 VERSION = 1
 _WAIT = 30.0  # seconds for another process to finish writing
@@ -26,12 +27,8 @@ _TABLE = """CREATE TABLE IF NOT EXISTS measured
 
 
 def cache_path() -> Path:
-    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches."""
-    given = os.environ.get("STOF_CACHE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "stof" / "tuning.sqlite"
+    """A file beside that of attention's kernels: in ``STOF_CACHE_DIR``, or in the user's folder for caches."""
+    return attention_cache_path().with_name("chains-1.sqlite3")
 
 
 def device_name(library: Mapping[str, Any]) -> str:
@@ -66,7 +63,7 @@ class Cache:
                 database.execute(_TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ArgumentError(
-                f"the tuning cache {path} cannot be used: {error}; STOF_CACHE names another file"
+                f"the tuning cache {path} cannot be used: {error}; STOF_CACHE_DIR names another folder"
             ) from error
 
     def _private(self, folder: Path) -> None:
@@ -76,7 +73,7 @@ class Cache:
         if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return
         raise ArgumentError(
-            f"the folder {folder} of the tuning cache can be written by others; STOF_CACHE names a file elsewhere"
+            f"the folder {folder} of the tuning cache can be written by others; STOF_CACHE_DIR names another one"
         )
 
     def _open(self) -> sqlite3.Connection:

@@ -51,6 +51,18 @@ class StofChainOp final : public Op {
     }
   }
 
+  int InputCount() const override { return chain_.inputs; }
+
+  bool Takes(int index, DType dtype, DType) const override {
+    return index >= 0 && (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16);
+  }
+
+  Status PlanDevice(const Tensor*, int, DevicePlan*) const override {
+    return Status::Error("has no kernel on a device that is planned ahead");
+  }
+
+  Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
+
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
     std::shared_ptr<Ready> ready;
     STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
@@ -190,8 +202,11 @@ Status CreateChain(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
 
 const OpDescription* ChainDescription() {
   static constexpr DType kTypes[] = {DType::kUndefined};
-  static const OpDescription description = {"StofChain", 0, 0,           kChainMostOutputs, kTypes, 1,
-                                            kTypes,      0, CreateChain, OutputShape,       true,   OutputType};
+  static constexpr AttributeDescription kAttributes[] = {{"chain", AttributeType::kString},
+                                                         {"chain_id", AttributeType::kInt}};
+  static const OpDescription description = {"StofChain", 0, 0,           kChainMostOutputs, kTypes,      1,
+                                            kTypes,      0, CreateChain, OutputShape,       kAttributes, 2,
+                                            true,        OutputType};
   return &description;
 }
 
