@@ -166,8 +166,11 @@ class Job {
     if (TakesDecode()) return RunDecode();
     if (args_.dtype == DType::kF32) return RunFp32();
     // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || extras_ || size_ <= 32) return RunSm80();
-    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
+    if (facts_.capability != 90 || size_ <= 32) return RunSm80();
+    const cuda::Extras extras = args_.bias != nullptr ? cuda::Extras::kPairs
+                                : extras_             ? cuda::Extras::kDistances
+                                                      : cuda::Extras::kNone;
+    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_, extras);
     if (kernels->launch == nullptr) return RunSm80();
     cuda::Problem problem;
     if (build_ == nullptr && !mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
@@ -184,7 +187,7 @@ class Job {
     }
     cuda::Sm90Params params;
     params.attention = params_;
-    if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
+    if (!cuda::DescribeTensors(bf16_, kernel->rows, kernel->keys, &params)) return RunSm80();
     const cuda::MaskForm form = cuda::FormOf(*kernel, problem);
     params.workers = form.workers;
     params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
@@ -193,7 +196,8 @@ class Job {
     if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
     // Rows without a key that take all keys are left to a second kernel.
     const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
-    const bool second = all_keys_ && (pad_ != nullptr || unknown || (entry != nullptr && entry->empty_rows()));
+    const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
+                                      unknown || (entry != nullptr && entry->empty_rows()));
     STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
     STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, stream_)));
     if (!second) return Status();
