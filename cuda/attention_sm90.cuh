@@ -21,8 +21,8 @@ namespace cuda {
 namespace sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
-// The smallest number that has a finite product with kLog2E: a bias below it is no mask and must not become one.
-constexpr float kLowestBias = -2.35865e38f;
+// What the lowest biases become in units of log2: not -inf, for they are no mask.
+constexpr float kLowest = -3.4028234663852886e38f;
 // The running maximum is raised only when a score exceeds it by 2^8, so that the output is rescaled a few times per row
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
@@ -390,7 +390,7 @@ class Attention {
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
-    scale_ = S::kExtras ? kLog2E : p.scale * kLog2E;
+    scale_ = S::kExtras ? 1.0f : p.scale * kLog2E;
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
@@ -561,15 +561,15 @@ class Attention {
     }
   }
 
-  // Scale, softcap and biases: scores come out in units of the logarithm. A bias of -inf forbids, whatever the product.
+  // Scale, softcap and biases: scores come out in units of log2. A bias of -inf forbids, whatever the product.
   __device__ __forceinline__ void AddExtras(int stage, float (&s)[kScores]) {
     const AttentionParams& p = p_.attention;
-    float factor = p.scale;
+    float factor = p.scale * kLog2E;
     if (p.softcap > 0.0f) {
       // softcap * tanh(x / softcap), with an error of the softcap's last bits: what matters is the absolute one.
-      const float in = p.scale * (2.0f * kLog2E) / p.softcap, out = 2.0f * p.softcap;
+      const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap * kLog2E;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = p.softcap - out * Reciprocal(1.0f + Exp2(s[i] * in));
+      for (int i = 0; i < kScores; ++i) s[i] = most - 2.0f * most * Reciprocal(1.0f + Exp2(s[i] * in));
       factor = 1.0f;
     }
     if (S::kPairs && p.bias != nullptr) {
@@ -625,7 +625,7 @@ class Attention {
     }
   }
   static __device__ __forceinline__ void AddBias(float bias, float factor, float* s) {
-    const float sum = *s * factor + MaxOrNan(bias, kLowestBias);
+    const float sum = *s * factor + MaxOrNan(bias * kLog2E, kLowest);
     *s = bias == -INFINITY ? -INFINITY : sum;
   }
 

@@ -18,7 +18,7 @@ constexpr Sm90Kernel kKernels[] = {
 // For softcap, biases and scales that are not positive.
 template <typename T>
 constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<128, 192, 64, 2, 1, 1, 1, Extras::kPairs>, T>(3967, 1500, 1600),
+    sm90::Describe<sm90::Shape<128, 192, 64, 2, 1, 1, 1, Extras::kPairs>, T>(3967, 1555, 1655),
     {},
 };
 

@@ -6,13 +6,13 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<192, 128, 96, 2, 1, 1>, T>(3000, 2000, 2150),
+    sm90::Describe<sm90::Shape<192, 128, 96, 2, 1, 1>, T>(3000, 1570, 1680),
     {},
 };
 
 template <typename T>
 constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<192, 128, 96, 2, 1, 1, 1, Extras::kDistances>, T>(3000, 2000, 2150),
+    sm90::Describe<sm90::Shape<192, 128, 96, 2, 1, 1, 1, Extras::kDistances>, T>(3000, 1570, 1680),
     {},
 };
 

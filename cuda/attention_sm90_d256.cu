@@ -6,13 +6,13 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<256, 128, 64, 2, 1, 1>, T>(3000, 1900, 2000),
+    sm90::Describe<sm90::Shape<256, 128, 64, 2, 1, 1>, T>(3000, 1390, 1480),
     {},
 };
 
 template <typename T>
 constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<256, 128, 64, 2, 1, 1, 1, Extras::kDistances>, T>(3000, 1900, 2000),
+    sm90::Describe<sm90::Shape<256, 128, 64, 2, 1, 1, 1, Extras::kDistances>, T>(3000, 1390, 1480),
     {},
 };
 

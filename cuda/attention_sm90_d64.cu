@@ -21,8 +21,8 @@ constexpr Sm90Kernel kKernels[] = {
 // For softcap, biases and scales that are not positive.
 template <typename T>
 constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1100, 1300),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1100, 1300),
+    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1330, 1530),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1300, 1500),
     {},
 };
 

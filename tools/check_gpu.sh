@@ -73,6 +73,7 @@ if wave 1; then
   suite decode 75 CudaDecode
   suite fp32 75 CudaFp32
   for kernel in 0 1 2 3 4 5 6 7 8; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
+  for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   suite masks 75 CudaMasksEqual
   suite masks-usual 75 CudaMasksOf
   suite masks-captured 75 CudaMasksInCaptured
@@ -95,6 +96,7 @@ fi
 if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=7
   suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_SAMPLE=13
+  suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
   suite memcheck-8.0-99-KiB 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99

@@ -1052,7 +1052,7 @@ void CudaSm90Extras() {
     c.bias = Bias::kForbids, c.bias_broadcast = 1, c.relative = 65, c.dtype = DType::kF16, c.cuda = true;
     cases.push_back(c);
   }
-  RunCudaCases(cases, FirstKernels(3));
+  RunCudaCases(cases, FirstKernels(2));
 }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
