@@ -13,6 +13,7 @@ namespace cuda {
 
 constexpr int kTileRows = 128;  // m of every kernel here
 constexpr int kTileKeys = 64;   // n
+constexpr int64_t kPiece = 64;  // rows that share a word of AttentionParams::only
 
 // A BlockMask in device memory, with the order in which rows are taken.
 struct DeviceMask {

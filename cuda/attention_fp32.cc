@@ -4,27 +4,27 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D32();
-Fp32Kernel FindFp32D64();
-Fp32Kernel FindFp32D96();
-Fp32Kernel FindFp32D128();
-Fp32Kernel FindFp32D192();
-Fp32Kernel FindFp32D256();
+Fp32Kernel FindFp32D32(bool exact);
+Fp32Kernel FindFp32D64(bool exact);
+Fp32Kernel FindFp32D96(bool exact);
+Fp32Kernel FindFp32D128(bool exact);
+Fp32Kernel FindFp32D192(bool exact);
+Fp32Kernel FindFp32D256(bool exact);
 
-Fp32Kernel FindFp32(int head_size) {
-  if (head_size <= 32) return FindFp32D32();
-  if (head_size <= 64) return FindFp32D64();
-  if (head_size <= 96) return FindFp32D96();
-  if (head_size <= 128) return FindFp32D128();
-  if (head_size <= 192) return FindFp32D192();
-  if (head_size <= 256) return FindFp32D256();
+Fp32Kernel FindFp32(int head_size, bool exact) {
+  if (head_size <= 32) return FindFp32D32(exact);
+  if (head_size <= 64) return FindFp32D64(exact);
+  if (head_size <= 96) return FindFp32D96(exact);
+  if (head_size <= 128) return FindFp32D128(exact);
+  if (head_size <= 192) return FindFp32D192(exact);
+  if (head_size <= 256) return FindFp32D256(exact);
   return {};
 }
 
 namespace {
 
 int64_t TilesOf(const AttentionParams& p) { return int64_t{p.B} * p.G * ((p.T + kTileKeys - 1) / kTileKeys); }
-int64_t TileBytes(const Fp32Kernel& kernel) { return int64_t{4} * kTileKeys * kernel.head; }
+int64_t TileBytes(const Fp32Kernel& kernel) { return int64_t{2} * kernel.planes * kTileKeys * kernel.head; }
 
 }  // namespace
 

@@ -8,13 +8,15 @@
 // Keys and values are split once, by a kernel before, since every row of tiles reads them again. Tensor cores round
 // sums towards zero, which a long row of additions would show: the product of a tile's weights and values starts from
 // zero and is added to the output by ordinary arithmetic.
+//
+// Where the model allows it (allow_tf32), one product of the high halves takes their place: 11 bits of mantissa, as
+// TF32 has, at twice its rate.
 #ifndef STOF_CUDA_ATTENTION_FP32_CUH_
 #define STOF_CUDA_ATTENTION_FP32_CUH_
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_sm80.cuh"
@@ -27,18 +29,19 @@ namespace cuda {
 constexpr int kTopExponent = 14;
 constexpr float kLowScale = 2048.0f, kLowInverse = 1.0f / 2048.0f;
 
-// kRows: query rows of a CTA.
-template <int kHead, int kRows = kHead <= 64 ? 128 : 64>
+// kPlanes: 2, high and low halves, or 1, high ones alone. kRows: query rows of a CTA.
+template <int kHead, int kPlanes, int kRows = kHead <= 64 ? 128 : 64>
 struct Fp32Shape {
   static constexpr int kM = kRows, kN = kTileKeys;
   static constexpr int kBlocks = kHead <= 64 ? 2 : 1;  // of 16 rows, a warp
   static constexpr int kWarps = kM / 16 / kBlocks;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kPieces = kTileRows / kM;         // CTAs for a tile of the mask
-  static constexpr int kPlane = kN * kHead;              // elements
-  static constexpr int kKeyBytes = 4 * kPlane + 4 * kN;  // two planes and the factors
-  static constexpr int kValueBytes = 4 * kPlane;
-  static constexpr int kQueryBytes = 4 * kM * kHead + 4 * kM;
+  static constexpr int kPieces = kTileRows / kM;  // CTAs for a tile of the mask
+  static constexpr int kPlane = kN * kHead;       // elements
+  static constexpr int kValueBytes = 2 * kPlanes * kPlane;
+  static constexpr int kKeyBytes = kValueBytes + 4 * kN;  // the planes and the factors
+  static constexpr int kQueryHalves = kPlanes * kM * kHead;
+  static constexpr int kQueryBytes = 2 * kQueryHalves + 4 * kM;
   // How many lanes share a row when it is read, 4 elements at a time, and how often they do.
   static constexpr int kLanes = kHead > 64 ? 32 : kHead / 4;
   static constexpr int kQuads = (kHead + 4 * kLanes - 1) / (4 * kLanes);
@@ -87,15 +90,16 @@ __device__ __forceinline__ void Split(float x, float y, float scale, uint32_t* h
   *low = *reinterpret_cast<const uint32_t*>(&rest);
 }
 
-template <int kHead>
+// The low halves lie `plane` elements behind the high ones.
+template <int kHead, int kPlanes>
 __device__ __forceinline__ void StoreQuad(const float4& x, float factor, float scale, int row, int quad, __half* high,
-                                          __half* low) {
+                                          int plane) {
   uint2 top, rest;
   Split(x.x * factor, x.y * factor, scale, &top.x, &rest.x);
   Split(x.z * factor, x.w * factor, scale, &top.y, &rest.y);
   const int at = Place<kHead>(row, quad / 2) + quad % 2 * 4;
   *reinterpret_cast<uint2*>(high + at) = top;
-  *reinterpret_cast<uint2*>(low + at) = rest;
+  if constexpr (kPlanes == 2) *reinterpret_cast<uint2*>(high + plane + at) = rest;
 }
 
 __device__ __forceinline__ bool Aligned(const void* base, const Strides& stride, int size) {
@@ -113,9 +117,9 @@ __device__ __forceinline__ void Product(float (&c)[4], const uint32_t (&a)[4], u
 }
 
 // ---- the kernel that splits keys and values: a CTA takes one tile of one of them ----
-template <int kHead>
+template <int kHead, int kPlanes>
 class Splitter {
-  using S = Fp32Shape<kHead>;
+  using S = Fp32Shape<kHead, kPlanes>;
   static constexpr int kThreads = 256;
   static constexpr int kRows = kThreads / S::kLanes;  // at a time
   static constexpr int kSteps = kTileKeys / kRows;
@@ -134,8 +138,8 @@ class Splitter {
     const int size = values ? p.Dv : p.D;
     const bool aligned = Aligned(base, stride, size);
     const float* from = static_cast<const float*>(base) + b * stride.b + g * stride.h;
-    __half* high =
-        static_cast<__half*>(const_cast<void*>(values ? params.value_tiles : params.key_tiles)) + item * 2 * S::kPlane;
+    __half* high = static_cast<__half*>(const_cast<void*>(values ? params.value_tiles : params.key_tiles)) +
+                   item * kPlanes * S::kPlane;
     const int first = threadIdx.x / S::kLanes, lane = threadIdx.x % S::kLanes;
     // Values of padded keys are multiplied by zero: they may be anything that is finite, and have no say in the scale.
     const auto policy = static_cast<EmptyRows>(p.empty_rows);
@@ -198,7 +202,7 @@ class Splitter {
       for (int j = 0; j < S::kQuads; ++j) {
         const int quad = lane + j * S::kLanes;
         if (4 * quad < kHead) {
-          StoreQuad<kHead>(x[i][j], factor(i), scale, first + i * kRows, quad, high, high + S::kPlane);
+          StoreQuad<kHead, kPlanes>(x[i][j], factor(i), scale, first + i * kRows, quad, high, S::kPlane);
         }
       }
     }
@@ -206,9 +210,9 @@ class Splitter {
 };
 
 // ---- attention: one CTA's work ----
-template <int kHead, int kTile, bool kExtras>
+template <int kHead, int kPlanes, int kTile, bool kExtras>
 class Fp32Attention {
-  using S = Fp32Shape<kHead, kTile>;
+  using S = Fp32Shape<kHead, kPlanes, kTile>;
   static constexpr int kColumns = S::kN / 8;              // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;              // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;               // of the inner product
@@ -242,7 +246,7 @@ class Fp32Attention {
     piece0_ = piece * S::kM;
     row0_ = row * kTileRows + piece0_;
     group_ = static_cast<int64_t>(b_) * p_.G + h_ / (p_.H / p_.G);
-    pad_ = p_.pad_bits == nullptr ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles_ * 2;
+    pad_at_ = static_cast<int64_t>(b_) * tiles_ * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
   }
@@ -281,9 +285,9 @@ class Fp32Attention {
       } else {
         entry.tile = at;
       }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
+      if (p_.pad_bits != nullptr && !unmasked) {
+        entry.pad[0] = p_.pad_bits[pad_at_ + 2 * entry.tile];
+        entry.pad[1] = p_.pad_bits[pad_at_ + 2 * entry.tile + 1];
         if ((entry.pad[0] | entry.pad[1]) == 0) continue;
       } else if ((entry.tile + 1) * S::kN > p_.T) {
         const int keys = p_.T - entry.tile * S::kN;
@@ -298,14 +302,15 @@ class Fp32Attention {
 
   // ---- memory ----
   __device__ const __half* Queries() const { return reinterpret_cast<const __half*>(shared_); }
-  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 4 * S::kM * kHead); }
+  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 2 * S::kQueryHalves); }
   __device__ char* Keys(int stage) const { return shared_ + S::kQueryBytes + stage * S::kKeyBytes; }
   __device__ char* Values(int stage) const {
     return stages_ == 0 ? shared_ + S::kQueryBytes
                         : shared_ + S::kQueryBytes + stages_ * S::kKeyBytes + stage * S::kValueBytes;
   }
   static __device__ __forceinline__ void Copy(char* to, const char* from) {
-    constexpr int kTimes = 4 * S::kPlane / 16 / S::kThreads;
+    constexpr int kTimes = S::kValueBytes / 16 / S::kThreads;
+    static_assert(kTimes * 16 * S::kThreads == S::kValueBytes, "every thread copies as much");
     const uint32_t target = SharedAddress(to) + 16 * threadIdx.x;
     from += 16 * threadIdx.x;
 #pragma unroll
@@ -316,9 +321,9 @@ class Fp32Attention {
   __device__ __forceinline__ void FetchKeys(int tile, int stage) {
     if (tile >= 0) {
       const int64_t at = group_ * tiles_ + tile;
-      Copy(Keys(stage), static_cast<const char*>(params_.key_tiles) + at * 4 * S::kPlane);
+      Copy(Keys(stage), static_cast<const char*>(params_.key_tiles) + at * S::kValueBytes);
       if (threadIdx.x < S::kN / 4) {
-        CopyAsync16(SharedAddress(Keys(stage) + 4 * S::kPlane + 16 * threadIdx.x),
+        CopyAsync16(SharedAddress(Keys(stage) + S::kValueBytes + 16 * threadIdx.x),
                     params_.key_factors + at * S::kN + 4 * threadIdx.x, true);
       }
     }
@@ -326,7 +331,7 @@ class Fp32Attention {
   }
   __device__ __forceinline__ void FetchValues(int tile, int stage) {
     if (tile >= 0) {
-      Copy(Values(stage), static_cast<const char*>(params_.value_tiles) + (group_ * tiles_ + tile) * 4 * S::kPlane);
+      Copy(Values(stage), static_cast<const char*>(params_.value_tiles) + (group_ * tiles_ + tile) * S::kValueBytes);
     }
     CommitCopies();
   }
@@ -359,7 +364,7 @@ class Fp32Attention {
       for (int j = 0; j < S::kQuads; ++j) {
         const int quad = lane + j * S::kLanes;
         if (4 * quad < kHead) {
-          StoreQuad<kHead>(x[j], PowerOfTwo(-exponent), 1.0f, row, quad, high, high + S::kM * kHead);
+          StoreQuad<kHead, kPlanes>(x[j], PowerOfTwo(-exponent), 1.0f, row, quad, high, S::kM * kHead);
         }
       }
     }
@@ -450,7 +455,7 @@ class Fp32Attention {
       for (int i = 0; i < S::kBlocks; ++i) {
         const __half* at = Queries() + Place<kHead>((warp_ * S::kBlocks + i) * 16 + lane_ % 16, 2 * k + lane_ / 16);
         LoadMatrix4(high[i], SharedAddress(at));
-        LoadMatrix4(low[i], SharedAddress(at + S::kM * kHead));
+        if constexpr (kPlanes == 2) LoadMatrix4(low[i], SharedAddress(at + S::kM * kHead));
       }
 #pragma unroll
       for (int j = 0; j < kColumns; j += kGroup) {
@@ -460,14 +465,16 @@ class Fp32Attention {
           const int row = 8 * j + 16 * n + lane_ % 8 + lane_ / 16 * 8;
           const __half* at = keys + Place<kHead>(row, 2 * k + lane_ / 8 % 2);
           LoadMatrix4(top[n], SharedAddress(at));
-          LoadMatrix4(rest[n], SharedAddress(at + S::kPlane));
+          if constexpr (kPlanes == 2) LoadMatrix4(rest[n], SharedAddress(at + S::kPlane));
         }
-        Products(s, j, low, top, k == 0);
-        Products(s, j, high, rest, false);
-        Products(s, j, high, top, false);
+        if constexpr (kPlanes == 2) {
+          Products(s, j, low, top, k == 0);
+          Products(s, j, high, rest, false);
+        }
+        Products(s, j, high, top, kPlanes == 1 && k == 0);
       }
     }
-    const auto* factors = reinterpret_cast<const float*>(stage + 4 * S::kPlane);
+    const auto* factors = reinterpret_cast<const float*>(stage + S::kValueBytes);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * j + lane_ % 4 * 2);
@@ -540,8 +547,7 @@ class Fp32Attention {
   // forbidden afterwards, as in the kernel for halves.
   __device__ __forceinline__ void AddBiases(int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
     const int radius = static_cast<int>(p_.relative_bias_size / 2);
-    const float* relative =
-        p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+    const int64_t relative = h_ * p_.relative_bias_stride_h + radius;  // where distance 0 is
     const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
     const auto* dense = static_cast<const float*>(p_.bias);
     const float inverse = 1.0f / p_.softcap;
@@ -557,7 +563,9 @@ class Fp32Attention {
           if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse);
           float bias = 0.0f;
           if (dense != nullptr) bias = dense[head + row * p_.bias_stride_q + key * p_.bias_stride_k];
-          if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
+          if (p_.relative_bias != nullptr) {
+            bias += p_.relative_bias[relative + max(-radius, min(radius, key - (p_.query_position + row)))];
+          }
           float sum = (x + bias) * kLog2E;
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
           if (sum == -INFINITY) sum = kLowest;
@@ -619,21 +627,26 @@ class Fp32Attention {
       float large[S::kBlocks][2][4], small[S::kBlocks][2][4];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
-        uint32_t top[4], rest[4];
+        uint32_t top[4];
         const __half* at = values + Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16);
         LoadMatrix4Transposed(top, SharedAddress(at));
-        LoadMatrix4Transposed(rest, SharedAddress(at + S::kPlane));
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
-          Product(small[i][0], low[k][i], top[0], top[1], k == 0);
-          Product(small[i][1], low[k][i], top[2], top[3], k == 0);
+          if constexpr (kPlanes == 2) {
+            Product(small[i][0], low[k][i], top[0], top[1], k == 0);
+            Product(small[i][1], low[k][i], top[2], top[3], k == 0);
+          }
           Product(large[i][0], high[k][i], top[0], top[1], k == 0);
           Product(large[i][1], high[k][i], top[2], top[3], k == 0);
         }
+        if constexpr (kPlanes == 2) {
+          uint32_t rest[4];
+          LoadMatrix4Transposed(rest, SharedAddress(at + S::kPlane));
 #pragma unroll
-        for (int i = 0; i < S::kBlocks; ++i) {
-          Product(small[i][0], high[k][i], rest[0], rest[1], false);
-          Product(small[i][1], high[k][i], rest[2], rest[3], false);
+          for (int i = 0; i < S::kBlocks; ++i) {
+            Product(small[i][0], high[k][i], rest[0], rest[1], false);
+            Product(small[i][1], high[k][i], rest[2], rest[3], false);
+          }
         }
       }
 #pragma unroll
@@ -641,7 +654,8 @@ class Fp32Attention {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           float& o = o_[i][j + e / 4][e % 4];
-          o = fmaf(small[i][e / 4][e % 4], low_factor, fmaf(large[i][e / 4][e % 4], factor, o));
+          o = fmaf(large[i][e / 4][e % 4], factor, o);
+          if constexpr (kPlanes == 2) o = fmaf(small[i][e / 4][e % 4], low_factor, o);
         }
       }
     }
@@ -697,23 +711,23 @@ class Fp32Attention {
   int b_, h_, row0_, piece0_, warp_, lane_, tiles_;
   int64_t group_;
   int begin_ = 0, full_ = 0, end_ = 0;
-  const uint32_t* pad_;
+  int64_t pad_at_;  // of its batch in pad_bits
   float scale_[S::kBlocks][2];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
   bool empty_[S::kBlocks][2];
 };
 
-template <int kHead>
+template <int kHead, int kPlanes>
 __global__ void __launch_bounds__(256) SplitKernel(const __grid_constant__ Fp32Params params) {
-  Splitter<kHead>::Run(params);
+  Splitter<kHead, kPlanes>::Run(params);
 }
 
-template <int kHead, int kTile, bool kExtras>
-__global__ void __launch_bounds__(Fp32Shape<kHead, kTile>::kThreads, kHead <= 128 ? 2 : 1)
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, kHead <= 128 ? 2 : 1)
     Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int section) {
   extern __shared__ __align__(128) char fp32_shared[];
-  Fp32Attention<kHead, kTile, kExtras>(params, stages, section, fp32_shared).Run();
+  Fp32Attention<kHead, kPlanes, kTile, kExtras>(params, stages, section, fp32_shared).Run();
 }
 
 // What a kernel is launched with.
@@ -724,7 +738,7 @@ struct Fp32Arrangement {
 
 // Two stages where two CTAs fit a multiprocessor with them; else as many as let two CTAs fit, or one. False where a
 // multiprocessor has too little shared memory.
-template <int kHead, int kTile>
+template <int kHead, int kPlanes, int kTile>
 cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arrangement) {
   int device = 0, block = 0, whole = 0, cache = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -734,18 +748,17 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
-  constexpr int kReserved = 1024;  // a CTA
-  // For tests of what smaller devices run.
-  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) {
-    block = std::min(block, 1024 * std::max(1, std::atoi(most)));
+  constexpr int kReserved = 1024;                            // a CTA
+  if (const int most = CappedShared(block); most < block) {  // a test's
+    block = most;
     whole = std::min(whole, block + kReserved);
   }
-  const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{8} * kHead * p.T / (p.H / p.G) + 1;
+  const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{4} * kPlanes * kHead * p.T / (p.H / p.G) + 1;
   const int64_t sections = 1 + (heads * head_bytes - 1) / std::max(cache / 2, 1);
   arrangement->section = static_cast<int>((heads + sections - 1) / sections);
   for (const int ctas : {2, 1}) {
     for (int stages = 2; stages >= (ctas == 1 ? 0 : 1); --stages) {
-      const int bytes = Fp32Shape<kHead, kTile>::SharedBytes(stages);
+      const int bytes = Fp32Shape<kHead, kPlanes, kTile>::SharedBytes(stages);
       if (bytes > block || ctas * (bytes + kReserved) > whole) continue;
       arrangement->stages = stages;
       *fits = true;
@@ -756,10 +769,10 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   return cudaSuccess;
 }
 
-template <int kHead, int kTile, bool kExtras>
+template <int kHead, int kPlanes, int kTile, bool kExtras>
 int LaunchFp32As(const Fp32Params& params, const Fp32Arrangement& arrangement, void* stream) {
-  using S = Fp32Shape<kHead, kTile>;
-  auto* kernel = Fp32AttentionKernel<kHead, kTile, kExtras>;
+  using S = Fp32Shape<kHead, kPlanes, kTile>;
+  auto* kernel = Fp32AttentionKernel<kHead, kPlanes, kTile, kExtras>;
   const int bytes = S::SharedBytes(arrangement.stages);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return static_cast<int>(error);
@@ -773,44 +786,45 @@ int LaunchFp32As(const Fp32Params& params, const Fp32Arrangement& arrangement, v
                                            static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead>
+template <int kHead, int kPlanes>
 int LaunchFp32(const Fp32Params& params, bool extras, void* stream) {
-  constexpr int kTile = Fp32Shape<kHead>::kM;
+  constexpr int kTile = Fp32Shape<kHead, kPlanes>::kM;
   Fp32Arrangement arrangement;
   bool fits = false;
-  cudaError_t error = Arrange<kHead, kTile>(params.attention, &fits, &arrangement);
+  cudaError_t error = Arrange<kHead, kPlanes, kTile>(params.attention, &fits, &arrangement);
   if (error != cudaSuccess) return static_cast<int>(error);
   if (fits) {
-    return extras ? LaunchFp32As<kHead, kTile, true>(params, arrangement, stream)
-                  : LaunchFp32As<kHead, kTile, false>(params, arrangement, stream);
+    return extras ? LaunchFp32As<kHead, kPlanes, kTile, true>(params, arrangement, stream)
+                  : LaunchFp32As<kHead, kPlanes, kTile, false>(params, arrangement, stream);
   }
-  if constexpr (kHead > 192) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
+  if constexpr (kHead > 192 && kPlanes == 2) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
     constexpr int kSmall = 32;
-    error = Arrange<kHead, kSmall>(params.attention, &fits, &arrangement);
+    error = Arrange<kHead, kPlanes, kSmall>(params.attention, &fits, &arrangement);
     if (error != cudaSuccess) return static_cast<int>(error);
     if (fits) {
-      return extras ? LaunchFp32As<kHead, kSmall, true>(params, arrangement, stream)
-                    : LaunchFp32As<kHead, kSmall, false>(params, arrangement, stream);
+      return extras ? LaunchFp32As<kHead, kPlanes, kSmall, true>(params, arrangement, stream)
+                    : LaunchFp32As<kHead, kPlanes, kSmall, false>(params, arrangement, stream);
     }
   }
   return static_cast<int>(cudaErrorInvalidConfiguration);
 }
 
-template <int kHead>
+template <int kHead, int kPlanes>
 int SplitFp32(const Fp32Params& params, void* stream) {
   const AttentionParams& p = params.attention;
   const int64_t items = int64_t{2} * p.B * p.G * ((p.T + kTileKeys - 1) / kTileKeys);
   if (items == 0) return 0;
   Fp32Params copy = params;
   void* arguments[] = {&copy};
-  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(SplitKernel<kHead>),
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(SplitKernel<kHead, kPlanes>),
                                            dim3(static_cast<unsigned>(items)), dim3(256), arguments, 0,
                                            static_cast<cudaStream_t>(stream)));
 }
 
 template <int kHead>
-Fp32Kernel MakeFp32Kernel() {
-  return {kHead, SplitFp32<kHead>, LaunchFp32<kHead>};
+Fp32Kernel MakeFp32Kernel(bool exact) {
+  if (exact) return {kHead, 2, SplitFp32<kHead, 2>, LaunchFp32<kHead, 2>};
+  return {kHead, 1, SplitFp32<kHead, 1>, LaunchFp32<kHead, 1>};
 }
 
 }  // namespace cuda

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D128() { return MakeFp32Kernel<128>(); }
+Fp32Kernel FindFp32D128(bool exact) { return MakeFp32Kernel<128>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D192() { return MakeFp32Kernel<192>(); }
+Fp32Kernel FindFp32D192(bool exact) { return MakeFp32Kernel<192>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D256() { return MakeFp32Kernel<256>(); }
+Fp32Kernel FindFp32D256(bool exact) { return MakeFp32Kernel<256>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

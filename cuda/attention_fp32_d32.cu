@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D32() { return MakeFp32Kernel<32>(); }
+Fp32Kernel FindFp32D32(bool exact) { return MakeFp32Kernel<32>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D64() { return MakeFp32Kernel<64>(); }
+Fp32Kernel FindFp32D64(bool exact) { return MakeFp32Kernel<64>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

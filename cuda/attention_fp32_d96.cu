@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-Fp32Kernel FindFp32D96() { return MakeFp32Kernel<96>(); }
+Fp32Kernel FindFp32D96(bool exact) { return MakeFp32Kernel<96>(exact); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -7,9 +7,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdlib>
-
 #include "cuda/attention.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma_sm80.cuh"
@@ -115,7 +112,7 @@ class Attention {
     key_ = static_cast<const T*>(p.key) + b_ * p.key_stride.b + g * p.key_stride.h;
     value_ = static_cast<const T*>(p.value) + b_ * p.value_stride.b + g * p.value_stride.h;
     output_ = static_cast<T*>(p.output) + b_ * p.output_stride.b + h_ * p.output_stride.h;
-    pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
+    pad_at_ = static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
     // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
@@ -182,9 +179,9 @@ class Attention {
       } else {
         entry.tile = at;
       }
-      if (pad_ != nullptr && !unmasked) {
-        entry.pad[0] = pad_[2 * entry.tile];
-        entry.pad[1] = pad_[2 * entry.tile + 1];
+      if (p_.pad_bits != nullptr && !unmasked) {
+        entry.pad[0] = p_.pad_bits[pad_at_ + 2 * entry.tile];
+        entry.pad[1] = p_.pad_bits[pad_at_ + 2 * entry.tile + 1];
         if ((entry.pad[0] | entry.pad[1]) == 0) continue;
       } else if ((entry.tile + 1) * S::kN > p_.T) {
         const int keys = p_.T - entry.tile * S::kN;
@@ -410,8 +407,7 @@ class Attention {
   // skipped all of them run into the next load without its memory descriptor.
   __device__ __forceinline__ void AddBiases(int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
     const int radius = static_cast<int>(p_.relative_bias_size / 2);
-    const float* relative =
-        p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+    const int64_t relative = h_ * p_.relative_bias_stride_h + radius;  // where distance 0 is
     const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -429,7 +425,9 @@ class Attention {
             bias = p_.bias_is_float != 0 ? static_cast<const float*>(p_.bias)[at]
                                          : ToFloat(static_cast<const T*>(p_.bias)[at]);
           }
-          if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
+          if (p_.relative_bias != nullptr) {
+            bias += p_.relative_bias[relative + max(-radius, min(radius, key - (p_.query_position + row)))];
+          }
           float sum = (x + bias) * kLog2E;
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
           if (sum == -INFINITY) sum = kLowest;
@@ -578,7 +576,7 @@ class Attention {
   float scale_, inverse_softcap_;
   const T *query_, *key_, *value_;
   T* output_;
-  const uint32_t* pad_;
+  int64_t pad_at_;  // of its batch in pad_bits
   uint32_t q_[S::kHeldQueries ? kSteps : 1][S::kBlocks][4];
   float o_[S::kBlocks][kOutputs][4];
   float max_[S::kBlocks][2], sum_[S::kBlocks][2];
@@ -606,8 +604,7 @@ cudaError_t StagesOf(int* stages) {
   int device = 0, block = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  // For tests of what smaller devices run.
-  if (const char* most = std::getenv("STOF_CUDA_SHARED_KIB")) block = std::min(block, 1024 * std::atoi(most));
+  block = CappedShared(block);
   while (*stages > 0 && S::SharedBytes(*stages) > block) --*stages;
   return error;
 }

@@ -5,6 +5,8 @@
 
 #include <cuda.h>
 
+#include <string>
+
 #include "cuda/attention.h"
 #include "cuda/work_plan.h"
 
@@ -40,9 +42,15 @@ struct Sm90Kernel {
   TileCost cost;
   LaunchSm90 launch = nullptr;  // nullptr: no further one
 };
+// "sm90-128x64x2": rows, keys, workers. What a node's attribute `kernel` names.
+std::string NameOf(const Sm90Kernel& kernel);
 // The kernels for a head size, rounded up to 64, 128, 192 or 256; none in a build without sm_90a, and of pairs' biases
 // for heads above 128.
 const Sm90Kernel* FindSm90(int head_size, bool bf16, Extras extras);
+
+// Whether such kernels can read the problem's bias of pairs, if it has one: keys side by side, rows that begin at
+// multiples of 16 bytes.
+bool TakesBias(const AttentionParams& params);
 
 // Fills the maps and steps of params from its `attention`, for a kernel's tile. False where the driver has no bulk
 // copies or a tensor cannot be described: a bias, say, whose rows do not begin at multiples of 16 bytes.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
@@ -11,9 +12,11 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
+#include "cuda/attention_rows.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
+#include "cuda/time_op.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -26,40 +29,6 @@ Status ToHost(const void* from, size_t bytes, void* to) {
 }
 
 Status Device(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
-
-Status CheckRows(const AttentionArgs& args) {
-  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
-  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
-  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
-    return Status::Error("too many rows for one launch");
-  }
-  return Status();
-}
-
-Status Check(const AttentionArgs& args) {
-  if (args.dtype == DType::kF32) return CheckRows(args);
-  if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
-    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
-                         std::to_string(static_cast<int>(args.dtype)));
-  }
-  // Rows are copied 16 bytes at a time.
-  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 256) {
-    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 256, found " +
-                         std::to_string(args.D) + " and " + std::to_string(args.Dv));
-  }
-  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
-    if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {
-      return Status::Error("rows of query, key, value and output must begin at multiples of 16 bytes");
-    }
-  }
-  for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
-    if (reinterpret_cast<uintptr_t>(base) % 16 != 0) {
-      return Status::Error("query, key, value and output must be aligned to 16 bytes");
-    }
-  }
-  return CheckRows(args);
-}
 
 cuda::AttentionParams ToParams(const AttentionArgs& args) {
   cuda::AttentionParams p;
@@ -109,15 +78,16 @@ Status Facts(DeviceFacts* facts) {
     found.l2_bytes = l2;
     found.capability = 10 * major + minor;
     // For tests of one kernel on a device that another serves better.
-    if (const char* most = std::getenv("STOF_CUDA_CAPABILITY")) {
-      found.capability = std::min(found.capability, std::max(80, std::atoi(most)));
-    }
+    const char* text = std::getenv("STOF_CUDA_CAPABILITY");
+    const int most = text == nullptr ? 0 : std::atoi(text);
+    if (most >= 80) found.capability = std::min(found.capability, most);
   }
   *facts = found;
   return Status();
 }
 
-constexpr int64_t kPiece = 64;                          // rows that share a word of AttentionParams::only
+constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
+constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
 constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is made on the device
 
 // A mask that is made on the device, by run, and what its parts share.
@@ -159,32 +129,25 @@ class Job {
 
   Status Run() {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
+    if (facts_.capability < 80) {
+      return Status::Error("the device has compute capability " + std::to_string(facts_.capability / 10) + "." +
+                           std::to_string(facts_.capability % 10) +
+                           ", the CUDA kernels need 8.0 or later: run the model on the CPU provider");
+    }
     if (args_.T == 0) {  // without any key all rows are zeros, whatever the policy says of forbidden ones
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
+    if (std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors()) return RunRows();
     if (TakesDecode()) return RunDecode();
-    if (args_.dtype == DType::kF32) return RunFp32();
-    // Heads of up to 32 elements would fill half of the wider kernel's tiles with zeros.
-    if (facts_.capability != 90 || size_ <= 32) return RunSm80();
-    const cuda::Extras extras = args_.bias != nullptr ? cuda::Extras::kPairs
-                                : extras_             ? cuda::Extras::kDistances
-                                                      : cuda::Extras::kNone;
-    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_, extras);
-    if (kernels->launch == nullptr) return RunSm80();
-    cuda::Problem problem;
-    if (build_ == nullptr && !mask_.parts.fixed.empty()) problem.mask = &mask_.parts.fixed;
-    problem.hash = mask_.fixed_hash;
-    problem.sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
-    problem.multiprocessors = facts_.multiprocessors;
-    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
-    problem.section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     const cuda::Sm90Kernel* kernel = nullptr;
-    if (build_ != nullptr) {
-      kernel = cuda::SelectUnseen(kernels);
-    } else {
-      STOF_RETURN_IF_ERROR(cuda::Select(kernels, problem, &kernel));
-    }
+    cuda::Problem problem;
+    STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    bool rows = false;
+    STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return RunRows();
+    if (args_.dtype == DType::kF32) return RunFp32();
+    if (kernel == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
     if (!cuda::DescribeTensors(bf16_, kernel->rows, kernel->keys, &params)) return RunSm80();
@@ -206,10 +169,107 @@ class Job {
     return LaunchSm80();
   }
 
+  // The masks that Run would make.
+  Status Ready() {
+    const cuda::Sm90Kernel* kernel = nullptr;
+    cuda::Problem problem;
+    STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    if (TakesDecode()) {
+      cuda::MaskForm form;
+      form.m = cuda::kDecodeTileRows;
+      return GetMask(form, &params_, &entry);
+    }
+    bool rows = std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors();
+    if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
+    if (rows) return GetMask(RowsForm(), &params_, &entry);
+    if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
+    // Also beside an sm_90a kernel where the other one may come second.
+    return kernel == nullptr || all_keys_ ? GetMask(cuda::MaskForm(), &params_, &entry) : Status();
+  }
+
+  // How many choices there are: the sm_80 kernel, then those for sm_90a.
+  Status Count(int* kernels) {
+    const cuda::Sm90Kernel* first = nullptr;
+    STOF_RETURN_IF_ERROR(First(&first));
+    *kernels = first == nullptr ? 0 : 1 + Listed(first);
+    return Status();
+  }
+
  private:
-  // Few queries, and rows that can be read 16 bytes at a time, which Check has seen to where they are halves.
-  bool TakesDecode() const {
-    if (args_.S > cuda::kDecodeQueries) return false;
+  static int Listed(const cuda::Sm90Kernel* first) {
+    int count = 0;
+    while (first[count].launch != nullptr) ++count;
+    return count;
+  }
+
+  // The sm_90a kernels that take the problem on this device; nullptr: none, only the sm_80 kernel does.
+  Status First(const cuda::Sm90Kernel** first) {
+    STOF_RETURN_IF_ERROR(Facts(&facts_));
+    *first = nullptr;
+    if (facts_.capability != 90 || size_ <= kNarrowHead || !cuda::TakesBias(params_)) return Status();
+    if (args_.dtype == DType::kF32) return Status();
+    const cuda::Extras extras = args_.bias != nullptr ? cuda::Extras::kPairs
+                                : extras_             ? cuda::Extras::kDistances
+                                                      : cuda::Extras::kNone;
+    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_, extras);
+    if (kernels->launch != nullptr) *first = kernels;
+    return Status();
+  }
+
+  // kernel nullptr: that for sm_80.
+  Status Choose(const cuda::Sm90Kernel** kernel, cuda::Problem* problem) {
+    const cuda::Sm90Kernel* first = nullptr;
+    STOF_RETURN_IF_ERROR(First(&first));
+    if (build_ == nullptr && !mask_.parts.fixed.empty()) problem->mask = &mask_.parts.fixed;
+    problem->hash = mask_.fixed_hash;
+    problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
+    problem->multiprocessors = facts_.multiprocessors;
+    if (first == nullptr || context_.kernel == 1) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
+    const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
+    problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
+      *kernel = first + (context_.kernel - 2);
+      return Status();
+    }
+    *kernel = cuda::Named(first, args_.kernel);
+    if (*kernel != nullptr) return Status();
+    if (build_ == nullptr) return cuda::Select(first, *problem, kernel);
+    *kernel = cuda::SelectUnseen(first);
+    return Status();
+  }
+
+  static cuda::MaskForm RowsForm() {
+    cuda::MaskForm form;
+    form.m = form.n = cuda::kRowsTile;
+    return form;
+  }
+
+  // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the
+  // mask.
+  Status PrefersRows(const cuda::Sm90Kernel* kernel, const cuda::Problem& problem, bool* rows) const {
+    *rows = false;
+    if (problem.mask == nullptr || context_.kernel > 0 || *args_.kernel != '\0' || !ReadsVectors()) return Status();
+    const int64_t item = SizeOf(args_.dtype);
+    return cuda::SelectRows(problem, kernel, static_cast<int>(size_ * item), item == 4, rows);
+  }
+
+  Status RunRows() {
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    int32_t* unused = nullptr;
+    STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
+    STOF_RETURN_IF_ERROR(GetMask(RowsForm(), &params_, &entry));
+    const bool biased = args_.softcap > 0.0f || args_.bias != nullptr || args_.relative_bias != nullptr;
+    const cuda::Launch launch = cuda::FindRows(args_.dtype, size_, biased);
+    if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
+    return Launched(launch(params_, stream_));
+  }
+
+  bool TakesDecode() const { return args_.S <= cuda::kDecodeQueries && ReadsVectors(); }
+
+  // Whether rows can be read 16 bytes at a time, which Check has seen to where they are halves.
+  bool ReadsVectors() const {
     if (args_.dtype != DType::kF32) return true;
     bool aligned = args_.D % 4 == 0 && args_.Dv % 4 == 0;
     for (const Strides* stride : {&args_.query_stride, &args_.key_stride, &args_.value_stride}) {
@@ -244,14 +304,20 @@ class Job {
     const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
                                       unknown || (entry != nullptr && entry->empty_rows()));
     const int64_t rows = args_.B * args_.H * args_.S;
-    if (params.splits > 1 || second) {
+    // Where memory was planned ahead there may be too little for the splits that would be fastest.
+    while (params.splits > 1 || second) {
       const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
       const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
       auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
+      if (memory == nullptr && params.splits > 1) {
+        params.splits /= 2;
+        continue;
+      }
       if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of sums");
       params.state = reinterpret_cast<float*>(memory);
       params.partial = reinterpret_cast<float*>(memory + states);
       if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
+      break;
     }
     for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
       STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
@@ -261,7 +327,7 @@ class Job {
   }
 
   Status RunFp32() {
-    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_);
+    const cuda::Fp32Kernel kernel = cuda::FindFp32(size_, !args_.allow_tf32);
     if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
     cuda::Fp32Params params;
     std::shared_ptr<const cuda::MaskEntry> entry;
@@ -297,7 +363,7 @@ class Job {
   Status GetMask(const cuda::MaskForm& form, cuda::AttentionParams* params,
                  std::shared_ptr<const cuda::MaskEntry>* entry) {
     if (build_ == nullptr) {
-      if (mask_.parts.fixed.empty()) return Status();
+      if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // no pair is left to ask for
       bool missing = false;
       STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form,
                                                                stream_, entry, &missing));
@@ -354,7 +420,7 @@ class Job {
   Status Prepare(bool flags, const uint32_t** pad_bits, int32_t** redo) const {
     if (pad_ == nullptr && !flags) return Status();
     const int64_t tiles = pad_ == nullptr ? 0 : (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
-    const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + kPiece - 1) / kPiece) : 0;
+    const int64_t pieces = flags ? args_.B * args_.H * ((args_.S + cuda::kPiece - 1) / cuda::kPiece) : 0;
     const int64_t bit_bytes = args_.B * tiles * cuda::kTileKeys / 8;
     const auto bytes = static_cast<size_t>(std::max<int64_t>(1, bit_bytes + 4 * pieces));
     auto* memory = static_cast<char*>(context_.allocate(context_.self, bytes));
@@ -453,7 +519,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
 
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
-  STOF_RETURN_IF_ERROR(Check(args));
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
     return AttendInParts(args, pad, mask, sizes, operands, context);
   }
@@ -526,7 +592,75 @@ void Relaxed(void (*run)(void* self), void* self) {
   run(self);
 }
 
-constexpr CudaBackend kBackend = {ToHost, Device, Take, Give, CapturedOrDone, Relaxed, Attention};
+Status Describe(std::string* name, int32_t* capability) {
+  int device = 0;
+  cudaDeviceProp properties;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, device), "device"));
+  *name = properties.name;
+  *capability = 10 * properties.major + properties.minor;
+  return Status();
+}
+
+Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
+  DeviceFacts facts;
+  STOF_RETURN_IF_ERROR(Facts(&facts));
+  names->clear();
+  if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
+  if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
+  *names = std::string(kSm80) + " " + kRows;
+  if (facts.capability != 90 || head_size <= kNarrowHead) return Status();
+  const bool bf16 = dtype == DType::kBF16;
+  for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16, cuda::Extras::kNone);
+       kernel->launch != nullptr; ++kernel) {
+    *names += " " + cuda::NameOf(*kernel);
+  }
+  return Status();
+}
+
+int Kernels(const AttentionArgs& args) {
+  const AttentionMask none;
+  const RunContext context;
+  int kernels = 0;
+  const Status status =
+      Job(args, nullptr, none, ExprSizes(), Tables(), cuda::MaskPart(), nullptr, context).Count(&kernels);
+  if (status.ok()) return kernels;
+  cudaGetLastError();  // that of a missing device is nobody else's business
+  return 0;
+}
+
+// A stream of this library's own on the current device, for uploads that come before the stream of a run is known.
+Status UploadStream(cudaStream_t* stream) {
+  constexpr int kDevices = 64;
+  static std::mutex mutex;
+  static cudaStream_t streams[kDevices];
+  int device = 0;
+  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
+  if (device >= kDevices) return Status::Error("more than 64 devices");
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (streams[device] == nullptr) {
+    STOF_RETURN_IF_ERROR(
+        ToStatus(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking), "stream for uploads"));
+  }
+  *stream = streams[device];
+  return Status();
+}
+
+Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
+  if (mask.parts.fixed.empty()) return Status();
+  const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
+  RunContext context;
+  context.on_cuda = true;
+  context.kernel = kernel;
+  cudaStream_t stream = nullptr;
+  STOF_RETURN_IF_ERROR(UploadStream(&stream));
+  context.stream = stream;
+  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+  return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
+}
+
+constexpr CudaBackend kBackend = {ToHost,    Device,  Take,  Give,     CapturedOrDone, Relaxed,
+                                  Attention, Kernels, Ready, Describe, KernelNames,    cuda::TimeOp};
 
 }  // namespace
 

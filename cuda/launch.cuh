@@ -5,11 +5,24 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <limits>
 
 namespace stof {
 namespace cuda {
+
+// Bytes of shared memory of a CTA, or less: STOF_CUDA_SHARED_KIB, read once, is for tests of what smaller devices run.
+inline int CappedShared(int bytes) {
+  static const int most = [] {
+    const char* text = std::getenv("STOF_CUDA_SHARED_KIB");
+    const int kib = text == nullptr ? 0 : std::atoi(text);
+    return kib > 0 ? 1024 * std::min(kib, 1024) : std::numeric_limits<int>::max();
+  }();
+  return std::min(bytes, most);
+}
 
 // Not <<<>>>, after which only the thread's last error can be asked for, whoever made it. The kernel is allowed its
 // dynamic shared memory at its first launch on a device; kKernel is a template parameter, so that each has its own

@@ -8,8 +8,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <tuple>
 
+#include "cuda/attention_rows.h"
+#include "cuda/row_cost.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -38,7 +41,24 @@ const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
   return nullptr;
 }
 
+// By how much the row-wise kernel has to be faster by the model, and the least pairs that a tile skips for each it has.
+constexpr double kRowsMargin = 0.9;
+constexpr int64_t kFewestSkipped = 8;
+
 }  // namespace
+
+std::string NameOf(const Sm90Kernel& kernel) {
+  return "sm90-" + std::to_string(kernel.rows) + "x" + std::to_string(kernel.keys) + "x" +
+         std::to_string(kernel.workers);
+}
+
+const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name) {
+  if (*name == '\0') return nullptr;
+  for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
+    if (NameOf(*kernel) == name) return kernel;
+  }
+  return nullptr;
+}
 
 void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 
@@ -76,6 +96,48 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
                           static_cast<double>(std::max<int64_t>(1, rows));
   const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
   *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
+  return Status();
+}
+
+Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32, bool* rows) {
+  using Key = std::tuple<const Sm90Kernel*, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, bool, int>;
+  static std::mutex mutex;
+  static auto* remembered = new std::map<Key, bool>;
+  const ExprSizes& sizes = problem.sizes;
+  const Key key{kernel,  problem.hash, sizes.B,    sizes.H, sizes.S,
+                sizes.T, sizes.P,      head_bytes, fp32,    problem.multiprocessors};
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = remembered->find(key);
+    if (found != remembered->end()) {
+      *rows = found->second;
+      return Status();
+    }
+  }
+  *rows = false;
+  const int m = kernel == nullptr ? kTileRows : kernel->rows, n = kernel == nullptr ? kTileKeys : kernel->keys;
+  std::shared_ptr<const BlockMask> tiled;
+  STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, m, n, &tiled));
+  const MaskCounts counts = CountPairs(*tiled, sizes.B, sizes.H);
+  // With this many pairs in a tile no time for a key is short enough; the exact count is only made below it.
+  if (counts.pairs * kFewestSkipped < counts.tiles * m * n) {
+    double tiles_take = 0;
+    if (kernel != nullptr) {
+      int64_t nanoseconds = 0;
+      STOF_RETURN_IF_ERROR(Predict(*kernel, problem, &nanoseconds));
+      tiles_take = static_cast<double>(nanoseconds);
+    } else {
+      tiles_take = PredictSm80(counts, head_bytes, fp32, problem.multiprocessors);
+    }
+    std::shared_ptr<const BlockMask> fine;
+    STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, kRowsTile, kRowsTile, &fine));
+    const double taken = PredictRows(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S, head_bytes,
+                                     problem.multiprocessors);
+    *rows = taken < kRowsMargin * tiles_take;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (remembered->size() >= kMostRemembered) remembered->clear();
+  remembered->emplace(key, *rows);
   return Status();
 }
 

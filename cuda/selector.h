@@ -30,8 +30,15 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
 // model. At the start, what the environment variable STOF_CUDA_KERNEL says.
 void TakeKernel(int index);
 
-// The kernel of a list of them, which ends with an empty one, that the model takes for the fastest; remembered.
+// The kernel of a list of them, which ends with an empty one, that has this name; nullptr: none.
+const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name);
+
+// The kernel of such a list that the model takes for the fastest; remembered.
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected);
+
+// Whether the row-wise kernel takes a problem with a mask in less time than that one (nullptr: the kernel for
+// capability 8.0, or that for fp32), by the model; remembered. head_bytes: of a key.
+Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_bytes, bool fp32, bool* rows);
 
 // The one for a mask that the host does not see: of those with the fewest keys in a tile, which leave most out, the one
 // that needs least for a pair.

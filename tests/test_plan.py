@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stof
-from stof import choice, cli
+from stof import cli
 from stof.errors import ArgumentError
+from stof.kernels import cost
 from stof.plan import Plan, SitePlan, load, parse
 
 WINDOW = "abs(q - k) <= 16 and pad[b, k]"
@@ -182,7 +183,7 @@ def test_a_plan_that_replaces_what_cannot_be(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = edited(model, lambda sites: None)
-    monkeypatch.setattr(choice, "why_not", lambda site, mask: ["head size 512"])
+    monkeypatch.setattr(cost, "why_not", lambda site, mask: ["head size 512"])
     assert cli.main([str(model), "--plan", str(plan)]) == 3
     error = capsys.readouterr().err
     assert f"replaces site {load(plan).sites[0].site!r}, which cannot be: no kernel: head size 512" in error

@@ -63,12 +63,22 @@ runtimes=(1.18.1)
 bash tools/test_runtimes.sh "$bin/python" build/dev/libstof_ort.so "${runtimes[@]}"
 end
 
+# The plugin library in real plugin registries; its life without TensorRT is among the C++ tests.
+begin 'TensorRT registries'
+bash tools/test_trt_registries.sh "$bin/python" build/dev
+end
+
 begin sanitizers
 for preset in asan tsan; do
   cmake --preset $preset
   cmake --build --preset $preset
   ctest --preset $preset
 done
+end
+
+# Optimized models, built by TensorRT for RTX with the plugin library and without.
+begin 'TensorRT engines'
+bash tools/test_engines.sh "$bin/python" build/dev/libstof_ort.so build/dev/libstof_trt.so
 end
 
 begin wheel

@@ -11,7 +11,7 @@ import onnx
 
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.inputs import evaluate
-from stof.kernels.cost import Prediction, predict, why_not
+from stof.kernels.cost import Prediction
 from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
 from stof.mask.levels import equals_in_strength
@@ -26,6 +26,7 @@ from stof.plan import Plan, SitePlan
 from stof.report import SiteReport, Step
 from stof.site import AttentionSite, EmptyRows, Finding, LiftedMask
 from stof.symbolic import Int, Symbolic
+from stof.targets import Target, Use
 
 REPORT_LENGTH = 2048
 _RANGE = (128, 8192)
@@ -81,14 +82,14 @@ def check_shapes(options: Options, model: onnx.ModelProto) -> None:
             raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
 
 
-def check_plan(plan: Plan, sites: Sequence[AttentionSite]) -> None:
-    """Refuses a plan of another model or for a backend that is not there.
+def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
+    """Refuses a plan of another model or for another target.
 
     Raises:
         ArgumentError: naming the site or the target.
     """
-    if plan.target != "cpu":
-        raise ArgumentError(f"the plan is for target {plan.target}; this build has the CPU backend only")
+    if plan.target != target:
+        raise ArgumentError(f"the plan is for target {plan.target}, not {target}; use --target {plan.target}")
     names = {s.name for s in sites}
     for entry in plan.sites:
         if entry.site not in names:
@@ -109,12 +110,12 @@ class Chooser:
     """Decides about the sites of one model."""
 
     def __init__(
-        self, model: onnx.ModelProto, symbolic: Symbolic, options: Options, plan: Plan | None, isa: str
+        self, model: onnx.ModelProto, symbolic: Symbolic, options: Options, plan: Plan | None, target: Target
     ) -> None:
         self.symbolic = symbolic
         self.options = options
         self.plan = plan
-        self.isa = isa
+        self.target = target
         self.checker = MaskChecker(model, symbolic)
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
 
@@ -144,13 +145,12 @@ class Chooser:
             accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
             row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
             step = Step.KERNEL
-            if reasons := why_not(site, mask):
+            if reasons := self.target.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
             step = Step.COST
             *within, shown = self._predict(site, mask)
-            worst = min(within, key=lambda p: p.gain)
-            if entry is None and worst.gain < 1.0:
-                raise UnsupportedError(f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x")
+            if entry is None and (reason := self.target.leave(site, mask, within)):
+                raise UnsupportedError(reason)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 return self.choose(site.unguarded)
@@ -159,20 +159,24 @@ class Chooser:
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
                 ) from error
             return _kept(row, step, str(error))
+        gain = shown.gain if self.target.predicts else None
+        planned = dict(entry.hints).get("kernel", "") if entry else None
+        kernel, hint = self.target.kernel(site, mask, Use(self._batch(site), self._lengths(site), planned))
+        hints = entry.hints if entry else (("kernel", hint),) if hint else ()
         row = replace(
             row,
             replaced=True,
             reason="replaced",
             step=Step.DONE,
             empty_rows=mask.empty_rows.value,
-            kernel=f"cpu block-wise {self.isa}".rstrip(),
+            kernel=kernel,
             tile_density=shown.tile_density,
-            predicted_gain=shown.gain,
+            predicted_gain=gain,
             length=shown.length,
         )
-        hints = entry.hints if entry else ()
-        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, round(shown.gain, 3))
-        return Choice(row, plan, Rewrite(site, mask, hints))
+        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
+        tensorrt = self.target.name == "tensorrt"
+        return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
 
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
@@ -231,8 +235,16 @@ class Chooser:
         key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, lengths)
         if key not in self.predictions:
             shown = lengths[0] if len(lengths) == 1 else REPORT_LENGTH
-            self.predictions[key] = [predict(site, mask, n) for n in (*lengths, shown)]
+            self.predictions[key] = [self.target.predict(site, mask, n) for n in (*lengths, shown)]
         return self.predictions[key]
+
+    def _batch(self, site: AttentionSite) -> int:
+        """The largest batch in use: the fixed one, or that of ``--shape``, or 1."""
+        names = {str(a.args[0]) for a in site.dims[0].atoms() if a.kind == "size"}
+        try:
+            return max(1, evaluate(site.dims[0], {n: self.options.shapes.get(n, (1, 1))[1] for n in names}))
+        except UnsupportedError:
+            return 1
 
     def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
@@ -261,6 +273,6 @@ def _heads(site: AttentionSite) -> str:
     return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
 
 
-def plan_of(choices: Iterable[Choice]) -> Plan:
+def plan_of(choices: Iterable[Choice], target: str = "cpu") -> Plan:
     """The plan that gives these choices again."""
-    return Plan(tuple(c.plan for c in choices))
+    return Plan(tuple(c.plan for c in choices), target)

@@ -14,7 +14,6 @@ from stof.errors import ArgumentError, StofError
 from stof.options import Options
 
 _LATER = {
-    "tune": "--tune needs the tuner, which this version does not have; leave the option out",
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
 }
@@ -45,7 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use, for choices"
     )
-    parser.add_argument("--tune", type=_seconds, metavar="SECONDS", help="measure kernels instead of predicting")
+    parser.add_argument(
+        "--tune", type=_seconds, metavar="SECONDS", help="measure CUDA kernels for so long instead of predicting"
+    )
+    parser.add_argument("--allow-tf32", action="store_true", help="round fp32 products as TF32 does, on CUDA")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")
     parser.add_argument(
@@ -122,10 +124,11 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, words in _LATER.items():
         if getattr(arguments, name) is not None:
             raise ArgumentError(words)
-    if arguments.target != "cpu":
-        raise ArgumentError(f"--target {arguments.target}: this build has the CPU backend only; use --target cpu")
     options = Options(
         output=arguments.output,
+        target=arguments.target,
+        tune=arguments.tune,
+        allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         dry_run=arguments.dry_run,
         explain=arguments.explain,

@@ -84,11 +84,20 @@ def write_text(name: str, path: Path, lines: Iterable[str]) -> None:
     Raises:
         ArgumentError: naming the file, when it cannot be written; what was there before stays.
     """
+    write_bytes(name, path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def write_bytes(name: str, path: Path, data: bytes | memoryview) -> None:
+    """Writes bytes, whole or not at all.
+
+    Raises:
+        ArgumentError: naming the file, when it cannot be written; what was there before stays.
+    """
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".stof-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".stof-", delete=False) as file:
             temporary = Path(file.name)
-            file.writelines(f"{line}\n" for line in lines)
+            file.write(data)
         # mkstemp makes private files; these get what a plain open() would have given them.
         umask = os.umask(0)
         os.umask(umask)

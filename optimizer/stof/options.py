@@ -12,6 +12,9 @@ class Options:
     """What ``stof-optimize`` takes; ``docs`` of each option are in ``cli.py``."""
 
     output: Path | None = None
+    target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
+    tune: float | None = None  # seconds for measuring kernels
+    allow_tf32: bool = False
     json: Path | None = None
     dry_run: bool = False
     explain: str | None = None  # "*" or a site: report only, and say how far sites got

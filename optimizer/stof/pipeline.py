@@ -31,6 +31,7 @@ from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
 from stof.site import Finding
+from stof.targets import target_of
 from stof.verify import Verifier
 
 
@@ -78,7 +79,9 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         report.sites = _sites_again(graph)
         check_selection(options, [], [Finding(s.site, False, s.reason) for s in report.sites])
         if options.save_plan is not None:
-            Plan(tuple(SitePlan(s.site, False, reason=s.reason) for s in report.sites)).save(options.save_plan)
+            Plan(tuple(SitePlan(s.site, False, reason=s.reason) for s in report.sites), options.target).save(
+                options.save_plan
+            )
         return
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
@@ -89,13 +92,13 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     check_selection(options, sites, findings)
     check_shapes(options, graph)
     if plan is not None:
-        check_plan(plan, sites)
+        check_plan(plan, sites, options.target)
     report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
     with _timed(report, "lift"), _damage(source):
-        isa = str(report.library.get("cpu_isa", ""))
+        tuned_for = target_of(options, str(report.library.get("cpu_isa", "")))
         choices = []
         for scope in scopes:
-            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, isa)
+            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, tuned_for)
             choices += [chooser.choose(site) for site in scope.sites]
     report.sites += [c.report for c in choices]
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]
@@ -109,7 +112,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         with _runtime_errors(source):
             _verify_and_write(report, scopes, rewrites, emitted, source, target, options)
     if options.save_plan is not None:
-        plan_of(choices).save(options.save_plan)
+        plan_of(choices, options.target).save(options.save_plan)
 
 
 def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:

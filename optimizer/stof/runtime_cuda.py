@@ -11,6 +11,8 @@ import numpy as np
 
 from stof.runtime import _DTYPES, _ERROR_SIZE, LibraryError, Op, _call, _library, _Tensor, _tensor
 
+_NAMES_SIZE = 4096
+
 
 @dataclass(frozen=True)
 class DeviceTensor:
@@ -81,3 +83,49 @@ class CudaOp(Op):
                 raise LibraryError(error.value.decode(errors="replace"))
 
         return run
+
+    def time(
+        self, tensors: Sequence[tuple[str, tuple[int, ...]]], arrays: Sequence[np.ndarray], seconds: float
+    ) -> float:
+        """Microseconds of one run on the current device: the median of replays of a captured graph for ``seconds``.
+
+        The first inputs are drawn at random, by type and shape; the others are the arrays.
+
+        Raises:
+            LibraryError: when the library refuses the call.
+        """
+        kept = [np.ascontiguousarray(a) for a in arrays]
+        given = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [_tensor(a) for a in kept]
+        microseconds = ctypes.c_double()
+        _call(
+            "stof_op_time_cuda", self._handle, (_Tensor * len(given))(*given), len(given), 1,
+            ctypes.c_double(seconds), ctypes.byref(microseconds),
+        )  # fmt: skip
+        return microseconds.value
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The current CUDA device; ``capability`` is 10 × major + minor."""
+
+    name: str
+    capability: int
+
+
+def device_info() -> DeviceInfo:
+    """What the CUDA device of this thread is.
+
+    Raises:
+        LibraryError: without a device, a driver or CUDA kernels in the library.
+    """
+    name = ctypes.create_string_buffer(256)
+    capability = ctypes.c_int32()
+    _call("stof_cuda_device", name, ctypes.c_size_t(256), ctypes.byref(capability))
+    return DeviceInfo(name.value.decode(errors="replace"), capability.value)
+
+
+def kernel_names(head_size: int, dtype: int) -> list[str]:
+    """The attention kernels of the device for a head size and an ONNX element type; empty where there is no choice."""
+    names = ctypes.create_string_buffer(_NAMES_SIZE)
+    _call("stof_cuda_kernels", ctypes.c_int64(head_size), ctypes.c_int32(dtype), names, ctypes.c_size_t(_NAMES_SIZE))
+    return names.value.decode().split()

@@ -89,6 +89,17 @@ STOF_EXPORT int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int inp
                                  int output_count, void* workspace, size_t workspace_size, void* stream, char* error,
                                  size_t error_size);
 
+/* The current device: its name, and 10 * major + minor of its compute capability. */
+STOF_EXPORT int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size);
+/* Names of the attention kernels of the current device for a head size and an element type, separated by blanks, as the
+ * attribute `kernel` takes them; empty where there is no choice. */
+STOF_EXPORT int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t names_size, char* error,
+                                  size_t error_size);
+/* Microseconds of one run of a prepared operator on the current device: the median of replays of a captured graph, for
+ * about `seconds`. Inputs with data are host memory and copied; others are filled with random numbers. */
+STOF_EXPORT int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, int output_count,
+                                  double seconds, double* microseconds, char* error, size_t error_size);
+
 /* ---- the machine ---- */
 /* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */
 STOF_EXPORT double stof_fma_rate(int threads, double seconds);

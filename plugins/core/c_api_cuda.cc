@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators on a CUDA device, without a runtime: tensors are device addresses, work is queued on the caller's
 // stream.
+#include <algorithm>
+
 #include "plugins/core/c_api_internal.h"
 #include "plugins/core/cuda_backend.h"
 
@@ -52,6 +54,42 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
     context.on_cuda = true;
     context.stream = stream;
     return op->op->Run(in.data(), input_count, out.data(), output_count, context);
+  });
+}
+
+int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size) {
+  return stof::Guarded(error, error_size, [&] {
+    const stof::CudaBackend* backend = stof::FindCudaBackend();
+    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    std::string found;
+    STOF_RETURN_IF_ERROR(backend->describe(&found, capability));
+    if (name_size > 0) std::snprintf(name, name_size, "%s", found.c_str());
+    return Status();
+  });
+}
+
+int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t names_size, char* error,
+                      size_t error_size) {
+  return stof::Guarded(error, error_size, [&] {
+    const stof::CudaBackend* backend = stof::FindCudaBackend();
+    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    std::string found;
+    STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
+    if (found.size() >= names_size) return Status::Error("the names take " + std::to_string(found.size()) + " bytes");
+    std::copy(found.c_str(), found.c_str() + found.size() + 1, names);
+    return Status();
+  });
+}
+
+int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, int output_count, double seconds,
+                      double* microseconds, char* error, size_t error_size) {
+  return stof::Guarded(error, error_size, [&] {
+    const stof::CudaBackend* backend = stof::FindCudaBackend();
+    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    if (output_count < 1 || output_count > 64) return Status::Error("a number of outputs that is not 1 to 64");
+    std::vector<stof::Tensor> in;
+    STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
+    return backend->time(*op->op, in.data(), input_count, output_count, seconds, microseconds);
   });
 }
 

@@ -26,7 +26,26 @@ struct CudaBackend {
   // reads no vector of the run.
   Status (*attention)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                       const Tables& operands, const RunContext& context);
+  // How many choices RunContext::kernel has for this problem on the current device; 0: none.
+  int (*kernels)(const AttentionArgs& args);
+  // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own.
+  Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
+  // The device of the calling thread.
+  Status (*describe)(std::string* name, int32_t* capability);
+  // For the tuner: the names of the kernels that attention may be asked for (AttentionArgs::kernel), separated by
+  // blanks; the model chooses among the same ones.
+  Status (*kernel_names)(int64_t head_size, DType dtype, std::string* names);
+  // Microseconds of one run: cuda/time_op.h.
+  Status (*time)(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
+                 double* microseconds);
 };
+
+// ---- without a device, and in builds without CUDA kernels, too ----
+// Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
+Status CheckCudaAttention(const AttentionArgs& args);
+// For runtimes that plan memory ahead: how many bytes `attention` asks RunContext::allocate for at most, blocks rounded
+// up to 64. Masks that read vectors of a run are refused: what they need is not known before. pad: there is padding.
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, size_t* workspace);
 
 // nullptr in a build without CUDA kernels. Needs neither a GPU nor a driver.
 const CudaBackend* FindCudaBackend();

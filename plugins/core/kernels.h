@@ -82,6 +82,8 @@ struct AttentionArgs {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none
   EmptyRows empty_rows = EmptyRows::kZero;
+  bool allow_tf32 = false;       // fp32 products may be rounded as TF32 is
+  const char* kernel = "";       // the one to take where it suits; others are chosen
   const uint8_t* pad = nullptr;  // [B, T], 1: the key may be attended; nullptr: all
   const void* bias = nullptr;    // element strides below, 0 on a broadcast axis; nullptr: none
   DType bias_dtype = DType::kUndefined;

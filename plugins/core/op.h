@@ -58,16 +58,25 @@ struct RunContext {
   // On a device, tensors and memory are the device's, and Run returns when its work is queued on the stream.
   bool on_cuda = false;
   void* stream = nullptr;  // cudaStream_t
+  int kernel = 0;          // 1 ... DevicePlan::kernels takes that one; 0, or one that does not fit: the library chooses
 };
 
-// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`; or, where input is
-// negative, `value` (-1: unknown).
+// What runtimes that plan ahead ask of a run on a device.
+struct DevicePlan {
+  size_t workspace = 0;  // bytes that Run takes from allocate at most, each block rounded up to 64
+  int kernels = 0;       // choices beside the library's own on the current device; 0: none, or no device
+};
+
+// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`, and times dimension
+// `by_axis` of input `by_input` where that is not negative; or, where input is negative, `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;
   int64_t value = -1;
   int64_t times = 1;
   int64_t over = 1;
+  int by_input = -1;
+  int by_axis = 0;
 };
 
 // An operator with its attributes parsed. Run is called from several threads at once.
@@ -80,6 +89,25 @@ class Op {
   virtual Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const = 0;
   virtual Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
                      const RunContext& context) const = 0;
+
+  // ---- for runtimes that plan ahead ----
+  // How many inputs the attributes ask for.
+  virtual int InputCount() const = 0;
+  // Whether input `index` may be of type dtype beside typed inputs of type `typed`.
+  virtual bool Takes(int index, DType dtype, DType typed) const = 0;
+  // A run on a device with these types and shapes (no data), or why no kernel of the library takes them. Also in builds
+  // without kernels and on machines without a device.
+  virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const = 0;
+  // Brings to the current device what a run with these shapes reads besides its inputs, so that the run itself need
+  // not.
+  virtual Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
+};
+
+// Attributes by name and type, for runtimes that want them declared.
+enum class AttributeType : uint8_t { kInt, kFloat, kString };
+struct AttributeDescription {
+  const char* name;
+  AttributeType type;
 };
 
 struct OpDescription {
@@ -94,6 +122,8 @@ struct OpDescription {
   Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op);
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);
+  const AttributeDescription* attributes;
+  int attribute_count;
 };
 
 // Every operator of the library; the adapters loop over it.

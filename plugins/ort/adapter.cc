@@ -250,10 +250,13 @@ OrtStatus* OnDevice(const OrtApi* api, const OrtValue* value, bool* on_device) {
   return nullptr;
 }
 
-// Brings a constant from the device; `copy` holds it. One of a type that no operator reads as a constant is left out.
+// Brings a constant from the device; `copy` holds it. Floats, which no operator reads as constants and of which biases
+// may be large, are left out.
 Status ToHost(Tensor* tensor, std::vector<char>* copy) {
   const CudaBackend* backend = FindCudaBackend();
-  const int64_t bytes = tensor->Elements() * SizeOf(tensor->dtype);
+  const bool read = tensor->dtype == DType::kBool || tensor->dtype == DType::kU8 || tensor->dtype == DType::kI8 ||
+                    tensor->dtype == DType::kI32 || tensor->dtype == DType::kI64;
+  const int64_t bytes = read ? tensor->Elements() * SizeOf(tensor->dtype) : 0;
   if (backend == nullptr || bytes == 0) {
     *tensor = Tensor();
     return Status();
@@ -391,8 +394,16 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
     STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].input], dims.data(), rank));
     STOF_ORT_RETURN(api->GetSymbolicDimensions(inputs[rules[i].input], names.data(), rank));
     const int64_t size = dims[rules[i].axis];
-    const bool scaled = rules[i].times != rules[i].over;
-    sizes[i] = size >= 0 ? size * rules[i].times / rules[i].over : -1;
+    const bool scaled = rules[i].times != rules[i].over || rules[i].by_input >= 0;
+    // A model may claim any size; one that overflows is unknown, and refused when the node runs.
+    int64_t times = 0;
+    sizes[i] = size >= 0 && !__builtin_mul_overflow(size, rules[i].times, &times) ? times / rules[i].over : -1;
+    if (rules[i].by_input >= 0) {
+      std::vector<int64_t> by(static_cast<size_t>(ranks[rules[i].by_input]));
+      STOF_ORT_RETURN(api->GetDimensions(inputs[rules[i].by_input], by.data(), by.size()));
+      const int64_t factor = by[static_cast<size_t>(rules[i].by_axis)];
+      if (sizes[i] < 0 || factor < 0 || __builtin_mul_overflow(sizes[i], factor, &sizes[i])) sizes[i] = -1;
+    }
     if (size < 0 && !scaled && names[rules[i].axis] != nullptr) symbols[i] = names[rules[i].axis];
   }
   // ONNX Runtime takes a dimension of -1 without a symbol for a size, so an unknown one leaves the whole shape open.

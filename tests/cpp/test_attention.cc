@@ -58,6 +58,8 @@ struct Case {
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
   bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
+  const char* kernel = "";  // that is asked for by name
+  bool tf32 = false;        // fp32 whose products are rounded as TF32 is; the inputs have been before
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
 };
@@ -76,7 +78,8 @@ std::string Describe(const Case& c) {
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
-              " shared pad ", c.pad_shared, c.wild ? " wild" : "", " tile ", c.m, "x", c.n);
+              " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m,
+              "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -402,14 +405,15 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
   dense.scale = static_cast<double>(1.0f / std::sqrt(static_cast<float>(c.D)));
   dense.softcap = static_cast<double>(c.softcap);
   dense.empty_rows = c.empty_rows;
-  dense.query = DrawValues(random, c.dtype, c.B * c.H * c.S * c.D, static_cast<double>(c.spread));
-  dense.key = DrawValues(random, c.dtype, c.B * c.G * c.T * c.D, 1);
-  dense.value = DrawValues(random, c.dtype, c.B * c.G * c.T * c.Dv, 1);
+  const DType drawn = c.tf32 ? DType::kF16 : c.dtype;
+  dense.query = DrawValues(random, drawn, c.B * c.H * c.S * c.D, static_cast<double>(c.spread));
+  dense.key = DrawValues(random, drawn, c.B * c.G * c.T * c.D, 1);
+  dense.value = DrawValues(random, drawn, c.B * c.G * c.T * c.Dv, 1);
   if (c.rising) {
     for (double& x : dense.query) x = std::abs(x);
     for (size_t i = 0; i < dense.key.size(); ++i) {
       const int64_t k = static_cast<int64_t>(i) / c.D % c.T;
-      dense.key[i] = Rounded(c.dtype, dense.key[i] / 8 + 3.0 * static_cast<double>(k) / static_cast<double>(c.T));
+      dense.key[i] = Rounded(drawn, dense.key[i] / 8 + 3.0 * static_cast<double>(k) / static_cast<double>(c.T));
     }
   }
   if (c.wild) {
@@ -436,8 +440,9 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
 // What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
 // sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
 double CudaTolerance(const Case& c, double magnitude, double largest) {
-  const double unit = c.dtype == DType::kF32 ? 0 : c.dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
-  const double small = c.dtype == DType::kF16 ? 0x1p-25 * static_cast<double>(c.T) : 0;
+  const bool halves = c.dtype == DType::kF16 || c.tf32;
+  const double unit = halves ? 0x1p-11 : c.dtype == DType::kF32 ? 0 : 0x1p-8;
+  const double small = halves ? 0x1p-25 * static_cast<double>(c.T) : 0;
   return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
 }
 
@@ -477,6 +482,8 @@ AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, 
   args.scale = 1.0f / std::sqrt(static_cast<float>(c.D));
   args.softcap = c.softcap;
   args.empty_rows = c.empty_rows;
+  args.allow_tf32 = c.tf32;
+  args.kernel = c.kernel;
   return args;
 }
 
@@ -928,6 +935,23 @@ std::vector<Case> CudaFp32Cases() {
 
 void CudaFp32() { RunCudaCases(CudaFp32Cases(), {-1}); }
 
+// The row-wise kernel, of all types.
+void CudaRows() {
+  std::vector<Case> cases = CudaCases();
+  for (Case& c : CudaFp32Cases()) {
+    if (c.wild || c.D % 4 != 0 || c.Dv % 4 != 0) continue;
+    cases.push_back(c);
+  }
+  for (Case& c : cases) c.kernel = "rows";
+  RunCudaCases(cases, {-1});
+}
+
+void CudaTf32() {
+  std::vector<Case> cases = CudaFp32Cases();
+  for (Case& c : cases) c.tf32 = true, c.wild = false;
+  RunCudaCases(cases, {-1});
+}
+
 // Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them.
 void CudaDecode() {
   Random random(77);
@@ -1057,6 +1081,8 @@ void CudaSm90Extras() {
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
+TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
+TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }

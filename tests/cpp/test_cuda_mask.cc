@@ -304,8 +304,8 @@ TEST(CudaVectorsThatBreakAMask) {
       CHECK(status.ok(), status.message());
       const bool right = last >= 0 && last < length;
       const std::vector<uint16_t> output = small.Output();
-      CHECK(AllOf(output, right ? 0x3c00 : 0x7fff), "length ", length, " index ", last, ": begins with ", output.front(),
-            ", ends with ", output.back());
+      CHECK(AllOf(output, right ? 0x3c00 : 0x7fff), "length ", length, " index ", last, ": begins with ",
+            output.front(), ", ends with ", output.back());
       ++cases;
     }
   }

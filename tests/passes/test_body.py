@@ -10,9 +10,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from stof.graph import DOMAIN
+from stof.graph import DOMAIN, all_nodes
 from stof.passes.body import OP, Variant, make_function
-from stof.site import Layout
+from stof.site import EmptyRows, Layout
 from stof.testing import Problem, assert_close, random_problem, reference
 
 
@@ -78,3 +78,17 @@ def test_the_body_is_the_formula(settings: dict[str, Any], opset: int) -> None:
     wanted = reference(problem)
     assert_close(run_body(problem, opset), wanted)
     assert_close(problem.run(), wanted)
+
+
+def test_branches_read_no_attribute() -> None:
+    """TensorRT's parser takes references to attributes in the branches of an If for 0."""
+    masks = ("abs(q - k) <= 3", "k <= q", "abs(q - k) <= 5")
+    variants = [Variant(m, (Layout.BSN,) * 4, True, EmptyRows.ZERO, 0, 0.0, ("pad",), TensorProto.FLOAT) for m in masks]
+    function = make_function(variants, 18)
+    top = {a.ref_attr_name for n in function.node for a in n.attribute if a.ref_attr_name}
+    assert top == set(function.attribute) == {"mask_id", "scale", "num_heads", "kv_num_heads"}
+    branches = [a.g for n in function.node for a in n.attribute if a.HasField("g")]
+    assert len(branches) == 2
+    inner = [n for branch in branches for n in all_nodes(branch.node)]
+    assert sum(n.op_type == "Softmax" for n in inner) == len(masks)
+    assert not [n.name for n in inner for a in n.attribute if a.ref_attr_name]

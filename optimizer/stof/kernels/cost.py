@@ -34,13 +34,13 @@ class Prediction:
     gain: float
 
 
-def tile_density(mask: LiftedMask, heads: int, length: int) -> float:
-    """The share of tiles that the static part of a mask leaves to compute, at S = T = ``length``."""
+def tile_density(mask: LiftedMask, heads: int, length: int, tile: tuple[int, int] = _TILE) -> float:
+    """The share of tiles (query rows × keys) that the static part of a mask leaves to compute, at S = T = ``length``."""
     if not mask.expression:
         return 1.0
     try:
         parsed = Mask(mask.expression, tables_of(mask))
-        return parsed.block_mask(1, heads, length, length, *_TILE).tile_density(length)
+        return parsed.block_mask(1, heads, length, length, *tile).tile_density(length)
     except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
         return 1.0
 

@@ -37,7 +37,8 @@ def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto
 
     A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
     never takes. So slots are read with a cast, head counts and sizes are found at run time, and the layouts of all
-    variants must be the same.
+    variants must be the same. Branches hold only the way from scores to weights: TensorRT's parser reads references to
+    attributes in a function's own nodes, and takes them for 0, without a word, in the branches of an ``If``.
 
     Raises:
         UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
@@ -47,116 +48,102 @@ def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto
         raise ValueError("variants of one function body need the same layouts and the same grouping")
     slots = len(variants[0].roles)
     inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
-    one_type = len({v.dtype for v in variants}) == 1
-    if not one_type and opset < 15:
+    dtypes = {v.dtype for v in variants}
+    if len(dtypes) > 1 and opset < 15:
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
-    nodes = _select(variants, 0, _Style(opset, one_type))
-    nodes.append(helper.make_node("Identity", ["variant0_out"], ["output"], name="output"))
+    frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
+    scores = frame.scores()
+    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "")
+    frame.builder.nodes += chosen
+    frame.finish("variant0_out")
     opsets = [helper.make_opsetid("", opset)]
-    return helper.make_function(DOMAIN, OP, inputs, ["output"], nodes, opsets, list(_READ))
+    read = [a for a in _READ if a != "mask_id" or len(variants) > 1]
+    return helper.make_function(DOMAIN, OP, inputs, ["output"], frame.builder.nodes, opsets, read)
 
 
 # The attributes that the body reads; every call gives them.
 _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
-@dataclass(frozen=True)
-class _Style:
-    opset: int
-    one_type: bool
-
-
-def _select(variants: Sequence[Variant], i: int, style: _Style) -> list[onnx.NodeProto]:
-    """Nodes that write ``variant<i>_out``: variant i if mask_id is i, else the next ones."""
-    body = _Body(variants[i], Builder(style.opset, f"v{i}_"), style).build()
+def _select(variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str) -> list[onnx.NodeProto]:
+    """Nodes that write ``variant<i>_out``, the weights: of variant i if mask_id is i, else of the next ones."""
+    body = _Weights(variants[i], Builder(opset, f"v{i}_"))
+    result = body.build(scores)
     out = f"variant{i}_out"
     if i + 1 == len(variants):
-        return [*body.nodes, helper.make_node("Identity", [body.result], [out], name=out)]
-    wanted = helper.make_node("Constant", [], [f"s{i}_id"], name=f"s{i}_id")
-    wanted.attribute.append(_reference("value_int", "mask_id", onnx.AttributeProto.INT))
+        return [*body.builder.nodes, helper.make_node("Identity", [result], [out], name=out)]
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
-    same = helper.make_node("Equal", [f"s{i}_id", f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
-    dtype = variants[i].dtype if style.one_type else None
-    then = _branch(body.nodes, body.result, f"then{i}", dtype)
-    other = _branch(_select(variants, i + 1, style), f"variant{i + 1}_out", f"else{i}", dtype)
+    same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
+    then = _branch(body.builder.nodes, result, f"then{i}")
+    other = _branch(_select(variants, i + 1, opset, scores, mask_id), f"variant{i + 1}_out", f"else{i}")
     choose = helper.make_node("If", [f"s{i}_same"], [out], name=out, then_branch=then, else_branch=other)
-    return [wanted, number, same, choose]
+    return [number, same, choose]
 
 
-def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str, dtype: int | None) -> onnx.GraphProto:
+def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str) -> onnx.GraphProto:
     # An output that is not the direct product of a node of the branch is refused by some runtimes.
     out = f"{name}_result"
     last = helper.make_node("Identity", [result], [out], name=out)
-    value = onnx.ValueInfoProto(name=out) if dtype is None else helper.make_tensor_value_info(out, dtype, None)
+    value = helper.make_tensor_value_info(out, TensorProto.FLOAT, None)
     return helper.make_graph([*nodes, last], name, [], [value])
 
 
-def _reference(name: str, target: str, kind: int) -> onnx.AttributeProto:
-    attribute = onnx.AttributeProto()
-    attribute.name = name
-    attribute.ref_attr_name = target
-    attribute.type = kind  # type: ignore[assignment]
-    return attribute
+class _Frame:
+    """What all variants share: from query and key to scores, and from weights and value to the output."""
 
+    def __init__(self, layouts: tuple[Layout, ...], grouped: bool, dtype: int | None, opset: int) -> None:
+        self.layouts = layouts
+        self.grouped = grouped
+        self.dtype = dtype  # None: as the query's
+        self.builder = Builder(opset, "f_")
+        self.heads = self.attribute("num_heads")
+        self.value = ""
 
-class _Body:
-    """The nodes of one variant."""
-
-    def __init__(self, variant: Variant, builder: Builder, style: _Style) -> None:
-        self.variant = variant
-        self.builder = builder
-        self.style = style
-        self.result = ""
-
-    @property
-    def nodes(self) -> list[onnx.NodeProto]:
-        return self.builder.nodes
-
-    def build(self) -> _Body:
-        v, b = self.variant, self.builder
-        heads, groups = (
-            self._attribute(n, "value_int", onnx.AttributeProto.INT) for n in ("num_heads", "kv_num_heads")
-        )
-        query = self._bhsd("query", v.layouts[0], heads)
-        key, value = (self._bhsd(n, v.layouts[i], groups) for n, i in (("key", 1), ("value", 2)))
-        if v.grouped:
-            count = b.add("Div", [heads, groups])
-            key, value = (self._repeat(t, heads, count) for t in (key, value))
-        scale = self._attribute("scale", "value_float", onnx.AttributeProto.FLOAT)
-        scores = b.add("MatMul", [b.add("Mul", [query, scale]), b.add("Transpose", [key], perm=[0, 1, 3, 2])])
-        if v.softcap > 0:
-            cap = b.constant(v.softcap, np.float32)
-            scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
-        sizes = self._sizes(query, key)
-        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
-        weights = self._weights(scores, sizes, operands)
-        self.result = self._output(b.add("MatMul", [weights, value]), heads, value)
-        return self
-
-    def _attribute(self, target: str, field: str, kind: int) -> str:
+    def attribute(self, target: str) -> str:
         """An attribute of the call as a scalar."""
         name = self.builder.name()
         node = helper.make_node("Constant", [], [name], name=name)
-        node.attribute.append(_reference(field, target, kind))
+        reference = node.attribute.add()
+        real = target == "scale"
+        reference.name, reference.ref_attr_name = "value_float" if real else "value_int", target
+        reference.type = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
         self.builder.nodes.append(node)
         return name
 
-    def _vector(self, *parts: str | list[int]) -> str:
-        """A shape from scalars and numbers."""
+    def scores(self) -> str:
+        """Nodes for query @ key^T times the scale, [B, H, S, T] in fp32; returns their name."""
         b = self.builder
-        given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in parts]
-        return b.add("Concat", given, axis=0)
+        groups = self.attribute("kv_num_heads")
+        query = self._bhsd("query", self.layouts[0], self.heads)
+        key, self.value = (self._bhsd(n, self.layouts[i], groups) for n, i in (("key", 1), ("value", 2)))
+        if self.grouped:
+            count = b.add("Div", [self.heads, groups])
+            key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
+        scaled = b.add("Mul", [query, self.attribute("scale")])
+        return b.add("MatMul", [scaled, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
 
-    def _size(self, tensor: str, axis: int) -> str:
+    def finish(self, weights: str) -> None:
+        """Nodes that write ``output`` from weights [B, H, S, T]."""
         b = self.builder
-        return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+        tensor = b.add("MatMul", [weights, self.value])
+        if self.dtype is None:
+            tensor = b.add("CastLike", [tensor, "query"])
+        elif self.dtype != TensorProto.FLOAT:
+            tensor = b.add("Cast", [tensor], to=self.dtype)
+        layout = self.layouts[3]
+        if layout is not Layout.BHSD:
+            tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
+        if layout is Layout.BSN:
+            width = b.add("Mul", [self.heads, _size(b, self.value, 3)])
+            tensor = b.add("Reshape", [tensor, _shape(b, [0, 0], width)])
+        b.nodes.append(helper.make_node("Identity", [tensor], ["output"], name="output"))
 
     def _bhsd(self, tensor: str, layout: Layout, heads: str) -> str:
         b = self.builder
         if layout is Layout.BSN:
             # No -1: it is undefined beside a length of 0.
-            size = b.add("Div", [self._size(tensor, 2), heads])
-            tensor = b.add("Reshape", [tensor, self._vector([0, 0], heads, size)])
+            size = b.add("Div", [_size(b, tensor, 2), heads])
+            tensor = b.add("Reshape", [tensor, _shape(b, [0, 0], heads, size)])
         if layout is not Layout.BHSD:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
@@ -167,13 +154,35 @@ class _Body:
         numbers = b.add("Range", [b.constant(0), heads, b.constant(1)])
         return b.add("Gather", [tensor, b.add("Div", [numbers, count])], axis=1)
 
-    def _sizes(self, query: str, key: str) -> Sizes:
-        b = self.builder
-        q, k = b.add("Shape", [query]), b.add("Shape", [key])
-        batch, heads, rows = (b.add("Gather", [q, b.constant(i)]) for i in (0, 1, 2))
-        keys = b.add("Gather", [k, b.constant(2)])
-        past = b.add("Sub", [keys, rows]) if self.variant.query_offset else b.constant(0)
-        return Sizes(batch, heads, rows, keys, past)
+
+def _size(b: Builder, tensor: str, axis: int) -> str:
+    return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+
+
+def _shape(b: Builder, *parts: str | list[int]) -> str:
+    """A shape from scalars and numbers."""
+    given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in parts]
+    return b.add("Concat", given, axis=0)
+
+
+class _Weights:
+    """The nodes of one variant, from scores to weights."""
+
+    def __init__(self, variant: Variant, builder: Builder) -> None:
+        self.variant = variant
+        self.builder = builder
+
+    def build(self, scores: str) -> str:
+        """Nodes for the weights [B, H, S, T], fp32; returns their name."""
+        v, b = self.variant, self.builder
+        shape = b.add("Shape", [scores])
+        B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
+        sizes = Sizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
+        if v.softcap > 0:
+            cap = b.constant(v.softcap, np.float32)
+            scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
+        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
+        return self._weights(scores, sizes, operands)
 
     def _weights(self, scores: str, sizes: Sizes, operands: dict[str, str]) -> str:
         v, b = self.variant, self.builder
@@ -204,7 +213,7 @@ class _Body:
         """[H or 1, S, T] from a table [H or 1, L] by the distance of key and query."""
         b = self.builder
         table = b.add("Cast", [table], to=TensorProto.FLOAT)
-        radius = b.add("Div", [self._size(table, 1), b.constant(2)])
+        radius = b.add("Div", [_size(b, table, 1), b.constant(2)])
         zero, one = b.constant(0), b.constant(1)
         keys = b.unsqueeze(b.add("Range", [zero, sizes.T, one]), [0])
         queries = b.add("Add", [b.add("Range", [zero, sizes.S, one]), sizes.P])
@@ -217,19 +226,6 @@ class _Body:
         """The softmax over a row's scores and its head's sink, without the sink's weight."""
         b = self.builder
         column = b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
-        column = b.add("Expand", [column, self._vector(sizes.B, sizes.H, sizes.S, [1])])
+        column = b.add("Expand", [column, _shape(b, sizes.B, sizes.H, sizes.S, [1])])
         weights = b.add("Softmax", [b.add("Concat", [scores, column], axis=-1)], axis=-1)
         return b.add("Slice", [weights, b.constant([0]), b.unsqueeze(sizes.T, [0]), b.constant([-1])])
-
-    def _output(self, tensor: str, heads: str, value: str) -> str:
-        v, b = self.variant, self.builder
-        if not self.style.one_type:
-            tensor = b.add("CastLike", [tensor, "query"])
-        elif v.dtype != TensorProto.FLOAT:
-            tensor = b.add("Cast", [tensor], to=v.dtype)
-        layout = v.layouts[3]
-        if layout is not Layout.BHSD:
-            tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
-        if layout is Layout.BSN:
-            tensor = b.add("Reshape", [tensor, self._vector([0, 0], b.add("Mul", [heads, self._size(value, 3)]))])
-        return tensor

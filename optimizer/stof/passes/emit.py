@@ -15,35 +15,29 @@ from onnx import TensorProto, helper
 import stof
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, opset_of
-from stof.mask.distance import table_of
-from stof.passes.biases import append, bias_of
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.editing import Editing
+from stof.passes.operands import NEUTRAL, operands_of
 from stof.passes.prune import Pruner
-from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
+from stof.passes.tensorrt import constants, name_nodes
+from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Int, Symbolic
 
 _LOWEST_IR = 8  # local functions
-_INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
-_PAD_TYPES = _INTEGERS | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
-_NEUTRAL: dict[str, np.ndarray] = {
-    "pad": np.ones((1, 1), np.int64),
-    "bias": np.zeros((1, 1, 1, 1), np.float32),
-    "relative_bias": np.zeros((1, 1), np.float32),
-    "sink": np.zeros(1, np.float32),
-    "segment_q": np.zeros((1, 1), np.int64),
-    "segment_k": np.zeros((1, 1), np.int64),
-    "lengths": np.zeros(1, np.int64),
-}
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A site and its mask, decided to be replaced. ``hints`` are the attributes ``kernel`` and ``tile``."""
+    """A site and its mask, decided to be replaced.
+
+    ``hints`` are the attributes ``kernel`` and ``tile``. ``tensorrt``: what TensorRT's parser needs is written, too.
+    """
 
     site: AttentionSite
     mask: LiftedMask
     hints: tuple[tuple[str, str], ...] = ()
+    tensorrt: bool = False
+    allow_tf32: bool = False
 
 
 def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
@@ -70,6 +64,7 @@ class Calls:
         self.layouts = _common_layouts(rewrites)
         self.grouped = any(r.site.num_heads != r.site.kv_num_heads for r in rewrites)
         self.variants: dict[Variant, int] = {}
+        self.tensorrt = any(r.tensorrt for r in rewrites)
 
     def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
         """The variant of the body that a call takes, and its number."""
@@ -82,6 +77,8 @@ class Calls:
         if not any(e.domain == DOMAIN for e in model.opset_import):
             model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         model.ir_version = max(model.ir_version, _LOWEST_IR)
+        if self.tensorrt:
+            name_nodes(model)
         _stamp(model)
         return model
 
@@ -106,7 +103,7 @@ def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
     """The operand roles of the model: one slot each, in the same order at every call."""
     roles = set().union(*(_roles(r) for r in rewrites))
     tables = sorted((r for r in roles if r.startswith("table")), key=lambda r: (len(r), r))
-    return tuple(r for r in [*_NEUTRAL, *tables] if r in roles)
+    return tuple(r for r in [*NEUTRAL, *tables] if r in roles)
 
 
 def _roles(rewrite: Rewrite) -> set[str]:
@@ -154,7 +151,7 @@ def _replace(
     output = editing.tensors[site.output]
     place = next(i for i, n in enumerate(editing.graph.nodes) if n is output.inputs[0])
     extra: list[gs.Node] = []
-    operands = _operands(editing, symbolic, rewrite, slots, extra)
+    operands = operands_of(editing, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not use keep their place with the role `unused`.
     attributes = {
@@ -171,7 +168,9 @@ def _replace(
         "results": "",
         "plugin_namespace": DOMAIN,
         "plugin_version": "1",
+        **({"allow_tf32": 1} if rewrite.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
         **dict(rewrite.hints),
+        **(constants(rewrite.mask, slots) if rewrite.tensorrt else {}),
     }
     name = editing.unique(f"{_scope(site.name)}/{OP}")
     sizes = (
@@ -317,67 +316,3 @@ def _dimension(size: Int) -> int | str:
     # Only names that the model itself declares; others ("name#axis") are the interpreter's own.
     name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
     return name if "#" not in name else ""
-
-
-def _operands(
-    editing: Editing, symbolic: Symbolic, rewrite: Rewrite, slots: Sequence[str], extra: list[gs.Node]
-) -> list[gs.Tensor]:
-    mask = rewrite.mask
-    given: dict[str, gs.Tensor] = {o.role: _vector(editing, symbolic, o, extra) for o in mask.operands}
-    for name, dtype, shape, data in mask.tables:
-        array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
-        given[name] = editing.initializer(f"stof_{name}", array)
-    if mask.bias:
-        given["bias"] = bias_of(editing, symbolic, rewrite.site, mask.bias, extra)
-    if mask.relative is not None:
-        given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
-    if rewrite.site.sink is not None:
-        given["sink"] = _sink(editing, symbolic, rewrite.site, extra)
-    return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
-
-
-def _vector(editing: Editing, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node]) -> gs.Tensor:
-    """A run-time operand in the shape and one of the types that the op takes."""
-    tensor: gs.Tensor = editing.tensors[operand.tensor]
-    dtype = symbolic.dtype(operand.tensor)
-    sides = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
-    if operand.view is OperandView.TURNED:
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        extra.append(editing.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
-        tensor = out
-    elif sides is not None:  # a Reshape would refuse a batch of 0
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        extra.append(editing.node("Flatten", out.name, [tensor], [out], axis=sides))
-        tensor = out
-    elif operand.view is OperandView.FLAT:
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        shape = editing.initializer("stof_shape", np.array([-1], np.int64))
-        extra.append(editing.node("Reshape", out.name, [tensor, shape], [out]))
-        tensor = out
-    types, wanted = (_PAD_TYPES, TensorProto.BOOL) if operand.role == "pad" else (_INTEGERS, TensorProto.INT64)
-    if dtype not in types:
-        out = editing.variable(f"stof_{operand.role}", int(wanted))
-        extra.append(editing.node("Cast", out.name, [tensor], [out], to=int(wanted)))
-        tensor = out
-    return tensor
-
-
-def _neutral(editing: Editing, role: str) -> gs.Tensor:
-    return editing.initializer(f"stof_unused_{role}", _NEUTRAL.get(role, np.zeros(1, np.bool_)))
-
-
-def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
-    """The logits of the sink, [H] of the site's type or fp32."""
-    assert site.sink is not None
-    if site.sink_values:
-        return editing.initializer("stof_sink", np.array(site.sink_values, np.float32))
-    tensor, dtype = editing.tensors[site.sink], symbolic.dtype(site.sink)
-    shape = symbolic.shape(site.sink)
-    if shape is None or len(shape) != 1:
-        out = editing.variable("stof_sink", dtype)
-        flat = editing.initializer("stof_shape", np.array([-1], np.int64))
-        extra.append(editing.node("Reshape", out.name, [tensor, flat], [out]))
-        tensor = out
-    if dtype not in (site.dtype, TensorProto.FLOAT):
-        tensor = append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
-    return tensor

@@ -23,6 +23,11 @@ from stof.symbolic import Symbolic
 _MARK = "/stof_"  # in the names of tensors that stand for a fused node
 
 
+def stands_for_fused(site: AttentionSite) -> bool:
+    """Whether the runtime computes the site by one fused node."""
+    return any(_MARK in name for name in site.nodes)
+
+
 @dataclass
 class Request:
     """A fused node to expand: what it reads and is asked for, and the nodes that are appended."""

@@ -18,6 +18,7 @@ constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kMaxHeads = 65536;
 // So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
 constexpr int64_t kUncachedRows = 8;
+constexpr char kNoKernels[] = "this build has no CUDA kernels";
 constexpr const char* kTensorNames[] = {"query", "key", "value", "output"};
 constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
 
@@ -109,6 +110,13 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
                            std::to_string(heads) + " heads");
     }
   }
+  // Limits come later; here nothing may overflow, whatever a runtime claims.
+  int64_t elements = std::max<int64_t>(r.d, 1);
+  for (const int64_t size : {r.heads, r.s}) {
+    if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
+    }
+  }
   r.stride.b = r.heads * r.s * r.d;
   r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
   r.stride.s = layout == TensorLayout::kBHSD ? r.d : r.heads * r.d;
@@ -143,7 +151,9 @@ Status BindBias(const Tensor& bias, AttentionArgs* args) {
                            ", " + std::to_string(want[3]) + "]");
     }
     *strides[axis] = dim == 1 ? 0 : stride;
-    stride *= dim;
+    if (__builtin_mul_overflow(stride, dim, &stride)) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", which is too large");
+    }
   }
   args->bias = bias.data;
   args->bias_dtype = bias.dtype;
@@ -184,15 +194,20 @@ void ToBytes(const void* data, int64_t count, uint8_t* bytes, NonZero non_zero) 
   for (int64_t i = 0; i < count; ++i) bytes[i] = non_zero(values[i]) ? 1 : 0;
 }
 
+bool IsPadType(DType dtype) {
+  static constexpr DType kTypes[] = {DType::kBool, DType::kU8,  DType::kI8, DType::kI32,
+                                     DType::kI64,  DType::kF32, DType::kF16};
+  return std::find(std::begin(kTypes), std::end(kTypes), dtype) != std::end(kTypes);
+}
+
 Status CheckPad(const Tensor& pad, int64_t B, int64_t T) {
   if (pad.rank != 2 || (pad.dims[0] != B && pad.dims[0] != 1) || pad.dims[1] != T) {
     return Status::Error("pad has shape " + ShapeText(pad) + ", expected [" + std::to_string(B) + ", " +
                          std::to_string(T) + "]");
   }
-  static constexpr DType kTypes[] = {DType::kBool, DType::kU8, DType::kI32, DType::kI64, DType::kF32, DType::kF16};
-  if (std::find(std::begin(kTypes), std::end(kTypes), pad.dtype) == std::end(kTypes)) {
+  if (!IsPadType(pad.dtype)) {
     return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
-                         ", expected bool, uint8, int32, int64, fp32 or fp16");
+                         ", expected bool, uint8, int8, int32, int64, fp32 or fp16");
   }
   return Status();
 }
@@ -207,6 +222,7 @@ Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& conte
   switch (pad.dtype) {
     case DType::kBool:
     case DType::kU8:
+    case DType::kI8:
       ToBytes<uint8_t>(pad.data, count, *bytes, plain);
       break;
     case DType::kI32:
@@ -267,27 +283,19 @@ class AttentionOp final : public Op {
 
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override {
-    AttentionArgs args;
-    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &args));
+    Problem problem;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
+    AttentionArgs& args = problem.args;
     Tensor expected;
     SetOutput(args, attributes_.layout[3], &expected);
     if (output_count != 1 || outputs[0].dtype != expected.dtype || outputs[0].rank != expected.rank ||
         !std::equal(expected.dims, expected.dims + expected.rank, outputs[0].dims)) {
       return Status::Error("output has shape " + ShapeText(outputs[0]) + ", expected " + ShapeText(expected));
     }
-    std::vector<std::pair<std::string, Tensor>> given;
-    for (size_t i = 0; i < attributes_.operands.size(); ++i) {
-      given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
-    }
-    if (context.on_cuda && !mask_.fixed()) {
-      return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
-    }
-    std::shared_ptr<const AttentionMask> mask;
-    STOF_RETURN_IF_ERROR(mask_.Get(given, &mask));
-    const ExprSizes sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
-    if (sizes.P < 0) {
-      return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
-    }
+    STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
+    const std::shared_ptr<const AttentionMask>& mask = problem.mask;
+    const ExprSizes& sizes = problem.sizes;
+    Tables& given = problem.given;
     if (expected.Elements() == 0) return Status();
     const Tensor* pad = nullptr;
     STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args, &pad));
@@ -295,7 +303,7 @@ class AttentionOp final : public Op {
     args.query_position = sizes.P;
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
-      if (backend == nullptr) return Status::Error("this build has no CUDA kernels");
+      if (backend == nullptr) return Status::Error(kNoKernels);
       return backend->attention(args, pad, *mask, sizes, given, context);
     }
     if (args.T == 0) {
@@ -310,7 +318,83 @@ class AttentionOp final : public Op {
     return Launch(*mask, sizes, context, &args);
   }
 
+  int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
+
+  bool Takes(int index, DType dtype, DType typed) const override {
+    if (index < 0 || index >= InputCount()) return false;
+    if (index < kTypedInputs) return dtype == typed;
+    const std::string& role = attributes_.operands[static_cast<size_t>(index - kTypedInputs)];
+    if (role == "unused") return true;
+    if (role == "pad") return IsPadType(dtype);
+    if (role == "bias" || role == "sink") return dtype == typed || dtype == DType::kF32;
+    if (role == "relative_bias") return dtype == DType::kF32;
+    const bool integer = dtype == DType::kI32 || dtype == DType::kI64;
+    return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
+  }
+
+  Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
+    Problem problem;
+    const Tensor* pad = nullptr;
+    STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
+    const MaskExpr& fixed = problem.mask->parts.fixed;
+    if (!fixed.empty()) {
+      std::vector<ExprBinding> none(fixed.operands().size());
+      STOF_RETURN_IF_ERROR(fixed.Check(problem.sizes, &none));
+    }
+    STOF_RETURN_IF_ERROR(PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, &plan->workspace));
+    const CudaBackend* backend = FindCudaBackend();
+    plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
+    return Status();
+  }
+
+  Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const override {
+    Problem problem;
+    const Tensor* pad = nullptr;
+    STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
+    const CudaBackend* backend = FindCudaBackend();
+    if (backend == nullptr) return Status::Error(kNoKernels);
+    const AttentionArgs& args = problem.args;
+    if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
+    return backend->ready(args, *problem.mask, problem.sizes, kernel);
+  }
+
  private:
+  // One run's inputs, in terms of the kernels.
+  struct Problem {
+    AttentionArgs args;
+    Tables given;  // operands by role
+    std::shared_ptr<const AttentionMask> mask;
+    ExprSizes sizes;
+  };
+
+  // Operands, mask and sizes of a problem with bound arguments.
+  Status Complete(const Tensor* inputs, bool on_cuda, Problem* problem) const {
+    for (size_t i = 0; i < attributes_.operands.size(); ++i) {
+      problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
+    }
+    if (on_cuda && !mask_.fixed()) {
+      return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
+    }
+    STOF_RETURN_IF_ERROR(mask_.Get(problem->given, &problem->mask));
+    const AttentionArgs& args = problem->args;
+    problem->sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
+    if (problem->sizes.P < 0) {
+      return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
+    }
+    return Status();
+  }
+
+  // A run on a device, by types and shapes alone.
+  Status BindForDevice(const Tensor* inputs, int input_count, Problem* problem, const Tensor** pad) const {
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem->args));
+    STOF_RETURN_IF_ERROR(Complete(inputs, true, problem));
+    RunContext context;
+    context.on_cuda = true;
+    STOF_RETURN_IF_ERROR(BindOperands(problem->mask->parts, &problem->given, context, &problem->args, pad));
+    problem->args.query_position = problem->sizes.P;
+    return Status();
+  }
+
   // Shapes, types and strides of query, key and value.
   Status Bind(const Tensor* inputs, int input_count, AttentionArgs* args) const {
     if (input_count != kTypedInputs + static_cast<int>(attributes_.operands.size())) {
@@ -376,6 +460,8 @@ class AttentionOp final : public Op {
     args->scale = attributes_.has_scale ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
     args->softcap = attributes_.softcap;
     args->empty_rows = attributes_.empty_rows;
+    args->allow_tf32 = attributes_.allow_tf32;
+    args->kernel = attributes_.kernel.c_str();
     return Status();
   }
 
@@ -394,6 +480,7 @@ class AttentionOp final : public Op {
       pad_seen = true;
       if (context.on_cuda) {
         STOF_RETURN_IF_ERROR(CheckPad(tensor, args->B, args->T));
+        if (tensor.dtype == DType::kI8) tensor.dtype = DType::kU8;  // only whether it is 0 counts
         if (parts.pad) *pad = &tensor;
         continue;
       }
@@ -451,8 +538,10 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
   const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
-  DimRule head_size = {-1, 0, -1};
-  if (parsed.layout[2] != TensorLayout::kBSN) head_size = {2, 3, -1};
+  // Value's last dimension, or that over its number of heads where heads are packed.
+  const bool packed = parsed.layout[2] == TensorLayout::kBSN;
+  DimRule head_size = packed ? DimRule{2, 2, -1, 1, parsed.kv_num_heads} : DimRule{2, 3, -1};
+  if (packed && parsed.kv_num_heads == 0) head_size = {-1, 0, -1};
   switch (parsed.layout[3]) {
     case TensorLayout::kBHSD:
       return {batch, heads, length, head_size};
@@ -461,11 +550,16 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
     default:
       break;
   }
-  // N = H · Dv: Dv is value's last dimension, or that over its number of heads where heads are packed.
-  if (parsed.num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
-  if (parsed.layout[2] != TensorLayout::kBSN) return {batch, length, DimRule{2, 3, -1, parsed.num_heads, 1}};
-  if (parsed.kv_num_heads == 0) return {batch, length, DimRule{-1, 0, -1}};
-  return {batch, length, DimRule{2, 2, -1, parsed.num_heads, parsed.kv_num_heads}};
+  DimRule both = head_size;  // H · Dv
+  if (parsed.num_heads > 0) {
+    both.times = parsed.num_heads;
+  } else if (heads.input < 0) {
+    both = {-1, 0, -1};
+  } else {
+    both.by_input = heads.input;
+    both.by_axis = heads.axis;
+  }
+  return {batch, length, both};
 }
 
 Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
@@ -503,12 +597,17 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
       return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
     }
   }
-  int64_t offset = 0;
-  attributes.Int("query_offset", &offset);
-  if (offset != 0 && offset != 1) {
-    return Status::Error("attribute query_offset is " + std::to_string(offset) + ", expected 0 or 1");
-  }
-  a.query_offset = offset == 1;
+  const auto flag = [&attributes](const char* name, bool* value) {
+    int64_t given = 0;
+    attributes.Int(name, &given);
+    if (given != 0 && given != 1) {
+      return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
+    }
+    *value = given == 1;
+    return Status();
+  };
+  STOF_RETURN_IF_ERROR(flag("query_offset", &a.query_offset));
+  STOF_RETURN_IF_ERROR(flag("allow_tf32", &a.allow_tf32));
   text = "zero";
   attributes.String("empty_rows", &text);
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
@@ -517,6 +616,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
     return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
   }
   a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
+  attributes.String("kernel", &a.kernel);
   text.clear();
   attributes.String("results", &text);
   if (!Words(text).empty()) {
@@ -539,8 +639,20 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
 
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
-  static const OpDescription description = {"StofAttention", kTypedInputs, kMostOperands, 1, kTypes, 3, kTypes, 3,
-                                            CreateAttention, OutputShape};
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
+      {"layout", AttributeType::kString},     {"num_heads", AttributeType::kInt},
+      {"kv_num_heads", AttributeType::kInt},  {"query_offset", AttributeType::kInt},
+      {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
+      {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
+      {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
+  static const OpDescription description = {"StofAttention", kTypedInputs,
+                                            kMostOperands,   1,
+                                            kTypes,          3,
+                                            kTypes,          3,
+                                            CreateAttention, OutputShape,
+                                            kAttributes,     static_cast<int>(std::size(kAttributes))};
   return &description;
 }
 

@@ -28,6 +28,8 @@ struct AttentionAttributes {
   int64_t kv_num_heads = 0;
   bool query_offset = false;
   EmptyRows empty_rows = EmptyRows::kZero;
+  bool allow_tf32 = false;
+  std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Target ``tensorrt``: which sites TensorRT computes well by itself, and which ones the plugin's kernels take.
+
+TensorRT fuses attention in half precision that is dense, causal, or has a mask or a bias as a tensor, up to head size 256. It
+has nothing for windows, caps and sinks, skips no tile of a mask, and fuses no fp32 (docs of IAttention, TensorRT 11; builds
+with TensorRT for RTX 1.7). A plugin stands apart from what TensorRT fuses around it, so attention that it fuses is left.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from onnx import TensorProto
+
+from stof.mask.families import window
+from stof.site import AttentionSite, LiftedMask
+
+_HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+_TABLE = 1 << 26  # bytes of a table in an attribute
+_FULL = 0.999  # from this share of tiles on nothing is skipped
+
+# What the plugin's kernels take (CheckCudaAttention in cuda/limits.cc): head sizes by element type, as the largest one and
+# what divides them all, and what a mask may read besides tables.
+HEAD_SIZES: dict[int, tuple[int, int]] = {
+    TensorProto.FLOAT: (256, 1),
+    TensorProto.FLOAT16: (256, 8),
+    TensorProto.BFLOAT16: (256, 8),
+}
+VECTORS = frozenset({"pad"})
+
+
+def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
+    """Why a site is better left to TensorRT; empty when it is not.
+
+    ``density`` is the share of tiles that the mask's static part keeps at the longest length in use.
+    """
+    if site.dtype not in _HALVES or site.softcap > 0 or site.sink is not None:
+        return ""
+    expression = mask.expression
+    read = {o.role for o in mask.operands}
+    if read <= {"pad"} and (window(expression) == (-1, -1) or (density >= _FULL and not mask.tables)):
+        kind = "dense" if not expression else "dense with a mask as a tensor"
+    elif expression == "k <= q" and not mask.bias and mask.relative is None:
+        kind = "causal"
+    else:
+        return ""
+    what = f"{kind}, half precision, D = {site.head_size}"
+    return f"TensorRT fuses it by itself ({what}); --target cpu has it replaced all the same"
+
+
+def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
+    """The reasons against running a site on the plugin's kernels; empty when there are none."""
+    limits = HEAD_SIZES.get(site.dtype)
+    if limits is None:
+        found = TensorProto.DataType.Name(site.dtype)
+        wanted = " or ".join(TensorProto.DataType.Name(t) for t in HEAD_SIZES)
+        return [f"element type {found}, expected {wanted} on a GPU: convert the model before it is optimized"]
+    reasons = []
+    sizes = (site.head_size, site.value_head_size)
+    if max(sizes) > limits[0] or any(n % limits[1] for n in sizes):
+        expected = f"multiples of {limits[1]} up to {limits[0]}" if limits[1] > 1 else f"at most {limits[0]}"
+        reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected {expected} on a GPU")
+    if others := sorted({o.role for o in mask.operands} - VECTORS):
+        reasons.append(f"the mask reads {', '.join(others)} at run time, which the plugin's kernels do not")
+    for name, kind, shape, _ in mask.tables:
+        dtype = np.dtype(kind)
+        size = math.prod(shape) * dtype.itemsize // (8 if dtype == np.bool_ else 1)
+        if size > _TABLE:
+            reasons.append(f"{name} of the mask has {size} bytes, and the plugin takes {_TABLE} as an attribute")
+    return reasons

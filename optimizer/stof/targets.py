@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What choices are tuned for: the machines of ``--target``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from onnx import TensorProto
+
+from stof.errors import ArgumentError
+from stof.kernels import cost, cuda, tensorrt
+from stof.kernels.cost import Prediction
+from stof.options import Options
+from stof.passes.lowering import stands_for_fused
+from stof.runtime import LibraryError
+from stof.runtime_cuda import device_info
+from stof.site import AttentionSite, LiftedMask
+from stof.tuning import Tuner
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a site is used: its largest batch, its lengths, and the hint that a plan has for it (None: no plan)."""
+
+    batch: int
+    lengths: tuple[int, ...]
+    planned: str | None = None
+
+
+class Target:
+    """The CPU, and what other targets have in common with it."""
+
+    name = "cpu"
+    predicts = True  # whether predictions tell whether a site gains
+
+    def __init__(self, options: Options, isa: str) -> None:
+        self.options = options
+        self.isa = isa
+        if options.tune is not None and self.name != "cuda":
+            raise ArgumentError(
+                f"--tune measures CUDA kernels, target {self.name} has no choice of them; use --target cuda"
+            )
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        """The reasons against running a site on the kernels; empty when there are none."""
+        return cost.why_not(site, mask)
+
+    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
+        """The predicted gain over the runtime's own nodes at S = T = ``length``."""
+        return cost.predict(site, mask, length)
+
+    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
+        """Why a site is better left as it is, from the predictions at the lengths in use; empty when it is not."""
+        worst = min(predictions, key=lambda p: p.gain)
+        return f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        """What runs a site, for people, and the operator's hint ``kernel``."""
+        return f"cpu block-wise {self.isa}".rstrip(), ""
+
+
+class CudaTarget(Target):
+    """The CUDA provider, on the device at hand or, where there is none, on the oldest one that the kernels run on."""
+
+    name = "cuda"
+
+    @cached_property
+    def device(self) -> cuda.Device:
+        try:
+            return cuda.device_of(device_info().capability)
+        except LibraryError:
+            return cuda.device_of(0)
+
+    @cached_property
+    def tuner(self) -> Tuner:
+        assert self.options.tune is not None
+        return Tuner(self.options.tune)
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        return super().why_not(site, mask) + cuda.why_not(site)
+
+    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
+        return cuda.predict(site, mask, length, self.device, stands_for_fused(site))
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        if use.planned:
+            return f"cuda {use.planned}, planned", use.planned
+        if self.options.tune is None or use.planned is not None:
+            rounded = self.options.allow_tf32 and site.dtype == TensorProto.FLOAT
+            return f"cuda block-wise {self.device.name}{' tf32' if rounded else ''}", ""
+        tuned = self.tuner.tune(site, mask, use.batch, use.lengths)
+        measured = "measured" if tuned.whole else "measured in part"
+        if not any(tuned.microseconds.values()):
+            measured = "no choice" if tuned.whole else "not measured"
+        return f"cuda {tuned.kernel or 'block-wise'} {self.device.name}, {measured}", tuned.kernel
+
+
+class TensorRtTarget(Target):
+    """TensorRT with the plugin library."""
+
+    name = "tensorrt"
+    predicts = False
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        return super().why_not(site, mask) + tensorrt.why_not(site, mask)
+
+    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
+        return tensorrt.leave(site, mask, predictions[-1].tile_density)
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        return "TensorRT plugin", ""
+
+
+_TARGETS: tuple[type[Target], ...] = (Target, CudaTarget, TensorRtTarget)
+
+
+def target_of(options: Options, isa: str) -> Target:
+    """The target that the options name.
+
+    Raises:
+        ArgumentError: when the options ask it for what it does not have.
+    """
+    return next(t for t in _TARGETS if t.name == options.target)(options, isa)

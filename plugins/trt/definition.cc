@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/trt/definition.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include "plugins/core/c_api.h"
+#include "plugins/core/hash.h"
+
+namespace stof::trt {
+namespace {
+
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldType;
+
+// Of the fields in an engine file; raised when one changes its meaning.
+constexpr char kFormatName[] = "stof_format";
+constexpr int64_t kFormat = 1;
+
+std::string Hex(uint64_t value) {
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+uint64_t HashOf(const Fields& fields) {
+  uint64_t hash = 0;
+  for (const Field& field : fields.all()) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &field.f, sizeof bits);
+    hash = HashBytes(field.name.data(), field.name.size(), hash);
+    hash = MixHash(MixHash(MixHash(hash, static_cast<uint64_t>(field.kind)), static_cast<uint64_t>(field.i)), bits);
+    hash = HashBytes(field.s.data(), field.s.size(), hash);
+  }
+  return hash;
+}
+
+}  // namespace
+
+Status Definition::Make(const OpDescription& description, const std::string& layer, const Fields& fields,
+                        bool deserialized, std::shared_ptr<const Definition>* definition) {
+  if (deserialized) {
+    int64_t format = 0;
+    if (!fields.Int(kFormatName, &format) || format != kFormat) {
+      return Status::Error("the engine's plugin data has format " + std::to_string(format) +
+                           ", which this library does not read: build the engine again, or take the stof library "
+                           "that it was built with");
+    }
+  }
+  std::shared_ptr<Definition> made(new Definition(description, layer));
+  STOF_RETURN_IF_ERROR(made->Prepare(fields));
+  made->Serialize();
+  made->Describe();
+  *definition = std::move(made);
+  return Status();
+}
+
+Status Definition::Prepare(const Fields& given) {
+  for (int i = 0; i < description_.attribute_count; ++i) {
+    if (const Field* field = given.Find(description_.attributes[i].name)) fields_.Set(*field);
+  }
+  STOF_RETURN_IF_ERROR(description_.create(fields_, &op_));
+  // What the operator does not ask for may be of any type; it is not written to an engine file.
+  for (int i = 0; i < description_.attribute_count; ++i) {
+    const Field* field = fields_.Find(description_.attributes[i].name);
+    if (field != nullptr && field->kind == Field::Kind::kOther) fields_.Remove(description_.attributes[i].name);
+  }
+  const int count = op_->InputCount();
+  if (count < description_.typed_inputs || count > kMostInputs || description_.outputs > kMostOutputs) {
+    return Status::Error("has too few or too many inputs or outputs");
+  }
+  std::vector<Tensor> constants(static_cast<size_t>(count));
+  std::vector<std::vector<char>> data(constants.size());
+  if (const Field* field = given.Find(kConstants)) {
+    if (field->kind != Field::Kind::kString) return Status::Error("field constants is no string");
+    STOF_RETURN_IF_ERROR(ParseConstants(field->s, count, constants.data(), data.data()));
+    fields_.Set(*field);
+  }
+  return op_->Prepare(constants.data(), count);
+}
+
+void Definition::Serialize() {
+  Field format;
+  format.name = kFormatName;
+  format.kind = Field::Kind::kInt;
+  format.i = kFormat;
+  fields_.Set(format);
+  ints_.reserve(fields_.all().size());  // serialized_ points into it
+  for (const Field& field : fields_.all()) {
+    const char* name = field.name.c_str();
+    if (field.kind == Field::Kind::kInt) {
+      ints_.push_back(static_cast<int32_t>(field.i));
+      serialized_.emplace_back(name, &ints_.back(), PluginFieldType::kINT32, 1);
+    } else if (field.kind == Field::Kind::kFloat) {
+      serialized_.emplace_back(name, &field.f, PluginFieldType::kFLOAT32, 1);
+    } else if (field.kind == Field::Kind::kString) {
+      serialized_.emplace_back(name, field.s.c_str(), PluginFieldType::kCHAR, static_cast<int32_t>(field.s.size() + 1));
+    }
+  }
+  collection_ = {static_cast<int32_t>(serialized_.size()), serialized_.data()};
+}
+
+void Definition::Describe() {
+  const char* build = stof_build_info();
+  timing_id_ = Hex(HashOf(fields_)) + "-" + Hex(HashBytes(build, std::strlen(build), 0));
+  metadata_ = description_.name;
+  for (const Field& field : fields_.all()) {
+    std::string value = field.s;
+    if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
+    if (field.kind == Field::Kind::kFloat) value = std::to_string(field.f);
+    if (value.empty() || field.name == kFormatName) continue;
+    metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);
+  }
+  // The engine inspector puts the text into JSON.
+  for (char& c : metadata_) {
+    if (c == '"' || c == '\\' || static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) > 0x7e) c = '?';
+  }
+}
+
+}  // namespace stof::trt

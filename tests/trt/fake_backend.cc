@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/trt/fake_backend.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "plugins/core/block_mask_builder.h"
+#include "plugins/core/cuda_backend.h"
+
+namespace stof {
+namespace test {
+
+Seen& LastSeen() {
+  thread_local Seen seen;
+  return seen;
+}
+
+namespace {
+
+void RunHere(void*, void (*fn)(void* user, size_t i), size_t count, void* user) {
+  for (size_t i = 0; i < count; ++i) fn(user, i);
+}
+
+Status ToHost(const void* from, size_t bytes, void* to) {
+  std::memcpy(to, from, bytes);
+  return Status();
+}
+
+Status Device(int* id) {
+  *id = 0;
+  return Status();
+}
+
+// All that the kernels may ask for is asked for and written to: a workspace that is too small shows here.
+Status UseWorkspace(size_t bytes, const RunContext& context) {
+  if (bytes == 0) return Status();
+  void* memory = context.allocate(context.self, bytes);
+  if (memory == nullptr) return Status::Error("the workspace is too small");
+  if (reinterpret_cast<uintptr_t>(memory) % 64 != 0) return Status::Error("the workspace is not aligned");
+  std::memset(memory, 0xa5, bytes);
+  LastSeen().allocated = bytes;
+  return Status();
+}
+
+bool NonZero(const Tensor& tensor, int64_t i) {
+  switch (tensor.dtype) {
+    case DType::kI32:
+      return static_cast<const int32_t*>(tensor.data)[i] != 0;
+    case DType::kI64:
+      return static_cast<const int64_t*>(tensor.data)[i] != 0;
+    case DType::kF32:
+      return static_cast<const float*>(tensor.data)[i] != 0;
+    case DType::kF16:
+      return (static_cast<const uint16_t*>(tensor.data)[i] & 0x7fff) != 0;
+    default:
+      return static_cast<const uint8_t*>(tensor.data)[i] != 0;
+  }
+}
+
+Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                 const Tables&, const RunContext& context) {
+  size_t bytes = 0;
+  STOF_RETURN_IF_ERROR(PlanCudaAttention(given, pad != nullptr, mask, &bytes));
+  Seen& seen = LastSeen();
+  ++seen.attentions;
+  seen.kernel = context.kernel;
+  seen.stream = context.stream;
+  STOF_RETURN_IF_ERROR(UseWorkspace(bytes, context));
+  AttentionArgs args = given;
+  std::vector<uint8_t> padding;
+  if (pad != nullptr) {
+    for (int64_t b = 0; b < args.B; ++b) {
+      for (int64_t j = 0; j < args.T; ++j) {
+        padding.push_back(NonZero(*pad, (pad->dims[0] == 1 ? 0 : b) * args.T + j) ? 1 : 0);
+      }
+    }
+    args.pad = padding.data();
+  }
+  CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+  BlockMask blocks;
+  if (!mask.parts.fixed.empty()) {
+    STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &blocks));
+    args.mask = &blocks;
+  }
+  const size_t scratch = (CpuAttentionWorkspace(args, config, 1) + 63) / 64 * 64 + 64;
+  const std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(64, scratch), std::free);
+  return CpuAttention(args, config, memory.get(), Parallel{RunHere, nullptr, 1});
+}
+
+int Kernels(const AttentionArgs&) { return kFakeKernels; }
+
+Status Ready(const AttentionArgs&, const AttentionMask&, const ExprSizes&, int) {
+  ++LastSeen().readies;
+  return Status();
+}
+
+// Of these only what plugins call.
+constexpr CudaBackend kBackend = {ToHost,    Device,  nullptr, nullptr, nullptr, nullptr,
+                                  Attention, Kernels, Ready,   nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace test
+
+const CudaBackend* FindCudaBackend() { return &test::kBackend; }
+
+}  // namespace stof
