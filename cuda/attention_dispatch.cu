@@ -26,17 +26,19 @@ Launch FindSm80(int head_size, bool bf16, bool extras) {
 }
 
 #if defined(STOF_SM90)
-const Sm90Kernel* FindSm90D64(bool bf16);
-const Sm90Kernel* FindSm90D128(bool bf16);
+const Sm90Kernel* FindSm90D64(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D128(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D192(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D256(bool bf16, Extras extras);
 
-const Sm90Kernel* FindSm90(int head_size, bool bf16) {
-  if (head_size <= 64) return FindSm90D64(bf16);
-  if (head_size <= 128) return FindSm90D128(bf16);
-  static constexpr Sm90Kernel kNone;
-  return &kNone;
+const Sm90Kernel* FindSm90(int head_size, bool bf16, Extras extras) {
+  if (head_size <= 64) return FindSm90D64(bf16, extras);
+  if (head_size <= 128) return FindSm90D128(bf16, extras);
+  if (head_size <= 192) return FindSm90D192(bf16, extras);
+  return FindSm90D256(bf16, extras);
 }
 #else
-const Sm90Kernel* FindSm90(int, bool) {
+const Sm90Kernel* FindSm90(int, bool, Extras) {
   static constexpr Sm90Kernel kNone;
   return &kNone;
 }

@@ -21,6 +21,8 @@ namespace cuda {
 namespace sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
+// What the lowest biases become in units of log2: not -inf, for they are no mask.
+constexpr float kLowest = -3.4028234663852886e38f;
 // The running maximum is raised only when a score exceeds it by 2^8, so that the output is rescaled a few times per row
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
@@ -58,10 +60,12 @@ struct Item {
 // A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
 // consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
 // teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
-template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1>
+template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
+          Extras kExtras_ = Extras::kNone>
 struct Shape {
   static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
   static constexpr int kSplit = kSplit_;
+  static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
   static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
@@ -72,7 +76,12 @@ struct Shape {
   static constexpr int kTileBytes = 2 * kN * kHead;
   static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
   static constexpr int kValues = kKeys + kStages * kTileBytes;
-  static constexpr int kEntries = kValues + kStages * kTileBytes;
+  // With every stage's keys: the bias of its pairs, and that of every distance between its queries and keys.
+  static constexpr int kBiasBytes = kPairs ? 4 * kM * kN : 0;
+  static constexpr int kWindow = kExtras ? kM + kN : 0;
+  static constexpr int kBiases = kValues + kStages * kTileBytes;
+  static constexpr int kWindows = kBiases + kStages * kBiasBytes;
+  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
   // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
   static constexpr int kSlots = kStages + 1;
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
@@ -140,6 +149,7 @@ class Attention {
       PrefetchMap(&p_.query);
       PrefetchMap(&p_.key);
       PrefetchMap(&p_.value);
+      if (S::kPairs && p_.attention.bias != nullptr) PrefetchMap(&p_.bias);
       for (int i = 0; i < S::kStages; ++i) {
         InitBarrier(Barrier(kKeyFull, i), 1);
         InitBarrier(Barrier(kKeyEmpty, i), kArrivals);
@@ -178,7 +188,7 @@ class Attention {
   struct Cursor {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
-    int b = 0, g = 0;
+    int b = 0, g = 0, h = 0, row0 = 0;
   };
 
   __device__ void Produce() {
@@ -207,6 +217,8 @@ class Attention {
       const int b = bh / p.H, h = bh % p.H;
       cursor.b = b;
       cursor.g = h / (p.H / p.G);
+      cursor.h = h;
+      cursor.row0 = row * S::kM;
       Wait(QueryEmpty(query.at), query.phase ^ 1);
       if (lane == 0) {
         Items()[query.at] = Item{b, h, row * S::kM, 0};
@@ -308,10 +320,11 @@ class Attention {
   __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor) {
     const int at = cursor->stage.at;
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
+    if (lane_ == 0) Entries()[cursor->slot.at] = entry;
+    const int more = S::kExtras && entry.tile >= 0 ? BringBiases(entry.tile, *cursor) : 0;
     if (lane_ == 0) {
-      Entries()[cursor->slot.at] = entry;
       Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
-            p_.key_step_b * cursor->b);
+            p_.key_step_b * cursor->b, more);
     }
     Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
     if (lane_ == 0) {
@@ -323,12 +336,45 @@ class Attention {
     cursor->slot.Next();
   }
 
-  __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) {
+  // The biases of a tile, of which the bytes that are still to come; the keys' barrier says when all is there.
+  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor) {
+    const AttentionParams& p = p_.attention;
+    const int at = cursor.stage.at;
+    int bytes = 0;
+    if (S::kPairs && p.bias != nullptr) {
+      const int columns = p.bias_is_float != 0 ? 32 : 64;  // 128 bytes
+      const int rows = p_.bias_one_row != 0 ? 1 : S::kM;
+      bytes = S::kN / columns * rows * 128;
+      for (int c = 0; lane_ == 0 && c < S::kN / columns; ++c) {
+        CopyTensor(base_ + S::kBiases + at * S::kBiasBytes + c * S::kM * 128, &p_.bias, Barrier(kKeyFull, at),
+                   tile * S::kN + c * columns, p_.bias_one_row != 0 ? 0 : cursor.row0, p_.bias_step_h * cursor.h,
+                   p_.bias_step_b * cursor.b);
+      }
+    }
+    if (p.relative_bias != nullptr) {
+      // Of the distance between the tile's key i and its last row, then of its last key and row kM - 1 - i.
+      const int radius = static_cast<int>(p.relative_bias_size / 2);
+      const float* const middle = p.relative_bias + cursor.h * p.relative_bias_stride_h + radius;
+      const int first = tile * S::kN - (p.query_position + cursor.row0) - (S::kM - 1);
+      float* const to = Window(at);
+#pragma unroll
+      for (int i = 0; i < S::kWindow; i += 32) to[i + lane_] = middle[max(-radius, min(radius, first + i + lane_))];
+    }
+    __syncwarp();  // all of this is written before lane 0 says so
+    return bytes;
+  }
+  __device__ __forceinline__ float* Window(int stage) {
+    return reinterpret_cast<float*>(shared_ + S::kWindows) + stage * S::kWindow;
+  }
+
+  // more: bytes that are on their way beside the tensor's.
+  __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
+                                        int more = 0) {
     if (tile < 0) {
       Arrive(full);
       return;
     }
-    ArriveExpect(full, S::kTileBytes);
+    ArriveExpect(full, static_cast<uint32_t>(S::kTileBytes + more));
 #pragma unroll
     for (int c = 0; c < kHead / kAtom; ++c) {
       CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
@@ -344,7 +390,7 @@ class Attention {
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
-    scale_ = p.scale * kLog2E;
+    scale_ = S::kExtras ? 1.0f : p.scale * kLog2E;
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
@@ -408,6 +454,7 @@ class Attention {
     FetchBits(code, bits);
     ProductWait<0>();
     Hold(s);
+    if constexpr (S::kExtras) AddExtras(keys->at, s);
     Release(Barrier(kKeyEmpty, keys->at));
     bool last = (flags & kLast) != 0;
     if (last) Release(QueryEmpty(query));
@@ -438,6 +485,7 @@ class Attention {
       LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
       ProductWait<1>();
       Hold(s);
+      if constexpr (S::kExtras) AddExtras(keys->at, s);
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
@@ -511,6 +559,74 @@ class Attention {
     for (int k = 0; k < S::kN / 16; ++k) {
       Wgmma<T>::Across(o, weights + 4 * k, DescribeAcross(b + k * 16 * 128, S::kN * 128));
     }
+  }
+
+  // Scale, softcap and biases: scores come out in units of log2. A bias of -inf forbids, whatever the product.
+  __device__ __forceinline__ void AddExtras(int stage, float (&s)[kScores]) {
+    const AttentionParams& p = p_.attention;
+    float factor = p.scale * kLog2E;
+    if (p.softcap > 0.0f) {
+      // softcap * tanh(x / softcap), with an error of the softcap's last bits: what matters is the absolute one.
+      const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap * kLog2E;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = most - 2.0f * most * Reciprocal(1.0f + Exp2(s[i] * in));
+      factor = 1.0f;
+    }
+    if (S::kPairs && p.bias != nullptr) {
+      // Chunk c of 16 bytes of row r of 128 bytes lies at c ^ (r % 8).
+      const uint32_t row = p_.bias_one_row != 0 ? 0 : static_cast<uint32_t>(row_) * 128 + (lane_ / 4 << 4);
+      const uint32_t next = p_.bias_one_row != 0 ? 0 : 8 * 128;
+      const uint32_t at = base_ + S::kBiases + stage * S::kBiasBytes + row;
+      if (p.bias_is_float != 0) {
+        const uint32_t own = (at ^ (lane_ % 4 / 2 << 4)) + lane_ % 2 * 8;
+#pragma unroll
+        for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float bias[2];
+            LoadSharedFloats(bias, (own ^ j % 4 << 5) + j / 4 * S::kM * 128 + r * next);
+            AddBias(bias[0], factor, &s[4 * j + 2 * r]);
+            AddBias(bias[1], factor, &s[4 * j + 2 * r + 1]);
+          }
+        }
+      } else {
+        const uint32_t own = at + lane_ % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float2 bias = Unpack<T>(LoadSharedWord((own ^ j % 8 << 4) + j / 8 * S::kM * 128 + r * next));
+            AddBias(bias.x, factor, &s[4 * j + 2 * r]);
+            AddBias(bias.y, factor, &s[4 * j + 2 * r + 1]);
+          }
+        }
+      }
+      factor = 1.0f;
+    }
+    if (p.relative_bias != nullptr) {
+      // 8 rows below are the distances of 8 keys before.
+      const float* const own = Window(stage) + (S::kM - 1) - row_ + lane_ % 4 * 2;
+      float before[2] = {own[-8], own[-7]};
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+        const float here[2] = {own[8 * j], own[8 * j + 1]};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          AddBias(here[e], factor, &s[4 * j + e]);
+          AddBias(before[e], factor, &s[4 * j + 2 + e]);
+          before[e] = here[e];
+        }
+      }
+      factor = 1.0f;
+    }
+    if (factor != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] *= factor;
+    }
+  }
+  static __device__ __forceinline__ void AddBias(float bias, float factor, float* s) {
+    const float sum = *s * factor + MaxOrNan(bias * kLog2E, kLowest);
+    *s = bias == -INFINITY ? -INFINITY : sum;
   }
 
   // Asks for this thread's bits of a tile, early: they come while products are in flight.

@@ -15,10 +15,12 @@ namespace cuda {
 
 struct Sm90Params {
   CUtensorMap query, key, value;  // of tensors [B, H or G, S or T, D]
+  CUtensorMap bias;               // [B, H, S, T], where there is one
   AttentionParams attention;      // its mask has the kernel's tiles
   // 0 where one batch or head serves all, else 1: the map has one coordinate there.
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
-  int32_t workers = 1;  // producers with their consumers
+  int32_t bias_step_b = 1, bias_step_h = 1, bias_one_row = 0;  // bias_one_row: all queries share a row
+  int32_t workers = 1;                                         // producers with their consumers
   // Worker w has items work[work_begin[w]] up to work[work_begin[w + 1]]; nullptr: every workers-th row, with a mask by
   // falling cost within `section` heads.
   const WorkItem* work = nullptr;
@@ -26,6 +28,10 @@ struct Sm90Params {
   int32_t section = 1;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };
+
+// What a kernel takes beyond the mask: softcap, a bias by distance and scales that are not positive, or these and a
+// bias of every pair.
+enum class Extras { kNone, kDistances, kPairs };
 
 using LaunchSm90 = int (*)(const Sm90Params& params, void* stream);
 
@@ -38,12 +44,17 @@ struct Sm90Kernel {
 };
 // "sm90-128x64x2": rows, keys, workers. What a node's attribute `kernel` names.
 std::string NameOf(const Sm90Kernel& kernel);
-// The kernels for a head size, rounded up to 64 or 128; none in a build without sm_90a.
-const Sm90Kernel* FindSm90(int head_size, bool bf16);
+// The kernels for a head size, rounded up to 64, 128, 192 or 256; none in a build without sm_90a, and of pairs' biases
+// for heads above 128.
+const Sm90Kernel* FindSm90(int head_size, bool bf16, Extras extras);
 
-// Fills the maps and steps of params from its `attention`. False where the driver has no bulk copies or a tensor cannot
-// be described.
-bool DescribeTensors(bool bf16, int tile_keys, Sm90Params* params);
+// Whether such kernels can read the problem's bias of pairs, if it has one: keys side by side, rows that begin at
+// multiples of 16 bytes.
+bool TakesBias(const AttentionParams& params);
+
+// Fills the maps and steps of params from its `attention`, for a kernel's tile. False where the driver has no bulk
+// copies or a tensor cannot be described: a bias, say, whose rows do not begin at multiples of 16 bytes.
+bool DescribeTensors(bool bf16, int tile_rows, int tile_keys, Sm90Params* params);
 
 }  // namespace cuda
 }  // namespace stof

@@ -15,7 +15,17 @@ constexpr Sm90Kernel kKernels[] = {
     {},
 };
 
-const Sm90Kernel* FindSm90D128(bool bf16) { return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>; }
+// For softcap, biases and scales that are not positive.
+template <typename T>
+constexpr Sm90Kernel kWithExtras[] = {
+    sm90::Describe<sm90::Shape<128, 192, 64, 2, 1, 1, 1, Extras::kPairs>, T>(3967, 1555, 1655),
+    {},
+};
+
+const Sm90Kernel* FindSm90D128(bool bf16, Extras extras) {
+  if (extras != Extras::kNone) return bf16 ? kWithExtras<__nv_bfloat16> : kWithExtras<__half>;
+  return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
+}
 
 }  // namespace cuda
 }  // namespace stof

@@ -18,7 +18,18 @@ constexpr Sm90Kernel kKernels[] = {
     {},
 };
 
-const Sm90Kernel* FindSm90D64(bool bf16) { return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>; }
+// For softcap, biases and scales that are not positive.
+template <typename T>
+constexpr Sm90Kernel kWithExtras[] = {
+    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1330, 1530),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1300, 1500),
+    {},
+};
+
+const Sm90Kernel* FindSm90D64(bool bf16, Extras extras) {
+  if (extras != Extras::kNone) return bf16 ? kWithExtras<__nv_bfloat16> : kWithExtras<__half>;
+  return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
+}
 
 }  // namespace cuda
 }  // namespace stof

@@ -149,7 +149,7 @@ class Job {
     if (kernel == nullptr) return RunSm80();
     cuda::Sm90Params params;
     params.attention = params_;
-    if (!cuda::DescribeTensors(bf16_, kernel->keys, &params)) return RunSm80();
+    if (!cuda::DescribeTensors(bf16_, kernel->rows, kernel->keys, &params)) return RunSm80();
     const cuda::MaskForm form = cuda::FormOf(*kernel, problem);
     params.workers = form.workers;
     params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
@@ -158,7 +158,8 @@ class Job {
     if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
     // Rows without a key that take all keys are left to a second kernel.
     const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
-    const bool second = all_keys_ && (pad_ != nullptr || unknown || (entry != nullptr && entry->empty_rows()));
+    const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
+                                      unknown || (entry != nullptr && entry->empty_rows()));
     STOF_RETURN_IF_ERROR(Prepare(second, &params.attention.pad_bits, &params.redo));
     STOF_RETURN_IF_ERROR(Launched(kernel->launch(params, stream_)));
     if (!second) return Status();
@@ -205,9 +206,12 @@ class Job {
   Status First(const cuda::Sm90Kernel** first) {
     STOF_RETURN_IF_ERROR(Facts(&facts_));
     *first = nullptr;
-    if (facts_.capability != 90 || extras_ || size_ <= kNarrowHead) return Status();
+    if (facts_.capability != 90 || size_ <= kNarrowHead || !cuda::TakesBias(params_)) return Status();
     if (args_.dtype == DType::kF32) return Status();
-    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_);
+    const cuda::Extras extras = args_.bias != nullptr ? cuda::Extras::kPairs
+                                : extras_             ? cuda::Extras::kDistances
+                                                      : cuda::Extras::kNone;
+    const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_, extras);
     if (kernels->launch != nullptr) *first = kernels;
     return Status();
   }
@@ -616,7 +620,8 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   *names = std::string(kSm80) + " " + kRows;
   if (facts.capability != 90 || head_size <= kNarrowHead) return Status();
   const bool bf16 = dtype == DType::kBF16;
-  for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16); kernel->launch != nullptr; ++kernel) {
+  for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16, cuda::Extras::kNone);
+       kernel->launch != nullptr; ++kernel) {
     *names += " " + cuda::NameOf(*kernel);
   }
   return Status();

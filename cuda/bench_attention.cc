@@ -2,8 +2,8 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide] [--all] [--only NAME]... [--json FILE]
-//   decode  one query against a cache; wide  heads of more than 128 elements
+// bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
+//   decode  one query against a cache; wide  heads of more than 128 elements; extras  biases and softcap
 //   --all   times every kernel of the head size, too, and says what the selector's model thinks of each and how much
 //           slower its choice is than the best
 #include <algorithm>
@@ -30,6 +30,8 @@ struct Row {
   int64_t B, H, S, D;
   int64_t T = 0, G = 0;  // 0: as S and H
   int launches = 1;      // in one graph; the time is divided by them
+  // A bias of every pair, of fp16 or fp32, of each head or of all; of distances up to 128 or any; softcap.
+  enum Extra { kNone, kPairs, kSharedPairs, kWidePairs, kNear, kDistances, kSoftcap } extra = kNone;
 };
 
 constexpr Row kRows[] = {
@@ -64,6 +66,23 @@ constexpr Row kWideRows[] = {
     {"dense", "", 1, 16, 4096, 256},
     {"causal", "k <= q", 1, 16, 4096, 256},
     {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
+};
+
+constexpr Row kExtraRows[] = {
+    {"near", "", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
+    {"distances", "", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
+    {"pairs", "", 1, 16, 4096, 64, 0, 0, 1, Row::kPairs},
+    {"shared", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSharedPairs},
+    {"wide", "", 1, 16, 4096, 64, 0, 0, 1, Row::kWidePairs},
+    {"softcap", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSoftcap},
+    {"distances", "k <= q", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
+    {"near", "abs(q - k) <= 128", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
+    {"near", "", 16, 12, 512, 64, 0, 0, 1, Row::kNear},
+    {"near", "", 1, 12, 512, 64, 0, 0, 100, Row::kNear},
+    {"near", "", 1, 32, 4096, 128, 0, 0, 1, Row::kNear},
+    {"distances", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kDistances},
+    {"pairs", "", 1, 32, 4096, 128, 0, 0, 1, Row::kPairs},
+    {"softcap", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kSoftcap},
 };
 
 // One new token against a cache; the query is the last of T positions.
@@ -199,7 +218,10 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
   problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
   const stof::cuda::Sm90Kernel* kernels =
-      stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16);
+      stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16,
+                           args.bias != nullptr      ? stof::cuda::Extras::kPairs
+                           : row.extra != Row::kNone ? stof::cuda::Extras::kDistances
+                                                     : stof::cuda::Extras::kNone);
   double best = chosen;
   Report(R"(, "kernels": [)");
   int at = 0;
@@ -231,6 +253,21 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   args.key_stride = args.value_stride = {G * T * row.D, T * row.D, row.D};
   args.query_position = T - row.S;
   args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
+  void* biases = nullptr;
+  if (row.extra == Row::kPairs || row.extra == Row::kSharedPairs || row.extra == Row::kWidePairs) {
+    const int64_t heads = row.extra == Row::kSharedPairs ? 1 : row.H;
+    const bool wide = row.extra == Row::kWidePairs;
+    biases = (wide || dtype == stof::DType::kF32 ? RandomFloats : RandomHalves)(heads * row.S * T, 5);
+    args.bias = biases;
+    args.bias_dtype = wide ? stof::DType::kF32 : dtype;
+    args.bias_stride_h = heads == 1 ? 0 : row.S * T, args.bias_stride_q = T, args.bias_stride_k = 1;
+  }
+  if (row.extra == Row::kNear || row.extra == Row::kDistances) {
+    args.relative_bias_size = args.relative_bias_stride_h = row.extra == Row::kNear ? 257 : 2 * T - 1;
+    biases = RandomFloats(row.H * args.relative_bias_size, 5);
+    args.relative_bias = static_cast<const float*>(biases);
+  }
+  if (row.extra == Row::kSoftcap) args.softcap = 50.0f;
   std::shared_ptr<const stof::AttentionMask> mask;
   stof::Status status = stof::MakeAttentionMask(row.mask, {}, &mask);
   const stof::ExprSizes sizes = {row.B, row.H, row.S, T, T - row.S};
@@ -298,7 +335,8 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   Report("}");
   ++reported;
   std::fflush(stdout);
-  for (const void* memory : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
+  for (const void* memory :
+       {args.query, args.key, args.value, static_cast<const void*>(args.output), static_cast<const void*>(biases)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
   }
   CHECK_CUDA(cudaFree(space.memory));
@@ -308,7 +346,7 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
 
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  bool all = false, decode = false, wide = false;
+  bool all = false, decode = false, wide = false, extras = false;
   std::vector<std::string> only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -318,6 +356,8 @@ int main(int argc, char** argv) {
       decode = true;
     } else if (word == "wide") {
       wide = true;
+    } else if (word == "extras") {
+      extras = true;
     } else if (word == "--all") {
       all = true;
     } else if (word == "--only" && i + 1 < argc) {
@@ -330,13 +370,19 @@ int main(int argc, char** argv) {
       }
     } else {
       std::fprintf(stderr,
-                   "usage: bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide] [--all] [--only NAME]... "
-                   "[--json FILE]\n");
+                   "usage: bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only "
+                   "NAME]... [--json FILE]\n");
       return 2;
     }
   }
-  const Row* const first = decode ? std::begin(kDecodeRows) : wide ? std::begin(kWideRows) : std::begin(kRows);
-  const Row* const last = decode ? std::end(kDecodeRows) : wide ? std::end(kWideRows) : std::end(kRows);
+  const Row* const first = decode   ? std::begin(kDecodeRows)
+                           : wide   ? std::begin(kWideRows)
+                           : extras ? std::begin(kExtraRows)
+                                    : std::begin(kRows);
+  const Row* const last = decode   ? std::end(kDecodeRows)
+                          : wide   ? std::end(kWideRows)
+                          : extras ? std::end(kExtraRows)
+                                   : std::end(kRows);
   Report("[");
   for (const Row* row = first; row != last; ++row) {
     if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, all);

@@ -61,6 +61,38 @@ __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(r[1]) : "r"(address) : "memory");
 }
 
+__device__ __forceinline__ uint32_t LoadSharedWord(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void LoadSharedFloats(float (&r)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(address) : "memory");
+}
+
+// 1 / x to the last bit but one, by the special function unit; 0 for infinity.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The larger number; NaN if one of them is.
+__device__ __forceinline__ float MaxOrNan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 Unpack<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 Unpack<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+
 // ---- hardware barriers among warps of a CTA ----
 __device__ __forceinline__ void SyncNamed(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -133,20 +165,41 @@ __device__ __forceinline__ void Hold(uint32_t (&r)[kCount]) {
 #define STOF_F16(c, i) STOF_F4(c, i), STOF_F4(c, i + 4), STOF_F4(c, i + 8), STOF_F4(c, i + 12)
 #define STOF_F32(c) STOF_F16(c, 0), STOF_F16(c, 16)
 #define STOF_F64(c) STOF_F16(c, 0), STOF_F16(c, 16), STOF_F16(c, 32), STOF_F16(c, 48)
+#define STOF_F48(c) STOF_F32(c), STOF_F16(c, 32)
 #define STOF_F80(c) STOF_F64(c), STOF_F16(c, 64)
-#define STOF_R32                                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define STOF_R64                                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
-  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
-  "%62, %63}"
-#define STOF_R80                                                                                          \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "  \
-  "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
-  "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
+#define STOF_F96(c) STOF_F80(c), STOF_F16(c, 80)
+#define STOF_F128(c) STOF_F96(c), STOF_F16(c, 96), STOF_F16(c, 112)
+#define STOF_R32                                                                                     \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define STOF_R48                                                                                         \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "     \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47}"
+#define STOF_R64                                                                                         \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "     \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+  "%61, %62, %63}"
+#define STOF_R80                                                                                         \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "     \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+  "%61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
+#define STOF_R96                                                                                         \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "     \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+  "%61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
+#define STOF_R128                                                                                        \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "     \
+  "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
+  "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+  "%61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "      \
+  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "     \
+  "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
 
 // Inner: c[64 x N] (+)= a[64 x 16] · b[N x 16]ᵀ, both in shared memory along the inner dimension.
 // Across: c[64 x N] += a[64 x 16] · b[16 x N], a in registers, b in shared memory across the inner dimension.
@@ -161,6 +214,13 @@ struct Wgmma;
           "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                             \
           "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " " STOF_R32 ", %32, %33, add, 1, 1, 0, 0;\n}\n" \
           : STOF_F32(c)                                                                                                \
+          : "l"(a), "l"(b), "r"(add));                                                                                 \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void Inner(float (&c)[48], uint64_t a, uint64_t b, int add) {                    \
+      asm volatile(                                                                                                    \
+          "{\n.reg .pred add;\nsetp.ne.b32 add, %50, 0;\n"                                                             \
+          "wgmma.mma_async.sync.aligned.m64n96k16.f32." name "." name " " STOF_R48 ", %48, %49, add, 1, 1, 0, 0;\n}\n" \
+          : STOF_F48(c)                                                                                                \
           : "l"(a), "l"(b), "r"(add));                                                                                 \
     }                                                                                                                  \
     static __device__ __forceinline__ void Inner(float (&c)[64], uint64_t a, uint64_t b, int add) {                    \
@@ -193,6 +253,22 @@ struct Wgmma;
           "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " " STOF_R64                                    \
           ", {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}\n"                                                            \
           : STOF_F64(c)                                                                                                \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void Across(float (&c)[96], const uint32_t* a, uint64_t b) {                     \
+      asm volatile(                                                                                                    \
+          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
+          "wgmma.mma_async.sync.aligned.m64n192k16.f32." name "." name " " STOF_R96                                    \
+          ", {%96, %97, %98, %99}, %100, add, 1, 1, 1;\n}\n"                                                           \
+          : STOF_F96(c)                                                                                                \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void Across(float (&c)[128], const uint32_t* a, uint64_t b) {                    \
+      asm volatile(                                                                                                    \
+          "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                               \
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name " " STOF_R128                                   \
+          ", {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}\n"                                                       \
+          : STOF_F128(c)                                                                                               \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                       \
     }                                                                                                                  \
   };

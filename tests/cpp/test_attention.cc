@@ -1006,6 +1006,16 @@ void CudaDecode() {
   RunCudaCases(cases, {-1});
 }
 
+// The numbers of a list's first kernels, or the one that STOF_CUDA_KERNEL says.
+std::vector<int> FirstKernels(int count) {
+  std::vector<int> kernels;
+  const char* only = std::getenv("STOF_CUDA_KERNEL");
+  for (int kernel = 0; kernel < count; ++kernel) {
+    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
 // The kernels for compute capability 9.0, each in all cases that they take, wider heads and more rows than there are
 // workers among them. STOF_CUDA_KERNEL=0 and so on takes one of them.
 void CudaSm90() {
@@ -1028,12 +1038,55 @@ void CudaSm90() {
       cases.push_back(c);
     }
   }
-  std::vector<int> kernels;
-  const char* only = std::getenv("STOF_CUDA_KERNEL");
-  for (int kernel = 0; kernel < 9; ++kernel) {
-    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(kernel);
+  RunCudaCases(cases, FirstKernels(9));
+}
+
+// Their variant for softcap and biases: what the table has of these, and biases whose rows begin at multiples of 16
+// bytes, of every type, broadcast over each axis but the keys', with tiles that have bits, are padded or end the keys.
+void CudaSm90Extras() {
+  std::vector<Case> cases;
+  for (Case c : CudaCases()) {
+    if (c.bias == Bias::kNone && c.relative == 0 && c.softcap == 0) continue;
+    const int64_t wider = cases.size() % 2 == 0 ? 40 : 64;
+    if (std::max(c.D, c.Dv) <= 32) c.D += wider, c.Dv += wider;
+    if (cases.size() % 3 == 0) c.T = (c.T + 15) / 8 * 8, c.offset = false;
+    cases.push_back(c);
   }
-  RunCudaCases(cases, kernels);
+  Random random(90);
+  Deck<Bias> biases({Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids, Bias::kFarBelow}, &random);
+  Deck<uint32_t> broadcasts({0, 1, 2, 3, 4, 5, 6, 7}, &random);
+  Deck<int64_t> relatives({0, 0, 1, 65, 999}, &random);
+  Deck<int64_t> rows({63, 64, 65, 130, 193, 300}, &random);
+  Deck<int64_t> keys({64, 72, 128, 200, 296, 448}, &random);
+  Deck<int64_t> sizes({64, 128, 96, 40}, &random);
+  Deck<int> masks({0, 1, 2, 3, 4, 6, 8, 9, 10, 13}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  Deck<float> softcaps({0, 0, 2.5f, 30.0f}, &random);
+  for (int i = 0; i < Cases(160); ++i) {
+    Case c;
+    c.bias = biases.Deal(), c.bias_broadcast = broadcasts.Deal(), c.bias_wide = random.OneIn(3);
+    c.relative = relatives.Deal(), c.relative_shared = random.OneIn(3);
+    c.S = rows.Deal(), c.T = keys.Deal(), c.D = c.Dv = sizes.Deal();
+    c.G = random.OneIn(2) ? 2 : 4;
+    c.dtype = random.OneIn(2) ? DType::kF16 : DType::kBF16;
+    c.mask = masks.Deal(), c.pad = pads.Deal(), c.softcap = softcaps.Deal();
+    c.offset = c.T >= c.S && random.OneIn(2);
+    c.sink = random.OneIn(4);
+    c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
+    c.rising = random.OneIn(4);
+    if (c.empty_rows != EmptyRows::kAll && random.OneIn(2)) c.poison = Poison::kForbidden;
+    c.cuda = true;
+    cases.push_back(c);
+  }
+  for (const int64_t size : {64, 128}) {
+    // More rows of tiles than workers.
+    Case c;
+    c.B = 3, c.H = 48, c.G = 16, c.S = 300, c.T = 304, c.D = c.Dv = size, c.mask = 1;
+    c.bias = Bias::kForbids, c.bias_broadcast = 1, c.relative = 65, c.dtype = DType::kF16, c.cuda = true;
+    cases.push_back(c);
+  }
+  RunCudaCases(cases, FirstKernels(2));
 }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
@@ -1042,6 +1095,7 @@ TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
 TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
+TEST(CudaExtrasSm90) { CudaSm90Extras(); }
 #endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }
