@@ -341,8 +341,8 @@ class AttentionOp final : public Op {
       std::vector<ExprBinding> none(fixed.operands().size());
       STOF_RETURN_IF_ERROR(fixed.Check(problem.sizes, &none));
     }
-    STOF_RETURN_IF_ERROR(PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given,
-                                           &plan->workspace));
+    STOF_RETURN_IF_ERROR(
+        PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
     const CudaBackend* backend = FindCudaBackend();
     plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
     return Status();
