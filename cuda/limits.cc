@@ -51,16 +51,23 @@ int64_t Fp32Bytes(const AttentionArgs& args) {
 // empty profile may have sizes whose product overflows.
 int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
   constexpr double kLargestTile = 256, kSmallestTile = 64;
-  constexpr double kTileBytes = 32, kRowBytes = 64, kExtremes = 256;  // beside the bits
+  constexpr double kTileBytes = 32, kRowBytes = 64;  // beside the bits
+  constexpr double kFragments = 4.0 / 3;             // more keys than a tile has, where its bits are in fragment order
   const double tables =
       static_cast<double>(program.uses_b ? args.B : 1) * static_cast<double>(program.uses_h ? args.H : 1);
   const auto S = static_cast<double>(args.S), T = static_cast<double>(args.T);
   const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
   const double padded = few ? cuda::kDecodeTileRows : S + kLargestTile;
   const double rows = few ? 1 : S / kSmallestTile + 1, columns = T / kSmallestTile + 1;
-  const double bytes = tables * (padded * (T + kLargestTile) / 8 + rows * columns * kTileBytes + rows * kRowBytes +
-                                 (rows + columns) * kExtremes) +
-                       16.0 * program.pairs + (1 << 17);
+  // Of each number that queries or keys bring: all values, and the extremes of every row or column of tiles.
+  const auto sides = static_cast<double>(program.sides.size());
+  const double numbers = sides * (8 * (std::max(S, T) + kLargestTile) + 16 * std::max(rows, columns));
+  const double code =
+      static_cast<double>(program.steps.size() * sizeof(cuda::MaskStep) + program.affines.size() * sizeof(Affine) +
+                          program.words.size() * sizeof(cuda::MaskWord));
+  const double bytes = tables * (padded * (T + kLargestTile) * kFragments / 8 + rows * columns * kTileBytes +
+                                 rows * kRowBytes + numbers) +
+                       16.0 * program.pairs + code + (1 << 17);
   return static_cast<int64_t>(std::min(bytes, static_cast<double>(cuda::kMostMaskBytes) * 8));
 }
 

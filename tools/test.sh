@@ -34,7 +34,9 @@ end
 if command -v nvcc >/dev/null; then
   begin 'build (CUDA)'
   cmake --preset cuda
-  cmake --build --preset cuda --target stof_ort stof_cuda_tests bench_cuda_attention
+  cmake --build --preset cuda --target stof_ort stof_trt stof_cuda_tests stof_trt_cuda_tests bench_cuda_attention
+  # Of the tests for a device, the one that needs none.
+  build/cuda/tests/trt/stof_trt_cuda_tests TrtPlannedMaskMemory
   end
 fi
 

@@ -305,12 +305,15 @@ TEST(TrtPlannedMaskMemory) {
     CHECK(cuts.Next(&build.part));  // the largest
     const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
     for (const int m : {64, 128, 192, 256}) {
-      for (const int n : {64, 96, 128, 192, 256}) {
+      for (const int n : {64, 96, 128, 160, 192, 256}) {
         if (few && (m > 64 || n > 64)) continue;
-        build.tile = {m, n, false};
-        const size_t bytes = cuda::MaskBytes(build);
-        CHECK(bytes + 64 <= planned - fixed, text, ", B ", args.B, " H ", args.H, " S ", args.S, " T ", args.T,
-              " tile ", m, " x ", n, ": ", bytes, " bytes, planned ", planned - fixed);
+        for (const bool fragments : {false, true}) {
+          build.tile = {m, n, fragments};
+          const size_t bytes = cuda::MaskBytes(build);
+          CHECK(bytes + 64 <= planned - fixed, text, ", B ", args.B, " H ", args.H, " S ", args.S, " T ", args.T,
+                " tile ", m, " x ", n, fragments ? " in fragments: " : ": ", bytes, " bytes, planned ",
+                planned - fixed);
+        }
       }
     }
     CountCases(1);
