@@ -156,6 +156,53 @@ def test_integers_and_other_axes_stay() -> None:
     assert all(graph.nodes[p].op_type in ("Mul", "Tanh") for c in chains for p in c.region.places)
 
 
+def outputs_of(graph: Graph, chains: list[Chain], x: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What the descriptions of chains without inputs but x give in fp64, and what the model gives."""
+    (chain,) = chains
+    return evaluate_chain(chain.description.text, [x]), run(graph.model, {graph.model.graph.input[0].name: x}, False)
+
+
+def test_a_cast_to_bool_makes_1_or_0() -> None:
+    b = Builder()
+    x = b.input("x", ["B", "S", N])
+    true = b.add("Cast", x, to=int(onnx.TensorProto.BOOL))
+    both = b.add("And", b.add("Less", x, b.number(0.5)), true)
+    one = b.add("Xor", b.add("Less", x, b.number(0.25)), true)
+    y = b.add("Add", b.add("Cast", true, to=FLOAT), b.add("Where", one, b.number(3.0), b.number(5.0)))
+    graph, chains = found(b.model(b.add("Where", both, y, b.add("Neg", y))))
+    check_chain(chains[0], graph.nodes, graph.symbolic, opset_of(graph.model))
+    values = np.resize(np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 2.0, -3.0, 0.3], np.float32), (1, 2, N))
+    (own,), (wanted,) = outputs_of(graph, chains, values)
+    np.testing.assert_allclose(own, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_log_sum_exp_of_a_row_that_is_not_finite(value: float) -> None:
+    b = Builder()
+    x = b.add("Neg", b.input("x", ["B", "S", N]))
+    graph, chains = found(b.model(b.add("Add", b.add("ReduceLogSumExp", x, b.ints(-1), keepdims=1), x)))
+    values = np.zeros((1, 2, N), np.float32)
+    values[0, 0] = value
+    values[0, 1, 3] = value
+    (own,), (wanted,) = outputs_of(graph, chains, values)
+    np.testing.assert_allclose(own, wanted, rtol=1e-5)
+
+
+def test_a_squeeze_of_whatever_is_1_has_no_known_shape() -> None:
+    b = Builder()
+    x = b.add("Squeeze", b.input("x", [2, "S", 1]))
+    _, chains = found(b.model(b.add("Tanh", b.add("Neg", x))))
+    assert not chains
+
+
+def test_a_dropout_that_drops_stays() -> None:
+    b = Builder()
+    x = b.add("Neg", _x(b))
+    x = b.add("Dropout", x, b.number(1e-6), b.array(np.array(True)), seed=3)
+    graph, chains = found(b.model(b.add("Tanh", x)))
+    assert not any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.places)
+
+
 def test_a_description_that_says_something_else_is_refused() -> None:
     b = Builder()
     graph, (chain,) = found(b.model(b.add("Mul", b.add("Tanh", _x(b)), b.number(0.5))))

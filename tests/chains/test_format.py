@@ -32,15 +32,27 @@ GOOD = "axes b = x0.0, n = x0.1 / 2\nlet t = x0[b, n + 2]\nout y0 f32 [b, n] = s
         ("axes n = 4; let t = 1; let t = 2; out y0 f32 [n] = t", "a new name"),
         ("axes n = 4; out y0 f32 [n] = min(1)", "2 arguments"),
         ("axes n = 4; out y0 f32 [n] = 1 @ 2", "no part of the format"),
-        ("axes n = 99999999999; out y0 f32 [n] = 1", "below 2"),
+        ("axes n = 99999999999; out y0 f32 [n] = 1", "at most 2"),
         ("axes n = 4; out y0 f32 [n] = " + "(" * 80 + "1" + ")" * 80, "64 levels"),
         ("axes n = 4; out y0 f32 [n] = 1" + " + 1" * 9000, "bytes"),
         ("axes n = 4; out y0 f32 [n] = x0[(n) % 0]", "divisor"),
+        ("axes n = 4; out y0 f32 [n] = " + "-" * 9000 + "1", "64 levels"),
+        ("axes n = 4; out y0 f32 [n] = 0x", "a floating-point number"),
+        ("axes n = 4; out y0 f32 [n] = 0x1p99999", "a floating-point number"),
+        ("axes n = " + "9" * 9000 + "; out y0 f32 [n] = 1", "at most 2"),
+        ("axes n = \u0664; out y0 f32 [n] = 1", "no part of the format"),
+        ("axes inf = 4; out y0 f32 [inf] = 1", "a new name for an axis"),
+        ("axes n = 4; let out = 4; out y0 f32 [n] = out", "a new name"),
     ],
 )
 def test_refused(text: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         parse_chain(text)
+
+
+def test_integers_of_2_to_the_31_are_read() -> None:
+    (found,) = evaluate_chain("axes n = x0.0; out y0 f32 [n] = x0[(2147483648 * n) // 2147483648]", [np.arange(3.0)])
+    np.testing.assert_array_equal(found, np.arange(3.0))
 
 
 def test_a_select_reads_only_what_it_takes() -> None:

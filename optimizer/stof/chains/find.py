@@ -127,6 +127,8 @@ class Graph:
                 return False
         if all(product(self.symbolic.shape(o) or ()).constant == 1 for o in written):
             return False
+        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and self._number(node.input[2]) != 0:
+            return False  # it drops
         if node.op_type == "Gather" and self._number(node.input[1]) is None:
             return False
         return kind == "moving" or self.symbolic.dtype(node.output[0]) in {*TYPES, TensorProto.BOOL}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -263,6 +264,14 @@ def _reduced(name: str, before: str = "", after: str = "") -> Rule:
 
 def _log_sum_exp(e: Element) -> int:
     top = e.of("max_of", e[0])
+    # A row of -inf alone, or with inf in it: its largest element less itself would be NaN.
+    finite = e.of("lt", e.of("abs", top), e.num(math.inf))
+    top = e.of("select", finite, top, e.num(0.0))
+    return e.of("add", top, e.of("log", e.of("sum", e.of("exp", e.of("sub", e[0], top)))))
+
+
+def _log_sum(e: Element) -> int:
+    top = e.of("max_of", e[0])
     return e.of("add", top, e.of("log", e.of("sum", e.of("exp", e.of("sub", e[0], top)))))
 
 
@@ -323,7 +332,7 @@ def _softmax(e: Element) -> int:
 
 
 def _log_softmax(e: Element) -> int:
-    return e.of("sub", e[0], _log_sum_exp(e.row))
+    return e.of("sub", e[0], _log_sum(e.row))
 
 
 # Operators whose result at one element needs the whole row, with the output that they are asked for.

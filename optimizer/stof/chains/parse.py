@@ -11,7 +11,8 @@ from stof.errors import ModelError
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>0[xX][0-9a-fA-F]*\.?[0-9a-fA-F]*(?:[pP][+-]?\d+)?|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
-    r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>//|<=|>=|==|!=|[-+*/%<>=()\[\],]))",
+    re.ASCII,
 )
 _UNARY = frozenset(
     ["abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "softplus", "sin", "cos", "floor"]
@@ -19,6 +20,7 @@ _UNARY = frozenset(
 )
 ARITY = {**dict.fromkeys(_UNARY | REDUCTIONS, 1), "min": 2, "max": 2, "pow": 2, "select": 3}
 _INPUT, _OUTPUT = re.compile(r"x\d+"), re.compile(r"y\d+")
+_WORDS = frozenset({"axes", "let", "out", "inf", "nan"})
 _LARGEST = 1 << 31
 
 
@@ -148,9 +150,10 @@ class _Line:
 
     def integer(self) -> int:
         text = self._next("number", "an integer")
-        if not text.isdigit() or int(text) >= _LARGEST:
-            raise self.error("an integer below 2^31", text)
-        return int(text)
+        digits = text.lstrip("0") or "0"  # int() refuses thousands of them in its own words
+        if not text.isdigit() or len(digits) > 10 or int(digits) > _LARGEST:
+            raise self.error("an integer of at most 2^31", text[:24])
+        return int(digits)
 
     def end(self) -> None:
         if self.place < len(self.tokens):
@@ -161,7 +164,7 @@ class _Line:
         while not found or self.take(","):
             name = self.name()
             self.expect("=")
-            if name in dict(found) or name in ARITY or _INPUT.fullmatch(name) or _OUTPUT.fullmatch(name):
+            if name in dict(found) or _reserved(name):
                 raise self.error("a new name for an axis", name)
             found.append((name, self._size()))
         if len(found) > MOST_AXES:
@@ -186,8 +189,7 @@ class _Line:
 
     def let(self) -> tuple[str, Node]:
         name = self.name()
-        taken = name in self.lets or name in self.known_axes or name in ARITY
-        if taken or _INPUT.fullmatch(name) or _OUTPUT.fullmatch(name) or name in ("inf", "nan"):
+        if name in self.lets or name in self.known_axes or _reserved(name):
             raise self.error("a new name", name)
         self.expect("=")
         return name, self.expression()
@@ -217,13 +219,12 @@ class _Line:
         return Out(dtype, tuple(dims), self.expression())
 
     def expression(self) -> Node:
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise self.error(f"at most {MOST_DEPTH} levels")
-        left = self._sum()
-        op = self.take("<", "<=", ">", ">=", "==", "!=")
+        self._deeper()
+        found = self._sum()
+        if op := self.take("<", "<=", ">", ">=", "==", "!="):
+            found = Node(op, (found, self._sum()))
         self.depth -= 1
-        return Node(op, (left, self._sum())) if op else left
+        return found
 
     def _sum(self) -> Node:
         left = self._product()
@@ -238,7 +239,23 @@ class _Line:
         return left
 
     def _unary(self) -> Node:
-        return Node("neg", (self._unary(),)) if self.take("-") else self._atom()
+        if not self.take("-"):
+            return self._atom()
+        self._deeper()
+        inner = self._unary()
+        self.depth -= 1
+        return Node("neg", (inner,))
+
+    def _deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise self.error(f"at most {MOST_DEPTH} levels")
+
+    def _number(self, text: str) -> float:
+        try:
+            return float.fromhex(text) if text[:2] in ("0x", "0X") else float(text)
+        except (ValueError, OverflowError):
+            raise self.error("a floating-point number", text) from None
 
     def _atom(self) -> Node:
         if self.take("("):
@@ -248,7 +265,7 @@ class _Line:
         kind, text = self.tokens[self.place] if self.place < len(self.tokens) else ("", "")
         self.place += 1
         if kind == "number":
-            return Node("number", value=float.fromhex(text) if text[:2] in ("0x", "0X") else float(text))
+            return Node("number", value=self._number(text))
         if text in ("inf", "nan"):
             return Node("number", value=float(text))
         if text in ARITY:
@@ -308,6 +325,11 @@ class _Line:
             if name not in self.known_axes:
                 raise self.error("an axis", name)
             terms[name] = terms.get(name, 0) + factor
+
+
+def _reserved(name: str) -> bool:
+    """Whether a word of the format has this name."""
+    return name in ARITY or name in _WORDS or bool(_INPUT.fullmatch(name) or _OUTPUT.fullmatch(name))
 
 
 def _input(text: str) -> int:

@@ -131,10 +131,21 @@ class Puller:
             return self._moved(node, tensor, index, limits)
         if kind == "elementwise":
             own = [self._broadcast(node, i, tensor, index, limits) for i in data_inputs(node)]
+            if self._to_bool(node):
+                return self.pool.make("ne", own[0], self.pool.number(0.0))
             return ELEMENTWISE[domain_of(node), node.op_type](self._element(node, data_inputs(node), own))
         if kind == "reducing":
             return self._reduced(node, index, limits)
         return self._rowwise(node, tensor, index, limits)
+
+    def _to_bool(self, node: onnx.NodeProto) -> bool:
+        """Whether a node turns numbers into 1 or 0."""
+        into = self.symbolic.dtype(node.output[0])
+        return (
+            node.op_type in ("Cast", "CastLike")
+            and into == TensorProto.BOOL
+            and self.symbolic.dtype(node.input[0]) != into
+        )
 
     def _element(self, node: onnx.NodeProto, places: Sequence[int], terms: Sequence[int]) -> Element:
         inputs: list[int | None] = [None] * len(node.input)

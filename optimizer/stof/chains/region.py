@@ -105,6 +105,8 @@ def _candidates(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic
             yield _named((*sizes, rows[0]))
         for last in sorted(range(len(sizes)), key=lambda i: (bool(rows) and sizes[i] != rows[0], -i)):
             yield _named((*sizes[:last], *sizes[last + 1 :], sizes[last]))
+    if len(_long(main)) > MOST_AXES and not tried:
+        raise UnsupportedError(f"an output of shape {_words(main)}, expected at most {MOST_AXES} axes")
     if not tried - {()}:
         yield _named((_ONE,))
 

@@ -46,6 +46,8 @@ def _squeeze(context: Context) -> list[Fact] | None:
         return None
     axes = _axes(context, len(data)) if len(data) else []
     if axes is None:
+        if context.has(1) or any(d.constant is None for d in data):
+            return None  # axes that are not known; a size that is 1 in a run would go as well
         axes = [a for a, d in enumerate(data) if d == ONE]
     shape = tuple(d for a, d in enumerate(data) if a not in axes)
 
