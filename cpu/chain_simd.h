@@ -32,7 +32,7 @@ typedef float V __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));  // for sums that may wrap around
 
-inline V Set(float x) { return V{} + x; }
+inline V Set(float x) { return x - V{}; }  // not V{} + x, which is 0 for -0
 inline V Load(const float* p) {
   V v;
   std::memcpy(&v, p, sizeof v);

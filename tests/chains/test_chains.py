@@ -195,6 +195,25 @@ def test_a_squeeze_of_whatever_is_1_has_no_known_shape() -> None:
     assert not chains
 
 
+def test_what_nothing_reads_does_not_keep_chains_out() -> None:
+    b = Builder()
+    x = b.add("Neg", _x(b))
+    top = b.add("ReduceMax", x, b.ints(-1), keepdims=1)
+    b.add("Div", x, top)  # read by nothing
+    graph, chains = found(b.model(b.add("Exp", b.add("Sub", x, top))))
+    assert len(chains) == 1
+    same_through_body(graph, chains)
+
+
+def test_more_axes_than_the_format_has() -> None:
+    b = Builder()
+    x = b.input("x", list("ABCDEFG"))
+    graph = Graph(model := b.model(b.add("Exp", b.add("Neg", x))), Symbolic(model))
+    chains, left = find_chains(graph)
+    assert not chains
+    assert "at most 6 axes" in left[0].reason
+
+
 def test_a_dropout_that_drops_stays() -> None:
     b = Builder()
     x = b.add("Neg", _x(b))

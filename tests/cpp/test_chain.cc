@@ -325,6 +325,21 @@ TEST(ChainFunctionsInUlps) {
   }
 }
 
+// One operand for a whole strip is the same number as a strip of it, the sign of zero included.
+TEST(ChainSingleOperands) {
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+    const cpu::ChainKernels& kernels = cpu::ChainKernelsOf(static_cast<CpuIsa>(isa));
+    const auto* divide = kernels.function[static_cast<int>(ChainOp::kDiv)];
+    for (const float one : {-0.0f, 0.0f, -1.5f, INFINITY, -INFINITY, 1e-45f}) {
+      const std::vector<float> x(37, 3.0f), strip(37, one);
+      std::vector<float> y(37), want(37);
+      divide[0](want.data(), x.data(), strip.data(), nullptr, 37);
+      divide[2](y.data(), x.data(), &one, nullptr, 37);
+      for (size_t i = 0; i < y.size(); ++i) CHECK(y[i] == want[i], "3 / ", one, " is ", y[i], ", expected ", want[i]);
+    }
+  }
+}
+
 struct Bad {
   const char* text;
   const char* part;  // of the message

@@ -197,7 +197,7 @@ def _drop(graph: onnx.GraphProto, before: set[str], written: set[str]) -> None:
     live = _live(graph)
     gone = before - live
     for i in reversed(range(len(graph.node))):
-        if all(o in gone or not o for o in graph.node[i].output):
+        if not live.intersection(graph.node[i].output):  # also what nothing ever read: it may read what is gone
             del graph.node[i]
     inputs = {i.name for i in graph.input}
     still = {o for n in graph.node for o in n.output}
