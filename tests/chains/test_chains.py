@@ -205,6 +205,18 @@ def test_what_nothing_reads_does_not_keep_chains_out() -> None:
     same_through_body(graph, chains)
 
 
+def test_what_would_be_printed_again_and_again_is_left() -> None:
+    """Sides of a select have no names: each level of halves that change places would double the text."""
+    b = Builder()
+    x = b.input("x", ["B", "S", 8])
+    for _ in range(24):
+        left, right = b.add("Split", x, outputs=2, axis=-1, num_outputs=2)
+        x = b.add("Add", b.add("Concat", b.add("Neg", right), left, axis=-1), x)
+    _, chains = found(b.model(x))
+    assert chains
+    assert all(len(c.description.text) <= 16 << 10 for c in chains)
+
+
 def test_more_axes_than_the_format_has() -> None:
     b = Builder()
     x = b.input("x", list("ABCDEFG"))

@@ -109,6 +109,16 @@ def test_what_another_build_measured_counts_for_nothing(narrow: Callable[[str], 
     assert all(not c.replaced and "no gain was measured" in c.reason for c in report.chains)
 
 
+def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
+    """A file that another version, or somebody else, has written to."""
+    problem = {"chain": ""}
+    own = Cache(cache, "device", "build")
+    for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5)):
+        own.put(problem, config, seconds)
+    verdict = Measured(Options(), own, 0.0)._decided([problem], 3, "")
+    assert verdict.segments == ((0, 3),)
+
+
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path) -> None:
     """Whatever it says on this machine, it is kept, and it decides the next run."""
     model = narrow("bert.dynamo.sdpa")

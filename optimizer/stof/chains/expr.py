@@ -129,11 +129,15 @@ class _Printer:
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
         depths: dict[int, int] = {}
+        length: dict[int, int] = {}  # least characters: what is shared without a name is printed at every use
         choosing = any(pool.terms[t][0] == "below" for t in self.order)
         partial: set[int] = set()
         for term in self.order:
             op = pool.terms[term][0]
             depths[term] = 1 + max((depths[a] for a in pool.arguments(term)), default=0)
+            length[term] = 1 + sum(length[a] for a in pool.arguments(term))
+            if length[term] > MOST_TEXT:
+                raise UnsupportedError(f"more than {MOST_TEXT} bytes of description")
             shared = uses[term] > 1 and op != "num"
             # A row's own value stays outside of the sides of a select, of which each is computed for a part of the row.
             whole_row = choosing and op in REDUCTIONS
@@ -144,7 +148,7 @@ class _Printer:
                 text = self.text(term, _COMPARISON)
                 self.names[term] = f"t{len(self.names)}"
                 self.lines.append(f"let {self.names[term]} = {text}")
-                depths[term] = 1
+                depths[term] = length[term] = 1
 
     def text(self, term: int, level: int) -> str:
         """A term as an operand of a level of the grammar."""

@@ -125,7 +125,9 @@ class Measured:
         if not all(_ORIGINAL in k for k in known):
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
         gains = {
-            c: [k[_ORIGINAL] / k[c] for k in known] for c in known[0] if c != _ORIGINAL and all(c in k for k in known)
+            c: [k[_ORIGINAL] / k[c] for k in known]
+            for c in known[0]
+            if _is_scheme(c, count) and all(c in k for k in known)
         }
         if not gains:
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
