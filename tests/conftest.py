@@ -14,6 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 import build
 
 
+@pytest.fixture(autouse=True)
+def _no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured on this machine before decides nothing in a test."""
+    monkeypatch.setenv("STOF_CACHE", str(tmp_path / "own-cache" / "tuning.sqlite"))
+
+
 @pytest.fixture
 def narrow(tmp_path: Path) -> Callable[[str], Path]:
     """Writes ``narrow/<name>`` into a fresh folder and returns its path."""

@@ -266,3 +266,28 @@ def test_the_evaluator_beside_numpy() -> None:
     first, second = evaluate_chain(text, [x, w])
     np.testing.assert_allclose(first, wanted.transpose(1, 0, 2), rtol=1e-12)
     np.testing.assert_allclose(second, centered.max(-1).reshape(-1), rtol=1e-12)
+
+
+def test_infinities_are_compared_by_sign() -> None:
+    from stof.chains.check import _compare
+
+    own = np.array([1.0, -np.inf, np.nan], np.float32)
+    _compare(0, own, np.array([1.0, -np.inf, np.nan]))
+    for exact in ([1.0, np.inf, np.nan], [1.0, -np.inf, 0.0], [1.1, -np.inf, np.nan], [-np.inf, -np.inf, np.nan]):
+        with pytest.raises(UnsupportedError):
+            _compare(0, own, np.array(exact))
+
+
+def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stof.chains import apply
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of no account")
+
+    monkeypatch.setattr(apply, "find_chains", broken)
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18]> g (float[B,8] x) => (float[B,8] y) { a = Exp(x) y = Neg(a) }'
+    )
+    chained = apply.apply_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
+    assert chained.model is model
+    assert "ZeroDivisionError: of no account" in chained.reports[0].reason

@@ -12,7 +12,7 @@ from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, of_common_types, signature
 from stof.chains.find import Graph, Left, chain_of, find_chains, settled
 from stof.chains.region import Chain
-from stof.errors import UnsupportedError
+from stof.errors import StofError, UnsupportedError
 from stof.graph import all_nodes, opset_of
 from stof.symbolic import Symbolic
 
@@ -62,15 +62,18 @@ class Chained:
 
 def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes."""
-    symbolic = Symbolic(model)
-    try:
-        return _applied(Graph(model, symbolic), judge)
-    except UnsupportedError:
-        pass  # shapes that chains were taken not to need are read after all, by way of operators that stay
-    try:
-        return _applied(Graph(model, symbolic, light=False), judge)
-    except UnsupportedError as error:
-        return Chained(model, (ChainReport("-", "all operators", False, str(error)),))
+    reason = ""
+    for light in (True, False):  # light: shapes that chains are taken not to need
+        try:
+            return _applied(Graph(model, Symbolic(model), light=light), judge)
+        except UnsupportedError as error:
+            reason = str(error)
+        except StofError:
+            raise
+        except Exception as error:  # what is not found costs speed; attention that was found stays
+            reason = f"chains cannot be looked for ({type(error).__name__}: {error}); please report this model"
+            break
+    return Chained(model, (ChainReport("-", "all operators", False, reason),))
 
 
 def _applied(graph: Graph, judge: Judge) -> Chained:
