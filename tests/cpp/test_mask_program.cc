@@ -191,7 +191,10 @@ TEST(MaskProgramsGiveTheExpression) {
   CHECK(decided * 4 > boxes && narrow * 2 > boxes, decided, " and ", narrow, " of ", boxes);
   CHECK(in_words * 4 > boxes, in_words, " of ", boxes, " decided in words");
   kinds[MaskWord::kBytes] += 1;  // has a test of its own
-  for (size_t kind = 0; kind < kinds.size(); ++kind) CHECK(kinds[kind] > 0, "words of kind ", kind, ": ", kinds[kind]);
+  // A share of the cases, as under sanitizers, need not have the rare ones.
+  for (size_t kind = 0; kind < kinds.size() && Effort() >= 1; ++kind) {
+    CHECK(kinds[kind] > 0, "words of kind ", kind, ": ", kinds[kind]);
+  }
   CountCases(boxes);
 }
 
