@@ -292,22 +292,6 @@ class Compiler {
     if (swapped && node.op == ExprOp::kSub) program_.steps.push_back({ExprOp::kNeg, MaskStep::kStack, 0, 0, 0});
   }
 
-  // The operator that gives with its sides exchanged what this one gives, or for - its negative.
-  static ExprOp Mirrored(ExprOp op) {
-    switch (op) {
-      case ExprOp::kLt:
-        return ExprOp::kGt;
-      case ExprOp::kLe:
-        return ExprOp::kGe;
-      case ExprOp::kGt:
-        return ExprOp::kLt;
-      case ExprOp::kGe:
-        return ExprOp::kLe;
-      default:
-        return op;
-    }
-  }
-
   const MaskExpr& expr_;
   const ExprSizes& sizes_;
   const MaskInputs& inputs_;

@@ -173,7 +173,7 @@ class WordMaker {
     if (affine->k == -1) {  // x % m = m - 1 - (-x - 1) % m
       const Affine mirrored = {-affine->b, -affine->h, -affine->q, 1, -affine->constant - 1};
       word->affine = Keep(mirrored);
-      word->op = MirroredCompare(word->op);
+      word->op = Mirrored(word->op);
       word->constant = word->limit - 1 - word->constant;
     }
     for (int64_t at = 0; at < 64; ++at) {
@@ -193,14 +193,14 @@ class WordMaker {
         const int32_t line = swapped ? right : left, other = swapped ? left : right;
         if (AffineOf(line) == nullptr || Of(other).k) continue;
         word->kind = MaskWord::kLinear, word->affine = Step(line).arg;
-        word->op = swapped ? MirroredCompare(step.op) : step.op;
+        word->op = swapped ? Mirrored(step.op) : step.op;
         return Side(other, false, &word->row);
       }
       for (const bool swapped : {false, true}) {
         const int32_t row = swapped ? right : left, key = swapped ? left : right;
         if (Of(row).k || Of(key).q || !Of(row).q || !Of(key).k) continue;
         word->kind = MaskWord::kOuter;
-        word->op = swapped ? MirroredCompare(step.op) : step.op;
+        word->op = swapped ? Mirrored(step.op) : step.op;
         return Side(row, false, &word->row) && Side(key, true, &word->key);
       }
     }

@@ -64,21 +64,6 @@ STOF_HOST_DEVICE int64_t EvaluateOne(const MaskView& view, int first, int count,
   return top;
 }
 
-// The operator that gives with its sides exchanged what this one gives.
-STOF_HOST_DEVICE ExprOp MirroredCompare(ExprOp op) {
-  switch (op) {
-    case ExprOp::kLt:
-      return ExprOp::kGt;
-    case ExprOp::kLe:
-      return ExprOp::kGe;
-    case ExprOp::kGt:
-      return ExprOp::kLt;
-    case ExprOp::kGe:
-      return ExprOp::kLe;
-    default:
-      return op;
-  }
-}
 STOF_HOST_DEVICE bool Holds(ExprOp op, int64_t x, int64_t y) {
   switch (op) {
     case ExprOp::kLt:
@@ -243,7 +228,7 @@ STOF_HOST_DEVICE uint32_t LineBits(ExprOp op, int64_t r, int64_t slope) {
     }
     return bits;
   }
-  if (slope < 0) op = MirroredCompare(op);
+  if (slope < 0) op = Mirrored(op);
   const int64_t at = slope < 0 ? r : -r;  // j `op` at
   const uint32_t below = BitsBelow(at), to = BitsBelow(at + 1);
   switch (op) {

@@ -68,5 +68,21 @@ STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
   }
 }
 
+// The operator that gives with its sides exchanged what this one gives, for - its negative.
+STOF_HOST_DEVICE ExprOp Mirrored(ExprOp op) {
+  switch (op) {
+    case ExprOp::kLt:
+      return ExprOp::kGt;
+    case ExprOp::kLe:
+      return ExprOp::kGe;
+    case ExprOp::kGt:
+      return ExprOp::kLt;
+    case ExprOp::kGe:
+      return ExprOp::kLe;
+    default:
+      return op;
+  }
+}
+
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_EXPR_OPERATE_H_

@@ -13,7 +13,7 @@
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/chain_random.h"
 #include "tests/cpp/chain_reference.h"
-#include "tests/cpp/check.h"
+#include "tests/cpp/fixtures.h"
 #include "tests/cpp/reference.h"
 
 namespace stof::test {
@@ -42,16 +42,6 @@ const OpDescription& Description() {
   }
   throw Failure{"StofChain is not registered"};
 }
-
-struct Memory {
-  std::vector<std::unique_ptr<char, void (*)(void*)>> blocks;
-  static void* Allocate(void* self, size_t bytes) {
-    void* block = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    std::memset(block, 0xa5, bytes);  // kernels may not rely on zeros
-    static_cast<Memory*>(self)->blocks.emplace_back(static_cast<char*>(block), std::free);
-    return block;
-  }
-};
 
 using Block = std::unique_ptr<char[]>;  // of the exact size, so that a sanitizer sees the first byte beyond
 

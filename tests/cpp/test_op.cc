@@ -11,6 +11,7 @@
 
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
+#include "tests/cpp/fixtures.h"
 #include "tests/cpp/random_expr.h"
 
 namespace stof::test {
@@ -32,17 +33,6 @@ class MapAttributes final : public AttributeReader {
     if (found == map.end()) return false;
     *value = found->second;
     return true;
-  }
-};
-
-// Memory of one run.
-struct Memory {
-  std::vector<std::unique_ptr<char, void (*)(void*)>> blocks;
-  static void* Allocate(void* self, size_t bytes) {
-    void* block = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    std::memset(block, 0xa5, bytes);  // kernels may not rely on zeros
-    static_cast<Memory*>(self)->blocks.emplace_back(static_cast<char*>(block), std::free);
-    return block;
   }
 };
 

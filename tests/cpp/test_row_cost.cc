@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "cuda/row_cost.h"
-#include "plugins/core/block_mask_builder.h"
-#include "tests/cpp/check.h"
+#include "tests/cpp/fixtures.h"
 
 namespace stof::test {
 namespace {
@@ -16,16 +15,6 @@ struct Mask {
   const char* text;
   std::function<bool(int64_t b, int64_t h, int64_t q, int64_t k)> allows;
 };
-
-BlockMask Built(const char* text, const ExprSizes& sizes, int m, int n) {
-  MaskExpr expr;
-  Status status = MaskExpr::Parse(text, {}, &expr);
-  CHECK(status.ok(), text, ": ", status.message());
-  BlockMask mask;
-  status = BuildBlockMask(expr, sizes, m, n, &mask);
-  CHECK(status.ok(), text, ": ", status.message());
-  return mask;
-}
 
 TEST(PairsOfAMaskAreCounted) {
   const std::vector<Mask> masks = {
@@ -63,7 +52,7 @@ TEST(PairsOfAMaskAreCounted) {
           }
         }
         const ExprSizes sizes = {2, 3, S, T, 0};
-        const cuda::MaskCounts found = cuda::CountPairs(Built(mask.text, sizes, m, n), 2, 3);
+        const cuda::MaskCounts found = cuda::CountPairs(BuiltMask(mask.text, sizes, m, n), 2, 3);
         const std::string where = Text(mask.text, " S ", S, " T ", T, " tile ", m, "x", n);
         CHECK(found.pairs == wanted.pairs, where, ": ", found.pairs, " pairs, expected ", wanted.pairs);
         CHECK(found.tiles == wanted.tiles, where, ": ", found.tiles, " tiles, expected ", wanted.tiles);
@@ -100,8 +89,8 @@ TEST(RowsAreTakenWhereKeysAreScattered) {
   constexpr int kMultiprocessors = 132;
   for (const Known& it : known) {
     const ExprSizes sizes = {1, it.H, it.S, it.S, 0};
-    const cuda::MaskCounts tiled = cuda::CountPairs(Built(it.text, sizes, 128, 64), 1, it.H);
-    const cuda::MaskCounts fine = cuda::CountPairs(Built(it.text, sizes, 64, 64), 1, it.H);
+    const cuda::MaskCounts tiled = cuda::CountPairs(BuiltMask(it.text, sizes, 128, 64), 1, it.H);
+    const cuda::MaskCounts fine = cuda::CountPairs(BuiltMask(it.text, sizes, 64, 64), 1, it.H);
     const double rows = cuda::PredictRows(fine, it.H * it.S, it.head_bytes, kMultiprocessors);
     const double tiles = cuda::PredictSm80(tiled, it.head_bytes, it.fp32, kMultiprocessors);
     CHECK((rows < tiles) == it.rows, it.text, " head bytes ", it.head_bytes, ": rows ", rows, " ns, tiles ", tiles);

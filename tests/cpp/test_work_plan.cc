@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "cuda/work_plan.h"
-#include "plugins/core/block_mask_builder.h"
+#include "tests/cpp/fixtures.h"
 #include "tests/cpp/random_expr.h"
 
 namespace stof::test {
@@ -14,16 +14,6 @@ using cuda::PlanWork;
 using cuda::TileCost;
 using cuda::WorkItem;
 using cuda::WorkPlan;
-
-BlockMask Build(const std::string& text, const ExprSizes& sizes, int m, int n) {
-  MaskExpr expr;
-  Status status = MaskExpr::Parse(text, {}, &expr);
-  CHECK(status.ok(), text, ": ", status.message());
-  BlockMask mask;
-  status = BuildBlockMask(expr, sizes, m, n, &mask);
-  CHECK(status.ok(), text, ": ", status.message());
-  return mask;
-}
 
 int64_t CostOf(const WorkItem& item, const TileCost& cost) {
   return cost.row + cost.partial * (item.full - item.begin) + cost.full * (item.end - item.full);
@@ -38,7 +28,7 @@ TEST(WorkPlansTakeEveryRowOnce) {
     for (int i = 0; i < 12; ++i) {
       const ExprSizes sizes = {random.Range(1, 3), random.Range(1, 9), random.Range(1, 700), random.Range(1, 700), 0};
       const int m = 64 * static_cast<int>(random.Range(1, 4)), n = 32 * static_cast<int>(random.Range(1, 5));
-      const BlockMask mask = Build(text, sizes, m, n);
+      const BlockMask mask = BuiltMask(text, sizes, m, n);
       const int workers = static_cast<int>(random.Range(1, 40));
       const int64_t section = random.Range(1, 2 * sizes.H);
       const TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
@@ -79,7 +69,7 @@ TEST(WorkPlansTakeEveryRowOnce) {
 // A row of global tokens as large as a worker's share: last in line it would double the time.
 TEST(WorkPlansBeginWithLargeRows) {
   const ExprSizes sizes = {1, 32, 8192, 8192, 0};
-  const BlockMask mask = Build("abs(q - k) <= 128 or k < 64 or q < 64", sizes, 128, 128);
+  const BlockMask mask = BuiltMask("abs(q - k) <= 128 or k < 64 or q < 64", sizes, 128, 128);
   const TileCost cost = {2200, 1655, 1900};
   const WorkPlan plan = PlanWork(mask, sizes.B, sizes.H, 132, 5, cost);
   const int64_t total = std::accumulate(plan.items.begin(), plan.items.end(), int64_t{0},

@@ -15,7 +15,8 @@ from stof.chains.body import OP, Branch, make_branch, make_function
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, describe, node_tensors, opset_of
-from stof.symbolic import Int, Symbolic
+from stof.symbolic import Symbolic
+from stof.symbolic.dims import declared
 
 _LOWEST_IR = 8  # local functions
 
@@ -99,17 +100,8 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
             if name not in known:
-                shape = [_dimension(d) for d in symbolic.shape(name) or ()]
+                shape = [declared(d) for d in symbolic.shape(name) or ()]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
-
-
-def _dimension(size: Int) -> int | str:
-    if size.constant is not None:
-        return size.constant
-    atom = size.atom
-    # Only names that the model itself declares; others ("name#axis") are the interpreter's own.
-    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
-    return name if "#" not in name else ""
 
 
 def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:

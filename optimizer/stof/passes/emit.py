@@ -21,7 +21,8 @@ from stof.passes.operands import NEUTRAL, operands_of
 from stof.passes.prune import Pruner
 from stof.passes.tensorrt import constants, name_nodes
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
-from stof.symbolic import Int, Symbolic
+from stof.symbolic import Symbolic
+from stof.symbolic.dims import declared
 
 _LOWEST_IR = 8  # local functions
 
@@ -297,7 +298,7 @@ def _scope(name: str) -> str:
 
 def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
-    batch, rows = (_dimension(d) for d in (B, S))
+    batch, rows = (declared(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
     if site.output_flat:
         return ["", heads * size]
@@ -307,12 +308,3 @@ def _output_shape(site: AttentionSite) -> list[int | str]:
         Layout.BSN: [batch, rows, heads * size],
     }[site.output_layout]
     return [shape[axis] for axis in site.output_perm] or shape
-
-
-def _dimension(size: Int) -> int | str:
-    if size.constant is not None:
-        return size.constant
-    atom = size.atom
-    # Only names that the model itself declares; others ("name#axis") are the interpreter's own.
-    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
-    return name if "#" not in name else ""

@@ -22,6 +22,16 @@ def dimension(name: str) -> Int:
     return size(name) if found is None else found
 
 
+def declared(size: Int) -> int | str:
+    """A size as a ``value_info`` states it: a number, a name that the model itself declares, or "" for neither."""
+    if size.constant is not None:
+        return size.constant
+    atom = size.atom
+    # "name#axis" are the interpreter's own.
+    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
+    return name if "#" not in name else ""
+
+
 def _product(factors: list[Int]) -> Int:
     total = integer(1)
     for factor in factors:
