@@ -14,7 +14,7 @@ begin setup
 bin=$PWD/.venv-test/bin
 "$bin/python" -m pip install -q --upgrade pip
 "$bin/python" -m pip install -q 'numpy>=1.24' 'onnx==1.23.2' 'onnx-graphsurgeon==0.6.1' 'onnxruntime==1.31.1' \
-  'onnxscript==0.7.2' 'sympy' 'ml_dtypes' 'pytest>=8' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja
+  'onnxscript==0.7.2' 'sympy' 'ml_dtypes' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6' 'mypy==2.4.1' 'ruff==0.17.5' 'clang-format==23.1.5' cmake ninja
 export PATH=$bin:$PATH
 end
 
@@ -45,11 +45,11 @@ ctest --preset dev
 end
 
 begin 'unit (Python)'
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q --ignore tests/generated --ignore tests/test_zoo.py
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --ignore tests/generated --ignore tests/test_zoo.py
 end
 
 begin zoo
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q tests/test_zoo.py
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/test_zoo.py
 end
 
 begin 'generated'
