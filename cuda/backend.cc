@@ -13,6 +13,7 @@
 #include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_rows.h"
+#include "cuda/chain_backend.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
@@ -673,8 +674,8 @@ Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSiz
   return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
 }
 
-constexpr CudaBackend kBackend = {ToHost,    Device,  Take,  Give,     CapturedOrDone, Relaxed,
-                                  Attention, Kernels, Ready, Describe, KernelNames,    cuda::TimeOp};
+constexpr CudaBackend kBackend = {ToHost,  Device, Take,     Give,        CapturedOrDone, Relaxed,       Attention,
+                                  Kernels, Ready,  Describe, KernelNames, cuda::TimeOp,   cuda::RunChain};
 
 }  // namespace
 

@@ -3,6 +3,7 @@
 #ifndef STOF_PLUGINS_CORE_CUDA_BACKEND_H_
 #define STOF_PLUGINS_CORE_CUDA_BACKEND_H_
 
+#include "plugins/core/chain.h"
 #include "plugins/core/ops/attention.h"
 
 namespace stof {
@@ -38,6 +39,9 @@ struct CudaBackend {
   // Microseconds of one run: cuda/time_op.h.
   Status (*time)(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
                  double* microseconds);
+  // Queues a chain on context.stream; inputs and outputs are device addresses by number.
+  Status (*chain)(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
+                  const RunContext& context);
 };
 
 // ---- without a device, and in builds without CUDA kernels, too ----

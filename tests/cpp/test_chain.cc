@@ -7,6 +7,10 @@
 #include <limits>
 #include <memory>
 
+#ifdef STOF_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
 #include "cpu/chain.h"
 #include "plugins/core/chain.h"
 #include "plugins/core/op.h"
@@ -63,7 +67,40 @@ struct Result {
 };
 constexpr size_t kBand = 64;
 
-// The outputs of a run, or its error.
+#ifdef STOF_WITH_CUDA
+// Runs on the device, where every tensor has a copy, at an offset that keeps no more than the alignment of kBand.
+Status RunOnDevice(const Op& op, const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) {
+  std::vector<void*> blocks;
+  const auto put = [&blocks](const Tensor& tensor, size_t before) {
+    const auto bytes = static_cast<size_t>(tensor.Elements() * SizeOf(tensor.dtype)) + 2 * before;
+    void* block = nullptr;
+    if (cudaMalloc(&block, std::max<size_t>(bytes, 1)) != cudaSuccess) throw Failure{"no device memory"};
+    blocks.push_back(block);
+    Tensor moved = tensor;
+    if (bytes > 0) cudaMemcpy(block, static_cast<char*>(tensor.data) - before, bytes, cudaMemcpyHostToDevice);
+    moved.data = static_cast<char*>(block) + before;
+    return moved;
+  };
+  std::vector<Tensor> in, out;
+  for (const Tensor& tensor : inputs) in.push_back(put(tensor, 0));
+  for (const Tensor& tensor : outputs) out.push_back(put(tensor, kBand));
+  RunContext context;
+  context.on_cuda = true;
+  const Status status =
+      op.Run(in.data(), static_cast<int>(in.size()), out.data(), static_cast<int>(out.size()), context);
+  const cudaError_t error = cudaDeviceSynchronize();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto bytes = static_cast<size_t>(outputs[i].Elements() * SizeOf(outputs[i].dtype)) + 2 * kBand;
+    cudaMemcpy(static_cast<char*>(outputs[i].data) - kBand, static_cast<char*>(out[i].data) - kBand, bytes,
+               cudaMemcpyDeviceToHost);
+  }
+  for (void* block : blocks) cudaFree(block);
+  if (error != cudaSuccess) return Status::Error(cudaGetErrorString(error));
+  return status;
+}
+#endif
+
+// The outputs of a run, or its error. On a device in a build for one, and `threads` means nothing there.
 Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int threads,
              std::vector<Result>* results) {
   std::unique_ptr<Op> op;
@@ -87,6 +124,10 @@ Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int
     tensors[i].data = result.data.data() + kBand;
     result.tensor = tensors[i];
   }
+#ifdef STOF_WITH_CUDA
+  (void)threads;
+  return RunOnDevice(*op, inputs, tensors);
+#else
   ThreadPool pool(threads);
   Memory memory;
   RunContext context;
@@ -94,6 +135,7 @@ Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int
   context.allocate = Memory::Allocate;
   context.self = &memory;
   return op->Run(inputs.data(), count, tensors.data(), outputs, context);
+#endif
 }
 
 int64_t compared = 0, unknown = 0;
@@ -226,6 +268,7 @@ TEST(ChainEmpty) {
   CountCases(5);
 }
 
+#ifndef STOF_WITH_CUDA
 // Whoever computes a row, its value is the same.
 TEST(ChainThreads) {
   for (int i = 0; i < Cases(60); ++i) {
@@ -242,6 +285,8 @@ TEST(ChainThreads) {
     CountCases(3);
   }
 }
+
+#endif
 
 double UlpsOff(double got, double want) {
   if (std::isnan(want) || std::isnan(got)) return std::isnan(want) == std::isnan(got) ? 0 : 1e9;
@@ -279,6 +324,39 @@ const Measured kMeasured[] = {
      [](double x) { return x / (1 + std::exp(-2 * 0.79788456080286535588 * (x + 0.044715 * x * x * x))); }, 2, true},
 };
 
+#ifdef STOF_WITH_CUDA
+TEST(ChainFunctionsInUlps) {
+  for (const Measured& measured : kMeasured) {
+    Random random(9);
+    ChainArray x;
+    x.dims = {50000};
+    for (int i = 0; i < 50000; ++i) {
+      const auto bits = static_cast<uint32_t>(random.Next());
+      float value = random.Unit() * (i % 4 == 1 ? 4.0f : 100.0f);
+      if (i % 2 == 0) std::memcpy(&value, &bits, 4);
+      x.values.push_back(value);
+    }
+    const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1.0, -1.0};
+    std::copy(std::begin(special), std::end(special), x.values.begin());
+    std::vector<Result> results;
+    const Status status =
+        RunOp(std::string("axes n = x0.0; out y0 f32 [n] = ") + measured.name + "(x0[n])", {x}, 1, &results);
+    CHECK(status.ok(), measured.name, ": ", status.message());
+    double worst = 0, at = 0;
+    for (size_t i = 0; i < x.values.size(); ++i) {
+      const double want = measured.exact(x.values[i]);
+      const double got = LoadFloat(DType::kF32, results[0].data.data() + kBand + 4 * i);
+      double off = UlpsOff(got, want);
+      if (measured.of_argument && std::isfinite(x.values[i]))
+        off = std::fabs(got - want) / (std::fabs(x.values[i]) * 0x1p-23 + 1e-44);
+      if (off > worst) worst = off, at = x.values[i];
+    }
+    std::printf("  %-11s %.2f ulp at %.9g\n", measured.name, worst, at);
+    CHECK(worst <= measured.most + 1, measured.name, " is off by ", worst, " ulp at ", at);
+    CountCases(50000);
+  }
+}
+#else
 TEST(ChainFunctionsInUlps) {
   const CpuIsa best = BestCpuIsa();
   for (int isa = 0; isa <= static_cast<int>(best); ++isa) {
@@ -329,6 +407,8 @@ TEST(ChainSingleOperands) {
     }
   }
 }
+
+#endif
 
 struct Bad {
   const char* text;

@@ -32,8 +32,6 @@ struct Ready {
   cpu::ChainProgram program;
 };
 
-constexpr char kNoDevice[] = "StofChain has no CUDA kernels in this build";
-
 class StofChainOp final : public Op {
  public:
   explicit StofChainOp(Chain chain) : chain_(std::move(chain)) {}
@@ -46,12 +44,16 @@ class StofChainOp final : public Op {
     return Status();
   }
 
-  int InputCount() const override { return chain_.inputs; }
+  int InputCount() const override { return std::max(1, chain_.inputs); }
   bool Takes(int, DType dtype, DType) const override {
     return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
   }
-  Status PlanDevice(const Tensor*, int, DevicePlan*) const override { return Status::Error(kNoDevice); }
-  Status ReadyDevice(const Tensor*, int, int) const override { return Status::Error(kNoDevice); }
+  Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
+    *plan = DevicePlan();
+    std::shared_ptr<Ready> ready;
+    return Get(inputs, input_count, 0, &ready);
+  }
+  Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
 
   void SetOutputTypes(const DType* types, int count) override {
     for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
@@ -85,8 +87,6 @@ class StofChainOp final : public Op {
     for (int i = 0; i < count; ++i) {
       STOF_RETURN_IF_ERROR(CheckOutput(outputs[i], ready->bound.outputs[static_cast<size_t>(i)], i));
     }
-    if (context.on_cuda) return Status::Error("this build of the library has no CUDA kernels for chains");
-    std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
     const void* from[kChainMostInputs] = {};
     void* to[kChainMostOutputs] = {};
     for (int i = 0; i < std::min(input_count, kChainMostInputs); ++i) from[i] = inputs[i].data;
@@ -96,6 +96,12 @@ class StofChainOp final : public Op {
         return Status::Error("input x" + std::to_string(read.input) + " has no data");
       }
     }
+    if (context.on_cuda) {
+      const CudaBackend* backend = FindCudaBackend();
+      if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+      return backend->chain(chain_, ready->bound, from, to, context);
+    }
+    std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
     const size_t bytes = cpu::ChainWorkspace(ready->program, threads);
     void* workspace = context.allocate(context.self, bytes);
     if (workspace == nullptr) {
@@ -204,7 +210,7 @@ const OpDescription* ChainDescription() {
                                                          {"chain_id", AttributeType::kInt}};
   static const OpDescription description = {
       "StofChain", 0,         0,           kChainMostOutputs, kTypes,      1,
-      kTypes,      0,         CreateChain, OutputShape,       kAttributes, static_cast<int>(std::size(kAttributes)),
+      kTypes,      1,         CreateChain, OutputShape,       kAttributes, static_cast<int>(std::size(kAttributes)),
       true,        OutputType};
   return &description;
 }
