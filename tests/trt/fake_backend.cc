@@ -109,8 +109,8 @@ Status Ready(const AttentionArgs&, const AttentionMask&, const ExprSizes&, int) 
 }
 
 // Of these only what plugins call.
-constexpr CudaBackend kBackend = {ToHost,    Device,  nullptr, nullptr, nullptr, nullptr,
-                                  Attention, Kernels, Ready,   nullptr, nullptr, nullptr};
+constexpr CudaBackend kBackend = {ToHost,  Device, nullptr, nullptr, nullptr, nullptr, Attention,
+                                  Kernels, Ready,  nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace test

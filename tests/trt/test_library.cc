@@ -9,14 +9,17 @@
 
 namespace stof::test {
 
+// Of a list of inputs the parser does not learn how many there are: StofChain is not offered.
+bool Offered(const OpDescription& op) { return HasCudaKernels(op) && !op.lists; }
+
 TEST(TrtDeclares) {
   int count = 0;
   const OpDescription* const* ops = AllOps(&count);
   int32_t creators = 0;
-  const auto with_kernels = std::count_if(ops, ops + count, [](const auto* op) { return HasCudaKernels(*op); });
-  CHECK(getCreators(creators) != nullptr && creators == with_kernels && creators > 0);
+  const auto offered = std::count_if(ops, ops + count, [](const auto* op) { return Offered(*op); });
+  CHECK(getCreators(creators) != nullptr && creators == offered && creators > 0);
   for (int i = 0; i < count; ++i) {
-    if (!HasCudaKernels(*ops[i])) {
+    if (!Offered(*ops[i])) {
       CHECK(FindCreator(ops[i]->name) == nullptr, ops[i]->name);
       continue;
     }
