@@ -674,8 +674,10 @@ Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSiz
   return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
 }
 
-constexpr CudaBackend kBackend = {ToHost,  Device, Take,     Give,        CapturedOrDone, Relaxed,       Attention,
-                                  Kernels, Ready,  Describe, KernelNames, cuda::TimeOp,   cuda::RunChain};
+constexpr CudaBackend kBackend = {
+    ToHost,          Device, Take,     Give,        CapturedOrDone, Relaxed,        Attention,
+    Kernels,         Ready,  Describe, KernelNames, cuda::TimeOp,   cuda::RunChain, cuda::MakeDeviceChain,
+    cuda::ReadyChain};
 
 }  // namespace
 

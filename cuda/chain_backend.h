@@ -2,15 +2,19 @@
 #ifndef STOF_CUDA_CHAIN_BACKEND_H_
 #define STOF_CUDA_CHAIN_BACKEND_H_
 
-#include "plugins/core/chain.h"
-#include "plugins/core/op.h"
+#include <memory>
+
+#include "plugins/core/cuda_backend.h"
 
 namespace stof {
 namespace cuda {
 
+std::unique_ptr<DeviceChain> MakeDeviceChain();
 // Queues a chain on context.stream; inputs and outputs are device addresses by number.
 Status RunChain(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                const RunContext& context);
+                DeviceChain* kept, const RunContext& context);
+// Makes the kernel that a run would make, for tensors that are aligned as allocations are.
+Status ReadyChain(const Chain& chain, const BoundChain& bound, DeviceChain* kept);
 
 }  // namespace cuda
 }  // namespace stof

@@ -86,7 +86,11 @@ if wave 1; then
   suite masks-captured 75 CudaMasksInCaptured
   suite masks-broken 75 CudaVectors
   suite no-keys 75 CudaWithoutKeys
-  suite chains 75 Chain
+  suite chains-interpreted 75 Chain STOF_CHAIN_KERNELS=interpret
+  # Compiling takes the time: 8 processes share the cases.
+  for shard in 0 1 2 3 4 5 6 7; do
+    suite "chains-$shard" 75 Chain STOF_SHARD=$shard/8 STOF_CHAIN_KERNELS=made STOF_CHAIN_CACHE="$logs/chains"
+  done
   suite non-finite 75 CudaNonFinite
   suite padding 75 CudaPadding
   report
@@ -114,9 +118,11 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
   suite memcheck-masks 80 CudaMasksOf memcheck
   suite memcheck-masks-captured 80 CudaMasksInCaptured memcheck
-  suite memcheck-chains 80 ChainNorms memcheck
-  suite memcheck-chains-random 80 ChainRandom memcheck
-  suite racecheck-chains 80 ChainNorms racecheck
+  suite memcheck-chains 80 ChainNorms memcheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
+  suite memcheck-chains-random 80 ChainRandom memcheck STOF_SHARD=3/16 STOF_CHAIN_CACHE="$logs/chains"
+  suite memcheck-chains-interpreted 80 ChainRandom memcheck STOF_CHAIN_KERNELS=interpret
+  suite racecheck-chains 80 ChainNorms racecheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
+  suite racecheck-chains-interpreted 80 ChainNorms racecheck STOF_CHAIN_KERNELS=interpret
   # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99

@@ -3,10 +3,18 @@
 #ifndef STOF_PLUGINS_CORE_CUDA_BACKEND_H_
 #define STOF_PLUGINS_CORE_CUDA_BACKEND_H_
 
+#include <memory>
+
 #include "plugins/core/chain.h"
 #include "plugins/core/ops/attention.h"
 
 namespace stof {
+
+// What the backend keeps for a chain with the shapes of a run.
+class DeviceChain {
+ public:
+  virtual ~DeviceChain() = default;
+};
 
 struct CudaBackend {
   // Copies to host memory and waits for it: for constants, when an operator is prepared.
@@ -39,9 +47,13 @@ struct CudaBackend {
   // Microseconds of one run: cuda/time_op.h.
   Status (*time)(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
                  double* microseconds);
-  // Queues a chain on context.stream; inputs and outputs are device addresses by number.
+  // Queues a chain on context.stream; inputs and outputs are device addresses by number. kept: of this bound chain
+  // alone.
   Status (*chain)(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
-                  const RunContext& context);
+                  DeviceChain* kept, const RunContext& context);
+  std::unique_ptr<DeviceChain> (*keep_chain)();
+  // Makes the kernel that a first run would make.
+  Status (*ready_chain)(const Chain& chain, const BoundChain& bound, DeviceChain* kept);
 };
 
 // ---- without a device, and in builds without CUDA kernels, too ----

@@ -30,6 +30,13 @@ struct Ready {
   BoundChain bound;
   std::once_flag compiled;
   cpu::ChainProgram program;
+  std::once_flag on_device;
+  std::unique_ptr<DeviceChain> device;
+
+  DeviceChain* Device(const CudaBackend& backend) {
+    std::call_once(on_device, [&] { device = backend.keep_chain(); });
+    return device.get();
+  }
 };
 
 class StofChainOp final : public Op {
@@ -53,7 +60,13 @@ class StofChainOp final : public Op {
     std::shared_ptr<Ready> ready;
     return Get(inputs, input_count, 0, &ready);
   }
-  Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
+  Status ReadyDevice(const Tensor* inputs, int input_count, int) const override {
+    const CudaBackend* backend = FindCudaBackend();
+    if (backend == nullptr) return Status();
+    std::shared_ptr<Ready> ready;
+    STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
+    return backend->ready_chain(chain_, ready->bound, ready->Device(*backend));
+  }
 
   void SetOutputTypes(const DType* types, int count) override {
     for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
@@ -99,7 +112,7 @@ class StofChainOp final : public Op {
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
-      return backend->chain(chain_, ready->bound, from, to, context);
+      return backend->chain(chain_, ready->bound, from, to, ready->Device(*backend), context);
     }
     std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
     const size_t bytes = cpu::ChainWorkspace(ready->program, threads);
