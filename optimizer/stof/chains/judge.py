@@ -35,7 +35,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     """The judge that options ask for; None where no chain is looked for.
 
     Raises:
-        ArgumentError: when ``--tune`` has no device or no cache to use.
+        ArgumentError: when ``--tune`` has no cache to use.
     """
     if options.target == "tensorrt" or options.chains == "off":
         return None
@@ -45,8 +45,10 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     otherwise = Predicted(options, Machine.cuda(_device_memory())) if cuda else None
     if not options.tune and not cache_path().exists():
         return otherwise
+    name = _cuda_name() if cuda else device_name(library)
+    if not name:
+        return otherwise
     try:
-        name = _cuda_name(options.tune > 0) if cuda else device_name(library)
         cache = Cache(cache_path(), name, str(library.get("build_id", "")))
     except ArgumentError:
         if options.tune:
@@ -63,19 +65,12 @@ def _device_memory() -> float:
         return cuda_model.device_of(0).memory * 1e9
 
 
-def _cuda_name(asked: bool) -> str:
-    """What the cache calls the device.
-
-    Raises:
-        ArgumentError: where there is none, or no runtime that uses it.
-    """
+def _cuda_name() -> str:
+    """What the cache calls the device; empty where chains cannot be measured: no device, or no runtime that uses it."""
     try:
-        name = device_info().name
-    except LibraryError as error:
-        raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
-    if asked and not has_cuda_provider():
-        raise ArgumentError("--tune measures chains in ONNX Runtime's CUDA provider: pip install onnxruntime-gpu")
-    return f"{name}, ONNX Runtime"
+        return f"{device_info().name}, ONNX Runtime" if has_cuda_provider() else ""
+    except LibraryError:
+        return ""
 
 
 def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:

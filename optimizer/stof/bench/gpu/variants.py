@@ -154,7 +154,12 @@ def _fix(model: onnx.ModelProto, shape: tuple[int, int]) -> None:
             dim.dim_value = size
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
+    chained = {o for n in model.graph.node if n.op_type == "StofChain" for o in n.output}
+    kept = [v for v in model.graph.value_info if v.name in chained]  # runtimes learn their types nowhere else
+    for value in kept:
+        value.type.tensor_type.ClearField("shape")
     del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
 
 
 def _tool(exported: onnx.ModelProto) -> onnx.ModelProto:
