@@ -17,6 +17,7 @@ from stof.chains.region import Chain
 from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
+from stof.progress import Progress
 from stof.runtime import LibraryError
 from stof.runtime_cuda import device_info
 from stof.search.cache import Cache, cache_path, device_name
@@ -78,6 +79,11 @@ def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
     return Verdict(((0, len(chain.region.places)),))
 
 
+def leave_all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+    """No region: where a plan decides about all of them."""
+    return Verdict((), "not in the plan")
+
+
 @dataclass
 class Measured:
     """Decides by measurements: by those of other runs, and by new ones until the deadline."""
@@ -88,10 +94,13 @@ class Measured:
     otherwise: Judge | None = None  # decides about what was not measured
     sizes: list[dict[str, int]] = field(default_factory=list)
     own: float = 0.0  # the deadline of the region at hand
+    place: tuple[int, int] = (0, 0)  # of the region at hand among those that differ
+    progress: Progress = field(default_factory=Progress)
 
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """What was measured to be best at every size; each region gets an equal part of the time that is left."""
         self.own = time.monotonic() + self._left() / max(1, left)
+        self.place = (self.place[0] + 1, max(self.place[1], left))
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
             problems = [self._problem(graph, chain, key, s) for s in self.sizes]
@@ -105,6 +114,8 @@ class Measured:
                 self.deadline = 0.0  # the best so far, and no further measurement
             except UnsupportedError as error:
                 reason = str(error)
+            finally:
+                self.progress.close()
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
         return self._decided(problems, len(chain.region.places), reason)
@@ -137,6 +148,11 @@ class Measured:
                 self._time(site, chain, timers, problems, scheme)
 
     def _over(self) -> bool:
+        number, count = self.place
+        seconds = max(0.0, self._left())
+        self.progress.show(
+            f"measuring chains: {number} of {count}, at most {seconds:.0f} s left (Ctrl-C keeps the best so far)"
+        )
         return time.monotonic() >= min(self.own, self.deadline)
 
     def _time(
