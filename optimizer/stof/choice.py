@@ -20,9 +20,9 @@ from stof.mask.parts import parted
 from stof.mask.relative import with_relative_bias
 from stof.mask.rows import check_rows
 from stof.mask.stated import state
-from stof.options import Options
+from stof.options import CHAIN, Options
 from stof.passes.emit import Rewrite
-from stof.plan import Plan, SitePlan
+from stof.plan import ChainPlan, Plan, SitePlan
 from stof.report import SiteReport, Step
 from stof.site import AttentionSite, EmptyRows, Finding, LiftedMask
 from stof.symbolic import Int, Symbolic
@@ -59,6 +59,7 @@ def check_selection(options: Options, sites: Sequence[AttentionSite], findings: 
     known: list[tuple[str, int | None]] = [(s.name, s.index) for s in sites]
     known += [(f.site, None) for f in findings]
     asked = [("--only", p) for p in options.only] + [("--skip", p) for p in options.skip]
+    asked = [(option, p) for option, p in asked if not p.startswith(CHAIN)]
     if options.explain not in (None, "*"):
         asked.append(("--explain", str(options.explain)))
     for option, pattern in asked:
@@ -181,7 +182,8 @@ class Chooser:
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
         options = self.options
-        if options.only and not any(matches(p, site.name, site.index) for p in options.only):
+        only = [p for p in options.only if not p.startswith(CHAIN)]
+        if only and not any(matches(p, site.name, site.index) for p in only):
             return "not among --only"
         if any(matches(p, site.name, site.index) for p in options.skip):
             return "left out by --skip"
@@ -273,6 +275,6 @@ def _heads(site: AttentionSite) -> str:
     return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
 
 
-def plan_of(choices: Iterable[Choice], target: str = "cpu") -> Plan:
+def plan_of(choices: Iterable[Choice], target: str = "cpu", chains: tuple[ChainPlan, ...] | None = None) -> Plan:
     """The plan that gives these choices again."""
-    return Plan(tuple(c.plan for c in choices), target)
+    return Plan(tuple(c.plan for c in choices), target, chains)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+CHAIN = "chain:"  # before what ``only`` and ``skip`` say of chains
+
 
 @dataclass(frozen=True)
 class Options:
@@ -24,7 +26,7 @@ class Options:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # dimension name -> least, most
     masks: dict[str, str] = field(default_factory=dict)  # site -> expression stated by the user
     ignore_empty_rows: bool = False
-    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device
-    tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains on the CPU
+    chains: str = "auto"  # "on", "off", or "auto": where a gain was measured on this device, or is predicted
+    tune: float = 0.0  # seconds for measuring: kernels on CUDA, chains
     plan: Path | None = None
     save_plan: Path | None = None

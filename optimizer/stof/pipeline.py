@@ -15,7 +15,8 @@ from pathlib import Path
 import onnx
 
 from stof.chains.apply import Chained, apply_chains
-from stof.chains.judge import judge_of
+from stof.chains.judge import judge_of, leave_all
+from stof.chains.select import Selection
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
@@ -28,7 +29,7 @@ from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.prepare import is_fused, prepare
 from stof.passes.scopes import Scope, emit_scopes, search
-from stof.plan import Plan, SitePlan
+from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info
@@ -109,20 +110,27 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.nodes_before = len(graph.graph.node)
     _pictures(report, rewrites)
     judge = judge_of(options, report.library)
+    selection = Selection.of(options, plan.chains if plan is not None else None)
+    if judge is None and selection.planned and options.chains != "off":
+        judge = leave_all
+    if judge is None and (selection.only or selection.skip):
+        raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
+    decided: tuple[ChainPlan, ...] | None = None
     if judge is not None or (rewrites and not report.dry_run):
         with _timed(report, "emit"):
             emitted = emit_scopes(scopes, rewrites)
         chained = Chained(emitted, ())
         if judge is not None:
             with _timed(report, "chains"), _damage(source):
-                chained = apply_chains(emitted, judge)
+                chained = apply_chains(emitted, judge, selection)
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):
             check_room(chained.model, target, source)
             with _runtime_errors(source):
-                _verify_and_write(report, scopes, rewrites, (emitted, chained), source, target, options)
+                chained = _verify_and_write(report, scopes, rewrites, (emitted, chained), source, target, options)
+        decided = chained.plans if judge is not None else None
     if options.save_plan is not None:
-        plan_of(choices, options.target).save(options.save_plan)
+        plan_of(choices, options.target, decided).save(options.save_plan)
 
 
 def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
@@ -216,8 +224,8 @@ def _verify_and_write(
     source: Path,
     target: Path,
     options: Options,
-) -> None:
-    """``made``: the model with attention replaced, and the same with chains replaced."""
+) -> Chained:
+    """``made``: the model with attention replaced, and the same with chains replaced. What was written in the end."""
     emitted, chained = made
     if options.verify and chained.replaced:
         # A difference that comes with the chains is no reason against the rest.
@@ -235,7 +243,7 @@ def _verify_and_write(
             chained = chained.without(emitted, wrong)
             report.chains = list(chained.reports)
             if not rewrites:
-                return
+                return chained
     if options.verify and not chained.replaced:
         verification = _verified(scopes, rewrites, (emitted, chained), source, target, options)
         report.verification = verification
@@ -246,6 +254,7 @@ def _verify_and_write(
     with _timed(report, "write"):
         save(chained.model, target, source)
     report.output = str(target)
+    return chained
 
 
 def _first(verification: Verification) -> str:

@@ -41,11 +41,30 @@ class SitePlan:
 
 
 @dataclass(frozen=True)
+class ChainPlan:
+    """The decision for one region of operators (docs/search.md).
+
+    ``segments`` are the parts of it that are chains, as ranges of its operators; there is none where it is not replaced.
+    """
+
+    chain: str
+    operators: str
+    segments: tuple[tuple[int, int], ...] = ()
+    reason: str = ""
+
+    @property
+    def replace(self) -> bool:
+        """Whether any of it is replaced."""
+        return bool(self.segments)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The decisions for all sites of a model, in the order of its graph."""
+    """The decisions for all sites of a model, in the order of its graph; ``chains`` is None where none were looked for."""
 
     sites: tuple[SitePlan, ...]
     target: str = "cpu"
+    chains: tuple[ChainPlan, ...] | None = None
 
     def of(self, site: str) -> SitePlan | None:
         """The decision for a site."""
@@ -53,7 +72,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
-        data = {"format": FORMAT, "version": VERSION, "target": self.target, "sites": [_write(s) for s in self.sites]}
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target}
+        data["sites"] = [_write(s) for s in self.sites]
+        if self.chains is not None:
+            data["chains"] = [_write_chain(c) for c in self.chains]
         return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
 
     def save(self, path: Path) -> None:
@@ -90,7 +112,7 @@ def parse(text: str, where: str = "plan") -> Plan:
         raise ArgumentError(
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
-    fields = _Fields(where, "", data, {"format", "version", "target", "sites"})
+    fields = _Fields(where, "", data, {"format", "version", "target", "sites", "chains"})
     target = fields.text("target", "cpu", TARGETS)
     entries = fields.take("sites", list, None)
     sites: list[SitePlan] = []
@@ -99,7 +121,42 @@ def parse(text: str, where: str = "plan") -> Plan:
         if any(s.site == site.site for s in sites):
             raise ArgumentError(f"{where}: sites[{number}] names {site.site!r} again; keep one entry for each site")
         sites.append(site)
-    return Plan(tuple(sites), target)
+    if "chains" not in data:
+        return Plan(tuple(sites), target)
+    chains: list[ChainPlan] = []
+    for number, entry in enumerate(fields.take("chains", list, None)):
+        chain = _read_chain(where, f"chains[{number}]", entry)
+        if any(c.chain == chain.chain for c in chains):
+            raise ArgumentError(f"{where}: chains[{number}] names {chain.chain!r} again; keep one entry for each chain")
+        chains.append(chain)
+    return Plan(tuple(sites), target, tuple(chains))
+
+
+def _write_chain(chain: ChainPlan) -> dict[str, Any]:
+    data: dict[str, Any] = {"chain": chain.chain, "operators": chain.operators, "replace": chain.replace}
+    if chain.replace:
+        data["segments"] = [list(s) for s in chain.segments]
+    if chain.reason:
+        data["reason"] = chain.reason
+    return data
+
+
+def _read_chain(where: str, place: str, entry: object) -> ChainPlan:
+    fields = _Fields(where, place, entry, {"chain", "operators", "replace", "segments", "reason"})
+    segments: list[tuple[int, int]] = []
+    for part in fields.take("segments", list, ()):
+        if not isinstance(part, list) or len(part) != 2 or any(type(x) is not int for x in part):
+            raise ArgumentError(f"{fields.where} has segments {_shown(part)}, expected pairs of integers")
+        if not (segments[-1][1] if segments else 0) <= part[0] < part[1]:
+            raise ArgumentError(
+                f"{fields.where} has segment {_shown(part)}, expected it after the one before, and not empty"
+            )
+        segments.append((part[0], part[1]))
+    if bool(segments) != fields.take("replace", bool, None):
+        raise ArgumentError(f"{fields.where}: expected segments where replace is true, and only there")
+    return ChainPlan(
+        fields.text("chain", None), fields.text("operators", None), tuple(segments), fields.text("reason", "")
+    )
 
 
 def _write(site: SitePlan) -> dict[str, Any]:

@@ -38,8 +38,6 @@ class Target:
     def __init__(self, options: Options, isa: str) -> None:
         self.options = options
         self.isa = isa
-        if self.name != "cpu" and options.chains == "on":
-            raise ArgumentError("--chains on: StofChain runs on the CPU only in this version; use --target cpu")
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         """The reasons against running a site on the kernels; empty when there are none."""
@@ -104,6 +102,8 @@ class TensorRtTarget(Target):
         super().__init__(options, isa)
         if options.tune:
             raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
+        if options.chains == "on":
+            raise ArgumentError("--chains on: chains are for ONNX Runtime in this version; use --target cpu or cuda")
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + tensorrt.why_not(site, mask)

@@ -12,8 +12,10 @@ from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, of_common_types, signature
 from stof.chains.find import Graph, Left, chain_of, find_chains, settled
 from stof.chains.region import Chain
+from stof.chains.select import Decided, Selection
 from stof.errors import StofError, UnsupportedError
 from stof.graph import all_nodes, opset_of
+from stof.plan import ChainPlan
 from stof.symbolic import Symbolic
 
 
@@ -48,6 +50,7 @@ class Chained:
 
     model: onnx.ModelProto
     reports: tuple[ChainReport, ...]
+    plans: tuple[ChainPlan, ...] = ()
 
     @property
     def replaced(self) -> int:
@@ -57,15 +60,26 @@ class Chained:
     def without(self, model: onnx.ModelProto, reason: str) -> Chained:
         """The same with every chain left as it was."""
         kept = (replace(r, replaced=False, reason=reason) if r.replaced else r for r in self.reports)
-        return Chained(model, tuple(kept))
+        plans = (ChainPlan(p.chain, p.operators, (), "outputs differed") if p.replace else p for p in self.plans)
+        return Chained(model, tuple(kept), tuple(plans))
 
 
-def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
-    """A copy of a model in which the chains that a judge is for are StofChain nodes."""
+def apply_chains(model: onnx.ModelProto, judge: Judge, selection: Selection | None = None) -> Chained:
+    """A copy of a model in which the chains that a judge is for are StofChain nodes.
+
+    Args:
+        model: with attention replaced already.
+        judge: decides about each different region.
+        selection: what the user says of regions, which goes first.
+
+    Raises:
+        ArgumentError: when the selection names chains that the model does not have.
+    """
+    selection = selection or Selection()
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            return _applied(Graph(model, Symbolic(model), light=light), judge)
+            return _applied(Graph(model, Symbolic(model), light=light), judge, selection)
         except UnsupportedError as error:
             reason = str(error)
         except StofError:
@@ -76,7 +90,7 @@ def apply_chains(model: onnx.ModelProto, judge: Judge) -> Chained:
     return Chained(model, (ChainReport("-", "all operators", False, reason),))
 
 
-def _applied(graph: Graph, judge: Judge) -> Chained:
+def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
     model = graph.model
     names = _Names()
     if any(n.op_type == "StofChain" for n in all_nodes(model.graph.node)):
@@ -84,35 +98,64 @@ def _applied(graph: Graph, judge: Judge) -> Chained:
     chains, left = find_chains(graph)
     if graph.light:
         chains = settled(graph, chains)
+    labels = [names.of(graph, c.region.places) for c in chains]
+    words = [operators(graph, c.region.places) for c in chains]
+    selection.check(labels, words)
     reports = [replace(_none(graph, x), chain=names.of(graph, x.places)) for x in left]
-    verdicts: dict[tuple[Key, str], Verdict] = {}
-    wanted: list[tuple[Chain, Verdict]] = []
-    kinds = {(signature(c, graph.symbolic), operators(graph, c.region.places)) for c in chains}
-    for chain in chains:
-        words = operators(graph, chain.region.places)
-        key = signature(chain, graph.symbolic)
-        if (key, words) not in verdicts:
-            verdicts[key, words] = _verdict(chain, key, graph, judge, len(kinds) - len(verdicts))
-        verdict = verdicts[key, words]
-        parts = [chain_of(graph, chain.region.places[i:j]) for i, j in verdict.segments]
-        good = [p for p in parts if isinstance(p, Chain)]
-        wanted += [(p, verdict) for p in good]
+    verdicts = _verdicts(graph, chains, labels, words, (judge, selection))
+    wanted: list[tuple[Chain, int, tuple[int, int]]] = []
+    for i, (chain, verdict) in enumerate(zip(chains, verdicts, strict=True)):
+        parts = [(chain_of(graph, chain.region.places[start:end]), (start, end)) for start, end in verdict.segments]
+        good = [(p, i, segment) for p, segment in parts if isinstance(p, Chain)]
+        wanted += good
         if not good:
-            name = names.of(graph, chain.region.places)
             text = chain.description.text
-            reports.append(ChainReport(name, words, False, verdict.reason, text, verdict.gain))
-    fitting, _ = of_common_types([c for c, _ in wanted])
+            reports.append(ChainReport(labels[i], words[i], False, verdict.reason, text, verdict.gain))
+    fitting, _ = of_common_types([c for c, _, _ in wanted])
     if len(fitting) < len(chains) and graph.light:
         fitting = settled(graph, fitting)
     taken = {c.region.places: c for c in fitting}
-    for chain, verdict in wanted:
+    segments: dict[int, list[tuple[int, int]]] = {}
+    for chain, i, segment in wanted:
         places = chain.region.places
         text = taken.get(places, chain).description.text
         reason = "replaced" if places in taken else _OTHER_TYPES
-        name = names.of(graph, places)
-        reports.append(ChainReport(name, operators(graph, places), places in taken, reason, text, verdict.gain))
+        name = labels[i] if places == chains[i].region.places else names.of(graph, places)
+        reports.append(ChainReport(name, operators(graph, places), places in taken, reason, text, verdicts[i].gain))
+        if places in taken:
+            segments.setdefault(i, []).append(segment)
     shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}
-    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(reports))
+    plans = [
+        ChainPlan(label, own, tuple(segments.get(i, ())))
+        for i, (label, own) in enumerate(zip(labels, words, strict=True))
+    ]
+    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(reports), tuple(plans))
+
+
+def _verdicts(
+    graph: Graph,
+    chains: Sequence[Chain],
+    labels: Sequence[str],
+    words: Sequence[str],
+    deciding: tuple[Judge, Selection],
+) -> list[Verdict]:
+    """What becomes of each region: equal ones are judged once, those that the user speaks of are not."""
+    judge, selection = deciding
+    said = [selection.of_chain(i, name) for i, name in enumerate(labels)]
+    keys = [(signature(c, graph.symbolic), w) for c, w in zip(chains, words, strict=True)]
+    kinds = {k for k, own in zip(keys, said, strict=True) if own is None}
+    known: dict[tuple[object, Decided | None], Verdict] = {}
+    found = []
+    for chain, key, own in zip(chains, keys, said, strict=True):
+        case = (key, own)
+        if case not in known:
+            if own is None:
+                left = len(kinds) - sum(word is None for _, word in known)
+                known[case] = _verdict(chain, key[0], graph, judge, left)
+            else:
+                known[case] = _checked(chain, graph, Verdict(own.segments, own.reason))
+        found.append(known[case])
+    return found
 
 
 _OTHER_TYPES = "its outputs are of other types than those of most chains; all calls of one function share them"
@@ -124,8 +167,12 @@ def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge, left: int) -> V
     except UnsupportedError as error:
         return Verdict((), str(error))
     verdict = judge(graph, chain, key, left)
-    if verdict.segments == ((0, len(chain.region.places)),):
-        return verdict
+    whole = verdict.segments == ((0, len(chain.region.places)),)
+    return verdict if whole else _checked(chain, graph, verdict)
+
+
+def _checked(chain: Chain, graph: Graph, verdict: Verdict) -> Verdict:
+    """A verdict whose parts compute what they replace; none of them where one does not."""
     try:
         for start, end in verdict.segments:
             part = chain_of(graph, chain.region.places[start:end])

@@ -21,6 +21,7 @@ from stof.graph import GraphIndex, node_tensors, opset_of
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
+from stof.symbolic.terms import bound
 
 _MOST_NODES = 96  # of a region
 
@@ -49,6 +50,7 @@ class Graph:
     readers: dict[str, list[int]] = field(init=False)
     kept: set[str] = field(init=False)  # tensors that are read outside of nodes: outputs, and what subgraphs capture
     constant: set[str] = field(init=False)
+    doubtful: set[str] = field(init=False)  # tensors whose stated size a slice may fall short of, and what they decide
     memory_bound: list[int] = field(init=False)
     _counts: dict[str, Int] = field(default_factory=dict)
 
@@ -67,8 +69,35 @@ class Graph:
         for node in self.nodes:
             if all(n in self.constant for n in node.input if n) and not _has_graph(node):
                 self.constant.update(o for o in node.output if o)
+        self.doubtful = self._doubtful()
         self.memory_bound = [i for i, n in enumerate(self.nodes) if self._is_memory_bound(n)]
         self.readers = self._data_readers(self.memory_bound if self.light else [])
+
+    def _doubtful(self) -> set[str]:
+        """Slices by numbers that may be beyond an axis whose size is not known: there is less than was asked for then.
+
+        Sizes that are numbers are written into chains; those that are a tensor's are asked for at every run.
+        """
+        found: set[str] = set()
+        for node in self.nodes:
+            if any(n in found for n in node_tensors(node)) or (node.op_type == "Slice" and self._may_fall_short(node)):
+                found.update(o for o in node.output if o)
+        return found
+
+    def _may_fall_short(self, node: onnx.NodeProto) -> bool:
+        shape = self.symbolic.shape(node.input[0])
+        bounds = [self.symbolic.constant(n) for n in node.input[1:3]]
+        axes = self.symbolic.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+        if shape is None:
+            return False
+        places = range(len(shape)) if axes is None else [int(a) % len(shape) for a in axes.reshape(-1)]
+        for given in bounds:
+            for axis, value in zip(places, [] if given is None else given.reshape(-1), strict=False):
+                if shape[axis].constant is None and abs(int(value)) < (1 << 31) - 1:
+                    rest = shape[axis] - integer(abs(int(value)))
+                    if bound(rest, upper=False, smallest=1.0) < 0:
+                        return True
+        return False
 
     def settle(self, places: Iterable[int]) -> None:
         """States which nodes will be parts of chains; all others read what they are given."""
@@ -275,10 +304,8 @@ class _Merging:
         return True
 
     def _translates(self, union: Collection[int]) -> bool:
-        region = Region(tuple(sorted(union)), self.graph.outputs(union))
         try:
-            chain = translate(region, self.graph.nodes, self.graph.symbolic)
-            make_branch(chain, self.graph.nodes, self.graph.symbolic, opset_of(self.graph.model), "c")
+            _translated(self.graph, Region(tuple(sorted(union)), self.graph.outputs(union)))
         except UnsupportedError:
             return False
         return True
@@ -350,10 +377,21 @@ def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
     if _worth(graph, places) < 2:
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
-        chain = translate(region, graph.nodes, graph.symbolic)
-        make_branch(chain, graph.nodes, graph.symbolic, opset_of(graph.model), "c")
+        return _translated(graph, region)
     except UnsupportedError as error:
         return Left(region.places, str(error))
+
+
+def _translated(graph: Graph, region: Region) -> Chain:
+    for place in region.places:
+        node = graph.nodes[place]
+        name = next((n for n in (*node.input, *node.output) if n in graph.doubtful), "")
+        if name:
+            raise UnsupportedError(
+                f"the size of {name!r} comes from a slice by numbers along an axis that may be shorter than they say"
+            )
+    chain = translate(region, graph.nodes, graph.symbolic)
+    make_branch(chain, graph.nodes, graph.symbolic, opset_of(graph.model), "c")
     return chain
 
 

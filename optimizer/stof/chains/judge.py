@@ -12,42 +12,76 @@ from typing import Any
 from stof.chains.apply import Judge, Verdict, operators
 from stof.chains.emit import Key
 from stof.chains.find import Graph
+from stof.chains.predicted import Predicted, sizes_in_use
 from stof.chains.region import Chain
 from stof.errors import ArgumentError, UnsupportedError
-from stof.inputs import Case, InputMaker, Padding
+from stof.kernels import cuda as cuda_model
 from stof.options import Options
+from stof.progress import Progress
+from stof.runtime import LibraryError
+from stof.runtime_cuda import device_info
 from stof.search.cache import Cache, cache_path, device_name
-from stof.search.cost import Analytical, Site
+from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
-from stof.search.measure import Timer
+from stof.search.measure import Timer, shapes_of
+from stof.search.measure_cuda import has_cuda_provider
 from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
 
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
-_CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
 _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
 
 
 def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
-    """The judge that options ask for; None where no chain is looked for: the operator's kernels are the CPU's."""
-    if options.target != "cpu":
+    """The judge that options ask for; None where no chain is looked for.
+
+    Raises:
+        ArgumentError: when ``--tune`` has no cache to use.
+    """
+    if options.target == "tensorrt" or options.chains == "off":
         return None
     if options.chains == "on" and not options.tune:
         return _all
-    if options.chains == "off" or (not options.tune and not cache_path().exists()):
-        return None
+    cuda = options.target == "cuda"
+    otherwise = Predicted(options, Machine.cuda(_device_memory())) if cuda else None
+    if not options.tune and not cache_path().exists():
+        return otherwise
+    name = _cuda_name() if cuda else device_name(library)
+    if not name:
+        return otherwise
     try:
-        cache = Cache(cache_path(), device_name(library), str(library.get("build_id", "")))
+        cache = Cache(cache_path(), name, str(library.get("build_id", "")))
     except ArgumentError:
         if options.tune:
             raise
-        return None  # nobody asked for it
-    return Measured(options, cache, time.monotonic() + options.tune)
+        return otherwise  # nobody asked for it
+    return Measured(options, cache, time.monotonic() + options.tune, otherwise)
+
+
+def _device_memory() -> float:
+    """Bytes that the CUDA device at hand copies in a second, or where there is none the oldest one that kernels run on."""
+    try:
+        return cuda_model.device_of(device_info().capability).memory * 1e9
+    except LibraryError:
+        return cuda_model.device_of(0).memory * 1e9
+
+
+def _cuda_name() -> str:
+    """What the cache calls the device; empty where chains cannot be measured: no device, or no runtime that uses it."""
+    try:
+        return f"{device_info().name}, ONNX Runtime" if has_cuda_provider() else ""
+    except LibraryError:
+        return ""
 
 
 def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
     """Every region whole."""
     return Verdict(((0, len(chain.region.places)),))
+
+
+def leave_all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+    """No region: where a plan decides about all of them."""
+    return Verdict((), "not in the plan")
 
 
 @dataclass
@@ -57,14 +91,18 @@ class Measured:
     options: Options
     cache: Cache
     deadline: float
+    otherwise: Judge | None = None  # decides about what was not measured
     sizes: list[dict[str, int]] = field(default_factory=list)
     own: float = 0.0  # the deadline of the region at hand
+    place: tuple[int, int] = (0, 0)  # of the region at hand among those that differ
+    progress: Progress = field(default_factory=Progress)
 
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """What was measured to be best at every size; each region gets an equal part of the time that is left."""
         self.own = time.monotonic() + self._left() / max(1, left)
+        self.place = (self.place[0] + 1, max(self.place[1], left))
         try:
-            self.sizes = self.sizes or _sizes(graph, self.options)
+            self.sizes = self.sizes or sizes_in_use(graph, self.options)
             problems = [self._problem(graph, chain, key, s) for s in self.sizes]
         except (KeyError, UnsupportedError, ValueError) as error:
             return Verdict((), f"nothing can be measured: {error}")
@@ -76,24 +114,33 @@ class Measured:
                 self.deadline = 0.0  # the best so far, and no further measurement
             except UnsupportedError as error:
                 reason = str(error)
+            finally:
+                self.progress.close()
+        if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
+            return self.otherwise(graph, chain, key, left)
         return self._decided(problems, len(chain.region.places), reason)
+
+    @property
+    def machine(self) -> Machine:
+        return self.otherwise.machine if isinstance(self.otherwise, Predicted) else Machine()
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()
 
     def _problem(self, graph: Graph, chain: Chain, key: Key, sizes: Mapping[str, int]) -> dict[str, Any]:
-        shapes = Timer(graph, sizes).shapes(chain.inputs)
+        shapes = shapes_of(graph, chain.inputs, sizes)
         words = operators(graph, chain.region.places)
         return {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
 
     def _measure(self, graph: Graph, chain: Chain, problems: Sequence[Mapping[str, Any]]) -> None:
         """Measures candidates: the original, the whole region, and the schemes that the search finds best."""
         site = Site(graph, chain.region.places)
-        timers = [Timer(graph, s) for s in self.sizes]
+        provider = "CUDA" if self.options.target == "cuda" else "CPU"
+        timers = [Timer(graph, s, provider) for s in self.sizes]
         whole: Scheme = ((0, len(site.places)),)
         self._time(site, chain, timers, problems, None)
         self._time(site, chain, timers, problems, whole)
-        ranked = search(site.space(), Analytical(site, self.sizes[-1]), [whole], _RANKED, self._over)
+        ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
         costs = _Costs(site, timers, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
         for scheme in dict.fromkeys([ranked.scheme, found.scheme]):
@@ -101,6 +148,11 @@ class Measured:
                 self._time(site, chain, timers, problems, scheme)
 
     def _over(self) -> bool:
+        number, count = self.place
+        seconds = max(0.0, self._left())
+        self.progress.show(
+            f"measuring chains: {number} of {count}, at most {seconds:.0f} s left (Ctrl-C keeps the best so far)"
+        )
         return time.monotonic() >= min(self.own, self.deadline)
 
     def _time(
@@ -168,14 +220,3 @@ class _Costs:
             return math.inf if chains else 0.0
         self.first = self.first or found
         return sum(f / max(b, 1e-9) for f, b in zip(found, self.first, strict=True)) / len(found)
-
-
-def _sizes(graph: Graph, options: Options) -> list[dict[str, int]]:
-    """The sizes to measure at: both ends of what ``--shape`` says, else a short and a long input."""
-    maker = InputMaker(graph.model, graph.symbolic, frozenset())
-    found = []
-    for i, (batch, length) in enumerate(_CASES):
-        sizes = maker.sizes(Case(batch, length, Padding.NONE))
-        sizes.update({n: ends[i] for n, ends in options.shapes.items()})
-        found.append(sizes)
-    return found if found[0] != found[-1] else found[:1]

@@ -346,6 +346,11 @@ ROWWISE: dict[tuple[str, str], Rule] = {
     ("", "Softmax"): _softmax,
     ("", "LogSoftmax"): _log_softmax,
 }
+# What these make of a number that is rounded differently may be altogether different: they get what the graph gives them.
+STEPPED = frozenset(
+    ["Sin", "Cos", "Floor", "Ceil", "Round", "IsNaN", "ThresholdedRelu"]
+    + ["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"]
+)
 SKIPPING = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 MOVING = frozenset(
     ["Identity", "Dropout", "Slice", "Split", "Concat", "Expand", "Transpose", "Reshape", "Flatten", "Squeeze"]

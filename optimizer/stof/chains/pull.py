@@ -18,6 +18,7 @@ from stof.chains.ops import (
     REDUCING,
     ROWWISE,
     SKIPPING,
+    STEPPED,
     TYPES,
     Element,
     as_number,
@@ -69,21 +70,24 @@ class Puller:
     whole: Limits
     pool: Pool = field(default_factory=Pool)
     inputs: dict[str, int] = field(default_factory=dict)
-    _memo: dict[tuple[str, Index, Limits], int] = field(default_factory=dict)
+    _memo: dict[tuple[str, Index, Limits, bool], int] = field(default_factory=dict)
     _moves: dict[str, list[Fact]] = field(default_factory=dict)
     _proven: dict[tuple[Int, Int, Limits], bool] = field(default_factory=dict)
 
-    def at(self, tensor: str, index: Index, limits: Limits) -> int:
-        """The term of a tensor's element.
+    def at(self, tensor: str, index: Index, limits: Limits, exact: bool = False) -> int:
+        """The term of a tensor's element; ``exact``: rounded at every step to the types that the graph has.
 
         Raises:
             UnsupportedError: for what the format cannot say.
         """
         index = tuple(simplified(i, limits) for i in index)
-        key = (tensor, index, limits)
+        key = (tensor, index, limits, exact)
         if key not in self._memo:
             inside = tensor in self.producers and as_number(self.symbolic.constant(tensor)) is None
-            self._memo[key] = (self._computed if inside else self._read)(tensor, index, limits)
+            if inside:
+                self._memo[key] = self._computed(tensor, index, limits, exact)
+            else:
+                self._memo[key] = self._read(tensor, index, limits)
         return self._memo[key]
 
     def _read(self, tensor: str, index: Index, limits: Limits) -> int:
@@ -124,19 +128,32 @@ class Puller:
             raise UnsupportedError(f"the shape of {tensor!r} is not known")
         return found
 
-    def _computed(self, tensor: str, index: Index, limits: Limits) -> int:
+    def _computed(self, tensor: str, index: Index, limits: Limits, exact: bool) -> int:
         node = self.producers[tensor]
         kind = kind_of_node(node)
         if kind == "moving":
-            return self._moved(node, tensor, index, limits)
+            return self._moved(node, tensor, index, limits, exact)
         if kind == "elementwise":
-            own = [self._broadcast(node, i, tensor, index, limits) for i in data_inputs(node)]
+            places = data_inputs(node)
+            steps = exact or node.op_type in STEPPED or self._to_bool(node)
+            own = [self._broadcast(node, i, tensor, index, limits, steps) for i in places]
             if self._to_bool(node):
                 return self.pool.make("ne", own[0], self.pool.number(0.0))
-            return ELEMENTWISE[domain_of(node), node.op_type](self._element(node, data_inputs(node), own))
-        if kind == "reducing":
-            return self._reduced(node, index, limits)
-        return self._rowwise(node, tensor, index, limits)
+            term = ELEMENTWISE[domain_of(node), node.op_type](self._element(node, places, own))
+            exact = exact or node.op_type in ("Cast", "CastLike")  # one that narrows is there in order to round
+        elif kind == "reducing":
+            term = self._reduced(node, index, limits)
+        else:
+            term = self._rowwise(node, tensor, index, limits)
+        return self._rounded(tensor, node, term) if exact else term
+
+    def _rounded(self, tensor: str, node: onnx.NodeProto, term: int) -> int:
+        """A term in the type of its tensor, where that is narrower than fp32 and the term may not be in it already."""
+        into = self.symbolic.dtype(tensor)
+        cast = node.op_type in ("Cast", "CastLike")
+        if into not in TYPES or into == _FLOAT or (cast and self.symbolic.dtype(node.input[0]) == into):
+            return term
+        return term if self.pool.terms[term][0] == TYPES[into] else self.pool.make(TYPES[into], term)
 
     def _to_bool(self, node: onnx.NodeProto) -> bool:
         """Whether a node turns numbers into 1 or 0."""
@@ -155,7 +172,7 @@ class Puller:
             self.pool, node, inputs, [as_number(self.symbolic.constant(n)) if n else None for n in node.input]
         )
 
-    def _broadcast(self, node: onnx.NodeProto, i: int, output: str, index: Index, limits: Limits) -> int:
+    def _broadcast(self, node: onnx.NodeProto, i: int, output: str, index: Index, limits: Limits, exact: bool) -> int:
         """The term of an operand that broadcasts to the output's shape."""
         name = node.input[i]
         shape, whole = self.shape(name), self.shape(output)
@@ -166,9 +183,9 @@ class Puller:
                 raise UnsupportedError(
                     f"{describe(node)} broadcasts {size} to {wanted}, which are not known to be equal"
                 )
-        return self.at(name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, own, strict=True)), limits)
+        return self.at(name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, own, strict=True)), limits, exact)
 
-    def _moved(self, node: onnx.NodeProto, tensor: str, index: Index, limits: Limits) -> int:
+    def _moved(self, node: onnx.NodeProto, tensor: str, index: Index, limits: Limits, exact: bool) -> int:
         place = list(node.output).index(tensor)
         if node.op_type == "Dropout" and place:
             raise UnsupportedError(f"the mask of {describe(node)} is used")
@@ -183,25 +200,25 @@ class Puller:
         value = facts[place].value if place < len(facts) else None
         if value is None:
             raise UnsupportedError(f"where the elements of {describe(node)} come from is not known")
-        return self._chosen(node, value.at(index), limits)
+        return self._chosen(node, value.at(index), limits, exact)
 
-    def _chosen(self, node: onnx.NodeProto, value: object, limits: Limits) -> int:
+    def _chosen(self, node: onnx.NodeProto, value: object, limits: Limits, exact: bool) -> int:
         """The term of what a movement operator takes: an element, or one of two by the place on an axis."""
         if isinstance(value, Real) and value.kind == "read":
             name, index = value.args
             assert isinstance(index, tuple)
-            return self.at(str(name), index, limits)
+            return self.at(str(name), index, limits, exact)
         if isinstance(value, Real) and value.kind == "select":
             cond, yes, no = value.args
             axis, limit, below = _split(cond, limits)
             low, high = limits.get(axis)
             inside, outside = (yes, no) if below else (no, yes)
             if _at_least(integer(limit - 1), high):
-                return self._chosen(node, inside, limits)
+                return self._chosen(node, inside, limits, exact)
             if _at_least(low, integer(limit)):
-                return self._chosen(node, outside, limits)
-            first = self._chosen(node, inside, limits.narrowed(axis, high=integer(limit - 1)))
-            second = self._chosen(node, outside, limits.narrowed(axis, low=integer(limit)))
+                return self._chosen(node, outside, limits, exact)
+            first = self._chosen(node, inside, limits.narrowed(axis, high=integer(limit - 1)), exact)
+            second = self._chosen(node, outside, limits.narrowed(axis, low=integer(limit)), exact)
             term = self.pool.make("below", axis, limit, first, second)
             if limits != self.whole:
                 self.pool.partial.add(term)

@@ -132,7 +132,11 @@ def _translated(
         term = puller.at(name, tuple(_index(d, dict(axes.of)) for d in dims), limits)
         if _ROW not in [a for d in dims for a in d] and axes.row[1] != _ONE and _varies(puller.pool, term):
             raise UnsupportedError(f"{name!r} differs along the row that it has no axis for")
-        outputs.append(Output(TYPES[symbolic.dtype(name)], dims, term))
+        dtype = TYPES[symbolic.dtype(name)]
+        op, args = puller.pool.terms[term]
+        if op == dtype and isinstance(args[0], int):  # an output is rounded anyway
+            term = args[0]
+        outputs.append(Output(dtype, dims, term))
     if not puller.inputs:
         raise UnsupportedError("it reads nothing")
     if len(puller.inputs) > MOST_INPUTS:

@@ -17,11 +17,89 @@ from stof.errors import UnsupportedError
 from stof.graph import DOMAIN
 from stof.inputs import evaluate
 from stof.runtime import register
+from stof.search.measure_cuda import cuda_seconds
 from stof.symbolic import Int
 
 _LEAST, _MOST = 5, 400  # runs
 _SECONDS = 0.04  # of runs, for one measurement
 _LARGEST = 1 << 28  # bytes of all inputs
+
+
+def part_model(
+    graph: Graph,
+    places: Sequence[int],
+    chains: Sequence[Chain],
+    outputs: Sequence[str],
+    sizes: Mapping[str, int],
+    fixed: bool = False,
+) -> tuple[onnx.ModelProto, list[str]]:
+    """Some nodes as a model of their own, and its inputs.
+
+    Args:
+        graph: what the nodes are of.
+        places: which nodes.
+        chains: what takes the place of some of them.
+        outputs: of the model.
+        sizes: of symbolic dimensions.
+        fixed: whether the model's inputs have these sizes, or any.
+    """
+    inside = {p for c in chains for p in c.region.places}
+    made = {c.region.places[-1]: c for c in chains}
+    nodes, read, written = [], dict[str, None](), set[str]()
+    for place in sorted(places):
+        if place in made:
+            nodes.append(_call(made[place]))
+        elif place not in inside:
+            nodes.append(graph.nodes[place])
+        else:
+            continue
+        read.update(dict.fromkeys(n for n in nodes[-1].input if n))
+        written.update(nodes[-1].output)
+    constants, inputs = [], []
+    for name in read:
+        if name in written:
+            continue
+        array = graph.symbolic.constant(name)
+        if array is not None and array.size <= _SMALL:
+            constants.append(onnx.numpy_helper.from_array(array, name))
+        else:
+            inputs.append(name)
+    types = graph.symbolic.dtype
+    made_inputs = [
+        helper.make_tensor_value_info(n, types(n), s)
+        for n, s in zip(inputs, shapes_of(graph, inputs, sizes), strict=True)
+    ]
+    # Free dimensions, as in the model: a runtime may do more with sizes that it knows.
+    for info in () if fixed else made_inputs:
+        for i, d in enumerate(info.type.tensor_type.shape.dim):
+            d.dim_param = f"{info.name}_{i}"
+    infos = [
+        helper.make_tensor_value_info(o, d, None)
+        for c in chains
+        for o, d in zip(c.region.outputs, c.dtypes, strict=True)
+    ]
+    made_outputs = [helper.make_tensor_value_info(o, types(o), None) for o in outputs]
+    body = helper.make_graph(
+        nodes, "part", made_inputs, made_outputs, constants, value_info=[v for v in infos if v.name not in outputs]
+    )
+    opsets = [helper.make_opsetid(e.domain, e.version) for e in graph.model.opset_import if e.domain != DOMAIN]
+    opsets.append(helper.make_opsetid(DOMAIN, 1))
+    return helper.make_model(body, opset_imports=opsets, ir_version=max(8, graph.model.ir_version)), inputs
+
+
+def shapes_of(graph: Graph, names: Sequence[str], sizes: Mapping[str, int]) -> list[list[int]]:
+    """The sizes of tensors.
+
+    Raises:
+        UnsupportedError: for sizes that depend on more than the model's inputs.
+    """
+    found = []
+    for name in names:
+        shape = graph.symbolic.shape(name)
+        if shape is None:
+            raise UnsupportedError(f"the shape of {name!r} is not known")
+        found.append([evaluate(d, sizes) for d in shape])
+    return found
 
 
 class Timer:
@@ -30,28 +108,16 @@ class Timer:
     Args:
         graph: what the operators are of.
         sizes: of its symbolic dimensions.
+        provider: "CPU" or "CUDA".
         threads: 0 is the runtime's default.
     """
 
-    def __init__(self, graph: Graph, sizes: Mapping[str, int], threads: int = 0) -> None:
+    def __init__(self, graph: Graph, sizes: Mapping[str, int], provider: str = "CPU", threads: int = 0) -> None:
         self.graph = graph
         self.sizes = sizes
+        self.provider = provider
         self.threads = threads
         self.rng = np.random.default_rng(0)
-
-    def shapes(self, names: Sequence[str]) -> list[list[int]]:
-        """The sizes of tensors.
-
-        Raises:
-            UnsupportedError: for sizes that depend on more than the model's inputs.
-        """
-        found = []
-        for name in names:
-            shape = self.graph.symbolic.shape(name)
-            if shape is None:
-                raise UnsupportedError(f"the shape of {name!r} is not known")
-            found.append([evaluate(d, self.sizes) for d in shape])
-        return found
 
     def seconds(self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str]) -> float:
         """The least time of a run of some nodes, of which chains replace some.
@@ -59,14 +125,16 @@ class Timer:
         Raises:
             UnsupportedError: where they cannot be run by themselves.
         """
-        model, inputs = self._model(places, chains, outputs)
-        shapes = self.shapes(inputs)
+        model, inputs = part_model(self.graph, places, chains, outputs, self.sizes)
+        shapes = shapes_of(self.graph, inputs, self.sizes)
         dtypes = [helper.tensor_dtype_to_np_dtype(self.graph.symbolic.dtype(n)) for n in inputs]
         total = sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
         if total > _LARGEST:
             raise UnsupportedError(f"its inputs have {total} bytes, more than is measured")
         feeds = {n: self._drawn(n, s, d) for n, s, d in zip(inputs, shapes, dtypes, strict=True)}
         try:
+            if self.provider == "CUDA":
+                return cuda_seconds(model, feeds, shapes_of(self.graph, outputs, self.sizes), self._options())
             return _least(self._session(model), feeds)
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
@@ -83,61 +151,19 @@ class Timer:
         known = [evaluate(e, self.sizes) for e in elements if isinstance(e, Int)]
         return np.array(known, dtype).reshape(shape)
 
-    def _model(
-        self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str]
-    ) -> tuple[onnx.ModelProto, list[str]]:
-        graph = self.graph
-        inside = {p for c in chains for p in c.region.places}
-        made = {c.region.places[-1]: c for c in chains}
-        nodes, read, written = [], dict[str, None](), set[str]()
-        for place in sorted(places):
-            if place in made:
-                nodes.append(_call(made[place]))
-            elif place not in inside:
-                nodes.append(graph.nodes[place])
-            else:
-                continue
-            read.update(dict.fromkeys(n for n in nodes[-1].input if n))
-            written.update(nodes[-1].output)
-        constants, inputs = [], []
-        for name in read:
-            if name in written:
-                continue
-            array = graph.symbolic.constant(name)
-            if array is not None and array.size <= _SMALL:
-                constants.append(onnx.numpy_helper.from_array(array, name))
-            else:
-                inputs.append(name)
-        types = graph.symbolic.dtype
-        made_inputs = [
-            helper.make_tensor_value_info(n, types(n), list(s))
-            for n, s in zip(inputs, self.shapes(inputs), strict=True)
-        ]
-        # Free dimensions, as in the model: a runtime may do more with sizes that it knows.
-        for info in made_inputs:
-            for i, d in enumerate(info.type.tensor_type.shape.dim):
-                d.dim_param = f"{info.name}_{i}"
-        infos = [
-            helper.make_tensor_value_info(o, d, None)
-            for c in chains
-            for o, d in zip(c.region.outputs, c.dtypes, strict=True)
-        ]
-        made_outputs = [helper.make_tensor_value_info(o, types(o), None) for o in outputs]
-        body = helper.make_graph(
-            nodes, "part", made_inputs, made_outputs, constants, value_info=[v for v in infos if v.name not in outputs]
-        )
-        opsets = [helper.make_opsetid(e.domain, e.version) for e in graph.model.opset_import if e.domain != DOMAIN]
-        opsets.append(helper.make_opsetid(DOMAIN, 1))
-        return helper.make_model(body, opset_imports=opsets, ir_version=max(8, graph.model.ir_version)), inputs
-
-    def _session(self, model: onnx.ModelProto) -> Any:
+    def _options(self) -> Any:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
         register(options)
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return options
+
+    def _session(self, model: onnx.ModelProto) -> Any:
+        import onnxruntime as ort
+
+        return ort.InferenceSession(model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"])
 
 
 _SMALL = 64  # elements of a constant that stays one

@@ -21,7 +21,8 @@ from stof.bench.runner import require
 from stof.runtime import build_info
 
 _ALLOWED = 0.02  # of the outputs' range, between fp16 models of random weights
-OWN = ("stof", "tool-stof")
+OWN = ("attention", "chains", "stof", "tool-stof")
+_TRACED = ("exported", "tool", "attention", "stof")
 
 
 class _Model:
@@ -138,7 +139,7 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
             record["over_best"] = round(min(others) / record["us"]["stof"], 3)
         if traced:
             timed.clear()
-            for kind in ("exported", "stof"):
+            for kind in [k for k in _TRACED if k in models]:
                 try:
                     record.setdefault("profile", {})[kind] = _sums(models[kind].nodes(), shape[1])
                 except Exception as failure:

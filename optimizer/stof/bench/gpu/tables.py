@@ -177,8 +177,9 @@ def _models(records: Sequence[Record]) -> list[str]:
         "",
         _model_machine(records),
     ]
-    kinds = [k for k in records[0]["labels"] if any(k in r["us"] for r in records)]
-    head = ["model", "B", "S", *[records[0]["labels"][k] for k in kinds], "over the best", "quotient"]
+    labels = {k: label for r in records for k, label in r["labels"].items()}
+    kinds = [k for k in labels if any(k in r["us"] for r in records)]
+    head = ["model", "B", "S", *[labels[k] for k in kinds], "over the best", "quotient"]
     rows = []
     for record in records:
         times: dict[str, Any] = record["us"]

@@ -24,6 +24,8 @@ LABELS = {
     "exported": "as exported",
     "tool": "transformers tool",
     "mha": "MHA + bias by hand",
+    "attention": "attention only",
+    "chains": "chains only",
     "stof": "stof-optimize",
     "tool-stof": "the tool, then stof-optimize",
 }
@@ -58,9 +60,11 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
     missing: dict[str, str] = {}
     steps: dict[str, Callable[[], onnx.ModelProto]] = {
         "tool": lambda: _tool(made["exported"]),
-        "stof": lambda: _stof(made["exported"], folder),
-        "tool-stof": lambda: _stof(made["tool"], folder),
-        "mha": lambda: _by_hand(made["stof"]),
+        "attention": lambda: _stof(made["exported"], folder, shape, chains="off"),
+        "chains": lambda: _stof(made["exported"], folder, shape, skip=("*",)),
+        "stof": lambda: _stof(made["exported"], folder, shape),
+        "tool-stof": lambda: _stof(made["tool"], folder, shape),
+        "mha": lambda: _by_hand(made["attention"]),
     }
     for kind, step in steps.items():
         try:
@@ -150,7 +154,12 @@ def _fix(model: onnx.ModelProto, shape: tuple[int, int]) -> None:
             dim.dim_value = size
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
+    chained = {o for n in model.graph.node if n.op_type == "StofChain" for o in n.output}
+    kept = [v for v in model.graph.value_info if v.name in chained]  # runtimes learn their types nowhere else
+    for value in kept:
+        value.type.tensor_type.ClearField("shape")
     del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
 
 
 def _tool(exported: onnx.ModelProto) -> onnx.ModelProto:
@@ -175,17 +184,23 @@ def _tool(exported: onnx.ModelProto) -> onnx.ModelProto:
     return found
 
 
-def _stof(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+def _stof(model: onnx.ModelProto, folder: Path, shape: tuple[int, int], **options: Any) -> onnx.ModelProto:
+    """What stof-optimize makes of it for CUDA and this shape."""
     from stof.options import Options
     from stof.pipeline import optimize
 
     given, made = folder / "given.tmp.onnx", folder / "made.tmp.onnx"
     try:
         given.write_bytes(model.SerializeToString())
-        # All sites: outputs are compared where the models are timed.
-        optimize(given, made, Options(verify=False))
+        # Outputs are compared where the models are timed.
+        shapes = {}
+        for value in model.graph.input:
+            for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=True):
+                if dim.dim_param:
+                    shapes[dim.dim_param] = (size, size)
+        optimize(given, made, Options(verify=False, target="cuda", shapes=shapes, **options))
         if not made.is_file():
-            raise Unavailable("stof-optimize found no site")
+            raise Unavailable("stof-optimize found nothing to replace")
         return onnx.load(str(made))
     finally:
         given.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which regions become chains where nothing was measured: by launches and bytes, beside what the runtime would fuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stof.chains.apply import Verdict
+from stof.chains.emit import Key
+from stof.chains.find import Graph
+from stof.chains.region import Chain
+from stof.errors import UnsupportedError
+from stof.inputs import Case, InputMaker, Padding
+from stof.options import Options
+from stof.search.cost import Analytical, Machine, Site
+from stof.search.engine import Limits, search
+from stof.search.rival import rival_seconds
+from stof.search.space import Scheme
+
+LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
+_CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
+_RANKED = Limits(schemes=256)
+
+
+@dataclass
+class Predicted:
+    """Decides by the analytical model of a machine."""
+
+    options: Options
+    machine: Machine
+    sizes: list[dict[str, int]] = field(default_factory=list)
+
+    def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+        """The whole region where it gains at every size; else the scheme that is predicted to be best, where that does."""
+        site = Site(graph, chain.region.places)
+        whole: Scheme = ((0, len(site.places)),)
+        try:
+            self.sizes = self.sizes or sizes_in_use(graph, self.options)
+            costs = [Analytical(site, s, self.machine) for s in self.sizes]
+            rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
+            scheme, gains = whole, _gains(rival, costs, whole)
+            if min(gains) < LEAST_PREDICTED:
+                scheme = search(site.space(), costs[-1], [whole], _RANKED).scheme
+                gains = _gains(rival, costs, scheme)
+        except (KeyError, UnsupportedError, ValueError) as error:
+            return Verdict((), f"nothing can be predicted: {error}")
+        gain = max(1e-9, math.prod(gains)) ** (1 / len(gains))
+        if min(gains) < LEAST_PREDICTED:
+            return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
+        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
+
+
+def _gains(rival: Sequence[float], costs: Sequence[Analytical], scheme: Scheme) -> list[float]:
+    return [r / max(1e-12, sum(c(s) for s in scheme)) for r, c in zip(rival, costs, strict=True)]
+
+
+def sizes_in_use(graph: Graph, options: Options) -> list[dict[str, int]]:
+    """The sizes that decide: both ends of what ``--shape`` says, else a short and a long input."""
+    maker = InputMaker(graph.model, graph.symbolic, frozenset())
+    found = []
+    for i, (batch, length) in enumerate(_CASES):
+        sizes = maker.sizes(Case(batch, length, Padding.NONE))
+        sizes.update({n: ends[i] for n, ends in options.shapes.items()})
+        found.append(sizes)
+    return found if found[0] != found[-1] else found[:1]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user says of chains: --only and --skip with ``chain:`` before a name, number or pattern, and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from stof.errors import ArgumentError
+from stof.options import CHAIN, Options
+from stof.plan import ChainPlan
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The user's word on a region: the parts of it that become chains, none with a reason."""
+
+    segments: tuple[tuple[int, int], ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which chains may be replaced, and how a plan has them. ``planned`` is None where no plan speaks of chains."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    planned: tuple[ChainPlan, ...] | None = None
+
+    @staticmethod
+    def of(options: Options, planned: Sequence[ChainPlan] | None) -> Selection:
+        """The selection of a run."""
+        only, skip = (
+            tuple(p.removeprefix(CHAIN) for p in given if p.startswith(CHAIN)) for given in (options.only, options.skip)
+        )
+        return Selection(only, skip, None if planned is None else tuple(planned))
+
+    def check(self, names: Sequence[str], words: Sequence[str]) -> None:
+        """Refuses names of chains that the model does not have.
+
+        Args:
+            names: of all chains, in order.
+            words: the operators of each.
+
+        Raises:
+            ArgumentError: naming the option or the entry of the plan.
+        """
+        for option, patterns in (("--only", self.only), ("--skip", self.skip)):
+            for pattern in patterns:
+                if not any(_matches(pattern, i, name) for i, name in enumerate(names)):
+                    raise ArgumentError(f"{option} {CHAIN + pattern!r} names no chain of the model; {_known(names)}")
+        own = dict(zip(names, words, strict=True))
+        for entry in self.planned or ():
+            if entry.chain not in own:
+                raise ArgumentError(
+                    f"the plan has chain {entry.chain!r}, which the model does not have; {_known(names)}"
+                )
+            if entry.operators != own[entry.chain]:
+                raise ArgumentError(
+                    f"the plan's chain {entry.chain!r} is of {entry.operators}, in the model it is of {own[entry.chain]}: the "
+                    "plan is of another model or made by another version; save it again"
+                )
+            if any(end > len(entry.operators.split()) for _, end in entry.segments):
+                raise ArgumentError(f"the plan's chain {entry.chain!r} has segments beyond its operators")
+
+    def of_chain(self, number: int, name: str) -> Decided | None:
+        """The user's word on a chain; None where there is none."""
+        if self.only and not any(_matches(p, number, name) for p in self.only):
+            return Decided((), "not among --only")
+        if any(_matches(p, number, name) for p in self.skip):
+            return Decided((), "left out by --skip")
+        if self.planned is None:
+            return None
+        entry = next((e for e in self.planned if e.chain == name), None)
+        if entry is None:
+            return Decided((), "not in the plan")
+        return Decided(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
+
+
+def _matches(pattern: str, number: int, name: str) -> bool:
+    return pattern in (name, str(number)) or fnmatchcase(name, pattern) or fnmatchcase(str(number), pattern)
+
+
+def _known(names: Sequence[str]) -> str:
+    if not names:
+        return "it has none"
+    shown = ", ".join(f"{i} {name!r}" for i, name in list(enumerate(names))[:4])
+    return f"there are {shown}{', ...' if len(names) > 4 else ''}"

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of small models in ONNX Runtime's CUDA provider, as part of a captured graph.
+
+A graph holds a model several times, each time with inputs of its own, so that its kernels and not its launch are timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+_MOST_COPIES = 16
+_COPIED = 64 << 20  # bytes of all copies' inputs, where there is more than one
+_ROUNDS = 5
+_RUNS = 10  # queued in a round
+_PROVIDER = "CUDAExecutionProvider"
+
+
+def has_cuda_provider() -> bool:
+    """Whether the installed ONNX Runtime runs on CUDA."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return False
+    import onnxruntime as ort
+
+    return _PROVIDER in ort.get_available_providers()
+
+
+def cuda_seconds(
+    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], shapes: Sequence[Sequence[int]], options: Any
+) -> float:
+    """The least time of one run of a model.
+
+    Args:
+        model: its graph.
+        feeds: inputs by name.
+        shapes: of the outputs, in order.
+        options: of the session.
+
+    Raises:
+        Exception: whatever the runtime raises.
+    """
+    import onnxruntime as ort
+
+    size = sum(a.nbytes for a in feeds.values())
+    copies = max(1, min(_MOST_COPIES, _COPIED // max(1, size)))
+    text = repeated(model, copies).SerializeToString()
+    try:
+        found = _Bound(ort, text, options, feeds, (model, shapes), copies, graph=True)
+    except Exception:  # nodes on the CPU: no graph can be captured
+        found = _Bound(ort, text, options, feeds, (model, shapes), copies, graph=False)
+    return found.seconds()
+
+
+class _Bound:
+    """A session whose inputs and outputs lie on the device."""
+
+    def __init__(
+        self,
+        ort: Any,
+        text: bytes,
+        options: Any,
+        feeds: Mapping[str, np.ndarray],
+        outputs: tuple[onnx.ModelProto, Sequence[Sequence[int]]],
+        copies: int,
+        graph: bool,
+    ) -> None:
+        self.copies = copies
+        given = {"enable_cuda_graph": "1"} if graph else {}
+        self.session = ort.InferenceSession(text, options, providers=[(_PROVIDER, given), "CPUExecutionProvider"])
+        self.binding = self.session.io_binding()
+        model, shapes = outputs
+        kinds = {i.name: i.type.tensor_type.elem_type for i in (*model.graph.input, *model.graph.output)}
+        self.kept = []
+        for i in range(copies):
+            for name, array in feeds.items():
+                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(array), kinds[name])
+                on_cuda = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), kinds[name], "cuda", 0)
+                on_cuda.update_inplace(value.numpy() if array.dtype != "bfloat16" else array)
+                self.binding.bind_ortvalue_input(_copy_of(name, i), on_cuda)
+                self.kept.append(on_cuda)
+            for info, shape in zip(model.graph.output, shapes, strict=True):
+                value = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), kinds[info.name], "cuda", 0)
+                self.binding.bind_ortvalue_output(_copy_of(info.name, i), value)
+                self.kept.append(value)
+        self.options = ort.RunOptions()
+        self.options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        for _ in range(3):
+            self._run()
+        self.binding.synchronize_outputs()
+
+    def _run(self) -> None:
+        self.session.run_with_iobinding(self.binding, self.options)
+
+    def seconds(self) -> float:
+        """Of one copy."""
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            self.binding.synchronize_outputs()
+            start = time.perf_counter()
+            for _ in range(_RUNS):
+                self._run()
+            self.binding.synchronize_outputs()
+            best = min(best, time.perf_counter() - start)
+        return best / (_RUNS * self.copies)
+
+
+def _copy_of(name: str, number: int) -> str:
+    return f"{name}/copy{number}" if name else ""
+
+
+def repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
+    """A model with its graph several times, with names of their own; constants are shared.
+
+    Inputs are different ones: of equal inputs a runtime would compute equal nodes once.
+    """
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    shared = {t.name for t in model.graph.initializer}
+    for field in ("node", "input", "output", "value_info"):
+        del getattr(found.graph, field)[:]
+    for i in range(copies):
+        for infos, target in (
+            (model.graph.input, found.graph.input),
+            (model.graph.output, found.graph.output),
+            (model.graph.value_info, found.graph.value_info),
+        ):
+            for info in infos:
+                made = target.add()
+                made.CopyFrom(info)
+                made.name = _copy_of(info.name, i)
+        for node in model.graph.node:
+            copy = found.graph.node.add()
+            copy.CopyFrom(node)
+            copy.name = _copy_of(node.name, i)
+            copy.input[:] = [n if n in shared else _copy_of(n, i) for n in node.input]
+            copy.output[:] = [_copy_of(n, i) for n in node.output]
+    return found

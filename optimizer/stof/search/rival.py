@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ONNX Runtime would run in the place of a region: its own optimizer is asked, with the products around the region.
+
+It runs for the CPU provider in fp32, which has the fusions of the CUDA provider but for those that are listed here.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto
+
+from stof.chains.find import Graph
+from stof.chains.ops import FREE, TYPES
+from stof.errors import UnsupportedError
+from stof.search.cost import Machine
+from stof.search.measure import part_model
+from stof.widen import HALF, widen
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+# Shares of the copy rate that the runtime's kernels reach: on an H100, 1.2 to 1.7 TB/s for Add, Mul, Split, Gelu and
+# LayerNormalization, 2.9 for the kernels that were written as fused ones (profiles in docs/results/h100/models-cuda.json).
+_SHARE, _FUSED_SHARE = 0.6, 1.0
+_FUSED = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"})
+_NO_KERNEL = FREE | _PRODUCTS | {"Constant", "Shape"}
+
+
+def with_products(graph: Graph, places: Sequence[int]) -> list[int]:
+    """A region with the products that it reads from and that read it: a runtime fuses biases, scales and transposes with them."""
+    found = set(places)
+    for place in places:
+        around = [*graph.before(place), *graph.after(place)]
+        found.update(p for p in around if graph.nodes[p].op_type in _PRODUCTS)
+    return sorted(found)
+
+
+def rival_seconds(graph: Graph, places: Sequence[int], sizes: Mapping[str, int], machine: Machine) -> float:
+    """The predicted time of a region as the runtime has it, the products around it left out.
+
+    Raises:
+        UnsupportedError: where that cannot be told.
+    """
+    whole = with_products(graph, places)
+    outputs = list(graph.outputs(whole))
+    outputs += [o for o in graph.outputs(places) if o not in outputs and _read_elsewhere(graph, o, set(whole))]
+    model, _ = part_model(graph, whole, (), outputs, sizes, fixed=True)
+    optimized = _optimized(widen(model, kinds=HALF))
+    width = 2 if any(graph.symbolic.dtype(o) in HALF for o in outputs) else 4
+    return _seconds(optimized.graph, machine, width)
+
+
+def _read_elsewhere(graph: Graph, name: str, inside: set[int]) -> bool:
+    return name in graph.kept or any(r not in inside for r in graph.readers.get(name, ()))
+
+
+def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise UnsupportedError("what ONNX Runtime would fuse is not known: onnxruntime is not installed") from error
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        options.optimized_model_filepath = str(path)
+        try:
+            ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # whatever the runtime raises
+            raise UnsupportedError(f"it cannot be run by itself: {error}") from error
+        return onnx.load(str(path))
+
+
+def _seconds(graph: onnx.GraphProto, machine: Machine, width: int) -> float:
+    counts = {t.name: math.prod(t.dims) for t in graph.initializer}
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        kind = info.type.tensor_type
+        if kind.elem_type in TYPES and kind.HasField("shape"):
+            counts[info.name] = math.prod(d.dim_value for d in kind.shape.dim)
+        elif kind.elem_type == TensorProto.BOOL and kind.HasField("shape"):
+            counts[info.name] = math.prod(d.dim_value for d in kind.shape.dim) // width
+    for node in graph.node:  # of the same size, where the optimizer states none
+        for name in node.output:
+            counts.setdefault(name, max((counts.get(n, 0) for n in node.input), default=0))
+    total = 0.0
+    for node in graph.node:
+        if node.op_type in _NO_KERNEL or _is_added_by_softmax(node, graph):
+            continue
+        touched = sum(counts.get(n, 0) for n in {*node.input, *node.output} if n)
+        share = _FUSED_SHARE if node.op_type in _FUSED else _SHARE
+        total += machine.launch + (machine.seconds(touched * width) - machine.launch) / share
+    return total
+
+
+def _is_added_by_softmax(node: onnx.NodeProto, graph: onnx.GraphProto) -> bool:
+    """Whether the CUDA provider's BiasSoftmax takes an addition in."""
+    readers = [n for n in graph.node if set(n.input) & set(node.output)]
+    return node.op_type == "Add" and [n.op_type for n in readers] == ["Softmax"]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains for --target cuda: what is predicted without a device, beside what ONNX Runtime fuses by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from graphs import HALF, Builder, N, _x, split_gate
+from stof.chains.apply import apply_chains
+from stof.chains.judge import judge_of
+from stof.chains.predicted import LEAST_PREDICTED, Predicted
+from stof.options import Options
+from stof.pipeline import optimize
+from stof.search.cost import Machine
+from stof.search.measure_cuda import repeated
+from stof.search.rival import rival_seconds
+
+MACHINE = Machine.cuda(2.6e12)
+
+
+def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
+    total = b.add("Add", _x(b), b.input("residual", ["B", "S", N]))
+    y = b.add("LayerNormalization", total, b.weight(N), b.weight(N), axis=-1)
+    return b.model(y, total) if read_again else b.model(y)
+
+
+def chained(model: onnx.ModelProto) -> list[str]:
+    made = apply_chains(model, Predicted(Options(target="cuda"), MACHINE))
+    return [r.reason for r in made.reports if r.operators and (r.replaced or r.gain is not None)]
+
+
+def test_what_the_runtime_fuses_gains_nothing() -> None:
+    (reason,) = chained(norm(Builder(HALF), read_again=False))
+    assert reason.startswith("predicted")
+    assert "ONNX Runtime" in reason
+
+
+def test_what_the_runtime_leaves_apart_is_taken() -> None:
+    assert chained(norm(Builder(HALF), read_again=True)) == ["replaced"]
+    assert chained(split_gate(Builder(HALF))) == ["replaced"]
+
+
+def test_a_bias_belongs_to_the_product_before_it() -> None:
+    """MatMul and Add become Gemm in the runtime: a chain of the addition and what follows has one kernel to beat, not two."""
+    b = Builder(HALF)
+    (reason,) = chained(b.model(b.add("Gelu", b.add("Add", _x(b), b.weight(N)))))
+    assert reason.startswith("predicted")
+
+
+def test_gains_are_of_the_rival_and_the_chain() -> None:
+    from stof.chains.find import Graph, find_chains, settled
+    from stof.search.cost import Analytical, Site
+    from stof.symbolic import Symbolic
+
+    graph = Graph((model := norm(Builder(HALF), read_again=True)), Symbolic(model))
+    (chain,) = settled(graph, find_chains(graph)[0])
+    sizes = {"B": 8, "S": 512}
+    rival = rival_seconds(graph, chain.region.places, sizes, MACHINE)
+    own = Analytical(Site(graph, chain.region.places), sizes, MACHINE)((0, 2))
+    assert rival > 2 * MACHINE.launch  # two kernels
+    assert rival / own > LEAST_PREDICTED
+
+
+def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str], Path]) -> None:
+    report = optimize(narrow("modernbert.dynamo.sdpa"), options=Options(target="cuda"))
+    assert report.output is not None
+    replaced = [c for c in report.chains if c.replaced]
+    assert len(replaced) >= 5
+    assert all(c.gain is not None and c.gain >= LEAST_PREDICTED for c in replaced)
+    assert report.verification is not None
+    assert not report.verification.failures
+    made = onnx.load(report.output)
+    assert sum(n.op_type == "StofChain" for n in made.graph.node) == len(replaced)
+    assert not [n.op_type for n in made.graph.node if n.op_type in ("Split", "Transpose", "Concat", "Neg")]
+
+
+@pytest.mark.parametrize("chains", ["off", "auto"])
+def test_targets_without_chains(chains: str, tmp_path: Path) -> None:
+    assert (judge_of(Options(target="cuda", chains=chains), {}) is None) == (chains == "off")
+    assert judge_of(Options(target="tensorrt", chains=chains), {}) is None
+
+
+def test_copies_for_a_measurement_compute_the_same() -> None:
+    b = Builder()
+    model = split_gate(b)
+    for info in model.graph.output:
+        info.type.tensor_type.elem_type = b.dtype
+    many = repeated(model, 3)
+    assert len(many.graph.node) == 3 * len(model.graph.node)
+    rng = np.random.default_rng(0)
+    feeds = [rng.standard_normal((1, 4, 8), np.float32) for _ in range(3)]
+
+    def run(m: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
+        return list(ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, given))
+
+    together = run(many, {f"input/copy{i}": x for i, x in enumerate(feeds)})
+    for x, own in zip(feeds, together, strict=True):
+        np.testing.assert_array_equal(own, run(model, {"input": x})[0])
+    assert {a.name for a in many.graph.initializer} == {a.name for a in model.graph.initializer}
