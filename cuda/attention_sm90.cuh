@@ -49,6 +49,7 @@ struct Entry {
 enum Flag : int32_t {
   kLast = 1,  // of its item
   kPads = 2,  // some bits of `pad` are 0
+  kBars = 4,  // some distances have a bias of -inf
 };
 
 // What it says about an item.
@@ -320,9 +321,13 @@ class Attention {
   __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor) {
     const int at = cursor->stage.at;
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
-    if (lane_ == 0) Entries()[cursor->slot.at] = entry;
-    const int more = S::kExtras && entry.tile >= 0 ? BringBiases(entry.tile, *cursor) : 0;
+    int more = 0, flags = 0;
+    if constexpr (S::kExtras) {
+      if (entry.tile >= 0) more = BringBiases(entry.tile, *cursor, &flags);
+    }
     if (lane_ == 0) {
+      Entries()[cursor->slot.at] = entry;
+      if constexpr (S::kExtras) Entries()[cursor->slot.at].flags |= flags;
       Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
             p_.key_step_b * cursor->b, more);
     }
@@ -336,8 +341,9 @@ class Attention {
     cursor->slot.Next();
   }
 
-  // The biases of a tile, of which the bytes that are still to come; the keys' barrier says when all is there.
-  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor) {
+  // The biases of a tile; the keys' barrier says when all is there. The bytes that are still to come, flags that the
+  // biases add.
+  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor, int* flags) {
     const AttentionParams& p = p_.attention;
     const int at = cursor.stage.at;
     int bytes = 0;
@@ -352,19 +358,22 @@ class Attention {
       }
     }
     if (p.relative_bias != nullptr) {
-      // Of the distance between the tile's key i and its last row, then of its last key and row kM - 1 - i.
+      // From the distance between the tile's first key and its last row on, in units of log2.
       const int radius = static_cast<int>(p.relative_bias_size / 2);
       const float* const middle = p.relative_bias + cursor.h * p.relative_bias_stride_h + radius;
       const int first = tile * S::kN - (p.query_position + cursor.row0) - (S::kM - 1);
-      float* const to = Window(at);
+      float* const to = reinterpret_cast<float*>(shared_ + S::kWindows) + at * S::kWindow;
+      float least = 0.0f;
 #pragma unroll
-      for (int i = 0; i < S::kWindow; i += 32) to[i + lane_] = middle[max(-radius, min(radius, first + i + lane_))];
+      for (int i = 0; i < S::kWindow; i += 32) {
+        const float bias = middle[max(-radius, min(radius, first + i + lane_))];
+        least = fminf(least, bias);
+        to[i + lane_] = bias == -INFINITY ? bias : MaxOrNan(bias * kLog2E, kLowest);
+      }
+      if (__any_sync(~0u, least == -INFINITY) != 0) *flags = kBars;
     }
     __syncwarp();  // all of this is written before lane 0 says so
     return bytes;
-  }
-  __device__ __forceinline__ float* Window(int stage) {
-    return reinterpret_cast<float*>(shared_ + S::kWindows) + stage * S::kWindow;
   }
 
   // more: bytes that are on their way beside the tensor's.
@@ -454,7 +463,7 @@ class Attention {
     FetchBits(code, bits);
     ProductWait<0>();
     Hold(s);
-    if constexpr (S::kExtras) AddExtras(keys->at, s);
+    if constexpr (S::kExtras) AddExtras(keys->at, flags, s);
     Release(Barrier(kKeyEmpty, keys->at));
     bool last = (flags & kLast) != 0;
     if (last) Release(QueryEmpty(query));
@@ -485,7 +494,7 @@ class Attention {
       LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
       ProductWait<1>();
       Hold(s);
-      if constexpr (S::kExtras) AddExtras(keys->at, s);
+      if constexpr (S::kExtras) AddExtras(keys->at, Uniform(told[0]), s);
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
@@ -562,7 +571,7 @@ class Attention {
   }
 
   // Scale, softcap and biases: scores come out in units of log2. A bias of -inf forbids, whatever the product.
-  __device__ __forceinline__ void AddExtras(int stage, float (&s)[kScores]) {
+  __device__ __forceinline__ void AddExtras(int stage, int flags, float (&s)[kScores]) {
     const AttentionParams& p = p_.attention;
     float factor = p.scale * kLog2E;
     if (p.softcap > 0.0f) {
@@ -573,48 +582,31 @@ class Attention {
       factor = 1.0f;
     }
     if (S::kPairs && p.bias != nullptr) {
-      // Chunk c of 16 bytes of row r of 128 bytes lies at c ^ (r % 8).
-      const uint32_t row = p_.bias_one_row != 0 ? 0 : static_cast<uint32_t>(row_) * 128 + (lane_ / 4 << 4);
-      const uint32_t next = p_.bias_one_row != 0 ? 0 : 8 * 128;
-      const uint32_t at = base_ + S::kBiases + stage * S::kBiasBytes + row;
       if (p.bias_is_float != 0) {
-        const uint32_t own = (at ^ (lane_ % 4 / 2 << 4)) + lane_ % 2 * 8;
-#pragma unroll
-        for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float bias[2];
-            LoadSharedFloats(bias, (own ^ j % 4 << 5) + j / 4 * S::kM * 128 + r * next);
-            AddBias(bias[0], factor, &s[4 * j + 2 * r]);
-            AddBias(bias[1], factor, &s[4 * j + 2 * r + 1]);
-          }
-        }
+        AddPairs<float>(stage, factor, s);
       } else {
-        const uint32_t own = at + lane_ % 4 * 4;
-#pragma unroll
-        for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float2 bias = Unpack<T>(LoadSharedWord((own ^ j % 8 << 4) + j / 8 * S::kM * 128 + r * next));
-            AddBias(bias.x, factor, &s[4 * j + 2 * r]);
-            AddBias(bias.y, factor, &s[4 * j + 2 * r + 1]);
-          }
-        }
+        AddPairs<T>(stage, factor, s);
       }
       factor = 1.0f;
     }
     if (p.relative_bias != nullptr) {
       // 8 rows below are the distances of 8 keys before.
-      const float* const own = Window(stage) + (S::kM - 1) - row_ + lane_ % 4 * 2;
-      float before[2] = {own[-8], own[-7]};
+      const uint32_t own = base_ + S::kWindows + 4 * (stage * S::kWindow + (S::kM - 1) - row_ + lane_ % 4 * 2);
 #pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-        const float here[2] = {own[8 * j], own[8 * j + 1]};
+      for (int e = 0; e < 2; ++e) {
+        float before = LoadSharedFloat(own + 4 * (e - 8));
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          AddBias(here[e], factor, &s[4 * j + e]);
-          AddBias(before[e], factor, &s[4 * j + 2 + e]);
-          before[e] = here[e];
+        for (int j = 0; j < kScores / 4; ++j) {
+          const float here = LoadSharedFloat(own + 4 * (8 * j + e));
+          s[4 * j + e] = s[4 * j + e] * factor + here;
+          s[4 * j + 2 + e] = s[4 * j + 2 + e] * factor + before;
+          before = here;
+        }
+      }
+      if ((flags & kBars) != 0) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          if (LoadSharedFloat(own + 4 * (i / 4 * 8 + i % 2 - i / 2 % 2 * 8)) == -INFINITY) s[i] = -INFINITY;
         }
       }
       factor = 1.0f;
@@ -624,9 +616,47 @@ class Attention {
       for (int i = 0; i < kScores; ++i) s[i] *= factor;
     }
   }
-  static __device__ __forceinline__ void AddBias(float bias, float factor, float* s) {
-    const float sum = *s * factor + MaxOrNan(bias * kLog2E, kLowest);
-    *s = bias == -INFINITY ? -INFINITY : sum;
+
+  // Where this thread finds the biases of its rows in a stage's tile of type B, with how far its second row is from the
+  // first. Chunk c of 16 bytes of row r of 128 bytes lies at c ^ (r % 8).
+  template <typename B>
+  __device__ __forceinline__ uint32_t OwnPairs(int stage, uint32_t* next) const {
+    const bool one_row = p_.bias_one_row != 0;
+    const auto lane = static_cast<uint32_t>(lane_);
+    const uint32_t row = one_row ? 0 : static_cast<uint32_t>(row_) * 128 + (lane / 4 << 4);
+    *next = one_row ? 0 : 8 * 128;
+    const uint32_t at = base_ + S::kBiases + stage * S::kBiasBytes + row;
+    return sizeof(B) == 4 ? (at ^ (lane % 4 / 2 << 4)) + lane % 2 * 8 : at + lane % 4 * 4;
+  }
+  // The biases of elements 4 j + 2 r and 4 j + 2 r + 1.
+  template <typename B>
+  static __device__ __forceinline__ float2 Pair(uint32_t own, int j, uint32_t row) {
+    if constexpr (sizeof(B) == 4) {
+      return LoadSharedFloats((own ^ static_cast<uint32_t>(j % 4 << 5)) + j / 4 * S::kM * 128 + row);
+    } else {
+      return Unpack<B>(LoadSharedWord((own ^ static_cast<uint32_t>(j % 8 << 4)) + j / 8 * S::kM * 128 + row));
+    }
+  }
+  template <typename B>
+  __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const {
+    uint32_t next;
+    const uint32_t own = OwnPairs<B>(stage, &next);
+    float least = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
+      s[i] = s[i] * factor + bias.x * kLog2E;
+      s[i + 1] = s[i + 1] * factor + bias.y * kLog2E;
+      least = fminf(least, fminf(bias.x, bias.y));
+    }
+    // Few tiles have biases that are -inf, or become it in units of log2.
+    if (__any_sync(~0u, least * kLog2E == -INFINITY) == 0) return;
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
+      s[i] = bias.x == -INFINITY ? -INFINITY : MaxOrNan(s[i], kLowest);
+      s[i + 1] = bias.y == -INFINITY ? -INFINITY : MaxOrNan(s[i + 1], kLowest);
+    }
   }
 
   // Asks for this thread's bits of a tile, early: they come while products are in flight.

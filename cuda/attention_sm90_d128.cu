@@ -12,18 +12,28 @@ constexpr Sm90Kernel kKernels[] = {
     sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2529, 1046, 1073),
     sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2>, T>(2295, 1113, 1159),
     sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1>, T>(2133, 989, 1004),
+    sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(2771, 1240, 1262),
     {},
 };
 
-// For softcap, biases and scales that are not positive.
+// For softcap, biases by distance and scales that are not positive.
 template <typename T>
-constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<128, 192, 64, 2, 1, 1, 1, Extras::kPairs>, T>(3967, 1555, 1655),
+constexpr Sm90Kernel kDistances[] = {
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kDistances>, T>(2200, 2100, 2200),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kDistances>, T>(3967, 1500, 1600),
+    {},
+};
+
+// For these and biases of pairs.
+template <typename T>
+constexpr Sm90Kernel kPairs[] = {
+    sm90::Describe<sm90::Shape<128, 128, 64, 2, 1, 1, 1, Extras::kPairs>, T>(2057, 1250, 1350),
     {},
 };
 
 const Sm90Kernel* FindSm90D128(bool bf16, Extras extras) {
-  if (extras != Extras::kNone) return bf16 ? kWithExtras<__nv_bfloat16> : kWithExtras<__half>;
+  if (extras == Extras::kPairs) return bf16 ? kPairs<__nv_bfloat16> : kPairs<__half>;
+  if (extras == Extras::kDistances) return bf16 ? kDistances<__nv_bfloat16> : kDistances<__half>;
   return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
 }
 

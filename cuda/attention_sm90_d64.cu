@@ -18,16 +18,25 @@ constexpr Sm90Kernel kKernels[] = {
     {},
 };
 
-// For softcap, biases and scales that are not positive.
+// For softcap, biases by distance and scales that are not positive.
 template <typename T>
-constexpr Sm90Kernel kWithExtras[] = {
-    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1330, 1530),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1300, 1500),
+constexpr Sm90Kernel kDistances[] = {
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1, 1, Extras::kDistances>, T>(1603, 1100, 1300),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2, Extras::kDistances>, T>(1363, 1900, 2200),
+    {},
+};
+
+// For these and biases of pairs.
+template <typename T>
+constexpr Sm90Kernel kPairs[] = {
+    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1300, 1500),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1100, 1300),
     {},
 };
 
 const Sm90Kernel* FindSm90D64(bool bf16, Extras extras) {
-  if (extras != Extras::kNone) return bf16 ? kWithExtras<__nv_bfloat16> : kWithExtras<__half>;
+  if (extras == Extras::kPairs) return bf16 ? kPairs<__nv_bfloat16> : kPairs<__half>;
+  if (extras == Extras::kDistances) return bf16 ? kDistances<__nv_bfloat16> : kDistances<__half>;
   return bf16 ? kKernels<__nv_bfloat16> : kKernels<__half>;
 }
 

@@ -212,10 +212,6 @@ class Job {
     const cuda::Extras extras = args_.bias != nullptr ? cuda::Extras::kPairs
                                 : extras_             ? cuda::Extras::kDistances
                                                       : cuda::Extras::kNone;
-    // The variants with biases have not run on a device since their last change (docs/cuda-kernel.md, "Checked"): the
-    // kernel for 8.0 stands in for them unless one of them is asked for.
-    const bool asked = cuda::IsKernelTaken() || context_.kernel > 1 || std::strncmp(args_.kernel, "sm90", 4) == 0;
-    if (extras != cuda::Extras::kNone && !asked) return Status();
     const cuda::Sm90Kernel* kernels = cuda::FindSm90(size_, bf16_, extras);
     if (kernels->launch != nullptr) *first = kernels;
     return Status();

@@ -60,8 +60,6 @@ const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name) {
   return nullptr;
 }
 
-bool IsKernelTaken() { return Taken().load(std::memory_order_relaxed) >= 0; }
-
 void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {

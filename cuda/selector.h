@@ -29,7 +29,6 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
 // For tests and measurements: a number from 0 takes that kernel of every list which has it, -1 leaves the choice to the
 // model. At the start, what the environment variable STOF_CUDA_KERNEL says.
 void TakeKernel(int index);
-bool IsKernelTaken();  // whether a number was given
 
 // The kernel of a list of them, which ends with an empty one, that has this name; nullptr: none.
 const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name);
