@@ -68,6 +68,7 @@ struct Shape {
   static constexpr int kSplit = kSplit_;
   static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
   static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
+  static_assert(kSplit <= kFirstTiles, "a start knows each team's first tile");
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
@@ -141,6 +142,8 @@ class Attention {
     shared_ = shared + team_ * S::kTeamBytes;
     // By way of an instruction that the compiler cannot repeat wherever it needs the address.
     base_ = Opaque(SharedAddress(shared_));
+    inner_ = Opaque(DescribeInner(base_));
+    across_ = Opaque(DescribeAcross(base_, S::kN * 128));
   }
 
   __device__ void Run() {
@@ -201,15 +204,20 @@ class Attention {
     Cursor cursor;
     const bool planned = p_.work != nullptr;
     const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
-    int i = worker, end = items;
-    if (planned) {
-      i = worker < p_.workers ? p_.work_begin[worker] : 0;
-      end = worker < p_.workers ? p_.work_begin[worker + 1] : 0;
-    } else if (worker >= p_.workers) {
-      end = 0;
-    }
+    int i = worker, end = worker < p_.workers ? items : 0;
     // The next item is asked for while this one is worked on.
-    WorkItem following = i < end ? ItemAt(i, rows) : WorkItem{};
+    WorkItem following = {};
+    int tile = -1, code = kEvery;  // of this team's first tile of all, where that is known
+    if (planned && worker < p_.workers) {
+      const WorkStart& start = p_.work_start[worker];
+      i = start.begin, end = start.end;
+      following = start.first;
+      // Padding may leave nothing of it.
+      if (p.pad_bits == nullptr) tile = start.tile[S::kSplit > 1 ? team_ : 0];
+      code = start.code[S::kSplit > 1 ? team_ : 0];
+    } else if (i < end) {
+      following = ItemAt(i, rows);
+    }
     while (i < end) {
       const WorkItem work = following;
       i += planned ? 1 : p_.workers;
@@ -235,7 +243,9 @@ class Attention {
         }
       }
       query.Next();
-      Walk(b, work, &cursor);
+      if (tile >= 0) BringAhead(tile, code, cursor);
+      Walk(b, work, &cursor, tile >= 0);
+      tile = -1;
     }
     Wait(QueryEmpty(query.at), query.phase ^ 1);
     if (lane == 0) {
@@ -261,8 +271,9 @@ class Attention {
     return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
   }
 
-  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over.
-  __device__ void Walk(int b, const WorkItem& work, Cursor* cursor) {
+  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over. ahead:
+  // the first one is under way.
+  __device__ void Walk(int b, const WorkItem& work, Cursor* cursor, bool ahead) {
     const int lane = lane_;
     Entry held{kNothing, kLast, kEvery, -1, {}};
     for (int at = work.begin + (S::kSplit > 1 ? team_ : 0); at < work.end; at += 32 * S::kSplit) {
@@ -273,7 +284,8 @@ class Attention {
         const int code = __shfl_sync(~0u, own.code, from);
         if (held.tile >= 0) {
           held.next = code;
-          Publish(held, cursor);
+          Publish(held, cursor, ahead);
+          ahead = false;
         }
         held.code = code;
         held.flags = __shfl_sync(~0u, own.flags, from);
@@ -284,7 +296,7 @@ class Attention {
     }
     held.flags |= kLast;
     held.next = kEvery;
-    Publish(held, cursor);
+    Publish(held, cursor, ahead);
   }
 
   // Entry `at` of a row of the mask; tile -1 beyond its end and where no key is left.
@@ -318,7 +330,21 @@ class Attention {
     return entry;
   }
 
-  __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor) {
+  // Asks for what the first tile of all needs before the mask is read.
+  __device__ __forceinline__ void BringAhead(int tile, int code, const Cursor& cursor) const {
+    if (lane_ == 0) {
+      Copy(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
+      Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
+    }
+    constexpr int kLines = S::kConsumers * S::kOwnWords * kWarpgroup / 32;  // of 128 bytes
+    static_assert(kLines <= 32, "a lane for every line of a tile's bits");
+    if (code >= 0 && lane_ < kLines) {
+      PrefetchLine(p_.attention.mask.bits + (static_cast<int64_t>(code) * kLines + lane_) * 32);
+    }
+  }
+
+  // ahead: its keys and values are under way.
+  __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor, bool ahead) {
     const int at = cursor->stage.at;
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
     int more = 0, flags = 0;
@@ -329,12 +355,12 @@ class Attention {
       Entries()[cursor->slot.at] = entry;
       if constexpr (S::kExtras) Entries()[cursor->slot.at].flags |= flags;
       Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
-            p_.key_step_b * cursor->b, more);
+            p_.key_step_b * cursor->b, ahead, more);
     }
     Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
     if (lane_ == 0) {
       Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, entry.tile,
-            p_.value_step_h * cursor->g, p_.value_step_b * cursor->b);
+            p_.value_step_h * cursor->g, p_.value_step_b * cursor->b, ahead);
     }
     __syncwarp();
     cursor->stage.Next();
@@ -376,14 +402,18 @@ class Attention {
     return bytes;
   }
 
-  // more: bytes that are on their way beside the tensor's.
+  // ahead: the copy is under way (its bytes may count off a barrier before that expects them); more: bytes that are,
+  // too, beside the tensor's.
   __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
-                                        int more = 0) {
+                                        bool ahead, int more = 0) {
     if (tile < 0) {
       Arrive(full);
       return;
     }
     ArriveExpect(full, static_cast<uint32_t>(S::kTileBytes + more));
+    if (!ahead) Copy(map, full, to, tile, h, b);
+  }
+  __device__ __forceinline__ void Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) const {
 #pragma unroll
     for (int c = 0; c < kHead / kAtom; ++c) {
       CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
@@ -550,23 +580,23 @@ class Attention {
 
   // s = queries · keysᵀ
   __device__ __forceinline__ void Scores(int query, int stage, float (&s)[kScores]) const {
-    const uint32_t a = base_ + query * S::kQueryBytes + wg_ * (kHead / kAtom) * 64 * 128;
-    const uint32_t b = base_ + S::kKeys + stage * S::kTileBytes;
+    const uint32_t a = inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / kAtom * 64 * 128 / 16);
+    const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kTileBytes / 16);
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k) {
       const int column = k % 4 * 32;  // bytes within a swizzled row
-      Wgmma<T>::Inner(s, DescribeInner(a + k / 4 * 64 * 128 + column), DescribeInner(b + k / 4 * S::kN * 128 + column),
-                      k > 0);
+      Wgmma<T>::Inner(s, Operand(a + (k / 4 * 64 * 128 + column) / 16),
+                      Operand(b + (k / 4 * S::kN * 128 + column) / 16), k > 0);
     }
   }
 
   // o += weights · values
   __device__ __forceinline__ void AddValues(int stage, const uint32_t (&weights)[kScores / 2],
                                             float (&o)[kOutputs]) const {
-    const uint32_t b = base_ + S::kValues + stage * S::kTileBytes;
+    const uint32_t b = across_ + S::kValues / 16 + stage * (S::kTileBytes / 16);
 #pragma unroll
     for (int k = 0; k < S::kN / 16; ++k) {
-      Wgmma<T>::Across(o, weights + 4 * k, DescribeAcross(b + k * 16 * 128, S::kN * 128));
+      Wgmma<T>::Across(o, weights + 4 * k, Operand(b + k * 16 * 128 / 16));
     }
   }
 
@@ -641,16 +671,18 @@ class Attention {
   __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const {
     uint32_t next;
     const uint32_t own = OwnPairs<B>(stage, &next);
-    float least = 0.0f;
+    float least[kChains] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
       s[i] = s[i] * factor + bias.x * kLog2E;
       s[i + 1] = s[i + 1] * factor + bias.y * kLog2E;
-      least = fminf(least, fminf(bias.x, bias.y));
+      least[i / 2 % kChains] = fminf(least[i / 2 % kChains], fminf(bias.x, bias.y));
     }
+#pragma unroll
+    for (int c = 1; c < kChains; ++c) least[0] = fminf(least[0], least[c]);
     // Few tiles have biases that are -inf, or become it in units of log2.
-    if (__any_sync(~0u, least * kLog2E == -INFINITY) == 0) return;
+    if (__any_sync(~0u, least[0] * kLog2E == -INFINITY) == 0) return;
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
@@ -889,7 +921,7 @@ class Attention {
 
   const Sm90Params& p_;
   unsigned char* shared_;
-  uint32_t base_;
+  uint32_t base_, inner_, across_;
   bool producer_;
   int team_, wg_, lane_, row_;
   float scale_ = 1.0f;

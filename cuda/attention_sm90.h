@@ -21,10 +21,10 @@ struct Sm90Params {
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
   int32_t bias_step_b = 1, bias_step_h = 1, bias_one_row = 0;  // bias_one_row: all queries share a row
   int32_t workers = 1;                                         // producers with their consumers
-  // Worker w has items work[work_begin[w]] up to work[work_begin[w + 1]]; nullptr: every workers-th row, with a mask by
-  // falling cost within `section` heads.
+  // Worker w has the items of `work` that work_start[w] says; nullptr: every workers-th row, with a mask by falling
+  // cost within `section` heads.
   const WorkItem* work = nullptr;
-  const int32_t* work_begin = nullptr;
+  const WorkStart* work_start = nullptr;
   int32_t section = 1;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };

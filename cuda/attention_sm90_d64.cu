@@ -21,16 +21,16 @@ constexpr Sm90Kernel kKernels[] = {
 // For softcap, biases by distance and scales that are not positive.
 template <typename T>
 constexpr Sm90Kernel kDistances[] = {
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1, 1, Extras::kDistances>, T>(1603, 1100, 1300),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2, Extras::kDistances>, T>(1363, 1900, 2200),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1, 1, Extras::kDistances>, T>(2600, 1207, 1495),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2, Extras::kDistances>, T>(2240, 1680, 2100),
     {},
 };
 
 // For these and biases of pairs.
 template <typename T>
 constexpr Sm90Kernel kPairs[] = {
-    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(1603, 1300, 1500),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1100, 1300),
+    sm90::Describe<sm90::Shape<64, 192, 64, 3, 1, 1, 1, Extras::kPairs>, T>(2600, 1540, 1740),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 2, 2, Extras::kPairs>, T>(1400, 1210, 1410),
     {},
 };
 

@@ -156,7 +156,7 @@ class Job {
     params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
     std::shared_ptr<const cuda::MaskEntry> entry;
     STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
-    if (entry != nullptr) params.work = entry->work(), params.work_begin = entry->work_begin();
+    if (entry != nullptr) params.work = entry->work(), params.work_start = entry->work_start();
     // Rows without a key that take all keys are left to a second kernel.
     const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
     const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||

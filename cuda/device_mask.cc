@@ -114,7 +114,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
   const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id);
   const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
-  const size_t work = put(plan.items), work_begin = put(plan.begin);
+  const size_t work = put(plan.items), starts = put(StartsOf(plan, mask));
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
@@ -137,7 +137,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.order = reinterpret_cast<const int32_t*>(base + ordered);
   if (!plan.begin.empty()) {
     work_ = reinterpret_cast<const WorkItem*>(base + work);
-    work_begin_ = reinterpret_cast<const int32_t*>(base + work_begin);
+    work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
   }
   return Status();
 }

@@ -55,7 +55,7 @@ class MaskEntry {
   const DeviceMask& view() const { return view_; }
   // The plan for form.workers; nullptr without one.
   const WorkItem* work() const { return work_; }
-  const int32_t* work_begin() const { return work_begin_; }
+  const WorkStart* work_start() const { return work_start_; }
   // Whether some query has no key by the mask alone.
   bool empty_rows() const { return empty_rows_; }
   // Tiles of the row that has most.
@@ -65,7 +65,7 @@ class MaskEntry {
  private:
   DeviceMask view_;
   const WorkItem* work_ = nullptr;
-  const int32_t* work_begin_ = nullptr;
+  const WorkStart* work_start_ = nullptr;
   bool empty_rows_ = false;
   int64_t longest_row_ = 0;
   void* memory_ = nullptr;

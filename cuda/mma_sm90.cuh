@@ -56,6 +56,9 @@ __device__ __forceinline__ uint32_t LoadWord(const uint32_t* from) {
   return x;
 }
 
+// Has a line of 128 bytes come to the L2 cache.
+__device__ __forceinline__ void PrefetchLine(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
 __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r[0]) : "r"(address) : "memory");
   asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(r[1]) : "r"(address) : "memory");
@@ -138,13 +141,13 @@ __device__ __forceinline__ void GiveRegisters() {
 // Operands in shared memory are rows of 128 bytes, 8 rows an atom of 1 KiB whose 16-byte chunks are exchanged by the
 // row (128-byte swizzle), as the copy engine writes them. Along the inner dimension (rows are M or N, the contiguous
 // axis is K): atoms follow each other every 1024 bytes.
-__device__ __forceinline__ uint64_t DescribeInner(uint32_t address) {
-  return uint64_t{address >> 4 & 0x3fff} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-}
+// An operand's description is a low word, which is additive (what lies 16 bytes further has one more), and a constant.
+__device__ __forceinline__ uint32_t DescribeInner(uint32_t address) { return address >> 4 | 1u << 16; }
 // Across it (rows are K, the contiguous axis is N): 64 columns an atom, the next 64 columns `columns` bytes further.
-__device__ __forceinline__ uint64_t DescribeAcross(uint32_t address, uint32_t columns) {
-  return uint64_t{address >> 4 & 0x3fff} | uint64_t{columns >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+__device__ __forceinline__ uint32_t DescribeAcross(uint32_t address, uint32_t columns) {
+  return address >> 4 | columns >> 4 << 16;
 }
+__device__ __forceinline__ uint64_t Operand(uint32_t low) { return uint64_t{1024 >> 4 | 1u << 30} << 32 | low; }
 
 __device__ __forceinline__ void ProductFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void ProductCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -79,5 +79,23 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int6
   return plan;
 }
 
+std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask) {
+  std::vector<WorkStart> starts;
+  for (size_t worker = 0; worker + 1 < plan.begin.size(); ++worker) {
+    WorkStart start = {};
+    start.begin = plan.begin[worker];
+    start.end = plan.begin[worker + 1];
+    if (start.begin < start.end) start.first = plan.items[static_cast<size_t>(start.begin)];
+    for (int i = 0; i < kFirstTiles; ++i) {
+      const int32_t at = start.first.begin + i;
+      const bool there = at < start.first.end;
+      start.tile[i] = there ? mask.key_tile[static_cast<size_t>(at)] : -1;
+      start.code[i] = there ? mask.bits_id[static_cast<size_t>(at)] : -1;
+    }
+    starts.push_back(start);
+  }
+  return starts;
+}
+
 }  // namespace cuda
 }  // namespace stof

@@ -24,6 +24,15 @@ struct WorkItem {
   int32_t begin, full, end;
 };
 
+constexpr int kFirstTiles = 4;
+
+// All that a worker's start needs, in one place, for a short problem takes as long as its chain of loads.
+struct alignas(64) WorkStart {
+  WorkItem first;                                // that of `begin`, if there is one
+  int32_t begin, end;                            // its items
+  int32_t tile[kFirstTiles], code[kFirstTiles];  // of the first entries of `first`; tile -1 beyond its end
+};
+
 struct WorkPlan {
   std::vector<int32_t> begin;  // [workers + 1]: worker w has items [begin[w], begin[w + 1])
   std::vector<WorkItem> items;
@@ -36,6 +45,9 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 // Longest processing time first (Graham 1969): large rows, then sections of `section` heads, whose keys and values fit
 // the L2 cache together; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
 WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost);
+
+// A start for each worker of a plan of that mask.
+std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask);
 
 }  // namespace cuda
 }  // namespace stof

@@ -14,6 +14,7 @@ using cuda::PlanWork;
 using cuda::TileCost;
 using cuda::WorkItem;
 using cuda::WorkPlan;
+using cuda::WorkStart;
 
 int64_t CostOf(const WorkItem& item, const TileCost& cost) {
   return cost.row + cost.partial * (item.full - item.begin) + cost.full * (item.end - item.full);
@@ -36,6 +37,22 @@ TEST(WorkPlansTakeEveryRowOnce) {
       const std::string where = Text(text, " S ", sizes.S, " T ", sizes.T, " workers ", workers);
       CHECK(plan.begin.size() == static_cast<size_t>(workers) + 1 && plan.begin[0] == 0, where);
       CHECK(plan.begin.back() == static_cast<int64_t>(plan.items.size()), where);
+      const std::vector<WorkStart> starts = StartsOf(plan, mask);
+      CHECK(starts.size() == static_cast<size_t>(workers), where);
+      for (size_t w = 0; w < starts.size(); ++w) {
+        const WorkStart& start = starts[w];
+        CHECK(start.begin == plan.begin[w] && start.end == plan.begin[w + 1], where);
+        if (start.begin == start.end) continue;
+        const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
+        CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
+        CHECK(start.first.full == first.full && start.first.end == first.end, where);
+        for (int t = 0; t < cuda::kFirstTiles; ++t) {
+          const bool there = first.begin + t < first.end;
+          const auto at = static_cast<size_t>(first.begin + t);
+          CHECK(start.tile[t] == (there ? mask.key_tile[at] : -1), where);
+          CHECK(start.code[t] == (there ? mask.bits_id[at] : -1), where);
+        }
+      }
       std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
       int64_t total = 0, most = 0, longest = 0;
       for (int w = 0; w < workers; ++w) {
