@@ -50,6 +50,7 @@ cuda::AttentionParams ToParams(const AttentionArgs& args) {
   p.query_position = static_cast<int32_t>(args.query_position);
   p.sink = args.sink;
   p.sink_is_float = args.sink_dtype == DType::kF32 ? 1 : 0;
+  p.lse = args.lse, p.lse_stride_b = args.lse_stride_b, p.lse_stride_h = args.lse_stride_h;
   return p;
 }
 
@@ -166,6 +167,7 @@ class Job {
     if (!second) return Status();
     params_.pad_bits = params.attention.pad_bits;
     params_.only = params.redo;
+    params_.lse = nullptr;  // has been said
     return LaunchSm80();
   }
 
@@ -326,6 +328,7 @@ class Job {
     for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
       STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
       if (params.partial != nullptr) STOF_RETURN_IF_ERROR(Launched(kernel.combine(params, stream_)));
+      params.attention.lse = nullptr;  // has been said
     }
     return Status();
   }
@@ -485,6 +488,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
   args.sink = Moved(whole.sink, part.h, SizeOf(whole.sink_dtype));
+  if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
 }
 
@@ -516,10 +520,13 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
         Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
   }
   if (build.invalid == nullptr) return Status();
-  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype),
-                                                                  args.output_stride, args.B, args.H, args.S, args.Dv,
-                                                                  context.stream)),
-                  "launch of the kernel that marks an output");
+  int error = cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype), args.output_stride, args.B, args.H,
+                                     args.S, args.Dv, context.stream);
+  if (error == 0 && args.lse != nullptr) {
+    error = cuda::LaunchInvalidate(build.invalid, args.lse, sizeof(float), {args.lse_stride_b, args.lse_stride_h, 1},
+                                   args.B, args.H, args.S, 1, context.stream);
+  }
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
 }
 
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,

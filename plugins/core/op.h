@@ -94,8 +94,9 @@ class Op {
                      const RunContext& context) const = 0;
 
   // ---- for runtimes that plan ahead ----
-  // How many inputs the attributes ask for.
+  // How many inputs and outputs the attributes ask for.
   virtual int InputCount() const = 0;
+  virtual int OutputCount() const { return 1; }
   // Whether input `index` may be of type dtype beside typed inputs of type `typed`.
   virtual bool Takes(int index, DType dtype, DType typed) const = 0;
   // A run on a device with these types and shapes (no data), or why no kernel of the library takes them. Also in builds
@@ -117,8 +118,8 @@ struct OpDescription {
   const char* name;
   int typed_inputs;     // the first inputs, and all outputs, share the type T that a registration fixes
   int optional_inputs;  // further inputs of any type
-  int outputs;
-  const DType* types;  // possible T
+  int outputs;          // that every node has; there may be optional_outputs more
+  const DType* types;   // possible T
   int type_count;
   const DType* cuda_types;  // those of the CUDA kernels
   int cuda_type_count;
@@ -132,6 +133,12 @@ struct OpDescription {
   // {kUndefined}.
   bool lists = false;
   DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;  // of lists; kUndefined: no such output
+  // Outputs that a node has where Op::OutputCount says so, of one type each whatever T is. shape_rule says nothing of
+  // those that the attributes do not ask for.
+  int optional_outputs = 0;
+  DType optional_type = DType::kUndefined;
+
+  DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
 };
 
 // Whether there are CUDA kernels for an operator, which runtimes without a CPU want.

@@ -125,7 +125,6 @@ struct Kernel {
   bool on_cuda = false;
   std::string node;
   std::unique_ptr<Op> op;
-  int outputs = 1;
 };
 
 // Memory of one Run. On the CPU from ONNX Runtime's arena, returned at the end. On a device the end comes while kernels
@@ -313,7 +312,6 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     kernel->api = api;
     kernel->on_cuda = self.provider != nullptr;
     kernel->node = NodeName(api, info, self.description->name);
-    kernel->outputs = self.description->outputs;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
@@ -443,6 +441,7 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
     type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
   } else {
     STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+    type = static_cast<ONNXTensorElementDataType>(self.description->OutputType(index, static_cast<DType>(type)));
   }
   STOF_ORT_RETURN(api->SetTensorElementType(raw, type));
   return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
@@ -490,7 +489,7 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
       }
       ranks[i] = static_cast<int>(rank);
     }
-    for (int i = 0; i < self.description->outputs; ++i) {
+    for (int i = 0; i < self.description->outputs + self.description->optional_outputs; ++i) {
       STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
     }
     return nullptr;
@@ -527,11 +526,16 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   };
   r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
-    return Self(op).description->lists ? 1 : Self(op).description->outputs;
+    const OpDescription& description = *Self(op).description;
+    return description.lists ? 1 : description.outputs + description.optional_outputs;
   };
-  r.GetOutputType = [](const OrtCustomOp* op, size_t) { return static_cast<ONNXTensorElementDataType>(Self(op).type); };
-  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) {
-    return Self(op).description->lists ? INPUT_OUTPUT_VARIADIC : INPUT_OUTPUT_REQUIRED;
+  r.GetOutputType = [](const OrtCustomOp* op, size_t i) {
+    return static_cast<ONNXTensorElementDataType>(Self(op).description->OutputType(static_cast<int>(i), Self(op).type));
+  };
+  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
+    const OpDescription& description = *Self(op).description;
+    if (description.lists) return INPUT_OUTPUT_VARIADIC;
+    return i < static_cast<size_t>(description.outputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };

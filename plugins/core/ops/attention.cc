@@ -249,9 +249,21 @@ bool ReadsPad(const MaskExpr& expr) {
   return std::any_of(operands.begin(), operands.end(), [](const auto& operand) { return operand->name == "pad"; });
 }
 
-// No key at all: nothing is summed, whatever rows without an allowed key give otherwise.
-void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
-  std::memset(output.data, 0, static_cast<size_t>(output.Elements()) * (args.dtype == DType::kF32 ? 4 : 2));
+// The second output.
+void SetLse(const AttentionArgs& args, Tensor* lse) {
+  lse->dtype = DType::kF32;
+  lse->rank = 3;
+  lse->dims[0] = args.B, lse->dims[1] = args.H, lse->dims[2] = args.S;
+}
+
+Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
+  if (found.dtype == expected.dtype && found.rank == expected.rank &&
+      std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
+    return Status();
+  }
+  return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
+                       std::to_string(static_cast<int>(found.dtype)) + ", expected " + ShapeText(expected) + " and " +
+                       std::to_string(static_cast<int>(expected.dtype)));
 }
 
 class AttentionOp final : public Op {
@@ -274,10 +286,11 @@ class AttentionOp final : public Op {
   }
 
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
-    if (output_count != 1) return Status::Error("has " + std::to_string(output_count) + " outputs, expected 1");
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     AttentionArgs args;
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &args));
     SetOutput(args, attributes_.layout[3], &outputs[0]);
+    if (output_count > 1) SetLse(args, &outputs[1]);
     return Status();
   }
 
@@ -287,10 +300,15 @@ class AttentionOp final : public Op {
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
     AttentionArgs& args = problem.args;
     Tensor expected;
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     SetOutput(args, attributes_.layout[3], &expected);
-    if (output_count != 1 || outputs[0].dtype != expected.dtype || outputs[0].rank != expected.rank ||
-        !std::equal(expected.dims, expected.dims + expected.rank, outputs[0].dims)) {
-      return Status::Error("output has shape " + ShapeText(outputs[0]) + ", expected " + ShapeText(expected));
+    STOF_RETURN_IF_ERROR(CheckOutput("output", outputs[0], expected));
+    if (output_count > 1) {
+      Tensor lse;
+      SetLse(args, &lse);
+      STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], lse));
+      args.lse = static_cast<float*>(outputs[1].data);
+      args.lse_stride_b = args.H * args.S, args.lse_stride_h = args.S;
     }
     STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
     const std::shared_ptr<const AttentionMask>& mask = problem.mask;
@@ -306,12 +324,9 @@ class AttentionOp final : public Op {
       if (backend == nullptr) return Status::Error(kNoKernels);
       return backend->attention(args, pad, *mask, sizes, given, context);
     }
-    if (args.T == 0) {
-      FillWithoutKeys(args, outputs[0]);
-      return Status();
-    }
+    if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
     std::unique_ptr<BoundDynamicMask> dynamic;
-    if (!mask->parts.dynamic.empty()) {
+    if (args.T > 0 && !mask->parts.dynamic.empty()) {
       STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
       args.dynamic = dynamic->view();
     }
@@ -319,6 +334,7 @@ class AttentionOp final : public Op {
   }
 
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
+  int OutputCount() const override { return attributes_.lse ? 2 : 1; }
 
   bool Takes(int index, DType dtype, DType typed) const override {
     if (index < 0 || index >= InputCount()) return false;
@@ -367,6 +383,12 @@ class AttentionOp final : public Op {
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
   };
+
+  Status CheckOutputCount(int count) const {
+    if (count >= 1 && count <= OutputCount()) return Status();
+    return Status::Error("has " + std::to_string(count) + " outputs, expected " +
+                         (attributes_.lse ? "output and lse" : "output alone: attribute results asks for no other"));
+  }
 
   // Operands, mask and sizes of a problem with bound arguments.
   Status Complete(const Tensor* inputs, bool on_cuda, Problem* problem) const {
@@ -506,7 +528,7 @@ class AttentionOp final : public Op {
     CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
     std::shared_ptr<const BlockMask> shared;
     BlockMask direct;
-    if (!mask.parts.fixed.empty()) {
+    if (args->T > 0 && !mask.parts.fixed.empty()) {
       if (args->S <= kUncachedRows) {
         STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &direct));
         args->mask = &direct;
@@ -528,7 +550,7 @@ class AttentionOp final : public Op {
   AttentionMaskSource mask_;
 };
 
-std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int) {
+std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
   AttentionAttributes parsed;
   if (rank_count < 3 || !ParseAttention(attributes, &parsed).ok()) return {};
   for (int i = 0; i < 3; ++i) {
@@ -539,6 +561,7 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
   const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
   // Value's last dimension, or that over its number of heads where heads are packed.
   const bool packed = parsed.layout[2] == TensorLayout::kBSN;
   DimRule head_size = packed ? DimRule{2, 2, -1, 1, parsed.kv_num_heads} : DimRule{2, 3, -1};
@@ -620,9 +643,10 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   attributes.String("kernel", &a.kernel);
   text.clear();
   attributes.String("results", &text);
-  if (!Words(text).empty()) {
-    return Status::Error("attribute results is " + Quoted(text) +
-                         ", but this build has no kernel that gives more outputs");
+  const std::vector<std::string> results = Words(text);
+  a.lse = results.size() == 1 && results[0] == "lse";
+  if (!results.empty() && !a.lse) {
+    return Status::Error("attribute results is " + Quoted(text) + ", expected nothing or 'lse'");
   }
   text.clear();
   attributes.String("operands", &text);
@@ -648,12 +672,22 @@ const OpDescription* AttentionDescription() {
       {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
       {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
       {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
-  static const OpDescription description = {"StofAttention", kTypedInputs,
-                                            kMostOperands,   1,
-                                            kTypes,          3,
-                                            kTypes,          3,
-                                            CreateAttention, OutputShape,
-                                            kAttributes,     static_cast<int>(std::size(kAttributes))};
+  static const OpDescription description = {"StofAttention",
+                                            kTypedInputs,
+                                            kMostOperands,
+                                            1,
+                                            kTypes,
+                                            3,
+                                            kTypes,
+                                            3,
+                                            CreateAttention,
+                                            OutputShape,
+                                            kAttributes,
+                                            static_cast<int>(std::size(kAttributes)),
+                                            false,
+                                            nullptr,
+                                            1,
+                                            DType::kF32};
   return &description;
 }
 

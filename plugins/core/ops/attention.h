@@ -31,6 +31,7 @@ struct AttentionAttributes {
   bool allow_tf32 = false;
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
+  bool lse = false;                   // the second output is asked for
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
 
