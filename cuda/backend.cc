@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,8 +18,10 @@
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/selector.h"
+#include "cuda/stream_memory.h"
 #include "cuda/time_op.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/hash.h"
 
 namespace stof {
 namespace {
@@ -90,6 +93,14 @@ Status Facts(DeviceFacts* facts) {
 
 constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
 constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
+
+// Set while kernels are queued only to be loaded: their memory is no memory.
+thread_local bool only_loading = false;
+
+Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
+  if (only_loading) return Status();
+  return ToStatus(cudaMemsetAsync(memory, 0, bytes, stream), "clearing of flags");
+}
 
 // A mask that is made on the device, by run, and what its parts share.
 struct DeviceBuild {
@@ -171,8 +182,9 @@ class Job {
     return LaunchSm80();
   }
 
-  // The masks that Run would make.
+  // The masks that Run would make; the keeper, if there is one, keeps them.
   Status Ready() {
+    keep_ = context_.keeper != nullptr;
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
@@ -373,7 +385,7 @@ class Job {
       if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // no pair is left to ask for
       bool missing = false;
       STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form,
-                                                               stream_, entry, &missing));
+                                                               stream_, context_.keeper, keep_, entry, &missing));
       if (!missing) {
         params->has_mask = 1;
         params->mask = (*entry)->view();
@@ -437,7 +449,7 @@ class Job {
     auto* cleared = reinterpret_cast<int32_t*>(memory + bit_bytes);
     if (flags) *redo = cleared;
     if (pad_ == nullptr) {
-      return ToStatus(cudaMemsetAsync(cleared, 0, static_cast<size_t>(4 * pieces), stream_), "clearing of flags");
+      return Clear(cleared, static_cast<size_t>(4 * pieces), stream_);
     }
     *pad_bits = bits;
     const int error =
@@ -461,7 +473,7 @@ class Job {
   cudaStream_t const stream_;
   cuda::AttentionParams params_;
   DeviceFacts facts_;
-  bool extras_ = false, bf16_ = false, all_keys_ = false;
+  bool extras_ = false, bf16_ = false, all_keys_ = false, keep_ = false;
   int size_ = 0;
 };
 
@@ -501,7 +513,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
   if (!build.program.proven) {
     build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));
     if (build.invalid == nullptr) return Status::Error("no device memory for 4 bytes");
-    STOF_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(build.invalid, 0, sizeof(int32_t), stream), "clearing of a flag"));
+    STOF_RETURN_IF_ERROR(Clear(build.invalid, sizeof(int32_t), stream));
   }
   // The same pairs make the most bytes in the smallest tiles.
   cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
@@ -537,80 +549,6 @@ Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMa
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
   return Job(args, pad, mask, sizes, operands, all, nullptr, context).Run();
-}
-
-bool IsCaptured(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
-}
-
-// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
-// used stays in it up to 64 MiB or the largest block that was asked for, which would else be mapped anew in every run.
-cudaMemPool_t PoolOf(int device, size_t bytes) {
-  constexpr int kDevices = 64;
-  constexpr uint64_t kKept = uint64_t{64} << 20;
-  static std::mutex mutex;
-  static cudaMemPool_t pools[kDevices];
-  static bool asked[kDevices];
-  static uint64_t kept[kDevices];
-  if (device < 0 || device >= kDevices) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!asked[device]) {
-    asked[device] = true;
-    int supported = 0;
-    cudaMemPoolProps props = {};
-    props.allocType = cudaMemAllocationTypePinned;
-    props.location.type = cudaMemLocationTypeDevice;
-    props.location.id = device;
-    kept[device] = kKept;
-    const cuda::RelaxedCapture relaxed;
-    if (cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device) != cudaSuccess || supported == 0 ||
-        cudaMemPoolCreate(&pools[device], &props) != cudaSuccess ||
-        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
-      cudaGetLastError();
-      pools[device] = nullptr;
-    }
-  }
-  if (pools[device] != nullptr && bytes > kept[device]) {
-    kept[device] = bytes;
-    const cuda::RelaxedCapture relaxed;
-    if (cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
-      cudaGetLastError();
-    }
-  }
-  return pools[device];
-}
-
-bool Take(void* stream, size_t bytes, void** memory) {
-  *memory = nullptr;
-  auto* const on = static_cast<cudaStream_t>(stream);
-  int device = 0;
-  if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
-  cudaMemPool_t pool = PoolOf(device, bytes);
-  if (pool == nullptr) return false;
-  const cuda::RelaxedCapture relaxed;
-  if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
-    cudaGetLastError();
-    *memory = nullptr;
-  }
-  return true;
-}
-
-void Give(void* stream, void* memory) {
-  const cuda::RelaxedCapture relaxed;
-  if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
-}
-
-bool CapturedOrDone(void* stream) {
-  auto* const on = static_cast<cudaStream_t>(stream);
-  if (IsCaptured(on)) return true;
-  if (cudaStreamSynchronize(on) != cudaSuccess) cudaGetLastError();
-  return false;
-}
-
-void Relaxed(void (*run)(void* self), void* self) {
-  const cuda::RelaxedCapture relaxed;
-  run(self);
 }
 
 Status Describe(std::string* name, int32_t* capability) {
@@ -650,40 +588,95 @@ int Kernels(const AttentionArgs& args) {
   return 0;
 }
 
-// A stream of this library's own on the current device, for uploads that come before the stream of a run is known.
-Status UploadStream(cudaStream_t* stream) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static cudaStream_t streams[kDevices];
-  int device = 0;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
-  if (device >= kDevices) return Status::Error("more than 64 devices");
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (streams[device] == nullptr) {
-    STOF_RETURN_IF_ERROR(
-        ToStatus(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking), "stream for uploads"));
-  }
-  *stream = streams[device];
-  return Status();
+// Addresses where nothing is.
+void* Imagine(void* self, size_t bytes) {
+  constexpr uintptr_t kLine = 256;
+  auto* const next = static_cast<uintptr_t*>(self);
+  const uintptr_t at = *next;
+  *next = at + (bytes + kLine - 1) / kLine * kLine;
+  return reinterpret_cast<void*>(at);
 }
 
-Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
-  // A mask with vectors of the run is made by the run.
-  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty()) return Status();
-  const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
-  RunContext context;
-  context.on_cuda = true;
-  context.kernel = kernel;
+// What decides which kernels a run queues, and what else is compiled into them.
+uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                int kernel) {
+  int device = 0;
+  cudaGetDevice(&device);
+  uint64_t hash = mask.fixed_hash;
+  const auto mix = [&hash](int64_t value) { hash = MixHash(hash, static_cast<uint64_t>(value)); };
+  for (const int64_t x : {int64_t{device}, sizes.B, sizes.H, args.G, sizes.S, sizes.T, sizes.P, args.D, args.Dv,
+                          int64_t{kernel}, static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+    mix(x);
+  }
+  for (const bool x : {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr,
+                       args.relative_bias != nullptr, args.sink != nullptr, args.lse != nullptr, pad != nullptr,
+                       mask.parts.fixed.empty(), mask.parts.dynamic.empty()}) {
+    mix(x ? 1 : 0);
+  }
+  if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
+  return MixHash(HashBytes(args.kernel, std::strlen(args.kernel), hash), mask.parts.dynamic.Hash());
+}
+
+// Has the driver load the kernels of a run (it does so at a kernel's first launch, for which it may wait until the
+// device is idle): the run is recorded as a graph, which is never launched.
+Status Load(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+            const Tables& operands, RunContext context) {
+  static std::mutex mutex;
+  static auto* loaded = new std::set<uint64_t>;
+  const uint64_t hash = HashOf(args, pad, mask, sizes, context.kernel);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (loaded->count(hash) != 0) return Status();
+  }
   cudaStream_t stream = nullptr;
-  STOF_RETURN_IF_ERROR(UploadStream(&stream));
-  context.stream = stream;
-  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
+  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"));
+  Status status = ToStatus(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "recording of kernels");
+  if (status.ok()) {
+    uintptr_t next = uintptr_t{1} << 30;
+    context.stream = stream;
+    context.allocate = Imagine;
+    context.self = &next;
+    {
+      struct Loading {
+        Loading() { only_loading = true; }
+        ~Loading() { only_loading = false; }
+      };
+      const Loading loading;
+      status = Attention(args, pad, mask, sizes, operands, context);
+    }
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+    if (status.ok()) status = ToStatus(ended, "recording of kernels");
+    if (status.ok()) status = ToStatus(cudaGraphInstantiate(&executable, graph, 0), "loading of kernels");
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+  }
+  cudaStreamDestroy(stream);
+  cudaGetLastError();  // not to be found by others
+  const std::lock_guard<std::mutex> lock(mutex);
+  loaded->insert(hash);
+  return status;
+}
+
+Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+             const Tables& operands, const RunContext& given) {
+  const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
+  RunContext context = given;
+  // A mask with vectors of the run is made by the run.
+  if (!mask.parts.fixed.empty() && mask.parts.dynamic.empty()) {
+    cudaStream_t stream = nullptr;
+    STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
+    context.stream = stream;
+    const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+    STOF_RETURN_IF_ERROR(Job(args, pad, mask, sizes, operands, all, nullptr, context).Ready());
+  }
+  return Load(args, pad, mask, sizes, operands, context);
 }
 
 constexpr CudaBackend kBackend = {
-    ToHost,          Device, Take,     Give,        CapturedOrDone, Relaxed,        Attention,
-    Kernels,         Ready,  Describe, KernelNames, cuda::TimeOp,   cuda::RunChain, cuda::MakeDeviceChain,
+    ToHost,  Device, cuda::Take, cuda::Give,  cuda::CapturedOrDone, cuda::Relaxed,  Attention,
+    Kernels, Ready,  Describe,   KernelNames, cuda::TimeOp,         cuda::RunChain, cuda::MakeDeviceChain,
     cuda::ReadyChain};
 
 }  // namespace

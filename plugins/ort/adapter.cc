@@ -186,6 +186,9 @@ class Scratch {
   std::vector<void*> blocks_, ordered_;
 };
 
+// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
+int RunThreads() { return static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads)); }
+
 struct Pool {
   const OrtApi* api;
   const OrtKernelContext* context;
@@ -285,6 +288,37 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
+// Whether the thread works on the device that a kernel's provider has.
+bool IsOnItsDevice(const OrtApi* api, const OrtKernelInfo* info) {
+  OrtAllocator* allocator = nullptr;
+  const OrtMemoryInfo* memory = nullptr;
+  int own = -1, current = -2;
+  if (Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator))) return false;
+  const bool known = !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+                     !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok();
+  api->ReleaseAllocator(allocator);
+  return known && own == current;
+}
+
+// What the first run would else do: as far as the model says the shapes.
+void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+  size_t count = 0;
+  if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
+  std::vector<Tensor> inputs(count);
+  for (size_t i = 0; i < count; ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // left out
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+                           !Failed(api, Describe(api, tensor, &inputs[i]));
+    api->ReleaseTypeInfo(type);
+    if (!described) return;
+  }
+  if (kernel->on_cuda && !IsOnItsDevice(api, info)) return;
+  // What cannot be made ready now is made, or reported, by the run.
+  (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+}
+
 // What the model, or the runtime that changed it, says of the outputs.
 OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
   size_t count = 0;
@@ -315,6 +349,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
+    ReadyKernel(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {
@@ -369,9 +404,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   Pool pool{api, context};
   {
     Scratch scratch(api, allocator, run.on_cuda, run.stream);
-    // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
-    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-    run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};
+    run.parallel = {RunOnPool, &pool, RunThreads()};
     run.allocate = Scratch::Allocate;
     run.self = &scratch;
     status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));

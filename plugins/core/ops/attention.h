@@ -16,6 +16,8 @@
 
 namespace stof {
 
+constexpr int kMostOperands = 13;
+
 enum class TensorLayout : uint8_t { kBHSD, kBSHD, kBSN };
 
 struct AttentionAttributes {
