@@ -91,7 +91,6 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
-constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
 constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
 
 // Set while kernels are queued only to be loaded: their memory is no memory.
@@ -150,7 +149,7 @@ class Job {
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
-    if (std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors()) return RunRows();
+    if (std::strcmp(args_.kernel, cuda::kRowsName) == 0 && ReadsVectors()) return RunRows();
     if (TakesDecode()) return RunDecode();
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
@@ -194,7 +193,7 @@ class Job {
       form.m = cuda::kDecodeTileRows;
       return GetMask(form, &params_, &entry);
     }
-    bool rows = std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors();
+    bool rows = std::strcmp(args_.kernel, cuda::kRowsName) == 0 && ReadsVectors();
     if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
     if (rows) return GetMask(RowsForm(), &params_, &entry);
     if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
@@ -244,7 +243,7 @@ class Job {
     problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
     problem->multiprocessors = facts_.multiprocessors;
     if (first == nullptr || context_.kernel == 1) return Status();
-    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, cuda::kSm80Name) == 0) return Status();
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
@@ -541,14 +540,29 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
 }
 
+// The arguments with the kernel that the environment names, where they name none.
+Status Hinted(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
+  const char* name = nullptr;
+  STOF_RETURN_IF_ERROR(cuda::NamedByEnvironment(&name));
+  *own = &args;
+  if (*name == '\0' || *args.kernel != '\0') return Status();
+  *named = args;
+  named->kernel = name;
+  *own = named;
+  return Status();
+}
+
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  AttentionArgs named;
+  const AttentionArgs* own = nullptr;
+  STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
-    return AttendInParts(args, pad, mask, sizes, operands, context);
+    return AttendInParts(*own, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return Job(args, pad, mask, sizes, operands, all, nullptr, context).Run();
+  return Job(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
 }
 
 Status Describe(std::string* name, int32_t* capability) {
@@ -567,7 +581,7 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
   if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
-  *names = std::string(kSm80) + " " + kRows;
+  *names = std::string(cuda::kSm80Name) + " " + cuda::kRowsName;
   if (facts.capability != 90 || head_size <= kNarrowHead) return Status();
   const bool bf16 = dtype == DType::kBF16;
   for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16, cuda::Extras::kNone);
@@ -669,7 +683,10 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
     context.stream = stream;
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-    STOF_RETURN_IF_ERROR(Job(args, pad, mask, sizes, operands, all, nullptr, context).Ready());
+    AttentionArgs named;
+    const AttentionArgs* own = nullptr;
+    STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
+    STOF_RETURN_IF_ERROR(Job(*own, pad, mask, sizes, operands, all, nullptr, context).Ready());
   }
   return Load(args, pad, mask, sizes, operands, context);
 }
