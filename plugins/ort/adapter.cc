@@ -121,7 +121,14 @@ class InferAttributes final : public AttributeReader {
 };
 
 struct Kernel {
+  Kernel() = default;
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  ~Kernel() {
+    if (allocator != nullptr) api->ReleaseAllocator(allocator);
+  }
   const OrtApi* api = nullptr;
+  OrtAllocator* allocator = nullptr;  // of its provider, for CUDA
   bool on_cuda = false;
   std::string node;
   std::unique_ptr<Op> op;
@@ -289,15 +296,11 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
 }
 
 // Whether the thread works on the device that a kernel's provider has.
-bool IsOnItsDevice(const OrtApi* api, const OrtKernelInfo* info) {
-  OrtAllocator* allocator = nullptr;
+bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
   const OrtMemoryInfo* memory = nullptr;
   int own = -1, current = -2;
-  if (Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator))) return false;
-  const bool known = !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
-                     !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok();
-  api->ReleaseAllocator(allocator);
-  return known && own == current;
+  return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok() && own == current;
 }
 
 // What the first run would else do: as far as the model says the shapes.
@@ -314,7 +317,7 @@ void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
     api->ReleaseTypeInfo(type);
     if (!described) return;
   }
-  if (kernel->on_cuda && !IsOnItsDevice(api, info)) return;
+  if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
   // What cannot be made ready now is made, or reported, by the run.
   (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
 }
@@ -349,6 +352,9 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
+    if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
+      kernel->allocator = nullptr;
+    }
     ReadyKernel(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
@@ -399,6 +405,9 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   }
   OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
   api->ReleaseMemoryInfo(memory);
+  // A provider that is a plugin may describe its memory otherwise: then what it gave when the kernel was made.
+  const bool own = status != nullptr && kernel.allocator != nullptr;
+  if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
   STOF_ORT_RETURN(status);
 
   Pool pool{api, context};
@@ -409,7 +418,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
     run.self = &scratch;
     status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
   }
-  api->ReleaseAllocator(allocator);
+  if (!own) api->ReleaseAllocator(allocator);
   if (status != nullptr) {
     if (pool.status != nullptr) api->ReleaseStatus(pool.status);
     return status;
