@@ -17,6 +17,7 @@
 #include "cuda/chain_backend.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
+#include "cuda/mask_memory.h"
 #include "cuda/selector.h"
 #include "cuda/stream_memory.h"
 #include "cuda/time_op.h"
@@ -507,7 +508,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
 Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                      const Tables& operands, const RunContext& context) {
   DeviceBuild build;
-  STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &build.program));
+  STOF_RETURN_IF_ERROR(cuda::RememberedMask(mask, sizes, operands, &build.program));
   auto* const stream = static_cast<cudaStream_t>(context.stream);
   if (!build.program.proven) {
     build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));

@@ -248,8 +248,20 @@ Status Plugin::Configure(const DynamicPluginTensorDesc* in) {
     if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), "at a bound of the profile: " + status.message());
   }
   tactics_ = found.kernels == 0 ? 0 : std::min(found.kernels + 1, kMostTactics);
+  Load(in);
   Log(LogLevel::kInfo, definition_->layer(), "configured, " + std::to_string(tactics_) + " tactics");
   return Status();
+}
+
+// The builder times what it runs next: the driver should have loaded the kernels by then. A build may have no device.
+void Plugin::Load(const DynamicPluginTensorDesc* in) const {
+  const int count = definition_->inputs();
+  Tensor tensors[kMostInputs];
+  for (int i = 0; i < count; ++i) {
+    if (!ToTensor(in[i].desc.type, in[i].opt, nullptr, &tensors[i])) return;
+  }
+  const Status status = definition_->op().ReadyDevice(tensors, count, 0);
+  if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
 }
 
 int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, int32_t in_count, const DynamicPluginTensorDesc*,
