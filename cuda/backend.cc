@@ -7,7 +7,6 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +17,7 @@
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/mask_memory.h"
+#include "cuda/recording.h"
 #include "cuda/selector.h"
 #include "cuda/stream_memory.h"
 #include "cuda/time_op.h"
@@ -94,11 +94,8 @@ Status Facts(DeviceFacts* facts) {
 
 constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
 
-// Set while kernels are queued only to be loaded: their memory is no memory.
-thread_local bool only_loading = false;
-
 Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
-  if (only_loading) return Status();
+  if (cuda::IsOnlyLoading()) return Status();
   return ToStatus(cudaMemsetAsync(memory, 0, bytes, stream), "clearing of flags");
 }
 
@@ -603,15 +600,6 @@ int Kernels(const AttentionArgs& args) {
   return 0;
 }
 
-// Addresses where nothing is.
-void* Imagine(void* self, size_t bytes) {
-  constexpr uintptr_t kLine = 256;
-  auto* const next = static_cast<uintptr_t*>(self);
-  const uintptr_t at = *next;
-  *next = at + (bytes + kLine - 1) / kLine * kLine;
-  return reinterpret_cast<void*>(at);
-}
-
 // What decides which kernels a run queues, and what else is compiled into them.
 uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                 int kernel) {
@@ -632,46 +620,13 @@ uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMas
   return MixHash(HashBytes(args.kernel, std::strlen(args.kernel), hash), mask.parts.dynamic.Hash());
 }
 
-// Has the driver load the kernels of a run (it does so at a kernel's first launch, for which it may wait until the
-// device is idle): the run is recorded as a graph, which is never launched.
 Status Load(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-            const Tables& operands, RunContext context) {
-  static std::mutex mutex;
-  static auto* loaded = new std::set<uint64_t>;
-  const uint64_t hash = HashOf(args, pad, mask, sizes, context.kernel);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (loaded->count(hash) != 0) return Status();
-  }
-  cudaStream_t stream = nullptr;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"));
-  Status status = ToStatus(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "recording of kernels");
-  if (status.ok()) {
-    uintptr_t next = uintptr_t{1} << 30;
-    context.stream = stream;
-    context.allocate = Imagine;
-    context.self = &next;
-    {
-      struct Loading {
-        Loading() { only_loading = true; }
-        ~Loading() { only_loading = false; }
-      };
-      const Loading loading;
-      status = Attention(args, pad, mask, sizes, operands, context);
-    }
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t executable = nullptr;
-    const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-    if (status.ok()) status = ToStatus(ended, "recording of kernels");
-    if (status.ok()) status = ToStatus(cudaGraphInstantiate(&executable, graph, 0), "loading of kernels");
-    if (executable != nullptr) cudaGraphExecDestroy(executable);
-    if (graph != nullptr) cudaGraphDestroy(graph);
-  }
-  cudaStreamDestroy(stream);
-  cudaGetLastError();  // not to be found by others
-  const std::lock_guard<std::mutex> lock(mutex);
-  loaded->insert(hash);
-  return status;
+            const Tables& operands, const RunContext& context) {
+  const auto queue = [&](const RunContext& own) { return Attention(args, pad, mask, sizes, operands, own); };
+  return cuda::LoadKernels(
+      HashOf(args, pad, mask, sizes, context.kernel),
+      [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
+      const_cast<void*>(static_cast<const void*>(&queue)), context);
 }
 
 Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
@@ -693,9 +648,8 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
 }
 
 constexpr CudaBackend kBackend = {
-    ToHost,  Device, cuda::Take, cuda::Give,  cuda::CapturedOrDone, cuda::Relaxed,  Attention,
-    Kernels, Ready,  Describe,   KernelNames, cuda::TimeOp,         cuda::RunChain, cuda::MakeDeviceChain,
-    cuda::ReadyChain};
+    ToHost, Device,   cuda::Take,  cuda::Give,   cuda::CapturedOrDone, cuda::Relaxed,         Attention,       Kernels,
+    Ready,  Describe, KernelNames, cuda::TimeOp, cuda::RunChain,       cuda::MakeDeviceChain, cuda::ReadyChain};
 
 }  // namespace
 
