@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/fragments.h"
+#include "cuda/recording.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -183,7 +184,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
       *entry = slot.entry != nullptr ? slot.entry : slot.kept.lock();
       if (*entry == nullptr) {
         slots_.erase(found);  // its keepers are gone
-      } else if (captured || keep) {
+      } else if (keep || (captured && !IsOnlyLoading())) {
         Pin(&slot, keeper, *entry);
       } else if (!slot.pinned) {
         ages_.splice(ages_.begin(), ages_, slot.age);
