@@ -230,8 +230,10 @@ class Worker {
     for (int r = 0; r < rows_; ++r) {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
       scratch_.empty[r] = sum == 0.0f;
+      const float divisor = sum == 0.0f ? 0.0f : sum + SinkWeight(r);
+      if (args_.lse != nullptr) StoreLogSum(r, divisor);
       if (sum != 0.0f) {
-        WriteRow(r, 1.0f / (sum + SinkWeight(r)));
+        WriteRow(r, 1.0f / divisor);
       } else if (args_.empty_rows == EmptyRows::kAll) {
         all = true;
       } else {
@@ -305,6 +307,17 @@ class Worker {
     if (args_.sink == nullptr) return 0.0f;
     const float x = ToFloat(args_.sink, args_.sink_dtype, h_) * kLog2E - scratch_.max[r];
     return Exp2Scalar(x > 127.0f ? 127.0f : x);
+  }
+
+  // The natural logarithm of a row's divisor, its sink's logit where that is all there is or far above all scores.
+  __attribute__((noinline)) void StoreLogSum(int r, float divisor) const {
+    constexpr float kLn2 = 0.693147180559945309417f;
+    float sum = divisor == 0.0f ? -kInf : (scratch_.max[r] + __builtin_log2f(divisor)) * kLn2;
+    if (args_.sink != nullptr) {
+      const float sink = ToFloat(args_.sink, args_.sink_dtype, h_);
+      if (sum < sink) sum = sink;  // NaN stays
+    }
+    args_.lse[b_ * args_.lse_stride_b + h_ * args_.lse_stride_h + row0_ + r] = sum;
   }
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }

@@ -48,6 +48,8 @@ struct AttentionParams {
   int32_t query_position = 0;
   const void* sink = nullptr;
   int32_t sink_is_float = 0;
+  float* lse = nullptr;  // AttentionArgs::lse
+  int64_t lse_stride_b = 0, lse_stride_h = 0;
   int32_t has_mask = 0;
   DeviceMask mask;
   const int32_t* only = nullptr;  // [B, H, ceil(S / 64)]: tiles without one stay as they are; nullptr: all count

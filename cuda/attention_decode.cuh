@@ -520,7 +520,9 @@ class Decode {
       const int h = head0_ + whole / p_.S;
       T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
               whole % p_.S * p_.output_stride.s;
-      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / (total + SinkWeight<T>(p_, h, top)));
+      const float divisor = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      if (d == 0) StoreLogSum<T>(p_, b_, h, whole % p_.S, top, divisor);
+      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / divisor);
     }
   }
 
@@ -594,6 +596,7 @@ __global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ Dec
   const int b = static_cast<int>(row / p.S / p.H);
   T* to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + s * p.output_stride.s;
   const float divisor = total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
+  if (threadIdx.x == 0) StoreLogSum<T>(p, b, h, s, top, divisor);
   for (int d = threadIdx.x; d < p.Dv; d += 128) {
     float x = 0.0f;
 #pragma unroll

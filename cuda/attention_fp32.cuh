@@ -682,6 +682,7 @@ class Fp32Attention {
           const float logit = static_cast<const float*>(p_.sink)[h_];
           sum += Exp2(fminf(logit * kLog2E - max_[i][r], 127.0f));
         }
+        if (!only_empty && lane_ % 4 == 0) StoreLogSum<float>(p_, b_, h_, row, max_[i][r], sum);
         const bool nothing = empty && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
         const float factor = empty ? 0.0f : 1.0f / sum;
         if (row >= p_.S || (only_empty && !empty_[i][r])) continue;

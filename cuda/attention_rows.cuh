@@ -76,6 +76,9 @@ class RowAttention {
     Listed();
     float top = 0.0f;
     float total = Join(&top);
+    if (p_.lse != nullptr && lane_ == 0) {
+      StoreLogSum<T>(p_, b_, h_, row_, top, total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h_, top));
+    }
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
     if (total == 0.0f && (policy == EmptyRows::kMean || policy == EmptyRows::kAll) && p_.T > 0) {
       Clear();

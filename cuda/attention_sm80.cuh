@@ -9,6 +9,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/launch.cuh"
+#include "cuda/log_sum.cuh"
 #include "cuda/mma_sm80.cuh"
 
 namespace stof {
@@ -527,6 +528,7 @@ class Attention {
                                                     : ToFloat(static_cast<const T*>(p_.sink)[h_]);
           sum += Exp2(fminf(logit * kLog2E - max_[i][r], 127.0f));
         }
+        if (!only_empty && lane_ % 4 == 0) StoreLogSum<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
         factor[i][r] = empty ? (static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan ? NAN : 0.0f) : 1.0f / sum;
       }
     }

@@ -14,6 +14,7 @@
 #include "cuda/attention_sm90.h"
 #include "cuda/fragments.h"
 #include "cuda/launch.cuh"
+#include "cuda/log_sum.cuh"
 #include "cuda/mma_sm90.cuh"
 
 namespace stof {
@@ -795,6 +796,7 @@ class Attention {
       const bool empty = total == 0.0f;
       if (!empty) total += Sink(item, high[r]);
       if (empty) SayEmpty(item, row);
+      if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, row, high[r], total);
       const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
       const float scale = 1.0f / total;
 #pragma unroll
@@ -877,6 +879,7 @@ class Attention {
       empty[r] = total == 0.0f;
       if (!empty[r]) total += Sink(item, most);
       if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
+      if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
       scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
     }
     float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +

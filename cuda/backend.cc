@@ -16,9 +16,13 @@
 #include "cuda/chain_backend.h"
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
+#include "cuda/mask_memory.h"
+#include "cuda/recording.h"
 #include "cuda/selector.h"
+#include "cuda/stream_memory.h"
 #include "cuda/time_op.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/hash.h"
 
 namespace stof {
 namespace {
@@ -50,6 +54,7 @@ cuda::AttentionParams ToParams(const AttentionArgs& args) {
   p.query_position = static_cast<int32_t>(args.query_position);
   p.sink = args.sink;
   p.sink_is_float = args.sink_dtype == DType::kF32 ? 1 : 0;
+  p.lse = args.lse, p.lse_stride_b = args.lse_stride_b, p.lse_stride_h = args.lse_stride_h;
   return p;
 }
 
@@ -87,8 +92,12 @@ Status Facts(DeviceFacts* facts) {
   return Status();
 }
 
-constexpr char kSm80[] = "sm80", kRows[] = "rows";  // their names as hints
 constexpr int kNarrowHead = 32;  // heads up to it would fill half of the 9.0 kernels' tiles with zeros
+
+Status Clear(void* memory, size_t bytes, cudaStream_t stream) {
+  if (cuda::IsOnlyLoading()) return Status();
+  return ToStatus(cudaMemsetAsync(memory, 0, bytes, stream), "clearing of flags");
+}
 
 // A mask that is made on the device, by run, and what its parts share.
 struct DeviceBuild {
@@ -138,7 +147,7 @@ class Job {
       params_.empty_rows = static_cast<int32_t>(EmptyRows::kZero);
       return args_.dtype == DType::kF32 ? RunFp32() : RunSm80();
     }
-    if (std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors()) return RunRows();
+    if (std::strcmp(args_.kernel, cuda::kRowsName) == 0 && ReadsVectors()) return RunRows();
     if (TakesDecode()) return RunDecode();
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
@@ -166,11 +175,13 @@ class Job {
     if (!second) return Status();
     params_.pad_bits = params.attention.pad_bits;
     params_.only = params.redo;
+    params_.lse = nullptr;  // has been said
     return LaunchSm80();
   }
 
-  // The masks that Run would make.
+  // The masks that Run would make; the keeper, if there is one, keeps them.
   Status Ready() {
+    keep_ = context_.keeper != nullptr;
     const cuda::Sm90Kernel* kernel = nullptr;
     cuda::Problem problem;
     STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
@@ -180,7 +191,7 @@ class Job {
       form.m = cuda::kDecodeTileRows;
       return GetMask(form, &params_, &entry);
     }
-    bool rows = std::strcmp(args_.kernel, kRows) == 0 && ReadsVectors();
+    bool rows = std::strcmp(args_.kernel, cuda::kRowsName) == 0 && ReadsVectors();
     if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
     if (rows) return GetMask(RowsForm(), &params_, &entry);
     if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(cuda::FormOf(*kernel, problem), &params_, &entry));
@@ -226,7 +237,7 @@ class Job {
     problem->sizes = {args_.B, args_.H, args_.S, args_.T, sizes_.P};
     problem->multiprocessors = facts_.multiprocessors;
     if (first == nullptr || context_.kernel == 1) return Status();
-    if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80) == 0) return Status();
+    if (context_.kernel == 0 && std::strcmp(args_.kernel, cuda::kSm80Name) == 0) return Status();
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
     if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
@@ -322,6 +333,7 @@ class Job {
     for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
       STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
       if (params.partial != nullptr) STOF_RETURN_IF_ERROR(Launched(kernel.combine(params, stream_)));
+      params.attention.lse = nullptr;  // has been said
     }
     return Status();
   }
@@ -366,7 +378,7 @@ class Job {
       if (mask_.parts.fixed.empty() || args_.T == 0) return Status();  // no pair is left to ask for
       bool missing = false;
       STOF_RETURN_IF_ERROR(cuda::DeviceMaskCache::Global().Get(mask_.parts.fixed, mask_.fixed_hash, sizes_, form,
-                                                               stream_, entry, &missing));
+                                                               stream_, context_.keeper, keep_, entry, &missing));
       if (!missing) {
         params->has_mask = 1;
         params->mask = (*entry)->view();
@@ -430,7 +442,7 @@ class Job {
     auto* cleared = reinterpret_cast<int32_t*>(memory + bit_bytes);
     if (flags) *redo = cleared;
     if (pad_ == nullptr) {
-      return ToStatus(cudaMemsetAsync(cleared, 0, static_cast<size_t>(4 * pieces), stream_), "clearing of flags");
+      return Clear(cleared, static_cast<size_t>(4 * pieces), stream_);
     }
     *pad_bits = bits;
     const int error =
@@ -454,7 +466,7 @@ class Job {
   cudaStream_t const stream_;
   cuda::AttentionParams params_;
   DeviceFacts facts_;
-  bool extras_ = false, bf16_ = false, all_keys_ = false;
+  bool extras_ = false, bf16_ = false, all_keys_ = false, keep_ = false;
   int size_ = 0;
 };
 
@@ -481,6 +493,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
   args.sink = Moved(whole.sink, part.h, SizeOf(whole.sink_dtype));
+  if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
 }
 
@@ -488,12 +501,12 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
 Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                      const Tables& operands, const RunContext& context) {
   DeviceBuild build;
-  STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &build.program));
+  STOF_RETURN_IF_ERROR(cuda::RememberedMask(mask, sizes, operands, &build.program));
   auto* const stream = static_cast<cudaStream_t>(context.stream);
   if (!build.program.proven) {
     build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));
     if (build.invalid == nullptr) return Status::Error("no device memory for 4 bytes");
-    STOF_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(build.invalid, 0, sizeof(int32_t), stream), "clearing of a flag"));
+    STOF_RETURN_IF_ERROR(Clear(build.invalid, sizeof(int32_t), stream));
   }
   // The same pairs make the most bytes in the smallest tiles.
   cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
@@ -512,94 +525,38 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
         Job(own, pad == nullptr ? nullptr : &own_pad, mask, sizes, operands, part, &build, context).Run());
   }
   if (build.invalid == nullptr) return Status();
-  return ToStatus(static_cast<cudaError_t>(cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype),
-                                                                  args.output_stride, args.B, args.H, args.S, args.Dv,
-                                                                  context.stream)),
-                  "launch of the kernel that marks an output");
+  int error = cuda::LaunchInvalidate(build.invalid, args.output, SizeOf(args.dtype), args.output_stride, args.B, args.H,
+                                     args.S, args.Dv, context.stream);
+  if (error == 0 && args.lse != nullptr) {
+    error = cuda::LaunchInvalidate(build.invalid, args.lse, sizeof(float), {args.lse_stride_b, args.lse_stride_h, 1},
+                                   args.B, args.H, args.S, 1, context.stream);
+  }
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
+}
+
+// The arguments with the kernel that the environment names, where they name none.
+Status Hinted(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
+  const char* name = nullptr;
+  STOF_RETURN_IF_ERROR(cuda::NamedByEnvironment(&name));
+  *own = &args;
+  if (*name == '\0' || *args.kernel != '\0') return Status();
+  *named = args;
+  named->kernel = name;
+  *own = named;
+  return Status();
 }
 
 Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
                  const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  AttentionArgs named;
+  const AttentionArgs* own = nullptr;
+  STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
-    return AttendInParts(args, pad, mask, sizes, operands, context);
+    return AttendInParts(*own, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return Job(args, pad, mask, sizes, operands, all, nullptr, context).Run();
-}
-
-bool IsCaptured(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
-}
-
-// A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
-// used stays in it up to 64 MiB or the largest block that was asked for, which would else be mapped anew in every run.
-cudaMemPool_t PoolOf(int device, size_t bytes) {
-  constexpr int kDevices = 64;
-  constexpr uint64_t kKept = uint64_t{64} << 20;
-  static std::mutex mutex;
-  static cudaMemPool_t pools[kDevices];
-  static bool asked[kDevices];
-  static uint64_t kept[kDevices];
-  if (device < 0 || device >= kDevices) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!asked[device]) {
-    asked[device] = true;
-    int supported = 0;
-    cudaMemPoolProps props = {};
-    props.allocType = cudaMemAllocationTypePinned;
-    props.location.type = cudaMemLocationTypeDevice;
-    props.location.id = device;
-    kept[device] = kKept;
-    const cuda::RelaxedCapture relaxed;
-    if (cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device) != cudaSuccess || supported == 0 ||
-        cudaMemPoolCreate(&pools[device], &props) != cudaSuccess ||
-        cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
-      cudaGetLastError();
-      pools[device] = nullptr;
-    }
-  }
-  if (pools[device] != nullptr && bytes > kept[device]) {
-    kept[device] = bytes;
-    const cuda::RelaxedCapture relaxed;
-    if (cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &kept[device]) != cudaSuccess) {
-      cudaGetLastError();
-    }
-  }
-  return pools[device];
-}
-
-bool Take(void* stream, size_t bytes, void** memory) {
-  *memory = nullptr;
-  auto* const on = static_cast<cudaStream_t>(stream);
-  int device = 0;
-  if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
-  cudaMemPool_t pool = PoolOf(device, bytes);
-  if (pool == nullptr) return false;
-  const cuda::RelaxedCapture relaxed;
-  if (cudaMallocFromPoolAsync(memory, bytes, pool, on) != cudaSuccess) {
-    cudaGetLastError();
-    *memory = nullptr;
-  }
-  return true;
-}
-
-void Give(void* stream, void* memory) {
-  const cuda::RelaxedCapture relaxed;
-  if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
-}
-
-bool CapturedOrDone(void* stream) {
-  auto* const on = static_cast<cudaStream_t>(stream);
-  if (IsCaptured(on)) return true;
-  if (cudaStreamSynchronize(on) != cudaSuccess) cudaGetLastError();
-  return false;
-}
-
-void Relaxed(void (*run)(void* self), void* self) {
-  const cuda::RelaxedCapture relaxed;
-  run(self);
+  return Job(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
 }
 
 Status Describe(std::string* name, int32_t* capability) {
@@ -618,7 +575,7 @@ Status KernelNames(int64_t head_size, DType dtype, std::string* names) {
   names->clear();
   if (dtype != DType::kF16 && dtype != DType::kBF16) return Status();
   if (head_size < 1 || head_size > 256) return Status::Error("head sizes must be 1 to 256");
-  *names = std::string(kSm80) + " " + kRows;
+  *names = std::string(cuda::kSm80Name) + " " + cuda::kRowsName;
   if (facts.capability != 90 || head_size <= kNarrowHead) return Status();
   const bool bf16 = dtype == DType::kBF16;
   for (const auto* kernel = cuda::FindSm90(static_cast<int>(head_size), bf16, cuda::Extras::kNone);
@@ -639,41 +596,56 @@ int Kernels(const AttentionArgs& args) {
   return 0;
 }
 
-// A stream of this library's own on the current device, for uploads that come before the stream of a run is known.
-Status UploadStream(cudaStream_t* stream) {
-  constexpr int kDevices = 64;
-  static std::mutex mutex;
-  static cudaStream_t streams[kDevices];
+// What decides which kernels a run queues, and what else is compiled into them.
+uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                int kernel) {
   int device = 0;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
-  if (device >= kDevices) return Status::Error("more than 64 devices");
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (streams[device] == nullptr) {
-    STOF_RETURN_IF_ERROR(
-        ToStatus(cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking), "stream for uploads"));
+  cudaGetDevice(&device);
+  uint64_t hash = mask.fixed_hash;
+  const auto mix = [&hash](int64_t value) { hash = MixHash(hash, static_cast<uint64_t>(value)); };
+  for (const int64_t x : {int64_t{device}, sizes.B, sizes.H, args.G, sizes.S, sizes.T, sizes.P, args.D, args.Dv,
+                          int64_t{kernel}, static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+    mix(x);
   }
-  *stream = streams[device];
-  return Status();
+  for (const bool x : {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr,
+                       args.relative_bias != nullptr, args.sink != nullptr, args.lse != nullptr, pad != nullptr,
+                       mask.parts.fixed.empty(), mask.parts.dynamic.empty()}) {
+    mix(x ? 1 : 0);
+  }
+  if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
+  return MixHash(HashBytes(args.kernel, std::strlen(args.kernel), hash), mask.parts.dynamic.Hash());
 }
 
-Status Ready(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel) {
-  // A mask with vectors of the run is made by the run.
-  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty()) return Status();
+Status Load(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+            const Tables& operands, const RunContext& context) {
+  const auto queue = [&](const RunContext& own) { return Attention(args, pad, mask, sizes, operands, own); };
+  return cuda::LoadKernels(
+      HashOf(args, pad, mask, sizes, context.kernel),
+      [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
+      const_cast<void*>(static_cast<const void*>(&queue)), context);
+}
+
+Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+             const Tables& operands, const RunContext& given) {
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
-  RunContext context;
-  context.on_cuda = true;
-  context.kernel = kernel;
-  cudaStream_t stream = nullptr;
-  STOF_RETURN_IF_ERROR(UploadStream(&stream));
-  context.stream = stream;
-  const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return Job(args, nullptr, mask, sizes, Tables(), all, nullptr, context).Ready();
+  RunContext context = given;
+  // A mask with vectors of the run is made by the run.
+  if (!mask.parts.fixed.empty() && mask.parts.dynamic.empty()) {
+    cudaStream_t stream = nullptr;
+    STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
+    context.stream = stream;
+    const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
+    AttentionArgs named;
+    const AttentionArgs* own = nullptr;
+    STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
+    STOF_RETURN_IF_ERROR(Job(*own, pad, mask, sizes, operands, all, nullptr, context).Ready());
+  }
+  return Load(args, pad, mask, sizes, operands, context);
 }
 
 constexpr CudaBackend kBackend = {
-    ToHost,          Device, Take,     Give,        CapturedOrDone, Relaxed,        Attention,
-    Kernels,         Ready,  Describe, KernelNames, cuda::TimeOp,   cuda::RunChain, cuda::MakeDeviceChain,
-    cuda::ReadyChain};
+    ToHost, Device,   cuda::Take,  cuda::Give,   cuda::CapturedOrDone, cuda::Relaxed,         Attention,       Kernels,
+    Ready,  Describe, KernelNames, cuda::TimeOp, cuda::RunChain,       cuda::MakeDeviceChain, cuda::ReadyChain};
 
 }  // namespace
 

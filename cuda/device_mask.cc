@@ -2,11 +2,13 @@
 #include "cuda/device_mask.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "cuda/fragments.h"
+#include "cuda/recording.h"
 #include "plugins/core/block_mask_cache.h"
 
 namespace stof {
@@ -163,8 +165,10 @@ DeviceMaskCache& DeviceMaskCache::Global() {
 }
 
 Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form,
-                            cudaStream_t stream, std::shared_ptr<const MaskEntry>* entry, bool* missing) {
+                            cudaStream_t stream, Keeper* keeper, bool keep, std::shared_ptr<const MaskEntry>* entry,
+                            bool* missing) {
   *missing = false;
+  entry->reset();
   int device = 0;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -177,15 +181,14 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     const auto found = slots_.find(key);
     if (found != slots_.end()) {
       Slot& slot = found->second;
-      if (captured && !slot.pinned) {
-        slot.pinned = true;
-        bytes_ -= slot.entry->bytes();
-        pinned_bytes_ += slot.entry->bytes();
-        ages_.erase(slot.age);
+      *entry = slot.entry != nullptr ? slot.entry : slot.kept.lock();
+      if (*entry == nullptr) {
+        slots_.erase(found);  // its keepers are gone
+      } else if (keep || (captured && !IsOnlyLoading())) {
+        Pin(&slot, keeper, *entry);
       } else if (!slot.pinned) {
         ages_.splice(ages_.begin(), ages_, slot.age);
       }
-      *entry = slot.entry;
     }
   }
   if (*entry != nullptr) return (*entry)->Join(stream, captured);
@@ -199,15 +202,18 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   STOF_RETURN_IF_ERROR(made->Upload(*mask, sizes, form, stream));
   std::list<std::shared_ptr<const MaskEntry>> gone;  // freed outside the lock, since that waits for the device
   const std::lock_guard<std::mutex> lock(mutex_);
+  DropReleased();
   const auto [slot, fresh] = slots_.try_emplace(key);
-  if (!fresh) {  // another thread was quicker
-    *entry = slot->second.entry;
-    return (*entry)->Join(stream, captured);
+  *entry = fresh ? made : slot->second.entry != nullptr ? slot->second.entry : slot->second.kept.lock();
+  if (*entry == nullptr) *entry = made;  // of a pinned slot whose keepers went just now
+  if (fresh) {
+    ages_.push_front(key);
+    slot->second.entry = made;
+    slot->second.age = ages_.begin();
+    bytes_ += made->bytes();
   }
-  ages_.push_front(key);
-  slot->second.entry = made;
-  slot->second.age = ages_.begin();
-  bytes_ += made->bytes();
+  if (keep) Pin(&slot->second, keeper, *entry);
+  if (!fresh) return (*entry)->Join(stream, captured);  // another thread was quicker
   while (bytes_ > capacity_ && ages_.size() > 1) {
     const auto old = slots_.find(ages_.back());
     bytes_ -= old->second.entry->bytes();
@@ -215,8 +221,29 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     slots_.erase(old);
     ages_.pop_back();
   }
-  *entry = std::move(made);
   return Status();
+}
+
+void DeviceMaskCache::Pin(Slot* slot, Keeper* keeper, const std::shared_ptr<const MaskEntry>& entry) {
+  slot->kept = entry;
+  if (!slot->pinned) {
+    slot->pinned = true;
+    bytes_ -= entry->bytes();
+    ages_.erase(slot->age);
+    slot->entry.reset();
+  }
+  if (keeper == nullptr) {
+    slot->entry = entry;
+  } else {
+    keeper->Keep(entry);
+  }
+}
+
+void DeviceMaskCache::DropReleased() {
+  for (auto slot = slots_.begin(); slot != slots_.end();) {
+    const bool gone = slot->second.entry == nullptr && slot->second.kept.expired();
+    slot = gone ? slots_.erase(slot) : std::next(slot);
+  }
 }
 
 DeviceMaskCache::Stats DeviceMaskCache::GetStats() const {
@@ -224,8 +251,12 @@ DeviceMaskCache::Stats DeviceMaskCache::GetStats() const {
   Stats stats;
   stats.entries = static_cast<int64_t>(ages_.size());
   stats.bytes = bytes_;
-  stats.pinned_entries = static_cast<int64_t>(slots_.size()) - stats.entries;
-  stats.pinned_bytes = pinned_bytes_;
+  for (const auto& [key, slot] : slots_) {
+    const std::shared_ptr<const MaskEntry> entry = slot.entry != nullptr ? slot.entry : slot.kept.lock();
+    if (!slot.pinned || entry == nullptr) continue;
+    ++stats.pinned_entries;
+    stats.pinned_bytes += entry->bytes();
+  }
   return stats;
 }
 

@@ -14,6 +14,7 @@
 #include "cuda/attention.h"
 #include "cuda/work_plan.h"
 #include "plugins/core/expr.h"
+#include "plugins/core/op.h"
 #include "plugins/core/status.h"
 
 namespace stof {
@@ -75,8 +76,9 @@ class MaskEntry {
 };
 
 // Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
-// graph reads stay for ever and do not count; of others the least recently used go when their bytes exceed the
-// capacity, after the device has done with them (cudaFree waits).
+// graph or a node of fixed shapes reads are pinned: they live as long as a keeper holds them, for ever where there is
+// none, and do not count. Of the others the least recently used go when their bytes exceed the capacity, after the
+// device has done with them (cudaFree waits).
 class DeviceMaskCache {
  public:
   struct Stats {
@@ -85,23 +87,27 @@ class DeviceMaskCache {
   };
   explicit DeviceMaskCache(int64_t capacity) : capacity_(capacity) {}
   static DeviceMaskCache& Global();
-  // While the stream is captured nothing can be made: what is not here is then `missing`.
+  // While the stream is captured nothing can be made: what is not here is then `missing`. keep: the keeper shall hold
+  // the entry, as it does while the stream is captured.
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream,
-             std::shared_ptr<const MaskEntry>* entry, bool* missing);
+             Keeper* keeper, bool keep, std::shared_ptr<const MaskEntry>* entry, bool* missing);
   Stats GetStats() const;
 
  private:
   using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t>;
   struct Slot {
-    std::shared_ptr<const MaskEntry> entry;
-    std::list<Key>::iterator age;
+    std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
+    std::weak_ptr<const MaskEntry> kept;
+    std::list<Key>::iterator age;  // unless pinned
     bool pinned = false;
   };
+  void Pin(Slot* slot, Keeper* keeper, const std::shared_ptr<const MaskEntry>& entry);
+  void DropReleased();
   const int64_t capacity_;
   mutable std::mutex mutex_;
   std::map<Key, Slot> slots_;
   std::list<Key> ages_;  // of those that are not pinned, most recent first
-  int64_t bytes_ = 0, pinned_bytes_ = 0;
+  int64_t bytes_ = 0;
 };
 
 }  // namespace cuda

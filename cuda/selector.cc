@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "cuda/attention_rows.h"
 #include "cuda/row_cost.h"
@@ -23,13 +24,33 @@ constexpr size_t kMostRemembered = 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// STOF_CUDA_KERNEL, read once.
+const KernelChoice& Environment() {
+  static const auto* choice = [] {
+    const char* text = std::getenv("STOF_CUDA_KERNEL");
+    return new KernelChoice(ReadKernelChoice(text == nullptr ? "" : text));
+  }();
+  return *choice;
+}
+
 // What TakeKernel was told, at first by the environment.
 std::atomic<int>& Taken() {
-  static std::atomic<int> taken{[] {
-    const char* text = std::getenv("STOF_CUDA_KERNEL");
-    return text == nullptr || *text == '\0' ? -1 : std::atoi(text);
-  }()};
+  static std::atomic<int> taken{Environment().number};
   return taken;
+}
+
+// Every name that some head size has.
+std::vector<std::string> AllNames() {
+  std::vector<std::string> names = {kSm80Name, kRowsName};
+  for (const int head_size : {64, 128, 192, 256}) {
+    for (const Extras extras : {Extras::kNone, Extras::kDistances, Extras::kPairs}) {
+      for (const Sm90Kernel* kernel = FindSm90(head_size, false, extras); kernel->launch != nullptr; ++kernel) {
+        const std::string name = NameOf(*kernel);
+        if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+      }
+    }
+  }
+  return names;
 }
 
 const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
@@ -58,6 +79,30 @@ const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name) {
     if (NameOf(*kernel) == name) return kernel;
   }
   return nullptr;
+}
+
+KernelChoice ReadKernelChoice(const std::string& text) {
+  KernelChoice choice;
+  if (text.empty()) return choice;
+  if (text.size() <= 3 && text.find_first_not_of("0123456789") == std::string::npos) {
+    choice.number = std::atoi(text.c_str());
+    return choice;
+  }
+  const std::vector<std::string> names = AllNames();
+  if (std::find(names.begin(), names.end(), text) != names.end()) {
+    choice.name = text;
+    return choice;
+  }
+  std::string list;
+  for (const std::string& name : names) list += " " + name;
+  choice.status = Status::Error("the environment variable STOF_CUDA_KERNEL is '" + text.substr(0, 64) +
+                                "', expected a number or one of" + list);
+  return choice;
+}
+
+Status NamedByEnvironment(const char** name) {
+  *name = Environment().name.c_str();
+  return Environment().status;
 }
 
 void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }

@@ -4,6 +4,8 @@
 #ifndef STOF_CUDA_SELECTOR_H_
 #define STOF_CUDA_SELECTOR_H_
 
+#include <string>
+
 #include "cuda/attention_sm90.h"
 #include "cuda/device_mask.h"
 #include "plugins/core/expr.h"
@@ -26,8 +28,21 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem);
 // Nanoseconds that a kernel needs by the model; builds its block mask, which is kept.
 Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds);
 
+// The names of the kernels that are none of a list.
+constexpr char kSm80Name[] = "sm80", kRowsName[] = "rows";
+
+// What the environment variable STOF_CUDA_KERNEL may say: nothing, a number, or a name of a kernel.
+struct KernelChoice {
+  int number = -1;
+  std::string name;
+  Status status;
+};
+KernelChoice ReadKernelChoice(const std::string& text);
+// The name that it says, empty where it says none. For nodes whose attribute `kernel` names none themselves.
+Status NamedByEnvironment(const char** name);
+
 // For tests and measurements: a number from 0 takes that kernel of every list which has it, -1 leaves the choice to the
-// model. At the start, what the environment variable STOF_CUDA_KERNEL says.
+// model. At the start, what the environment says.
 void TakeKernel(int index);
 
 // The kernel of a list of them, which ends with an empty one, that has this name; nullptr: none.

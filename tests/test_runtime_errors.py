@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     ),
     "layout": (qkv(), {"layout": "BDHS"}, "expected BHSD, BSHD or BSN"),
     "empty rows": (qkv(), {"empty_rows": "one"}, "empty_rows is 'one', expected zero, nan, mean or all"),
-    "results": (qkv(), {"results": "lse"}, "results is 'lse'"),
+    "results": (qkv(), {"results": "present_key"}, "results is 'present_key'"),
 }
 
 

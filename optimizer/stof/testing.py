@@ -79,6 +79,12 @@ class Problem:
         Op("StofAttention", self.attributes()).run(self.inputs(), [out], threads)
         return out
 
+    def run_with_lse(self, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """The operator's two outputs, the second [B, H, S] in fp32."""
+        out, lse = np.full(self.shape, 12345.0, self.q.dtype), np.full(self.shape[:3], 12345.0, np.float32)
+        Op("StofAttention", {**self.attributes(), "results": "lse"}).run(self.inputs(), [out, lse], threads)
+        return out, lse
+
 
 def random_problem(
     rng: np.random.Generator,
@@ -128,11 +134,46 @@ def reference(problem: Problem) -> np.ndarray:
     NaN rows and -inf in biases follow the same formula.
     """
     repeat = problem.q.shape[1] // problem.k.shape[1]
-    q = problem.q.astype(np.float64)
-    k, v = (np.repeat(x.astype(np.float64), repeat, axis=1) for x in (problem.k, problem.v))
-    T = k.shape[2]
+    v = np.repeat(problem.v.astype(np.float64), repeat, axis=1)
+    T = v.shape[2]
     if T == 0:
         return np.zeros(problem.shape)
+    plain, scores = _scores(problem)
+    empty = ~(scores > -np.inf).any(-1, keepdims=True) & ~np.isnan(scores).any(-1, keepdims=True)
+    weights = _softmax(scores if problem.sink is None else _beside_sink(problem, scores))[..., :T]
+    if problem.empty_rows is EmptyRows.ZERO:
+        weights = np.where(empty, 0.0, weights)
+    elif problem.empty_rows is EmptyRows.MEAN:
+        weights = np.where(empty, 1.0 / T, weights)
+    elif problem.empty_rows is EmptyRows.ALL:
+        weights = np.where(empty, _softmax(plain), weights)
+    found: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
+    return found
+
+
+def reference_lse(problem: Problem) -> np.ndarray:
+    """The logarithm of each row's divisor [B, H, S] in fp64; -inf for a row without a key, or its sink."""
+    _, scores = _scores(problem)
+    if problem.sink is not None:
+        scores = _beside_sink(problem, scores)
+    top = np.max(scores, axis=-1, keepdims=True, initial=-1e300)
+    with np.errstate(divide="ignore"):
+        found: np.ndarray = (np.log(np.exp(scores - top).sum(-1, keepdims=True)) + top)[..., 0]
+    return found
+
+
+def _beside_sink(problem: Problem, scores: np.ndarray) -> np.ndarray:
+    assert problem.sink is not None
+    column = np.broadcast_to(problem.sink.astype(np.float64)[None, :, None, None], (*scores.shape[:3], 1))
+    return np.concatenate([scores, column], axis=-1)
+
+
+def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [B, H, S, T] after the softcap, and those with biases and mask."""
+    repeat = problem.q.shape[1] // problem.k.shape[1]
+    q = problem.q.astype(np.float64)
+    k = np.repeat(problem.k.astype(np.float64), repeat, axis=1)
+    T = k.shape[2]
     scale = 1 / np.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
     plain = np.einsum("bhsd,bhtd->bhst", q, k) * scale
     if problem.softcap:
@@ -143,21 +184,7 @@ def reference(problem: Problem) -> np.ndarray:
         radius = problem.relative_bias.shape[1] // 2
         distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
         scores = scores + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
-    scores = np.where(problem.allowed(), scores, -np.inf)
-    empty = ~(scores > -np.inf).any(-1, keepdims=True) & ~np.isnan(scores).any(-1, keepdims=True)
-    if problem.sink is not None:
-        column = np.broadcast_to(problem.sink.astype(np.float64)[None, :, None, None], (*scores.shape[:3], 1))
-        weights = _softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
-    else:
-        weights = _softmax(scores)
-    if problem.empty_rows is EmptyRows.ZERO:
-        weights = np.where(empty, 0.0, weights)
-    elif problem.empty_rows is EmptyRows.MEAN:
-        weights = np.where(empty, 1.0 / T, weights)
-    elif problem.empty_rows is EmptyRows.ALL:
-        weights = np.where(empty, _softmax(plain), weights)
-    found: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
-    return found
+    return plain, np.where(problem.allowed(), scores, -np.inf)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

@@ -37,8 +37,11 @@ struct CudaBackend {
                       const Tables& operands, const RunContext& context);
   // How many choices RunContext::kernel has for this problem on the current device; 0: none.
   int (*kernels)(const AttentionArgs& args);
-  // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own.
-  Status (*ready)(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, int kernel);
+  // Makes the block mask that `attention` would make in its first run with these sizes, on a stream of its own, and has
+  // the driver load the kernels. Pointers of args, pad and operands are not followed, only whether there are any and
+  // how they are aligned. context: kernel, and keeper where the mask shall stay as long as that.
+  Status (*ready)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                  const Tables& operands, const RunContext& context);
   // The device of the calling thread.
   Status (*describe)(std::string* name, int32_t* capability);
   // For the tuner: the names of the kernels that attention may be asked for (AttentionArgs::kernel), separated by

@@ -95,6 +95,10 @@ struct AttentionArgs {
   int64_t query_position = 0;  // of query 0
   const void* sink = nullptr;  // [H], a logit that takes its share of each row's softmax; nullptr: none
   DType sink_dtype = DType::kUndefined;
+  // [B, H, S], neighbours along batch and head as the strides say: the natural logarithm of what a row's weights are
+  // divided by; -inf for a row without a key, or its sink's logit. nullptr: not asked for.
+  float* lse = nullptr;
+  int64_t lse_stride_b = 0, lse_stride_h = 0;
   const BlockMask* mask = nullptr;       // static part; nullptr: every pair is allowed
   const DynamicMask* dynamic = nullptr;  // nullptr: none
 };

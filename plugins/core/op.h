@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,22 @@ class AttributeReader {
   mutable std::string mistyped_;
 };
 
+// What runs of an operator have made and captured graphs go on reading: it lives as long as the operator.
+class Keeper {
+ public:
+  void Keep(const std::shared_ptr<const void>& what) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& kept : kept_) {
+      if (kept == what) return;
+    }
+    kept_.push_back(what);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<const void>> kept_;
+};
+
 // What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.
 struct RunContext {
   Parallel parallel;
@@ -59,6 +76,7 @@ struct RunContext {
   bool on_cuda = false;
   void* stream = nullptr;  // cudaStream_t
   int kernel = 0;          // 1 ... DevicePlan::kernels takes that one; 0, or one that does not fit: the library chooses
+  Keeper* keeper = nullptr;  // the operator's; nullptr: what captured graphs read stays for ever
 };
 
 // What runtimes that plan ahead ask of a run on a device.
@@ -94,16 +112,25 @@ class Op {
                      const RunContext& context) const = 0;
 
   // ---- for runtimes that plan ahead ----
-  // How many inputs the attributes ask for.
+  // How many inputs and outputs the attributes ask for.
   virtual int InputCount() const = 0;
+  virtual int OutputCount() const { return 1; }
   // Whether input `index` may be of type dtype beside typed inputs of type `typed`.
   virtual bool Takes(int index, DType dtype, DType typed) const = 0;
   // A run on a device with these types and shapes (no data), or why no kernel of the library takes them. Also in builds
   // without kernels and on machines without a device.
   virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const = 0;
-  // Brings to the current device what a run with these shapes reads besides its inputs, so that the run itself need
-  // not.
+  // Brings to the current device what a run with these shapes reads besides its inputs, and the code of its kernels, so
+  // that the run itself need not.
   virtual Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
+
+  // ---- for runtimes that know shapes when they make a node ----
+  // Called once, before the first run: does what a run with these types and shapes would do first, for the node's
+  // lifetime where they are all known; dimensions that are not are -1. threads: those of runs on the CPU.
+  virtual Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
+    (void)inputs, (void)input_count, (void)on_cuda, (void)threads;
+    return Status();
+  }
 };
 
 // Attributes by name and type, for runtimes that want them declared.
@@ -117,8 +144,8 @@ struct OpDescription {
   const char* name;
   int typed_inputs;     // the first inputs, and all outputs, share the type T that a registration fixes
   int optional_inputs;  // further inputs of any type
-  int outputs;
-  const DType* types;  // possible T
+  int outputs;          // that every node has; there may be optional_outputs more
+  const DType* types;   // possible T
   int type_count;
   const DType* cuda_types;  // those of the CUDA kernels
   int cuda_type_count;
@@ -132,6 +159,12 @@ struct OpDescription {
   // {kUndefined}.
   bool lists = false;
   DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;  // of lists; kUndefined: no such output
+  // Outputs that a node has where Op::OutputCount says so, of one type each whatever T is. shape_rule says nothing of
+  // those that the attributes do not ask for.
+  int optional_outputs = 0;
+  DType optional_type = DType::kUndefined;
+
+  DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
 };
 
 // Whether there are CUDA kernels for an operator, which runtimes without a CPU want.

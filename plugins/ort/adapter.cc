@@ -121,11 +121,17 @@ class InferAttributes final : public AttributeReader {
 };
 
 struct Kernel {
+  Kernel() = default;
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  ~Kernel() {
+    if (allocator != nullptr) api->ReleaseAllocator(allocator);
+  }
   const OrtApi* api = nullptr;
+  OrtAllocator* allocator = nullptr;  // of its provider, for CUDA
   bool on_cuda = false;
   std::string node;
   std::unique_ptr<Op> op;
-  int outputs = 1;
 };
 
 // Memory of one Run. On the CPU from ONNX Runtime's arena, returned at the end. On a device the end comes while kernels
@@ -186,6 +192,9 @@ class Scratch {
   void* stream_;
   std::vector<void*> blocks_, ordered_;
 };
+
+// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
+int RunThreads() { return static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads)); }
 
 struct Pool {
   const OrtApi* api;
@@ -286,6 +295,33 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
+// Whether the thread works on the device that a kernel's provider has.
+bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
+  const OrtMemoryInfo* memory = nullptr;
+  int own = -1, current = -2;
+  return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok() && own == current;
+}
+
+// What the first run would else do: as far as the model says the shapes.
+void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+  size_t count = 0;
+  if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
+  std::vector<Tensor> inputs(count);
+  for (size_t i = 0; i < count; ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // left out
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+                           !Failed(api, Describe(api, tensor, &inputs[i]));
+    api->ReleaseTypeInfo(type);
+    if (!described) return;
+  }
+  if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
+  // What cannot be made ready now is made, or reported, by the run.
+  (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+}
+
 // What the model, or the runtime that changed it, says of the outputs.
 OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
   size_t count = 0;
@@ -313,10 +349,13 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     kernel->api = api;
     kernel->on_cuda = self.provider != nullptr;
     kernel->node = NodeName(api, info, self.description->name);
-    kernel->outputs = self.description->outputs;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
+    if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
+      kernel->allocator = nullptr;
+    }
+    ReadyKernel(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {
@@ -366,19 +405,20 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   }
   OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
   api->ReleaseMemoryInfo(memory);
+  // A provider that is a plugin may describe its memory otherwise: then what it gave when the kernel was made.
+  const bool own = status != nullptr && kernel.allocator != nullptr;
+  if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
   STOF_ORT_RETURN(status);
 
   Pool pool{api, context};
   {
     Scratch scratch(api, allocator, run.on_cuda, run.stream);
-    // The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
-    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-    run.parallel = {RunOnPool, &pool, static_cast<int>(std::min<unsigned>(cores, kMaxThreads))};
+    run.parallel = {RunOnPool, &pool, RunThreads()};
     run.allocate = Scratch::Allocate;
     run.self = &scratch;
     status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
   }
-  api->ReleaseAllocator(allocator);
+  if (!own) api->ReleaseAllocator(allocator);
   if (status != nullptr) {
     if (pool.status != nullptr) api->ReleaseStatus(pool.status);
     return status;
@@ -443,6 +483,7 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
     type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
   } else {
     STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
+    type = static_cast<ONNXTensorElementDataType>(self.description->OutputType(index, static_cast<DType>(type)));
   }
   STOF_ORT_RETURN(api->SetTensorElementType(raw, type));
   return api->ShapeInferContext_SetOutputTypeShape(context, static_cast<size_t>(index), raw);
@@ -490,7 +531,7 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
       }
       ranks[i] = static_cast<int>(rank);
     }
-    for (int i = 0; i < self.description->outputs; ++i) {
+    for (int i = 0; i < self.description->outputs + self.description->optional_outputs; ++i) {
       STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
     }
     return nullptr;
@@ -527,11 +568,16 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   };
   r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
-    return Self(op).description->lists ? 1 : Self(op).description->outputs;
+    const OpDescription& description = *Self(op).description;
+    return description.lists ? 1 : description.outputs + description.optional_outputs;
   };
-  r.GetOutputType = [](const OrtCustomOp* op, size_t) { return static_cast<ONNXTensorElementDataType>(Self(op).type); };
-  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) {
-    return Self(op).description->lists ? INPUT_OUTPUT_VARIADIC : INPUT_OUTPUT_REQUIRED;
+  r.GetOutputType = [](const OrtCustomOp* op, size_t i) {
+    return static_cast<ONNXTensorElementDataType>(Self(op).description->OutputType(static_cast<int>(i), Self(op).type));
+  };
+  r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
+    const OpDescription& description = *Self(op).description;
+    if (description.lists) return INPUT_OUTPUT_VARIADIC;
+    return i < static_cast<size_t>(description.outputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };

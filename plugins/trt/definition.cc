@@ -66,7 +66,7 @@ Status Definition::Prepare(const Fields& given) {
     if (field != nullptr && field->kind == Field::Kind::kOther) fields_.Remove(description_.attributes[i].name);
   }
   const int count = op_->InputCount();
-  if (count < description_.typed_inputs || count > kMostInputs || description_.outputs > kMostOutputs) {
+  if (count < description_.typed_inputs || count > kMostInputs || outputs() < 1 || outputs() > kMostOutputs) {
     return Status::Error("has too few or too many inputs or outputs");
   }
   std::vector<Tensor> constants(static_cast<size_t>(count));

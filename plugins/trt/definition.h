@@ -32,7 +32,7 @@ class Definition {
   const Fields& fields() const { return fields_; }
   const Op& op() const { return *op_; }
   int inputs() const { return op_->InputCount(); }
-  int outputs() const { return description_.outputs; }
+  int outputs() const { return op_->OutputCount(); }
   // What an engine file holds: Make gives an equal definition of it.
   const nvinfer1::PluginFieldCollection* serialized() const { return &collection_; }
   // Equal where attributes, constants and kernels are: a hash of all of them.

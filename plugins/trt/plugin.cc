@@ -166,7 +166,9 @@ int32_t Plugin::getOutputDataTypes(DataType* out, int32_t out_count, const DataT
               ", for which this library has no CUDA kernel: unless the builder may choose another precision, it will "
               "find no format");
     }
-    std::fill(out, out + out_count, in[0]);
+    for (int32_t i = 0; i < out_count; ++i) {
+      out[i] = i < description.outputs ? in[0] : DataType::kFLOAT;  // the only type of optional ones
+    }
     return Status();
   };
   return Succeeds(definition_->layer(), body) ? 0 : kFailed;
@@ -182,7 +184,7 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
     }
     ranks[i] = in[i].nbDims;
   }
-  for (int o = 0; o < description.outputs; ++o) {
+  for (int o = 0; o < definition_->outputs(); ++o) {
     const std::vector<DimRule> rules =
         description.shape_rule(definition_->fields(), ranks, description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
@@ -222,7 +224,8 @@ bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc
   const DType typed = ToDType(in_out[0].desc.type);
   const DType own = ToDType(in_out[at].desc.type);
   if (!Contains(description.cuda_types, description.cuda_type_count, typed)) return false;
-  return at >= in_count ? own == typed : definition_->op().Takes(at, own, typed);
+  if (at >= in_count) return own == description.OutputType(at - in_count, typed);
+  return definition_->op().Takes(at, own, typed);
 }
 
 // Whether the kernels take the shapes is asked while the engine is built, where the answer is still of use.
@@ -245,8 +248,20 @@ Status Plugin::Configure(const DynamicPluginTensorDesc* in) {
     if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), "at a bound of the profile: " + status.message());
   }
   tactics_ = found.kernels == 0 ? 0 : std::min(found.kernels + 1, kMostTactics);
+  Load(in);
   Log(LogLevel::kInfo, definition_->layer(), "configured, " + std::to_string(tactics_) + " tactics");
   return Status();
+}
+
+// The builder times what it runs next: the driver should have loaded the kernels by then. A build may have no device.
+void Plugin::Load(const DynamicPluginTensorDesc* in) const {
+  const int count = definition_->inputs();
+  Tensor tensors[kMostInputs];
+  for (int i = 0; i < count; ++i) {
+    if (!ToTensor(in[i].desc.type, in[i].opt, nullptr, &tensors[i])) return;
+  }
+  const Status status = definition_->op().ReadyDevice(tensors, count, 0);
+  if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
 }
 
 int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, int32_t in_count, const DynamicPluginTensorDesc*,

@@ -65,6 +65,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   int kernel() const { return tactic_ > 0 ? tactic_ - 1 : 0; }
   Status CheckCounts(int32_t in_count, int32_t out_count) const;
   Status Configure(const nvinfer1::DynamicPluginTensorDesc* in);
+  void Load(const nvinfer1::DynamicPluginTensorDesc* in) const;
   Status Workspace(const nvinfer1::DynamicPluginTensorDesc* in, size_t* bytes) const;
   Status Shapes(const nvinfer1::DimsExprs* in, nvinfer1::DimsExprs* out, nvinfer1::IExprBuilder* builder) const;
   // Types and shapes of this run's inputs, and the memory that it needs.

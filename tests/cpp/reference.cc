@@ -76,14 +76,17 @@ class RowWriter {
         scores_(static_cast<size_t>(p_.T)),
         sizes_(static_cast<size_t>(p_.T)) {}
 
-  void Write(int64_t b, int64_t h, int64_t i, double* output, double* magnitude) {
+  void Write(int64_t b, int64_t h, int64_t i, double* output, double* magnitude, double* lse) {
     row_ = (b * p_.H + h) * p_.S + i;
     keys_ = (b * p_.G + h / (p_.H / p_.G)) * p_.T;
     sink_ = p_.sink.empty() ? -kInf : p_.sink[static_cast<size_t>(h)];
     std::fill(output, output + p_.Dv, 0.0);
     *magnitude = 0;
     bool any = Score(true);
-    if (!any) {
+    *lse = sink_;
+    if (any) {
+      *lse = Average(output, magnitude);
+    } else {
       if (p_.empty_rows == EmptyRows::kZero || p_.T == 0) return;
       if (p_.empty_rows == EmptyRows::kNan) {
         std::fill(output, output + p_.Dv, std::nan(""));
@@ -95,8 +98,8 @@ class RowWriter {
       } else {
         Score(false);
       }
+      Average(output, magnitude);
     }
-    Average(output, magnitude);
   }
 
  private:
@@ -131,7 +134,8 @@ class RowWriter {
     return any;
   }
 
-  void Average(double* output, double* magnitude) {
+  // Returns the logarithm of the divisor.
+  double Average(double* output, double* magnitude) {
     double top = sink_;
     for (const double score : scores_) top = score > top ? score : top;
     double sum = sink_ == -kInf ? 0 : std::exp(sink_ - top);
@@ -147,6 +151,7 @@ class RowWriter {
     }
     for (int64_t d = 0; d < p_.Dv; ++d) output[d] /= sum;
     *magnitude /= sum;
+    return top + std::log(sum);
   }
 
   const Dense& p_;
@@ -191,13 +196,14 @@ Answer Attend(const Dense& problem) {
   Answer answer;
   answer.output.resize(static_cast<size_t>(problem.B * problem.H * problem.S * problem.Dv));
   answer.magnitude.resize(static_cast<size_t>(problem.B * problem.H * problem.S));
+  answer.lse.resize(answer.magnitude.size());
   RowWriter writer(problem);
   int64_t row = 0;
   for (int64_t b = 0; b < problem.B; ++b) {
     for (int64_t h = 0; h < problem.H; ++h) {
       for (int64_t i = 0; i < problem.S; ++i, ++row) {
         writer.Write(b, h, i, &answer.output[static_cast<size_t>(row * problem.Dv)],
-                     &answer.magnitude[static_cast<size_t>(row)]);
+                     &answer.magnitude[static_cast<size_t>(row)], &answer.lse[static_cast<size_t>(row)]);
       }
     }
   }
@@ -215,6 +221,11 @@ double CudaTolerance(DType dtype, double magnitude, int64_t T, double largest) {
   const double unit = dtype == DType::kF32 ? 0 : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
   const double small = dtype == DType::kF16 ? 0x1p-25 * static_cast<double>(T) : 0;
   return (unit + small + 0x1p-19 + 0x1p-20 * magnitude) * largest;
+}
+
+double LseTolerance(double magnitude, int64_t T, double expected) {
+  const double size = std::abs(expected) == kInf ? 0 : std::abs(expected);
+  return Tolerance(DType::kF32, magnitude, T, 1, expected) + 0x1p-22 * size;
 }
 
 }  // namespace stof::test

@@ -34,6 +34,7 @@ struct Dense {
 struct Answer {
   std::vector<double> output;     // [B, H, S, Dv]
   std::vector<double> magnitude;  // [B, H, S], see Tolerance
+  std::vector<double> lse;        // [B, H, S]
 };
 Answer Attend(const Dense& problem);
 
@@ -50,6 +51,9 @@ double Tolerance(DType dtype, double magnitude, int64_t T, double largest, doubl
 // What the CUDA kernels add: weights are rounded to the half type (those of fp16 below 2^-14 by 2^-25), tensor cores
 // sum with fewer guard bits than fp32 has, and ex2.approx errs by 2^-22.
 double CudaTolerance(DType dtype, double magnitude, int64_t T, double largest);
+// How far the logarithm of a row's divisor may be: as far as a score, and twice the roundoff of numbers of its size,
+// those by which it is found in units of log2.
+double LseTolerance(double magnitude, int64_t T, double expected);
 
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_REFERENCE_H_

@@ -332,7 +332,7 @@ BiasTensor DrawBias(const Case& c, Random* random) {
   const double special = c.bias == Bias::kLowest ? Lowest(bias.dtype) : -std::numeric_limits<double>::infinity();
   if (c.bias == Bias::kFarBelow) {
     for (int64_t i = 0; i < count; ++i) {
-      if (3 * (i % dims[3]) < 2 * dims[3]) values[static_cast<size_t>(i)] = -10000;
+      if (3 * (i % dims[3]) < 2 * dims[3]) values[static_cast<size_t>(i)] = Rounded(bias.dtype, -10000);
     }
   } else if (c.bias != Bias::kPlain) {
     bool whole_row = false;
@@ -464,6 +464,48 @@ void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* o
   }
 }
 
+// Memory for the logarithms of the rows' divisors, with gaps.
+struct Lse {
+  int64_t stride_h, stride_b;
+  std::vector<float> values;
+
+  explicit Lse(const Case& c)
+      : stride_h(c.S + 3), stride_b(c.H * stride_h + 5), values(static_cast<size_t>(c.B * stride_b)) {
+    Reset();
+  }
+  void Reset() { std::memset(values.data(), kUntouched, bytes()); }
+  size_t bytes() const { return values.size() * sizeof(float); }
+  bool Untouched(size_t at) const {
+    static constexpr unsigned char kPoison[4] = {kUntouched, kUntouched, kUntouched, kUntouched};
+    return std::memcmp(&values[at], kPoison, sizeof kPoison) == 0;
+  }
+
+  void Compare(const Case& c, const Answer& answer, const std::string& where) const {
+    // A row whose scores all lie beyond fp32's range in units of log2 says that end of it.
+    const double least = -static_cast<double>(std::numeric_limits<float>::max()) * std::log(2.0);
+    std::vector<char> own(values.size(), 0);
+    for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
+      const int64_t b = row / c.S / c.H, h = row / c.S % c.H;
+      const auto at = static_cast<size_t>(b * stride_b + h * stride_h + row % c.S);
+      const auto place = [&] { return Text(where, ": lse of b ", b, " h ", h, " row ", row % c.S); };
+      own[at] = 1;
+      CHECK(!Untouched(at), place(), " was not written");
+      double want = answer.lse[static_cast<size_t>(row)];
+      if (!std::isinf(want) && want < least) want = least;
+      const double got = static_cast<double>(values[at]), magnitude = answer.magnitude[static_cast<size_t>(row)];
+      double tolerance = LseTolerance(magnitude, c.T, want);
+      if (c.cuda) tolerance += CudaTolerance(DType::kF32, magnitude, c.T, 1);
+      const bool same = std::isnan(want)   ? std::isnan(got)
+                        : std::isinf(want) ? got == want
+                                           : std::abs(got - want) <= tolerance;
+      CHECK(same, place(), ": ", got, ", expected ", want, " ± ", tolerance);
+    }
+    for (size_t at = 0; at < values.size(); ++at) {
+      CHECK(own[at] != 0 || Untouched(at), where, ": written beside the elements of lse");
+    }
+  }
+};
+
 AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, const Strided& value,
                        const Strided& output) {
   AttentionArgs args;
@@ -529,8 +571,13 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
 
   const Answer answer = Attend(dense);
   std::vector<char> first;
+  Lse lse(c);
   for (const int threads : {1, 3}) {
     output.Reset();
+    lse.Reset();
+    // Asked for or not, the output is the same.
+    args.lse = threads == 1 || seed % 2 == 0 ? lse.values.data() : nullptr;
+    args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
     // NaN in one run and ordinary numbers in the other: what is found there may not matter.
     const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, threads), threads == 1 ? 0xff : 0x3f);
     const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
@@ -538,6 +585,7 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
     if (threads == 1) first = output.bytes;
     CHECK(first == output.bytes, where, ": 3 threads give other bits than 1");
     Compare(c, dense, answer, &output, Text(where, " threads ", threads));
+    if (args.lse != nullptr) lse.Compare(c, answer, Text(where, " threads ", threads));
   }
 }
 
@@ -839,6 +887,9 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
   const Chosen chosen;
   const std::vector<char> poison = output.bytes;
   std::vector<char> first;
+  Lse lse(c);
+  auto* const device_lse = static_cast<float*>(OnDevice(&blocks, lse.values.data(), lse.bytes()));
+  args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
   for (size_t run = 0; run < 2 * kernels.size(); ++run) {
     const int kernel = kernels[run / 2], repeat = static_cast<int>(run % 2);
     cuda::TakeKernel(kernel);
@@ -846,6 +897,11 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
     if (repeat == 0) {
       CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     }
+    // Asked for in one of two runs, whose outputs are the same.
+    const bool asked = (repeat == 0) == (seed % 2 == 0);
+    args.lse = asked ? device_lse : nullptr;
+    lse.Reset();
+    CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);
     const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
     output.Reset();
@@ -855,7 +911,11 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
     if (repeat == 0) first = output.bytes;
     CHECK(first == output.bytes, where, ": a second run gives other bits");
     Compare(c, dense, answer, &output, where);
+    if (!asked) continue;
+    CHECK(cudaMemcpy(lse.values.data(), device_lse, lse.bytes(), cudaMemcpyDeviceToHost) == cudaSuccess, where);
+    lse.Compare(c, answer, where);
   }
+  args.lse = nullptr;
   if (c.tf32) {
     args.allow_tf32 = false;
     const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);

@@ -12,6 +12,7 @@
 #include "cuda/device_mask.h"
 #include "cuda/fragments.h"
 #include "cuda/mask_builder.h"
+#include "cuda/recording.h"
 #include "cuda/selector.h"
 #include "plugins/core/cuda_backend.h"
 #include "plugins/core/expr_eval.h"
@@ -471,7 +472,7 @@ TEST(CudaMaskCacheForgetsTheOldest) {
   const auto get = [&](int64_t length, bool* missing) {
     std::shared_ptr<const cuda::MaskEntry> entry;
     const Status status = cache.Get(mask->parts.fixed, mask->fixed_hash, {1, 1, length, length, 0}, cuda::MaskForm(),
-                                    stream, &entry, missing);
+                                    stream, nullptr, false, &entry, missing);
     CHECK(status.ok(), status.message());
     return entry;
   };
@@ -507,6 +508,68 @@ TEST(CudaMaskCacheForgetsTheOldest) {
   CHECK(get(9000, &missing) != nullptr && cache.GetStats().entries == 1);
   CHECK_CUDA(cudaStreamDestroy(stream));
   CountCases(8);
+}
+
+// What keepers hold does not count, is found as long as one of them lives, and is freed with the last.
+TEST(CudaMaskCacheLetsGoWithItsKeepers) {
+  cuda::DeviceMaskCache cache(200000);
+  std::shared_ptr<const AttentionMask> mask;
+  CHECK(MakeAttentionMask("(q * 7 + k * k) % 11 < 5", {}, &mask).ok());
+  const auto get = [&](int64_t length, Keeper* keeper) {
+    std::shared_ptr<const cuda::MaskEntry> entry;
+    bool missing = false;
+    const Status status = cache.Get(mask->parts.fixed, mask->fixed_hash, {1, 1, length, length, 0}, cuda::MaskForm(),
+                                    nullptr, keeper, keeper != nullptr, &entry, &missing);
+    CHECK(status.ok() && !missing, status.message());
+    return std::weak_ptr<const cuda::MaskEntry>(entry);
+  };
+  auto first = std::make_unique<Keeper>(), second = std::make_unique<Keeper>();
+  const auto kept = get(512, first.get());
+  const auto shared = get(513, nullptr);
+  CHECK(!kept.expired() && !shared.expired());
+  CHECK(get(513, first.get()).lock() == shared.lock() && get(513, second.get()).lock() == shared.lock());
+  auto stats = cache.GetStats();
+  CHECK(stats.entries == 0 && stats.bytes == 0 && stats.pinned_entries == 2, stats.entries, " ", stats.pinned_entries);
+  for (int64_t length = 600; length < 612; ++length) get(length, nullptr);  // more than the cache holds
+  CHECK(get(512, nullptr).lock() == kept.lock() && get(513, nullptr).lock() == shared.lock());
+  first.reset();
+  CHECK(kept.expired() && !shared.expired());
+  CHECK(cache.GetStats().pinned_entries == 1);
+  second.reset();
+  CHECK(shared.expired() && cache.GetStats().pinned_entries == 0 && cache.GetStats().pinned_bytes == 0);
+  CHECK(!get(513, nullptr).expired() && cache.GetStats().bytes <= 200000);  // made again, as others are
+  CountCases(5);
+}
+
+// Recording a run to have its kernels loaded finds its mask, and holds nothing.
+TEST(CudaMasksAreNotHeldForLoading) {
+  struct Loader {
+    cuda::DeviceMaskCache cache{200000};
+    std::shared_ptr<const AttentionMask> mask;
+    int runs = 0;
+    Status Get(cudaStream_t stream, bool* missing) {
+      std::shared_ptr<const cuda::MaskEntry> entry;
+      return cache.Get(mask->parts.fixed, mask->fixed_hash, {1, 1, 512, 512, 0}, cuda::MaskForm(), stream, nullptr,
+                       false, &entry, missing);
+    }
+    static Status Queue(void* self, const RunContext& context) {
+      auto& loader = *static_cast<Loader*>(self);
+      ++loader.runs;
+      bool missing = false;
+      STOF_RETURN_IF_ERROR(loader.Get(static_cast<cudaStream_t>(context.stream), &missing));
+      return missing || !cuda::IsOnlyLoading() ? Status::Error("not found") : Status();
+    }
+  } loader;
+  CHECK(MakeAttentionMask("(q * 7 + k * k) % 11 < 5", {}, &loader.mask).ok());
+  bool missing = false;
+  CHECK(loader.Get(nullptr, &missing).ok());
+  for (int i = 0; i < 2; ++i) {
+    const Status status = cuda::LoadKernels(0x5eed, Loader::Queue, &loader, RunContext());
+    CHECK(status.ok(), status.message());
+  }
+  CHECK(loader.runs == 1 && !cuda::IsOnlyLoading());
+  CHECK(loader.cache.GetStats().pinned_entries == 0 && loader.cache.GetStats().entries == 1);
+  CountCases(2);
 }
 
 // Non-finite inputs. Every kernel: NaN in a query stays in its row; keys that nobody may attend may hold anything;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/mask_memory.h"
 #include "cuda/mask_program.h"
 #include "cuda/mask_words.h"
 #include "plugins/core/ops/attention.h"
@@ -359,6 +360,51 @@ TEST(MaskProgramsOfLongExpressions) {
     CheckRows<int32_t>(bound, mask, {0, 1, 0, 69, 0, 69});
   }
   CountCases(2);
+}
+
+// A remembered program is that of this run's sizes, types, shapes and addresses.
+TEST(MaskProgramsAreRemembered) {
+  std::shared_ptr<const AttentionMask> mask;
+  const std::string text = "segment_q[b, q - P] == segment_k[b, k] and k < lengths[b] and (q + k) % 3 != 1";
+  CHECK(MakeAttentionMask(text, {}, &mask).ok());
+  std::vector<char> memory(64);
+  const auto input = [&](const char* role, DType dtype, std::vector<int64_t> dims, int64_t at) {
+    Tensor tensor;
+    tensor.data = memory.data() + at, tensor.dtype = dtype, tensor.rank = static_cast<int32_t>(dims.size());
+    std::copy(dims.begin(), dims.end(), tensor.dims);
+    return std::pair<std::string, Tensor>(role, tensor);
+  };
+  Random random(11);
+  MaskProgram program, direct;
+  for (int i = 0; i < 400; ++i) {
+    const ExprSizes sizes = {random.Range(1, 2), 2, random.Range(5, 6), random.Range(6, 7), random.Range(0, 1)};
+    const DType ids = random.OneIn(2) ? DType::kI32 : DType::kI64;
+    const int64_t rows = random.OneIn(3) ? 1 : sizes.B;
+    // Two of them may share their memory.
+    cuda::MaskInputs inputs = {input("segment_q", ids, {rows, sizes.S}, random.Range(0, 3)),
+                               input("bias", DType::kF32, {1, 1, sizes.S, sizes.T}, 0),
+                               input("segment_k", ids, {sizes.B, sizes.T}, random.Range(0, 3)),
+                               input("lengths", DType::kI64, {sizes.B}, random.Range(0, 3))};
+    if (random.OneIn(2)) std::swap(inputs[0], inputs[2]);
+    if (random.OneIn(9)) inputs[3].second.data = nullptr;
+    const Status expected = CompileMask(mask->parts.fixed, mask->parts.dynamic, sizes, inputs, &direct);
+    const Status status = cuda::RememberedMask(*mask, sizes, inputs, &program);
+    CHECK(status.ok() == expected.ok() && status.message() == expected.message(), status.message(), " and ",
+          expected.message());
+    if (!status.ok()) continue;
+    CHECK(program.operands.size() == 3 && direct.operands.size() == 3);
+    for (size_t at = 0; at < 3; ++at) {
+      const MaskOperand &a = program.operands[at], &b = direct.operands[at];
+      CHECK(a.data == b.data && a.dtype == b.dtype && a.count == b.count && std::equal(a.dims, a.dims + 4, b.dims));
+    }
+    CHECK(program.steps.size() == direct.steps.size() && program.uses_b == direct.uses_b &&
+          program.pairs == direct.pairs && program.affines.size() == direct.affines.size());
+    for (size_t at = 0; at < program.affines.size(); ++at) {
+      CHECK(program.affines[at].constant == direct.affines[at].constant &&
+            program.affines[at].q == direct.affines[at].q);
+    }
+  }
+  CountCases(400);
 }
 
 }  // namespace

@@ -484,7 +484,7 @@ TEST(OpRefuses) {
       {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = -1.0f; }},
       {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = std::nanf(""); }},
       {"scale", [](Problem* p) { p->attributes.floats["scale"] = std::numeric_limits<float>::infinity(); }},
-      {"results", [](Problem* p) { p->attributes.strings["results"] = "lse"; }},
+      {"results", [](Problem* p) { p->attributes.strings["results"] = "lse present_key"; }},
       {"heads", [](Problem* p) { p->attributes.ints["num_heads"] = -3; }},
       {"heads", [](Problem* p) { p->attributes.ints["num_heads"] = 5; }},
       {"operands", [](Problem* p) { p->attributes.strings["operands"] = "past_key"; }},

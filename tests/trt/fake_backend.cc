@@ -103,7 +103,8 @@ Status Attention(const AttentionArgs& given, const Tensor* pad, const AttentionM
 
 int Kernels(const AttentionArgs&) { return kFakeKernels; }
 
-Status Ready(const AttentionArgs&, const AttentionMask&, const ExprSizes&, int) {
+Status Ready(const AttentionArgs&, const Tensor*, const AttentionMask&, const ExprSizes&, const Tables&,
+             const RunContext&) {
   ++LastSeen()->readies;
   return Status();
 }

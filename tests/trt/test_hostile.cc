@@ -105,7 +105,7 @@ TEST(TrtRefusesFields) {
   CHECK(Refused(Strings({{"empty_rows", "none"}})));
   CHECK(Refused(Strings({{"operands", "pad pad"}, {"mask", "pad[b, k]"}})));
   CHECK(Refused(Strings({{"operands", "weights"}})));
-  CHECK(Refused(Strings({{"results", "lse"}})));
+  CHECK(Refused(Strings({{"results", "present_key"}})));
   CHECK(Refused(Strings({{"num_heads", "4"}})));
   CHECK(Refused(Strings({{"scale", "1"}})));
   Attributes ints;

@@ -99,6 +99,7 @@ Case RandomCase(Random* random) {
   c.one_pad = random->OneIn(3);
   c.bias = random->OneIn(3);
   c.sink = random->OneIn(4);
+  c.lse = random->OneIn(3);
   c.wide_ids = random->OneIn(2);
   if (random->OneIn(3)) c.softcap = 3;
   c.empty_rows = c.sink ? EmptyRows::kZero : static_cast<EmptyRows>(random->Range(0, 3));
@@ -109,8 +110,8 @@ Case RandomCase(Random* random) {
 std::string Describe(const Case& c) {
   return Text("H ", c.H, " G ", c.G, " D ", c.D, " Dv ", c.Dv, " dtype ", static_cast<int>(c.dtype), " layouts ",
               c.layouts[0], " ", c.layouts[1], " ", c.layouts[2], " ", c.layouts[3], " offset ", c.offset, " mask ",
-              c.mask, " pad ", c.pad, c.one_pad ? " for all" : "", " bias ", c.bias, " sink ", c.sink, " softcap ",
-              c.softcap, " empty rows ", static_cast<int>(c.empty_rows));
+              c.mask, " pad ", c.pad, c.one_pad ? " for all" : "", " bias ", c.bias, " sink ", c.sink, " lse ", c.lse,
+              " softcap ", c.softcap, " empty rows ", static_cast<int>(c.empty_rows));
 }
 
 Attributes AttributesOf(const Case& c, Random* random) {
@@ -132,6 +133,7 @@ Attributes AttributesOf(const Case& c, Random* random) {
   if (c.sink) operands += "sink ";
   operands += "unused";
   a.strings["mask"] = mask;
+  if (c.lse || random->OneIn(2)) a.strings["results"] = c.lse ? "lse" : "";
   a.strings["operands"] = operands;
   a.strings["layout"] = c.layouts[0] + " " + c.layouts[1] + " " + c.layouts[2] + " " + c.layouts[3];
   a.strings["empty_rows"] = kPolicies[static_cast<int>(c.empty_rows)];
@@ -165,13 +167,17 @@ std::vector<Input> InputsOf(const Case& c, const Sizes& n) {
   return inputs;
 }
 
-std::vector<int64_t> OutputDims(const Case& c, const Sizes& n) { return DimsOf(c.layouts[3], n.B, c.H, n.S, c.Dv); }
+std::vector<Input> OutputsOf(const Case& c, const Sizes& n) {
+  std::vector<Input> outputs = {{TypeOf(c.dtype), DimsOf(c.layouts[3], n.B, c.H, n.S, c.Dv)}};
+  if (c.lse) outputs.push_back({DataType::kFLOAT, {n.B, c.H, n.S}});
+  return outputs;
+}
 
-Trial::Trial(const Case& c, const Sizes& n, uint64_t seed)
-    : case_(c),
-      sizes_(n),
-      out_(Desc(TypeOf(c.dtype), OutputDims(c, n))),
-      output_(Bytes({TypeOf(c.dtype), OutputDims(c, n)})) {
+Trial::Trial(const Case& c, const Sizes& n, uint64_t seed) : case_(c), sizes_(n) {
+  for (const Input& output : OutputsOf(c, n)) {
+    out_.push_back(Desc(output.type, output.dims));
+    outputs_.emplace_back(Bytes(output));
+  }
   for (const Input& input : InputsOf(c, n)) {
     in_.push_back(Desc(input.type, input.dims));
     memory_.emplace_back(Bytes(input));
@@ -303,22 +309,27 @@ void Trial::Draw(uint64_t seed, cudaStream_t stream) {
 }
 
 void Trial::Shape(nvinfer1::IPluginV3OneRuntime* runtime) const {
-  CHECK(runtime->onShapeChange(in_.data(), static_cast<int32_t>(in_.size()), &out_, 1) == 0);
+  const auto ins = static_cast<int32_t>(in_.size()), outs = static_cast<int32_t>(out_.size());
+  CHECK(runtime->onShapeChange(in_.data(), ins, out_.data(), outs) == 0);
 }
 
 void Trial::Enqueue(nvinfer1::IPluginV3OneRuntime* runtime, const Memory& workspace, cudaStream_t stream) const {
-  void* outputs[] = {output_.address()};
-  CHECK(runtime->enqueue(in_.data(), &out_, inputs_.data(), outputs, workspace.address(), stream) == 0, "seed ", seed_,
-        " ", Describe(case_));
+  std::vector<void*> outputs;
+  for (const Memory& output : outputs_) outputs.push_back(output.address());
+  CHECK(runtime->enqueue(in_.data(), out_.data(), inputs_.data(), outputs.data(), workspace.address(), stream) == 0,
+        "seed ", seed_, " ", Describe(case_));
 }
 
 void Trial::Poison(cudaStream_t stream) const {
-  std::memset(output_.host(), 0xcd, Bytes({TypeOf(case_.dtype), OutputDims(case_, sizes_)}));
-  output_.Upload(stream);
+  const std::vector<Input> all = OutputsOf(case_, sizes_);
+  for (size_t i = 0; i < all.size(); ++i) {
+    std::memset(outputs_[i].host(), 0xcd, Bytes(all[i]));
+    outputs_[i].Upload(stream);
+  }
 }
 
 void Trial::Check(cudaStream_t stream) const {
-  output_.Download(stream);
+  for (const Memory& output : outputs_) output.Download(stream);
   const Case& c = case_;
   const Sizes& n = sizes_;
   const int64_t item = SizeOfFloat(c.dtype);
@@ -326,9 +337,10 @@ void Trial::Check(cudaStream_t stream) const {
     for (int64_t h = 0; h < c.H; ++h) {
       for (int64_t i = 0; i < n.S; ++i) {
         const auto row = static_cast<size_t>((b * c.H + h) * n.S + i);
+        if (c.lse) CheckLse(row);
         for (int64_t d = 0; d < c.Dv; ++d) {
           const int64_t at = Offset(c.layouts[3], c.H, n.S, c.Dv, b, h, i) + d;
-          const double got = LoadFloat(c.dtype, output_.host() + item * at);
+          const double got = LoadFloat(c.dtype, outputs_[0].host() + item * at);
           const double want = answer_.output[row * static_cast<size_t>(c.Dv) + static_cast<size_t>(d)];
           double tolerance = Tolerance(c.dtype, answer_.magnitude[row], n.T, largest_, want);
           if (LastSeen() == nullptr) tolerance += CudaTolerance(c.dtype, answer_.magnitude[row], n.T, largest_);
@@ -341,11 +353,21 @@ void Trial::Check(cudaStream_t stream) const {
   }
 }
 
+void Trial::CheckLse(size_t row) const {
+  const double got = LoadFloat(DType::kF32, outputs_[1].host() + 4 * row), want = answer_.lse[row];
+  double tolerance = LseTolerance(answer_.magnitude[row], sizes_.T, want);
+  if (LastSeen() == nullptr) tolerance += CudaTolerance(DType::kF32, answer_.magnitude[row], sizes_.T, 1);
+  CHECK(std::isinf(want) ? got == want : std::abs(got - want) <= tolerance, "seed ", seed_, " ", Describe(case_),
+        ": lse of row ", row, ": ", got, ", expected ", want, " ± ", tolerance);
+}
+
 size_t Build(const Case& c, const Sizes& most, const Sizes& usual, Held* held, std::vector<int32_t>* tactics) {
   const std::vector<Input> low = InputsOf(c, Sizes()), opt = InputsOf(c, usual), high = InputsOf(c, most);
   const auto count = static_cast<int32_t>(opt.size());
   nvinfer1::IPluginV3OneBuildV2* build = held->build;
-  CHECK(build->getNbOutputs() == 1 && build->getAliasedInput(0) < 0);
+  const std::vector<Input> outputs = OutputsOf(c, usual);
+  const auto out_count = static_cast<int32_t>(outputs.size());
+  CHECK(build->getNbOutputs() == out_count && build->getAliasedInput(0) < 0);
   std::vector<DataType> types;
   std::vector<nvinfer1::DynamicPluginTensorDesc> in_out;
   FakeBuilder builder;
@@ -355,26 +377,30 @@ size_t Build(const Case& c, const Sizes& most, const Sizes& usual, Held* held, s
     in_out.push_back(Bounds(opt[i].type, low[i].dims, opt[i].dims, high[i].dims));
     shapes.push_back(builder.Dims(opt[i].dims));
   }
-  DataType out_type = DataType::kINT32;
-  CHECK(build->getOutputDataTypes(&out_type, 1, types.data(), count) == 0 && out_type == types[0]);
-  nvinfer1::DimsExprs out = {};
-  CHECK(build->getOutputShapes(shapes.data(), count, nullptr, 0, &out, 1, builder) == 0);
-  CHECK(FakeBuilder::Values(out) == OutputDims(c, usual));
-  in_out.push_back(Bounds(out_type, OutputDims(c, Sizes()), OutputDims(c, usual), OutputDims(c, most)));
-  for (int32_t at = 0; at <= count; ++at) {
+  std::vector<DataType> out_types(outputs.size(), DataType::kINT32);
+  CHECK(build->getOutputDataTypes(out_types.data(), out_count, types.data(), count) == 0);
+  std::vector<nvinfer1::DimsExprs> out(outputs.size());
+  CHECK(build->getOutputShapes(shapes.data(), count, nullptr, 0, out.data(), out_count, builder) == 0);
+  const std::vector<Input> least = OutputsOf(c, Sizes()), largest = OutputsOf(c, most);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    CHECK(out_types[i] == outputs[i].type && FakeBuilder::Values(out[i]) == outputs[i].dims, "output ", i);
+    in_out.push_back(Bounds(out_types[i], least[i].dims, outputs[i].dims, largest[i].dims));
+  }
+  const nvinfer1::DynamicPluginTensorDesc* const out_descs = &in_out[opt.size()];
+  for (int32_t at = 0; at < count + out_count; ++at) {
     auto& desc = in_out[static_cast<size_t>(at)].desc;
-    CHECK(build->supportsFormatCombination(at, in_out.data(), count, 1), "position ", at);
+    CHECK(build->supportsFormatCombination(at, in_out.data(), count, out_count), "position ", at);
     for (const TensorFormat format : {TensorFormat::kCHW2, TensorFormat::kHWC8, TensorFormat::kCHW32}) {
       desc.format = format;
-      CHECK(!build->supportsFormatCombination(at, in_out.data(), count, 1));
+      CHECK(!build->supportsFormatCombination(at, in_out.data(), count, out_count));
     }
     desc.format = TensorFormat::kLINEAR;
     const DataType own = desc.type;
     desc.type = DataType::kFP8;
-    CHECK(at == count - 1 || !build->supportsFormatCombination(at, in_out.data(), count, 1), "position ", at);
+    CHECK(at == count - 1 || !build->supportsFormatCombination(at, in_out.data(), count, out_count), "position ", at);
     desc.type = own;
   }
-  CHECK(build->configurePlugin(in_out.data(), count, &in_out.back(), 1) == 0);
+  CHECK(build->configurePlugin(in_out.data(), count, out_descs, out_count) == 0);
   std::vector<int32_t> ids(static_cast<size_t>(build->getNbTactics()), 0);
   CHECK(build->getValidTactics(ids.data(), static_cast<int32_t>(ids.size())) == 0);
   CHECK(std::set<int32_t>(ids.begin(), ids.end()).size() == ids.size() &&
@@ -383,7 +409,7 @@ size_t Build(const Case& c, const Sizes& most, const Sizes& usual, Held* held, s
   const std::string metadata = build->getMetadataString();
   CHECK(metadata.find("StofAttention; ") == 0 && metadata.find('"') == std::string::npos, metadata);
   if (tactics != nullptr) *tactics = ids;
-  return build->getWorkspaceSize(in_out.data(), count, &in_out.back(), 1);
+  return build->getWorkspaceSize(in_out.data(), count, out_descs, out_count);
 }
 
 Held Loaded(const Attributes& attributes) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One node: its attributes, its inputs at some sizes, and its output beside the definition in double precision.
+// One node: its attributes, its inputs at some sizes, and its outputs beside the definition in double precision.
 #ifndef STOF_TESTS_TRT_TRIAL_H_
 #define STOF_TESTS_TRT_TRIAL_H_
 
@@ -35,6 +35,7 @@ struct Case {
   int pad = -1;  // a type of kPadTypes; -1: none
   bool one_pad = false;
   bool bias = false, sink = false;
+  bool lse = false;       // the second output
   bool wide_ids = false;  // int64, else int32
   float softcap = 0;
   EmptyRows empty_rows = EmptyRows::kZero;
@@ -50,9 +51,9 @@ struct Input {
   std::vector<int64_t> dims;
 };
 std::vector<Input> InputsOf(const Case& c, const Sizes& n);
-std::vector<int64_t> OutputDims(const Case& c, const Sizes& n);
+std::vector<Input> OutputsOf(const Case& c, const Sizes& n);
 
-// One run: draws inputs and knows the right output.
+// One run: draws inputs and knows the right outputs.
 class Trial {
  public:
   Trial(const Case& c, const Sizes& n, uint64_t seed);
@@ -61,22 +62,22 @@ class Trial {
   // What TensorRT does before the first run with a shape; then a run.
   void Shape(nvinfer1::IPluginV3OneRuntime* runtime) const;
   void Enqueue(nvinfer1::IPluginV3OneRuntime* runtime, const Memory& workspace, cudaStream_t stream) const;
-  void Poison(cudaStream_t stream) const;  // of the output
+  void Poison(cudaStream_t stream) const;  // of the outputs
   void Check(cudaStream_t stream) const;
 
  private:
   void Fill(int input, int64_t heads, int64_t length, int64_t size, Random* random, std::vector<double>* dense);
   void FillOperands(Random* random, Dense* problem);
   bool Allows(int64_t b, int64_t h, int64_t i, int64_t k) const;
+  void CheckLse(size_t row) const;
 
   const Case case_;
   const Sizes sizes_;
   uint64_t seed_ = 0;
-  std::vector<nvinfer1::PluginTensorDesc> in_;
-  nvinfer1::PluginTensorDesc out_;
+  std::vector<nvinfer1::PluginTensorDesc> in_, out_;
   std::vector<Memory> memory_;
   std::vector<const void*> inputs_;
-  Memory output_;
+  std::vector<Memory> outputs_;
   std::vector<uint8_t> padded_;  // [B, T]
   std::vector<int64_t> segments_, lengths_;
   Answer answer_;

@@ -56,10 +56,14 @@ class Builder:
         return self.add("Unsqueeze", [tensor, self.constant(list(axes))])
 
     def reduce_max(self, tensor: str, axis: int) -> str:
-        """ReduceMax along one axis that stays, as an attribute below opset 18 and an input from there on."""
+        """ReduceMax along one axis that stays."""
+        return self.reduce("ReduceMax", tensor, axis)
+
+    def reduce(self, op: str, tensor: str, axis: int) -> str:
+        """A reduction, ReduceSum excepted, along one axis that stays: an attribute below opset 18, an input from there."""
         if self.opset >= 18:
-            return self.add("ReduceMax", [tensor, self.constant([axis])], keepdims=1)
-        return self.add("ReduceMax", [tensor], axes=[axis], keepdims=1)
+            return self.add(op, [tensor, self.constant([axis])], keepdims=1)
+        return self.add(op, [tensor], axes=[axis], keepdims=1)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,14 @@ class Variant:
     dtype: int
 
 
-def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto:
+def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
     """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
 
     A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
     never takes. So slots are read with a cast, head counts and sizes are found at run time, and the layouts of all
     variants must be the same. Branches hold only the way from scores to weights: TensorRT's parser reads references to
-    attributes in a function's own nodes, and takes them for 0, without a word, in the branches of an ``If``.
+    attributes in a function's own nodes, and takes them for 0, without a word, in the branches of an ``If``. With
+    ``lse`` the function has the second output of that name, for calls whose attribute ``results`` asks for it.
 
     Raises:
         UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
@@ -53,39 +54,50 @@ def make_function(variants: Sequence[Variant], opset: int) -> onnx.FunctionProto
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
-    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "")
+    given = ("out", "lse") if lse else ("out",)
+    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", given)
     frame.builder.nodes += chosen
     frame.finish("variant0_out")
+    if lse:
+        frame.builder.nodes.append(helper.make_node("Identity", ["variant0_lse"], ["lse"], name="lse"))
     opsets = [helper.make_opsetid("", opset)]
     read = [a for a in _READ if a != "mask_id" or len(variants) > 1]
-    return helper.make_function(DOMAIN, OP, inputs, ["output"], frame.builder.nodes, opsets, read)
+    outputs = ["output", "lse"] if lse else ["output"]
+    return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
 
 
 # The attributes that the body reads; every call gives them.
 _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
-def _select(variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str) -> list[onnx.NodeProto]:
-    """Nodes that write ``variant<i>_out``, the weights: of variant i if mask_id is i, else of the next ones."""
+def _select(
+    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, given: Sequence[str]
+) -> list[onnx.NodeProto]:
+    """Nodes that write ``variant<i>_out``, the weights: of variant i if mask_id is i, else of the next ones.
+
+    With "lse" among ``given`` also ``variant<i>_lse``.
+    """
     body = _Weights(variants[i], Builder(opset, f"v{i}_"))
-    result = body.build(scores)
-    out = f"variant{i}_out"
+    results = body.build(scores, "lse" in given)
+    outs = [f"variant{i}_{word}" for word in given]
     if i + 1 == len(variants):
-        return [*body.builder.nodes, helper.make_node("Identity", [result], [out], name=out)]
+        written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
+        return [*body.builder.nodes, *written]
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
     same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
-    then = _branch(body.builder.nodes, result, f"then{i}")
-    other = _branch(_select(variants, i + 1, opset, scores, mask_id), f"variant{i + 1}_out", f"else{i}")
-    choose = helper.make_node("If", [f"s{i}_same"], [out], name=out, then_branch=then, else_branch=other)
+    then = _branch(body.builder.nodes, results, f"then{i}")
+    rest = _select(variants, i + 1, opset, scores, mask_id, given)
+    other = _branch(rest, [f"variant{i + 1}_{word}" for word in given], f"else{i}")
+    choose = helper.make_node("If", [f"s{i}_same"], outs, name=outs[0], then_branch=then, else_branch=other)
     return [number, same, choose]
 
 
-def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str) -> onnx.GraphProto:
+def _branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) -> onnx.GraphProto:
     # An output that is not the direct product of a node of the branch is refused by some runtimes.
-    out = f"{name}_result"
-    last = helper.make_node("Identity", [result], [out], name=out)
-    value = helper.make_tensor_value_info(out, TensorProto.FLOAT, None)
-    return helper.make_graph([*nodes, last], name, [], [value])
+    outs = [f"{name}_result{i}" for i in range(len(results))]
+    last = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
+    values = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outs]
+    return helper.make_graph([*nodes, *last], name, [], values)
 
 
 class _Frame:
@@ -172,8 +184,8 @@ class _Weights:
         self.variant = variant
         self.builder = builder
 
-    def build(self, scores: str) -> str:
-        """Nodes for the weights [B, H, S, T], fp32; returns their name."""
+    def build(self, scores: str, lse: bool) -> list[str]:
+        """Nodes for the weights [B, H, S, T] and, with ``lse``, that [B, H, S], fp32; returns their names."""
         v, b = self.variant, self.builder
         shape = b.add("Shape", [scores])
         B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
@@ -182,18 +194,24 @@ class _Weights:
             cap = b.constant(v.softcap, np.float32)
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
         operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
-        return self._weights(scores, sizes, operands)
-
-    def _weights(self, scores: str, sizes: Sizes, operands: dict[str, str]) -> str:
-        v, b = self.variant, self.builder
         minus = b.constant(-np.inf, np.float32)
+        scores, masked = self._masked(scores, sizes, operands, minus)
+        weights = self._weights(scores, masked, sizes, operands, minus)
+        return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
+
+    def _masked(self, scores: str, sizes: Sizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
+        """The scores with their biases, and -inf where the mask forbids."""
+        v, b = self.variant, self.builder
         if "bias" in operands:
             scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
         if "relative_bias" in operands:
             scores = b.add("Add", [scores, self._relative(operands["relative_bias"], sizes)])
-        masked = scores
-        if v.expression:
-            masked = b.add("Where", [mask_nodes(b, v.expression, sizes, operands), scores, minus])
+        if not v.expression:
+            return scores, scores
+        return scores, b.add("Where", [mask_nodes(b, v.expression, sizes, operands), scores, minus])
+
+    def _weights(self, scores: str, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+        v, b = self.variant, self.builder
         if "sink" in operands:
             return self._beside_sink(masked, operands["sink"], sizes)
         weights = b.add("Softmax", [masked], axis=-1)
@@ -225,7 +243,28 @@ class _Weights:
     def _beside_sink(self, scores: str, sink: str, sizes: Sizes) -> str:
         """The softmax over a row's scores and its head's sink, without the sink's weight."""
         b = self.builder
-        column = b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
-        column = b.add("Expand", [column, _shape(b, sizes.B, sizes.H, sizes.S, [1])])
-        weights = b.add("Softmax", [b.add("Concat", [scores, column], axis=-1)], axis=-1)
+        weights = b.add("Softmax", [self._with_column(scores, self._logits(sink), sizes)], axis=-1)
         return b.add("Slice", [weights, b.constant([0]), b.unsqueeze(sizes.T, [0]), b.constant([-1])])
+
+    def _logits(self, sink: str) -> str:
+        """The sinks as [1, H, 1, 1]."""
+        b = self.builder
+        return b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
+
+    def _with_column(self, scores: str, column: str, sizes: Sizes) -> str:
+        b = self.builder
+        column = b.add("Expand", [column, _shape(b, sizes.B, sizes.H, sizes.S, [1])])
+        return b.add("Concat", [scores, column], axis=-1)
+
+    def _lse(self, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+        """The logarithm of each row's divisor [B, H, S]: of the sum over its scores and its sink, -inf without any.
+
+        Without a sink -inf stands in its place: some runtimes refuse a maximum of nothing.
+        """
+        b = self.builder
+        column = self._logits(operands["sink"]) if "sink" in operands else minus
+        scores = self._with_column(masked, column, sizes)
+        lowest = b.constant(np.finfo(np.float32).min, np.float32)
+        top = b.add("Max", [b.reduce_max(scores, -1), lowest])
+        total = b.reduce("ReduceLogSum", b.add("Exp", [b.add("Sub", [scores, top])]), -1)
+        return b.add("Gather", [b.add("Add", [total, top]), b.constant(0)], axis=3)

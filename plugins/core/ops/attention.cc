@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <sstream>
 
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/cuda_backend.h"
@@ -13,68 +12,21 @@ namespace stof {
 namespace {
 
 constexpr int kTypedInputs = 3;
-constexpr int kMostOperands = 13;
 constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kMaxHeads = 65536;
 // So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
 constexpr int64_t kUncachedRows = 8;
+// An address that stands for any where nothing is read: aligned as memory of devices is.
+constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
+constexpr int64_t kUsualLength = 1024;  // where none is known
 constexpr char kNoKernels[] = "this build has no CUDA kernels";
 constexpr const char* kTensorNames[] = {"query", "key", "value", "output"};
 constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
-
-std::vector<std::string> Words(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> words;
-  for (std::string word; stream >> word;) words.push_back(word);
-  return words;
-}
 
 std::string ShapeText(const Tensor& tensor) {
   std::string text = "[";
   for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
   return text + "]";
-}
-
-std::string Quoted(const std::string& text) { return "'" + text.substr(0, 64) + "'"; }
-
-Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
-  const std::vector<std::string> words = Words(text);
-  if (words.size() != 1 && words.size() != 4) {
-    return Status::Error("attribute layout is " + Quoted(text) + ", expected one token or four");
-  }
-  for (size_t i = 0; i < 4; ++i) {
-    const std::string& word = words[words.size() == 1 ? 0 : i];
-    const auto* found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), word);
-    if (found == std::end(kLayoutNames)) {
-      return Status::Error("attribute layout has " + Quoted(word) + ", expected BHSD, BSHD or BSN");
-    }
-    (*layouts)[i] = static_cast<TensorLayout>(found - std::begin(kLayoutNames));
-  }
-  return Status();
-}
-
-bool KnownRole(const std::string& role) {
-  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
-                                           "segment_q", "segment_k", "lengths",       "unused"};
-  return std::find(std::begin(kRoles), std::end(kRoles), role) != std::end(kRoles) ||
-         (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
-          role.find_first_not_of("0123456789", 5) == std::string::npos);
-}
-
-Status CheckRoles(const std::vector<std::string>& roles) {
-  if (roles.size() > static_cast<size_t>(kMostOperands)) {
-    return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most 13");
-  }
-  for (size_t i = 0; i < roles.size(); ++i) {
-    if (!KnownRole(roles[i])) {
-      return Status::Error("attribute operands has role " + Quoted(roles[i]) +
-                           ", which this build does not know; a newer stof library may");
-    }
-    if (roles[i] != "unused" && std::find(roles.begin(), roles.begin() + i, roles[i]) != roles.begin() + i) {
-      return Status::Error("attribute operands names " + Quoted(roles[i]) + " twice");
-    }
-  }
-  return Status();
 }
 
 // Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them.
@@ -249,9 +201,21 @@ bool ReadsPad(const MaskExpr& expr) {
   return std::any_of(operands.begin(), operands.end(), [](const auto& operand) { return operand->name == "pad"; });
 }
 
-// No key at all: nothing is summed, whatever rows without an allowed key give otherwise.
-void FillWithoutKeys(const AttentionArgs& args, const Tensor& output) {
-  std::memset(output.data, 0, static_cast<size_t>(output.Elements()) * (args.dtype == DType::kF32 ? 4 : 2));
+// The second output.
+void SetLse(const AttentionArgs& args, Tensor* lse) {
+  lse->dtype = DType::kF32;
+  lse->rank = 3;
+  lse->dims[0] = args.B, lse->dims[1] = args.H, lse->dims[2] = args.S;
+}
+
+Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
+  if (found.dtype == expected.dtype && found.rank == expected.rank &&
+      std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
+    return Status();
+  }
+  return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
+                       std::to_string(static_cast<int>(found.dtype)) + ", expected " + ShapeText(expected) + " and " +
+                       std::to_string(static_cast<int>(expected.dtype)));
 }
 
 class AttentionOp final : public Op {
@@ -274,10 +238,11 @@ class AttentionOp final : public Op {
   }
 
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
-    if (output_count != 1) return Status::Error("has " + std::to_string(output_count) + " outputs, expected 1");
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     AttentionArgs args;
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &args));
     SetOutput(args, attributes_.layout[3], &outputs[0]);
+    if (output_count > 1) SetLse(args, &outputs[1]);
     return Status();
   }
 
@@ -287,10 +252,15 @@ class AttentionOp final : public Op {
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
     AttentionArgs& args = problem.args;
     Tensor expected;
+    STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     SetOutput(args, attributes_.layout[3], &expected);
-    if (output_count != 1 || outputs[0].dtype != expected.dtype || outputs[0].rank != expected.rank ||
-        !std::equal(expected.dims, expected.dims + expected.rank, outputs[0].dims)) {
-      return Status::Error("output has shape " + ShapeText(outputs[0]) + ", expected " + ShapeText(expected));
+    STOF_RETURN_IF_ERROR(CheckOutput("output", outputs[0], expected));
+    if (output_count > 1) {
+      Tensor lse;
+      SetLse(args, &lse);
+      STOF_RETURN_IF_ERROR(CheckOutput("lse", outputs[1], lse));
+      args.lse = static_cast<float*>(outputs[1].data);
+      args.lse_stride_b = args.H * args.S, args.lse_stride_h = args.S;
     }
     STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
     const std::shared_ptr<const AttentionMask>& mask = problem.mask;
@@ -304,21 +274,21 @@ class AttentionOp final : public Op {
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoKernels);
-      return backend->attention(args, pad, *mask, sizes, given, context);
+      RunContext own = context;
+      own.keeper = &keeper_;
+      return backend->attention(args, pad, *mask, sizes, given, own);
     }
-    if (args.T == 0) {
-      FillWithoutKeys(args, outputs[0]);
-      return Status();
-    }
+    if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
     std::unique_ptr<BoundDynamicMask> dynamic;
-    if (!mask->parts.dynamic.empty()) {
+    if (args.T > 0 && !mask->parts.dynamic.empty()) {
       STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
       args.dynamic = dynamic->view();
     }
-    return Launch(*mask, sizes, context, &args);
+    return Launch(*mask, sizes, ready_, context, &args);
   }
 
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
+  int OutputCount() const override { return attributes_.lse ? 2 : 1; }
 
   bool Takes(int index, DType dtype, DType typed) const override {
     if (index < 0 || index >= InputCount()) return false;
@@ -349,14 +319,21 @@ class AttentionOp final : public Op {
   }
 
   Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const override {
-    Problem problem;
-    const Tensor* pad = nullptr;
-    STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
-    const CudaBackend* backend = FindCudaBackend();
-    if (backend == nullptr) return Status::Error(kNoKernels);
-    const AttentionArgs& args = problem.args;
-    if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
-    return backend->ready(args, *problem.mask, problem.sizes, kernel);
+    return ReadyDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
+  }
+
+  Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override {
+    if (!mask_.fixed()) return Status();
+    const std::vector<Tensor> given(inputs, inputs + input_count);
+    if (AllKnown(given)) {
+      return on_cuda ? ReadyDeviceFor(given, 0, true, true) : ReadyHost(inputs, input_count, threads);
+    }
+    for (const int64_t length : {kUsualLength, int64_t{1}}) {
+      std::vector<Tensor> sized = given;
+      if (!on_cuda || !Suppose(length, &sized)) return Status();
+      STOF_RETURN_IF_ERROR(ReadyDeviceFor(sized, 0, false, false));
+    }
+    return Status();
   }
 
  private:
@@ -367,6 +344,12 @@ class AttentionOp final : public Op {
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
   };
+
+  Status CheckOutputCount(int count) const {
+    if (count >= 1 && count <= OutputCount()) return Status();
+    return Status::Error("has " + std::to_string(count) + " outputs, expected " +
+                         (attributes_.lse ? "output and lse" : "output alone: attribute results asks for no other"));
+  }
 
   // Operands, mask and sizes of a problem with bound arguments.
   Status Complete(const Tensor* inputs, bool on_cuda, Problem* problem) const {
@@ -381,6 +364,89 @@ class AttentionOp final : public Op {
     problem->sizes = {args.B, args.H, args.S, args.T, attributes_.query_offset ? args.T - args.S : 0};
     if (problem->sizes.P < 0) {
       return Status::Error("query_offset is 1 with S = " + std::to_string(args.S) + " > T = " + std::to_string(args.T));
+    }
+    return Status();
+  }
+
+  // The block mask of the one shape that a node with fixed shapes has, made with the node.
+  struct ReadyMask {
+    ExprSizes sizes;
+    CpuAttentionConfig config;
+    std::shared_ptr<const BlockMask> mask;
+    bool Suits(const ExprSizes& s, const CpuAttentionConfig& c) const {
+      return mask != nullptr && config.m == c.m && config.n == c.n && sizes.B == s.B && sizes.H == s.H &&
+             sizes.S == s.S && sizes.T == s.T && sizes.P == s.P;
+    }
+  };
+
+  Status ReadyHost(const Tensor* inputs, int input_count, int threads) {
+    Problem problem;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
+    STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
+    const AttentionArgs& args = problem.args;
+    if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows) return Status();
+    ready_.sizes = problem.sizes;
+    ready_.config = ChooseCpuAttention(args, std::max(1, threads));
+    return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
+                                        ready_.config.m, ready_.config.n, &ready_.mask);
+  }
+
+  static bool AllKnown(const std::vector<Tensor>& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) {
+      return std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim >= 0; });
+    });
+  }
+
+  // Puts sizes that are usual in the place of unknown ones: one batch, `length` queries, 1024 keys. False where head
+  // sizes or numbers of heads are missing, too, or a rank is not what it should be.
+  bool Suppose(int64_t length, std::vector<Tensor>* tensors) const {
+    const auto set = [](Tensor* tensor, int axis, int64_t value) {
+      if (axis < tensor->rank && tensor->dims[axis] < 0) tensor->dims[axis] = value;
+      return axis < tensor->rank ? tensor->dims[axis] : value;
+    };
+    int64_t lengths[kTypedInputs] = {length, kUsualLength, kUsualLength}, batch = 1;
+    for (size_t i = 0; i < tensors->size(); ++i) {
+      Tensor& tensor = (*tensors)[i];
+      if (tensor.rank > 0 && tensor.dims[0] < 0) tensor.dims[0] = i < kTypedInputs ? batch : 1;
+      if (i < kTypedInputs) {
+        if (i == 0) batch = tensor.rank > 0 ? tensor.dims[0] : 1;
+        lengths[i] = set(&tensor, attributes_.layout[i] == TensorLayout::kBHSD ? 2 : 1, lengths[i]);
+        if (i == 1 && attributes_.query_offset) lengths[1] = std::max(lengths[1], lengths[0]);
+        continue;
+      }
+      const std::string& role = attributes_.operands[i - kTypedInputs];
+      if (role == "pad" || role == "segment_k") set(&tensor, 1, lengths[1]);
+      if (role == "segment_q") set(&tensor, 1, lengths[0]);
+      if (role == "bias") {
+        for (int axis = 1; axis < tensor.rank; ++axis) set(&tensor, axis, 1);
+      }
+    }
+    return AllKnown(*tensors);
+  }
+
+  // known: these are a run's sizes, else only of its kind. keep: the mask, as long as the node.
+  Status ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
+    for (Tensor& tensor : inputs) tensor.data = reinterpret_cast<void*>(kSomewhere);
+    Problem problem;
+    const Tensor* pad = nullptr;
+    STOF_RETURN_IF_ERROR(BindForDevice(inputs.data(), static_cast<int>(inputs.size()), &problem, &pad));
+    const CudaBackend* backend = FindCudaBackend();
+    if (backend == nullptr) return Status::Error(kNoKernels);
+    AttentionArgs& args = problem.args;
+    if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
+    args.output = reinterpret_cast<void*>(kSomewhere);
+    RunContext context;
+    context.on_cuda = true;
+    context.kernel = kernel;
+    if (keep) context.keeper = &keeper_;
+    if (known) return backend->ready(args, pad, *problem.mask, problem.sizes, problem.given, context);
+    // Without the part of the mask that would be made for sizes that no run may have.
+    AttentionMask mask;
+    mask.parts.dynamic = problem.mask->parts.dynamic;
+    mask.parts.pad = problem.mask->parts.pad;
+    const int kernels = args.S > 1 ? backend->kernels(args) : 0;
+    for (context.kernel = kernels > 0 ? 1 : 0; context.kernel <= kernels; ++context.kernel) {
+      STOF_RETURN_IF_ERROR(backend->ready(args, pad, mask, problem.sizes, problem.given, context));
     }
     return Status();
   }
@@ -500,16 +566,18 @@ class AttentionOp final : public Op {
     return Status();
   }
 
-  static Status Launch(const AttentionMask& mask, const ExprSizes& sizes, const RunContext& context,
-                       AttentionArgs* args) {
+  static Status Launch(const AttentionMask& mask, const ExprSizes& sizes, const ReadyMask& ready,
+                       const RunContext& context, AttentionArgs* args) {
     const int threads = std::max(1, context.parallel.threads);
     CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
     std::shared_ptr<const BlockMask> shared;
     BlockMask direct;
-    if (!mask.parts.fixed.empty()) {
+    if (args->T > 0 && !mask.parts.fixed.empty()) {
       if (args->S <= kUncachedRows) {
         STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &direct));
         args->mask = &direct;
+      } else if (ready.Suits(sizes, config)) {
+        args->mask = ready.mask.get();
       } else {
         STOF_RETURN_IF_ERROR(
             BlockMaskCache::Global().Get(mask.parts.fixed, mask.fixed_hash, sizes, config.m, config.n, &shared));
@@ -526,9 +594,11 @@ class AttentionOp final : public Op {
 
   AttentionAttributes attributes_;
   AttentionMaskSource mask_;
+  ReadyMask ready_;
+  mutable Keeper keeper_;
 };
 
-std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int) {
+std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
   AttentionAttributes parsed;
   if (rank_count < 3 || !ParseAttention(attributes, &parsed).ok()) return {};
   for (int i = 0; i < 3; ++i) {
@@ -539,6 +609,7 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
   const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
   // Value's last dimension, or that over its number of heads where heads are packed.
   const bool packed = parsed.layout[2] == TensorLayout::kBSN;
   DimRule head_size = packed ? DimRule{2, 2, -1, 1, parsed.kv_num_heads} : DimRule{2, 3, -1};
@@ -572,72 +643,6 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
 
 }  // namespace
 
-Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
-  AttentionAttributes& a = *parsed;
-  std::string text;
-  attributes.String("mask", &a.mask);
-  a.has_scale = attributes.Float("scale", &a.scale);
-  if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
-  attributes.Float("softcap", &a.softcap);
-  if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
-    return Status::Error("attribute softcap is " + std::to_string(a.softcap) + ", expected 0 or more");
-  }
-  // The kernels multiply by these two and log2(e).
-  constexpr float kMost = 1e30f, kLeast = 1e-30f;
-  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
-    return Status::Error("attribute softcap is " + std::to_string(a.softcap) +
-                         ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
-  }
-  text = "BHSD";
-  attributes.String("layout", &text);
-  STOF_RETURN_IF_ERROR(ParseLayouts(text, &a.layout));
-  attributes.Int("num_heads", &a.num_heads);
-  attributes.Int("kv_num_heads", &a.kv_num_heads);
-  for (int64_t heads : {a.num_heads, a.kv_num_heads}) {
-    if (heads < 0 || heads > kMaxHeads) {
-      return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
-    }
-  }
-  const auto flag = [&attributes](const char* name, bool* value) {
-    int64_t given = 0;
-    attributes.Int(name, &given);
-    if (given != 0 && given != 1) {
-      return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
-    }
-    *value = given == 1;
-    return Status();
-  };
-  STOF_RETURN_IF_ERROR(flag("query_offset", &a.query_offset));
-  STOF_RETURN_IF_ERROR(flag("allow_tf32", &a.allow_tf32));
-  text = "zero";
-  attributes.String("empty_rows", &text);
-  static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
-  const auto* policy = std::find(std::begin(kPolicies), std::end(kPolicies), text);
-  if (policy == std::end(kPolicies)) {
-    return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
-  }
-  a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
-  attributes.String("kernel", &a.kernel);
-  text.clear();
-  attributes.String("results", &text);
-  if (!Words(text).empty()) {
-    return Status::Error("attribute results is " + Quoted(text) +
-                         ", but this build has no kernel that gives more outputs");
-  }
-  text.clear();
-  attributes.String("operands", &text);
-  a.operands = Words(text);
-  if (!attributes.mistyped().empty()) {
-    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/operators.md says");
-  }
-  STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
-  if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
-    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)]) +
-                         ", expected zero: beside a sink a row without keys is 0");
-  }
-  return Status();
-}
-
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
@@ -648,12 +653,22 @@ const OpDescription* AttentionDescription() {
       {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
       {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
       {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
-  static const OpDescription description = {"StofAttention", kTypedInputs,
-                                            kMostOperands,   1,
-                                            kTypes,          3,
-                                            kTypes,          3,
-                                            CreateAttention, OutputShape,
-                                            kAttributes,     static_cast<int>(std::size(kAttributes))};
+  static const OpDescription description = {"StofAttention",
+                                            kTypedInputs,
+                                            kMostOperands,
+                                            1,
+                                            kTypes,
+                                            3,
+                                            kTypes,
+                                            3,
+                                            CreateAttention,
+                                            OutputShape,
+                                            kAttributes,
+                                            static_cast<int>(std::size(kAttributes)),
+                                            false,
+                                            nullptr,
+                                            1,
+                                            DType::kF32};
   return &description;
 }
 

@@ -16,6 +16,8 @@
 
 namespace stof {
 
+constexpr int kMostOperands = 13;
+
 enum class TensorLayout : uint8_t { kBHSD, kBSHD, kBSN };
 
 struct AttentionAttributes {
@@ -31,14 +33,33 @@ struct AttentionAttributes {
   bool allow_tf32 = false;
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
+  bool lse = false;                   // the second output is asked for
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
+
+// One thing that a backend has made of a mask, for its next run; several threads may ask.
+class Remembered {
+ public:
+  std::shared_ptr<const void> Get() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return what_;
+  }
+  void Set(std::shared_ptr<const void> what) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    what_.swap(what);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::shared_ptr<const void> what_;
+};
 
 // An expression ready to run: its parts, the key of the block mask cache, and the tables it was made of.
 struct AttentionMask {
   MaskParts parts;
   uint64_t fixed_hash = 0;
   ExprOperands tables;
+  Remembered compiled;  // cuda/mask_memory.h
 };
 using Tables = std::vector<std::pair<std::string, Tensor>>;
 // The tensor that was given for an operand of an expression, of its rank and, a vector, of a type that it may have.

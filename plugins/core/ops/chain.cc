@@ -52,6 +52,7 @@ class StofChainOp final : public Op {
   }
 
   int InputCount() const override { return std::max(1, chain_.inputs); }
+  int OutputCount() const override { return static_cast<int>(chain_.outputs.size()); }
   bool Takes(int, DType dtype, DType) const override {
     return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
   }

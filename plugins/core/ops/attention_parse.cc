@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the attributes of StofAttention say.
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "plugins/core/ops/attention.h"
+
+namespace stof {
+namespace {
+
+constexpr int64_t kMaxHeads = 65536;
+constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
+
+std::vector<std::string> Words(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> words;
+  for (std::string word; stream >> word;) words.push_back(word);
+  return words;
+}
+
+std::string Quoted(const std::string& text) { return "'" + text.substr(0, 64) + "'"; }
+
+Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
+  const std::vector<std::string> words = Words(text);
+  if (words.size() != 1 && words.size() != 4) {
+    return Status::Error("attribute layout is " + Quoted(text) + ", expected one token or four");
+  }
+  for (size_t i = 0; i < 4; ++i) {
+    const std::string& word = words[words.size() == 1 ? 0 : i];
+    const auto* found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), word);
+    if (found == std::end(kLayoutNames)) {
+      return Status::Error("attribute layout has " + Quoted(word) + ", expected BHSD, BSHD or BSN");
+    }
+    (*layouts)[i] = static_cast<TensorLayout>(found - std::begin(kLayoutNames));
+  }
+  return Status();
+}
+
+bool KnownRole(const std::string& role) {
+  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
+                                           "segment_q", "segment_k", "lengths",       "unused"};
+  return std::find(std::begin(kRoles), std::end(kRoles), role) != std::end(kRoles) ||
+         (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
+          role.find_first_not_of("0123456789", 5) == std::string::npos);
+}
+
+Status CheckRoles(const std::vector<std::string>& roles) {
+  if (roles.size() > static_cast<size_t>(kMostOperands)) {
+    return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most 13");
+  }
+  for (size_t i = 0; i < roles.size(); ++i) {
+    if (!KnownRole(roles[i])) {
+      return Status::Error("attribute operands has role " + Quoted(roles[i]) +
+                           ", which this build does not know; a newer stof library may");
+    }
+    if (roles[i] != "unused" && std::find(roles.begin(), roles.begin() + i, roles[i]) != roles.begin() + i) {
+      return Status::Error("attribute operands names " + Quoted(roles[i]) + " twice");
+    }
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
+  AttentionAttributes& a = *parsed;
+  std::string text;
+  attributes.String("mask", &a.mask);
+  a.has_scale = attributes.Float("scale", &a.scale);
+  if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
+  attributes.Float("softcap", &a.softcap);
+  if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
+    return Status::Error("attribute softcap is " + std::to_string(a.softcap) + ", expected 0 or more");
+  }
+  // The kernels multiply by these two and log2(e).
+  constexpr float kMost = 1e30f, kLeast = 1e-30f;
+  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
+    return Status::Error("attribute softcap is " + std::to_string(a.softcap) +
+                         ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
+  }
+  text = "BHSD";
+  attributes.String("layout", &text);
+  STOF_RETURN_IF_ERROR(ParseLayouts(text, &a.layout));
+  attributes.Int("num_heads", &a.num_heads);
+  attributes.Int("kv_num_heads", &a.kv_num_heads);
+  for (int64_t heads : {a.num_heads, a.kv_num_heads}) {
+    if (heads < 0 || heads > kMaxHeads) {
+      return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
+    }
+  }
+  const auto flag = [&attributes](const char* name, bool* value) {
+    int64_t given = 0;
+    attributes.Int(name, &given);
+    if (given != 0 && given != 1) {
+      return Status::Error("attribute " + std::string(name) + " is " + std::to_string(given) + ", expected 0 or 1");
+    }
+    *value = given == 1;
+    return Status();
+  };
+  STOF_RETURN_IF_ERROR(flag("query_offset", &a.query_offset));
+  STOF_RETURN_IF_ERROR(flag("allow_tf32", &a.allow_tf32));
+  text = "zero";
+  attributes.String("empty_rows", &text);
+  static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
+  const auto* policy = std::find(std::begin(kPolicies), std::end(kPolicies), text);
+  if (policy == std::end(kPolicies)) {
+    return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
+  }
+  a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
+  attributes.String("kernel", &a.kernel);
+  text.clear();
+  attributes.String("results", &text);
+  const std::vector<std::string> results = Words(text);
+  a.lse = results.size() == 1 && results[0] == "lse";
+  if (!results.empty() && !a.lse) {
+    return Status::Error("attribute results is " + Quoted(text) + ", expected nothing or 'lse'");
+  }
+  text.clear();
+  attributes.String("operands", &text);
+  a.operands = Words(text);
+  if (!attributes.mistyped().empty()) {
+    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/operators.md says");
+  }
+  STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
+  if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
+    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)]) +
+                         ", expected zero: beside a sink a row without keys is 0");
+  }
+  return Status();
+}
+
+}  // namespace stof
