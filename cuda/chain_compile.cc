@@ -64,7 +64,7 @@ int CollectPackages(dl_phdr_info* info, size_t, void* data) {
 Nvrtc Open() {
   Nvrtc n;
   std::vector<std::string> names;
-  const char* own = std::getenv("STOF_NVRTC");
+  const char* own = secure_getenv("STOF_NVRTC");
   if (own != nullptr) {
     if (std::strcmp(own, "off") != 0) names.push_back(own);
     n.looked = "STOF_NVRTC=" + std::string(own);
