@@ -25,7 +25,7 @@ struct PreparedChain {
   int device = 0;
   std::vector<uint8_t> alignment;
   void* kernel = nullptr;  // nullptr: the interpreter
-  ChainPlan plan;          // its source is dropped
+  ChainPlan plan;          // its text is dropped
 };
 
 class KeptLaunches final : public DeviceChain {
@@ -99,9 +99,9 @@ Status MakeLaunch(const Chain& chain, const BoundChain& bound, const void* const
   if (MakeChainLayout(chain, bound, inputs, outputs, multiprocessors, &layout)) {
     MakeChainPlan(chain, layout, multiprocessors, &launch->plan);
     if (launch->plan.ctas > std::numeric_limits<int32_t>::max() || launch->plan.words.size() > 500) return Status();
-    launch->kernel = FindChainKernel(launch->plan.source, launch->device, make, &why);
-    launch->plan.source.clear();
-    launch->plan.source.shrink_to_fit();
+    launch->kernel = FindChainKernel(launch->plan.kernel, launch->device, make, &why);
+    launch->plan.kernel.clear();
+    launch->plan.kernel.shrink_to_fit();
     if (launch->kernel == nullptr) {
       *lasting = make;
       WarnOnce(why);

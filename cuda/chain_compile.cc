@@ -51,10 +51,11 @@ bool Resolve(Nvrtc* n) {
 int CollectPackages(dl_phdr_info* info, size_t, void* data) {
   auto* folders = static_cast<std::vector<std::string>*>(data);
   const std::string path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
-  for (const char* part : {"/site-packages/", "/dist-packages/"}) {
+  for (const char* part : {"/site-packages/", "/dist-packages/", "/nvidia/", "/onnxruntime/", "/torch/"}) {
     const size_t at = path.rfind(part);
     if (at == std::string::npos) continue;
-    const std::string folder = path.substr(0, at + std::strlen(part));
+    const bool packages = std::strstr(part, "packages") != nullptr;
+    const std::string folder = path.substr(0, at + (packages ? std::strlen(part) : 1));
     if (std::find(folders->begin(), folders->end(), folder) == folders->end()) folders->push_back(folder);
   }
   return 0;
@@ -63,7 +64,7 @@ int CollectPackages(dl_phdr_info* info, size_t, void* data) {
 Nvrtc Open() {
   Nvrtc n;
   std::vector<std::string> names;
-  const char* own = std::getenv("STOF_NVRTC");
+  const char* own = secure_getenv("STOF_NVRTC");
   if (own != nullptr) {
     if (std::strcmp(own, "off") != 0) names.push_back(own);
     n.looked = "STOF_NVRTC=" + std::string(own);

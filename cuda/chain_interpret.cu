@@ -2,12 +2,10 @@
 // Evaluates a chain node by node: for each pass over a row, and each element, the nodes that the pass wants. Slow
 // beside a kernel made for the chain, and right for all of them. A warp or a CTA takes a row; sums of a row are made in
 // fp64.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <limits>
 
 #include "cuda/chain.h"
+#include "cuda/chain_functions.cuh"
 #include "cuda/launch.cuh"
 
 namespace stof {
@@ -16,15 +14,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kF32 = static_cast<int>(DType::kF32), kF16 = static_cast<int>(DType::kF16);
-
-__device__ __forceinline__ float Sigmoid(float x) {
-  const float e = expf(-fabsf(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-__device__ __forceinline__ float Limit(ChainOp op, float a, float b) {
-  if (a != a || b != b) return a + b;
-  return op == ChainOp::kMin ? fminf(a, b) : fmaxf(a, b);
-}
 
 __device__ float Apply(ChainOp op, float a, float b, float c) {
   switch (op) {
@@ -39,7 +28,7 @@ __device__ float Apply(ChainOp op, float a, float b, float c) {
     case ChainOp::kSqrt:
       return sqrtf(a);
     case ChainOp::kRsqrt:
-      return 1.0f / sqrtf(a);
+      return chain::Rsqrt(a);
     case ChainOp::kReciprocal:
       return 1.0f / a;
     case ChainOp::kTanh:
@@ -47,9 +36,9 @@ __device__ float Apply(ChainOp op, float a, float b, float c) {
     case ChainOp::kErf:
       return erff(a);
     case ChainOp::kSigmoid:
-      return Sigmoid(a);
+      return chain::Sigmoid(a);
     case ChainOp::kSoftplus:
-      return (a < 0.0f ? 0.0f : a) + log1pf(expf(-fabsf(a)));
+      return chain::Softplus(a);
     case ChainOp::kSin:
       return sinf(a);
     case ChainOp::kCos:
@@ -61,17 +50,17 @@ __device__ float Apply(ChainOp op, float a, float b, float c) {
     case ChainOp::kRound:
       return rintf(a);
     case ChainOp::kRelu:
-      return a < 0.0f ? 0.0f : a;
+      return chain::Relu(a);
     case ChainOp::kSilu:
-      return a * Sigmoid(a);
+      return chain::Silu(a);
     case ChainOp::kGelu:
-      return 0.5f * a * erfcf(-0.70710678118654752f * a);
+      return chain::Gelu(a);
     case ChainOp::kGeluTanh:
-      return a * Sigmoid(1.5957691216057308f * a * fmaf(0.044715f * a, a, 1.0f));
+      return chain::GeluTanh(a);
     case ChainOp::kRoundF16:
-      return __half2float(__float2half_rn(a));
+      return chain::Round<chain::F16>(a);
     case ChainOp::kRoundBf16:
-      return __bfloat162float(__float2bfloat16_rn(a));
+      return chain::Round<chain::BF16>(a);
     case ChainOp::kAdd:
       return a + b;
     case ChainOp::kSub:
@@ -81,8 +70,9 @@ __device__ float Apply(ChainOp op, float a, float b, float c) {
     case ChainOp::kDiv:
       return a / b;
     case ChainOp::kMin:
+      return chain::Min(a, b);
     case ChainOp::kMax:
-      return Limit(op, a, b);
+      return chain::Max(a, b);
     case ChainOp::kPow:
       return powf(a, b);
     case ChainOp::kLt:
@@ -121,18 +111,20 @@ __device__ float Read(const ChainParams& p, const ChainReadParams& read, const i
     if (quotient * part.divisor > affine) --quotient;
     at += (part.modulo != 0 ? affine - quotient * part.divisor : quotient) * part.stride;
   }
-  if (read.dtype == kF32) return static_cast<const float*>(read.data)[at];
-  if (read.dtype == kF16) return __half2float(static_cast<const __half*>(read.data)[at]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(read.data)[at]);
+  const char* data = static_cast<const char*>(read.data);
+  if (read.dtype == kF32) return chain::Bits<chain::F32>::At(data + 4 * at);
+  if (read.dtype == kF16) return chain::Bits<chain::F16>::At(data + 2 * at);
+  return chain::Bits<chain::BF16>::At(data + 2 * at);
 }
 
 __device__ void Write(const ChainOutputParams& output, int64_t at, float value) {
+  char* data = static_cast<char*>(output.data);
   if (output.dtype == kF32) {
-    static_cast<float*>(output.data)[at] = value;
+    chain::Bits<chain::F32>::Put(data + 4 * at, value);
   } else if (output.dtype == kF16) {
-    static_cast<__half*>(output.data)[at] = __float2half_rn(value);
+    chain::Bits<chain::F16>::Put(data + 2 * at, value);
   } else {
-    static_cast<__nv_bfloat16*>(output.data)[at] = __float2bfloat16_rn(value);
+    chain::Bits<chain::BF16>::Put(data + 2 * at, value);
   }
 }
 

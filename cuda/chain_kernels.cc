@@ -12,6 +12,7 @@
 #include "cuda/chain_cache.h"
 #include "cuda/chain_compile.h"
 #include "cuda/chain_plan.h"
+#include "cuda/chain_usual.h"
 #include "cuda/device_mask.h"
 #include "stof_build_id.h"
 
@@ -74,11 +75,35 @@ void* LoadCode(const std::string& code, std::string* why) {
   return nullptr;
 }
 
-void* MakeKernel(const std::string& source, int device, std::string* why) {
+// One that the library brought along; nullptr: none.
+void* FindUsual(const std::string& text) {
+  const ChainTextHash hash = HashChainText(text);
+  for (const UsualChains& usual : {UsualChainsF16(), UsualChainsBf16(), UsualChainsF32()}) {
+    for (int i = 0; i < usual.count; ++i) {
+      const UsualChainKernel& one = usual.kernels[i];
+      if (one.hash.low != hash.low || one.hash.high != hash.high) continue;
+      cudaFunction_t function = nullptr;
+      int registers = 0;
+      const cudaError_t error = cudaGetFuncBySymbol(&function, one.kernel);
+      if (error == cudaSuccess &&
+          TheDriver().attribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, function) == CUDA_SUCCESS) {
+        return function;
+      }
+      cudaGetLastError();  // of an architecture that the library was not built for
+      return nullptr;
+    }
+  }
+  return nullptr;
+}
+
+void* MakeKernel(const std::string& text, int device, std::string* why) {
   if (!TheDriver().whole) {
     *why = "the driver is older than CUDA 12.0";
     return nullptr;
   }
+  const RelaxedCapture relaxed;  // another thread's stream may be captured
+  void* usual = FindUsual(text);
+  if (usual != nullptr) return usual;
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
@@ -89,15 +114,14 @@ void* MakeKernel(const std::string& source, int device, std::string* why) {
   if (version.empty()) return nullptr;
   const int capability = 10 * major + minor;
   const std::string key =
-      "sm " + std::to_string(capability) + ", NVRTC " + version + ", stof " STOF_BUILD_ID "\n" + source;
-  const RelaxedCapture relaxed;  // another thread's stream may be captured
+      "sm " + std::to_string(capability) + ", NVRTC " + version + ", stof " STOF_BUILD_ID "\n" + text;
   const std::string folder = ChainCacheFolder();
   std::string code;
   if (LoadCachedChain(folder, key, &code)) {
     void* kernel = LoadCode(code, why);
     if (kernel != nullptr) return kernel;
   }
-  const Status status = CompileCuda(source, capability, &code);
+  const Status status = CompileCuda(ChainSource(text), capability, &code);
   if (!status.ok()) {
     *why = status.message();
     return nullptr;
@@ -117,10 +141,10 @@ struct Kernels {
 
 }  // namespace
 
-void* FindChainKernel(const std::string& source, int device, bool make, std::string* why) {
+void* FindChainKernel(const std::string& text, int device, bool make, std::string* why) {
   static auto* kernels = new Kernels;  // never destroyed: the driver may be gone by then
   const std::lock_guard<std::mutex> lock(kernels->mutex);
-  const auto key = std::make_pair(device, source);
+  const auto key = std::make_pair(device, text);
   const auto known = kernels->found.find(key);
   if (known != kernels->found.end()) {
     *why = known->second.why;
@@ -131,7 +155,7 @@ void* FindChainKernel(const std::string& source, int device, bool make, std::str
     return nullptr;
   }
   Found found;
-  found.kernel = MakeKernel(source, device, &found.why);
+  found.kernel = MakeKernel(text, device, &found.why);
   *why = found.why;
   return (kernels->found[key] = found).kernel;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels made for chains, compiled and loaded: found by their source, in this process, in the library, on disk, or
+// Kernels made for chains, compiled and loaded: found by their text, in this process, in the library, on disk, or
 // compiled.
 #ifndef STOF_CUDA_CHAIN_KERNELS_H_
 #define STOF_CUDA_CHAIN_KERNELS_H_
@@ -13,9 +13,9 @@
 namespace stof {
 namespace cuda {
 
-// The kernel of a source on the current device, for LaunchChainKernel; nullptr where there is none, and *why says the
-// reason. make: what is not loaded yet may be; never while a stream is being captured.
-void* FindChainKernel(const std::string& source, int device, bool make, std::string* why);
+// The kernel of a plan's text on the current device, for LaunchChainKernel; nullptr where there is none, and *why says
+// the reason. make: what is not loaded yet may be; never while a stream is being captured.
+void* FindChainKernel(const std::string& text, int device, bool make, std::string* why);
 Status LaunchChainKernel(void* kernel, int64_t ctas, int threads, const std::vector<int64_t>& words, void* stream);
 
 }  // namespace cuda

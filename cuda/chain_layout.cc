@@ -270,7 +270,7 @@ class Layouter {
       }
       if (shared > best) best = shared, l_.unrolled = a;
     }
-    int repeats = vectors >= 4 * full ? 4 : vectors >= 2 * full ? 2 : 1;
+    int repeats = vectors >= 16 * full ? 4 : vectors >= 2 * full ? 2 : 1;
     if (l_.unrolled < 0) repeats = std::min(repeats, 2);
     int64_t words = 0;  // of what moves
     for (const Ref& ref : l_.reads) {
@@ -281,8 +281,23 @@ class Layouter {
     }
     while (repeats > 1 && repeats * words > 80) repeats /= 2;
     if (repeats == 1) l_.unrolled = -1;
+    Cross();
     l_.repeats = repeats;
     l_.moving = l_.unrolled >= 0 ? 1u << l_.unrolled : repeats > 1 ? (1u << l_.axes) - 1 : 0;
+  }
+
+  // Where inputs and outputs are contiguous along different axes: each thread takes neighbours along the inner one, for
+  // one wide access, and threads are neighbours along the other one: two by sixteen of them use whole sectors of both.
+  void Cross() {
+    for (int a = 0; a < l_.axes; ++a) {
+      if (a == l_.inner || a == l_.unrolled || l_.size[a] < 8) continue;
+      for (const std::vector<Ref>* refs : {&l_.reads, &l_.outputs}) {
+        for (const Ref& ref : *refs) {
+          const bool crosses = !ref.never && ref.along == ChainLayout::Along::kGather && ref.stride[a] == 1;
+          if (crosses && l_.size[l_.inner] / l_.vector >= 2) l_.crossed = a;
+        }
+      }
+    }
   }
 
   const Chain& chain_;

@@ -17,6 +17,9 @@ namespace cuda {
 
 constexpr char kChainKernelName[] = "stof_chain";
 
+// The source of a kernel, which begins with the functions that all have.
+std::string ChainSource(const std::string& kernel);
+
 struct ChainPlan {
   // words[word] is the address of an input or output, plus offset bytes.
   struct Address {
@@ -25,7 +28,7 @@ struct ChainPlan {
     bool output = false;
     int64_t offset = 0;
   };
-  std::string source;
+  std::string kernel;  // its source, without the functions that all have
   std::vector<int64_t> words;
   std::vector<Address> addresses;
   int64_t ctas = 0;
@@ -61,6 +64,7 @@ struct ChainLayout {
   int repeats = 1;                   // how many times that
   int lanes = 1;                     // threads of a row
   int unrolled = -1;                 // the axis that repeats go along; -1: they are CTAs' widths apart
+  int crossed = -1;                  // the axis that neighbouring threads go along, where an input is contiguous there
   std::vector<Ref> reads, outputs;
   std::vector<uint32_t> node_axes;  // that each node of the chain depends on
 };
@@ -68,7 +72,7 @@ struct ChainLayout {
 // False where there is nothing to compute, or only what the interpreting kernel takes: rows without elements.
 bool MakeChainLayout(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
                      int multiprocessors, ChainLayout* layout);
-// The source and all words but the addresses. multiprocessors: of the device, for the size of CTAs.
+// The kernel and all words but the addresses. multiprocessors: of the device, for the size of CTAs.
 void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int multiprocessors, ChainPlan* plan);
 
 }  // namespace cuda

@@ -130,11 +130,10 @@ class Writer {
     for (const Ref& ref : l_.outputs) output_data_.push_back(Data(ref, true));
     l_.reduces ? BeginRows() : BeginElements();
     for (int phase = 0; phase < scope_.phases(); ++phase) Phase(phase);
-    plan_.source = kFunctions;
-    plan_.source += "using namespace stof::cuda::chain;\ntypedef " + std::string(l_.wide ? "long long" : "int") +
-                    " I;\nstruct Words {\n  long long w[" + S(static_cast<int64_t>(plan_.words.size())) +
-                    "];\n};\nextern \"C\" __global__ void __launch_bounds__(" + S(most_threads_) + ") " +
-                    kChainKernelName + "(const __grid_constant__ Words p) {\n" + text_ + "}\n";
+    plan_.kernel = "typedef " + std::string(l_.wide ? "long long" : "int") + " I;\nstruct Words {\n  long long w[" +
+                   S(static_cast<int64_t>(plan_.words.size())) +
+                   "];\n};\nextern \"C\" __global__ void __launch_bounds__(" + S(most_threads_) + ") " +
+                   kChainKernelName + "(const __grid_constant__ Words p) {\n" + text_ + "}\n";
   }
 
  private:
@@ -144,6 +143,11 @@ class Writer {
     return "p.w[" + S(static_cast<int64_t>(plan_.words.size()) - 1) + "]";
   }
   std::string IndexWord(int64_t value) { return "(I)" + Word(value); }
+  std::string Number(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return "__uint_as_float((unsigned)" + Word(bits) + ")";
+  }
   std::string Size(int axis) {
     int& word = size_words_[static_cast<size_t>(axis)];
     if (word < 0) {
@@ -220,23 +224,36 @@ class Writer {
       parts.emplace_back(name, count);
       items *= count;
     };
-    add(l_.inner);
+    const int64_t vectors = l_.size[l_.inner] / l_.vector;
+    if (l_.crossed >= 0) {
+      parts.emplace_back("low", 2);
+      add(l_.crossed);
+      parts.emplace_back("high", (vectors + 1) / 2);
+      items *= 2 * ((vectors + 1) / 2);
+    } else {
+      add(l_.inner);
+    }
     for (int a = l_.axes; a-- > 0;) {
-      if (a != l_.inner) add(a);
+      if (a != l_.inner && a != l_.crossed) add(a);
     }
     most_threads_ = 256;
     const int64_t apart = l_.unrolled < 0 ? l_.repeats : 1;
     plan_.threads = items / apart >= int64_t{2048} * multiprocessors_ ? 256 : 64;
     const int64_t of_cta = plan_.threads * apart;
     plan_.ctas = (items + of_cta - 1) / of_cta;
-    const std::string inner = "const I " + Axis(l_.inner) + " = inner * " + S(l_.vector) + ";";
+    std::string inner = "const I " + Axis(l_.inner) + " = inner * " + S(l_.vector) + ";";
+    std::string within;
+    if (l_.crossed >= 0) {
+      inner = "const I inner = high * 2 + low;\n" + inner;
+      within = "inner < " + IndexWord(vectors);
+    }
     const std::string total = IndexWord(items);
     if (apart > 1) {
       std::swap(text_, body_);
       Line("const I at = (I)blockIdx.x * (I)(blockDim.x * " + S(apart) + ") + (I)threadIdx.x + j * (I)blockDim.x;");
-      Line("const bool ok = at < " + total + ";");
       Decompose("at", parts);
       Line(inner);
+      Line("const bool ok = at < " + total + (within.empty() ? "" : " && " + within) + ";");
       std::swap(text_, body_);
       return;
     }
@@ -244,6 +261,7 @@ class Writer {
     Line("if (at >= " + total + ") return;");
     Decompose("at", parts);
     Line(inner);
+    if (!within.empty()) Line("if (!(" + within + ")) return;");
     body_ = "const bool ok = true;\n";
     if (l_.unrolled >= 0) {
       body_ = "const I " + Axis(l_.unrolled) + " = group * " + S(l_.repeats) +
@@ -350,7 +368,11 @@ class Writer {
       return name + "[k]";
     }
     std::string arg[3];
-    for (int a = 0; a < ArityOf(one.op); ++a) arg[a] = Value(one.arg[a]);
+    for (int a = 0; a < ArityOf(one.op); ++a) {
+      const ChainNode& of = chain_.nodes[static_cast<size_t>(one.arg[a])];
+      // What is the same for a whole thread costs nothing as a word: one kernel serves every epsilon.
+      arg[a] = of.op == ChainOp::kConstant && !scope_.OfElement(node) ? Number(of.value) : Value(one.arg[a]);
+    }
     if (one.op == ChainOp::kDiv && scope_.OfElement(node) && !scope_.OfElement(one.arg[1])) {
       return "Over(" + arg[0] + ", " + arg[1] + ", 1.0f / " + arg[1] + ", Fits(" + arg[1] + "))";
     }
@@ -528,6 +550,10 @@ class Writer {
 };
 
 }  // namespace
+
+std::string ChainSource(const std::string& kernel) {
+  return std::string(kFunctions) + "using namespace stof::cuda::chain;\n" + kernel;
+}
 
 void MakeChainPlan(const Chain& chain, const ChainLayout& layout, int multiprocessors, ChainPlan* plan) {
   Writer(chain, layout, multiprocessors, plan).Run();

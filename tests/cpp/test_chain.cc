@@ -69,7 +69,8 @@ struct Result {
 constexpr size_t kBand = 64;
 
 #ifdef STOF_WITH_CUDA
-int64_t shifted = 0;  // elements between an allocation and the tensor in it
+int64_t shifted = 0;    // elements between an allocation and the tensor in it
+bool captured = false;  // runs are captured, and the graph runs
 
 // Runs on the device, where every tensor has a copy, at an offset that keeps no more than the alignment of kBand.
 Status RunOnDevice(const Op& op, const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) {
@@ -91,8 +92,27 @@ Status RunOnDevice(const Op& op, const std::vector<Tensor>& inputs, const std::v
   for (const Tensor& tensor : outputs) out.push_back(put(tensor, kBand));
   RunContext context;
   context.on_cuda = true;
+  cudaStream_t stream = nullptr;
+  if (captured) {
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+  }
+  context.stream = stream;
   const Status status =
       op.Run(in.data(), static_cast<int>(in.size()), out.data(), static_cast<int>(out.size()), context);
+  if (captured) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    if (cudaStreamEndCapture(stream, &graph) != cudaSuccess ||
+        cudaGraphInstantiate(&executable, graph, 0) != cudaSuccess) {
+      throw Failure{"the run was not captured"};
+    }
+    if (status.ok()) cudaGraphLaunch(executable, stream);
+    cudaStreamSynchronize(stream);
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+  }
   const cudaError_t error = cudaDeviceSynchronize();
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto bytes = static_cast<size_t>(outputs[i].Elements() * SizeOf(outputs[i].dtype)) + 2 * kBand;
@@ -257,6 +277,31 @@ TEST(ChainActivationsAndViews) {
 }
 
 #ifdef STOF_WITH_CUDA
+// While a graph is captured no kernel is made: the first run is interpreted, or an error where that is not wanted.
+TEST(ChainCaptured) {
+  Random random(8);
+  const char* wanted = std::getenv("STOF_CHAIN_KERNELS");
+  for (const int64_t n : {48, 1000, 5000}) {
+    const std::string text =
+        "axes s = x0.0, n = x0.1; let r = x0[s, n] * 1.25; out y0 f16 [s, n] = r - mean(r * r) + " + std::to_string(n);
+    const std::vector<ChainArray> inputs = {Array(&random, DType::kF16, {3, n})};
+    captured = true;
+    if (wanted != nullptr && std::strcmp(wanted, "made") == 0) {
+      std::vector<Result> results;
+      const Status status = RunOp(text, inputs, 1, &results);
+      CHECK(!status.ok() && status.message().find("run once") != std::string::npos, status.message());
+    } else {
+      Check(text, inputs);
+    }
+    captured = false;
+    Check(text, inputs);
+    captured = true;
+    Check(text, inputs);
+    captured = false;
+    CountCases(3);
+  }
+}
+
 // Tensors that are aligned to no more than some of their elements.
 TEST(ChainAlignments) {
   Random random(7);

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of usual chains that the library brings along, compiled when it is built: the same ones that would be made
+// when they are needed, found by the same text. For devices without NVRTC, and for first runs that do not wait.
+#ifndef STOF_CUDA_CHAIN_USUAL_H_
+#define STOF_CUDA_CHAIN_USUAL_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plugins/core/kernels.h"
+
+namespace stof {
+namespace cuda {
+
+// What usual chains of a type are made into; for the build.
+std::vector<std::string> UsualChainKernels(DType dtype);
+
+struct ChainTextHash {
+  uint64_t low = 0, high = 0;
+};
+ChainTextHash HashChainText(const std::string& text);
+
+struct UsualChainKernel {
+  ChainTextHash hash;
+  const void* kernel = nullptr;  // a function of the library's, for the CUDA runtime
+};
+struct UsualChains {
+  const UsualChainKernel* kernels = nullptr;
+  int count = 0;
+};
+// Of the files that the build makes, a type each.
+UsualChains UsualChainsF16();
+UsualChains UsualChainsBf16();
+UsualChains UsualChainsF32();
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_CHAIN_USUAL_H_
