@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--batch", type=int, default=1)
     model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
+    model.add_argument("--ablation", action="store_true", help="on a CPU: attention alone and chains alone, too")
+    model.add_argument("--tune", type=float, default=0.0, metavar="SECONDS", help="on a CPU: measure chains first")
     model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")

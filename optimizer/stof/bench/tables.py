@@ -211,7 +211,8 @@ def _models(records: Sequence[Record]) -> list[str]:
         "",
         _machine(records),
     ]
-    head = ["model", "B", "S", "threads", "original", "optimized", "times faster", "OpenVINO / optimized", "quotient"]
+    head = ["model", "B", "S", "threads", "original", "optimized", "times faster", "attention only"]
+    head += ["chains only", "OpenVINO / optimized", "quotient"]
     head += ["memory above the weights", "times less"]
     rows = []
     for record in records:
@@ -227,6 +228,7 @@ def _models(records: Sequence[Record]) -> list[str]:
                 f"{seconds['original'] * 1e3:.0f} ms",
                 f"{best * 1e3:.0f} ms",
                 f"{seconds['original'] / best:.2f}",
+                *[f"{seconds['original'] / seconds[k]:.2f}" if k in seconds else "–" for k in ("attention", "chains")],
                 f"{seconds['openvino'] / best:.2f}" if "openvino" in seconds else "–",
                 f"{record['quotient']['quotient']:.3f}" if "quotient" in record else "–",
                 f"{memory[0]:.0f} → {memory[1]:.0f} MiB" if memory else "–",
