@@ -11,42 +11,23 @@ from functools import lru_cache
 import pytest
 
 import build
-from stof.chains.find import Graph, find_chains, settled
+from stof.bench.search import GRAPHS, MOST, cut_sites
+from stof.chains.find import Graph
 from stof.inputs import Case, InputMaker, Padding
 from stof.search.cost import Analytical, Site, frequent_start
 from stof.search.engine import Limits, exhaustive, search
 from stof.search.space import Segment, Setting, Space, unfused
 from stof.symbolic import Symbolic
 
-GRAPHS = [
-    "narrow/gemma3.torchscript.eager",
-    "narrow/mistral.torchscript.eager",
-    "narrow/embeddinggemma.dynamo.eager",
-] + ["zoo/gpt2.torchscript.sdpa", "zoo/qwen3.transformers.sdpa", "zoo/t5.dynamo.eager"]
-LEAST, MOST = 200, 5000  # schemes of a space
-
 
 @lru_cache(maxsize=1)
 def sites() -> list[tuple[Site, Space, dict[str, int]]]:
-    """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
+    """The spaces that stof-bench search enumerates."""
     found = []
     for name in GRAPHS:
         graph = Graph(build.load_graph(name), Symbolic(build.load_graph(name)))
-        chains, _ = find_chains(graph)
         sizes = InputMaker(graph.model, graph.symbolic, frozenset()).sizes(Case(2, 128, Padding.NONE))
-        seen = set()
-        for chain in settled(graph, chains):
-            if chain.description.text in seen:
-                continue
-            seen.add(chain.description.text)
-            around = {q for p in chain.region.places for q in (*graph.before(p), *graph.after(p))}
-            near = {q for q in around if graph.nodes[q].op_type in ("MatMul", "Gemm")}
-            places = tuple(sorted({*chain.region.places, *near}))
-            for start in range(0, len(places), 4):
-                site = Site(graph, places[start : start + 13])
-                space = site.space()
-                if LEAST <= space.count() <= MOST:
-                    found.append((site, space, sizes))
+        found += [(site, site.space(), sizes) for site in cut_sites(graph)]
     return found
 
 

@@ -42,11 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--batch", type=int, default=1)
     model.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     model.add_argument("--without", nargs="+", default=[], choices=["openvino", "memory", "quotient"])
+    model.add_argument("--ablation", action="store_true", help="on a CPU: attention alone and chains alone, too")
+    model.add_argument("--tune", type=float, default=0.0, metavar="SECONDS", help="on a CPU: measure chains first")
     model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     search = commands.add_parser("search", help="the search for fusion schemes beside others, region by region")
-    search.add_argument("model", type=Path, help="an .onnx file")
+    search.add_argument(
+        "model", type=Path, nargs="?", help="an .onnx file; without, spaces of stored graphs are enumerated"
+    )
+    search.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     search.add_argument("--batch", type=int, default=1)
     search.add_argument("--length", type=int, default=128, metavar="S")
     search.add_argument("--measured", action="store_true", help="times on this device in place of the analytical cost")
@@ -85,11 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(str(p) for p in plots(arguments.results, arguments.output)) or "no results of a GPU there")
         return 0
     if arguments.command == "search":
-        from stof.bench.search import lines
-
-        for line in lines(arguments.model, arguments.batch, arguments.length, arguments.measured, arguments.seed):
-            print(line.text(), flush=True)
-        return 0
+        return _search(arguments)
     if arguments.command == "attention" and arguments.device == "cuda":
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):
@@ -108,6 +109,24 @@ def _run(arguments: argparse.Namespace) -> int:
             from stof.bench.models import run
 
             return run(arguments, threads)
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from stof.bench import search
+    from stof.bench.results import store_all
+
+    shape = (arguments.batch, arguments.length)
+    if arguments.model is not None:
+        for line in search.lines(arguments.model, *shape, arguments.measured, arguments.seed):
+            print(line.text(), flush=True)
+        return 0
+    found = []
+    for line in search.spaces(search.GRAPHS, *shape, arguments.seed):
+        print(f"{line.cost:10s} {line.text()}", flush=True)
+        found.append(line)
+    print(search.summary(found))
+    store_all(arguments.results / "search.json", [x.record(i // 2) for i, x in enumerate(found)])
+    return 0 if all(x.enumerated is not None and x.found <= x.enumerated * (1 + 1e-9) for x in found) else 3
 
 
 def _each_thread_count(arguments: argparse.Namespace) -> int:

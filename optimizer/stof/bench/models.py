@@ -21,6 +21,7 @@ from stof.bench.peer_ort import bound, session
 from stof.bench.profile import Call, profile, rest_seconds
 from stof.bench.results import Record, store
 from stof.bench.runner import Unavailable, require
+from stof.options import Options
 
 _FOLDER = Path("build/bench")
 _TYPES = {"float": "float32", "bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8"}
@@ -36,10 +37,20 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
 
         print(f"optimizing {original.name}", flush=True)
         optimize(original, optimized)
+    variants = {"optimized": optimized}
+    for label, options in (
+        (("attention", {"chains": "off"}), ("chains", {"skip": ("*",)})) if arguments.ablation else ()
+    ):
+        from stof.pipeline import optimize
+
+        path = original.with_name(f"{original.stem}.{label}.onnx")
+        path.unlink(missing_ok=True)
+        optimize(original, path, Options(verify=False, **options))
+        variants[label] = path if path.is_file() else original  # nothing that gains: the original itself
     name = arguments.model.removesuffix(".onnx").rpartition("/")[2]
     for length in arguments.lengths:
         shape = (arguments.batch, length)
-        record = point(name, original, optimized, shape, threads, arguments.rounds, arguments.without)
+        record = point(name, original, variants, shape, threads, arguments.rounds, arguments.without)
         print("\n".join(lines(record)), flush=True)
         store(arguments.results / "models-cpu.json", record)
     return 0
@@ -154,24 +165,29 @@ def _site_calls(
     return found
 
 
+def _first(found: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.asarray(found.run(None, dict(feeds))[0])
+
+
 def point(
     name: str,
     original: Path,
-    optimized: Path,
+    variants: Mapping[str, Path],
     shape: tuple[int, int],
     threads: int,
     rounds: int,
     without: list[str],
 ) -> Record:
-    """One model at one shape."""
+    """One model at one shape; ``variants`` are files by label, "optimized" among them."""
     batch, length = shape
+    optimized = variants["optimized"]
     missing: dict[str, str] = {}
     before = session(str(original), threads)
-    after = session(str(optimized), threads, stof=True)
+    own = {k: session(str(path), threads, stof=True) for k, path in variants.items()}
     feeds = inputs(before, batch, length)
     runs: dict[str, Callable[[], np.ndarray]] = {
         "original": lambda: before.run(None, feeds)[0],
-        "optimized": lambda: after.run(None, feeds)[0],
+        **{k: partial(_first, found, feeds) for k, found in own.items()},
     }
     expected = runs["original"]()
     if "openvino" in without:
@@ -183,12 +199,13 @@ def point(
             missing["openvino"] = str(reason)
     span = float(expected.max() - expected.min())
     errors = {k: float(np.abs(call() - expected).max()) / span for k, call in runs.items() if k != "original"}
-    if not errors["optimized"] <= _ALLOWED:
-        raise ValueError(f"the optimized model's output differs by {errors['optimized']:.1e} of the range")
+    for kind in variants:
+        if not errors[kind] <= _ALLOWED:
+            raise ValueError(f"the model {kind!r} gives an output that differs by {errors[kind]:.1e} of the range")
     sites = []
     if "quotient" not in without:
-        own = profile(str(optimized), feeds, threads, stof=True, runs=1)[-1]
-        sites = _site_calls(optimized, own, threads)
+        profiled = profile(str(optimized), feeds, threads, stof=True, runs=1)[-1]
+        sites = _site_calls(optimized, profiled, threads)
     rates = measure.rates(threads)
     timings = measure.interleave([*runs.values(), *[call for call, _, _ in sites]], rounds)
     rates = measure.best_rates(rates, measure.rates(threads))
@@ -214,7 +231,8 @@ def point(
             "op_alone_s": round(alone, 5),
             "quotient": round(times["optimized"].best / (rest + alone), 4),
         }
-    before = after = None
+    before = None
+    own.clear()
     runs.clear()
     sites.clear()
     if "memory" not in without:

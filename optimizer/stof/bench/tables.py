@@ -38,6 +38,7 @@ def document(results: Path) -> str:
     parts = [_HEAD]
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
+        parts += _search(read(folder / "search.json"))
         gpu = gpu_tables.device(folder)
         if not (attention or sites or models or gpu):
             continue
@@ -139,6 +140,35 @@ def _missing(group: Sequence[Record]) -> list[str]:
     return ["Not there: " + "; ".join(found) + ".", ""]
 
 
+def _search(records: Sequence[Record]) -> list[str]:
+    """The search for fusion schemes beside enumeration, greedy merging and random samples."""
+    if not records:
+        return []
+    rows = []
+    for graph in dict.fromkeys(r["key"][0] for r in records):
+        for cost in ("analytical", "drawn"):
+            own = [r for r in records if r["key"][0] == graph and r["key"][2] == cost]
+            if own:
+                schemes = [r["schemes"] for r in own]
+                best = sum(abs(r["exhaustive"] - 1) < 1e-6 for r in own)
+                rows.append(
+                    [
+                        graph, cost, str(len(own)), f"{min(schemes)} to {max(schemes)}", f"{best} of {len(own)}",
+                        *[f"{max(r[name] for r in own):.3f}" for name in ("greedy", "random", "unfused")],
+                        f"{sum(r['seconds'] for r in own):.2f} s",
+                    ]
+                )  # fmt: skip
+    head = ["graph", "cost", "spaces", "schemes", "as enumerated", "greedy", "2,000 random", "unfused", "time"]
+    return [
+        "## The search for fusion schemes",
+        "",
+        "`stof-bench search`: spaces of 200 to 5,000 schemes. *drawn*: costs without any order, which no model would give. The "
+        "worst cost of others over the search's own.",
+        "",
+        table(head, rows),
+    ]
+
+
 def _sites(records: Sequence[Record]) -> list[str]:
     if not records:
         return []
@@ -181,7 +211,8 @@ def _models(records: Sequence[Record]) -> list[str]:
         "",
         _machine(records),
     ]
-    head = ["model", "B", "S", "threads", "original", "optimized", "times faster", "OpenVINO / optimized", "quotient"]
+    head = ["model", "B", "S", "threads", "original", "optimized", "times faster", "attention only"]
+    head += ["chains only", "OpenVINO / optimized", "quotient"]
     head += ["memory above the weights", "times less"]
     rows = []
     for record in records:
@@ -197,6 +228,7 @@ def _models(records: Sequence[Record]) -> list[str]:
                 f"{seconds['original'] * 1e3:.0f} ms",
                 f"{best * 1e3:.0f} ms",
                 f"{seconds['original'] / best:.2f}",
+                *[f"{seconds['original'] / seconds[k]:.2f}" if k in seconds else "–" for k in ("attention", "chains")],
                 f"{seconds['openvino'] / best:.2f}" if "openvino" in seconds else "–",
                 f"{record['quotient']['quotient']:.3f}" if "quotient" in record else "–",
                 f"{memory[0]:.0f} → {memory[1]:.0f} MiB" if memory else "–",

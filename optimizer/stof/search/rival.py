@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto
 
 from stof.chains.find import Graph
 from stof.chains.ops import FREE, TYPES
 from stof.errors import UnsupportedError
+from stof.inputs import evaluate
 from stof.search.cost import Machine
 from stof.search.measure import part_model
 from stof.widen import HALF, widen
@@ -50,7 +50,10 @@ def rival_seconds(graph: Graph, places: Sequence[int], sizes: Mapping[str, int],
     model, _ = part_model(graph, whole, (), outputs, sizes, fixed=True)
     optimized = _optimized(widen(model, kinds=HALF))
     width = 2 if any(graph.symbolic.dtype(o) in HALF for o in outputs) else 4
-    return _seconds(optimized.graph, machine, width)
+    names = {n for p in whole for n in (*graph.nodes[p].input, *graph.nodes[p].output) if n}
+    shapes = {n: graph.symbolic.shape(n) for n in names}
+    known = {n: math.prod(evaluate(d, sizes) for d in s) for n, s in shapes.items() if s is not None}
+    return _seconds(optimized.graph, known, machine, width)
 
 
 def _read_elsewhere(graph: Graph, name: str, inside: set[int]) -> bool:
@@ -76,17 +79,20 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.load(str(path))
 
 
-def _seconds(graph: onnx.GraphProto, machine: Machine, width: int) -> float:
+def _seconds(graph: onnx.GraphProto, known: Mapping[str, int], machine: Machine, width: int) -> float:
+    """``known``: how many elements tensors of the original have."""
     counts = {t.name: math.prod(t.dims) for t in graph.initializer}
     for info in (*graph.input, *graph.output, *graph.value_info):
         kind = info.type.tensor_type
-        if kind.elem_type in TYPES and kind.HasField("shape"):
-            counts[info.name] = math.prod(d.dim_value for d in kind.shape.dim)
-        elif kind.elem_type == TensorProto.BOOL and kind.HasField("shape"):
-            counts[info.name] = math.prod(d.dim_value for d in kind.shape.dim) // width
-    for node in graph.node:  # of the same size, where the optimizer states none
-        for name in node.output:
-            counts.setdefault(name, max((counts.get(n, 0) for n in node.input), default=0))
+        if kind.HasField("shape"):
+            size = math.prod(d.dim_value for d in kind.shape.dim)
+            counts[info.name] = size if kind.elem_type in TYPES else size // width  # bools are of one byte
+    counts = {**counts, **known}
+    for node in graph.node:  # where nothing states a size, the largest one of the operator's tensors
+        most = max((counts.get(n, 0) for n in (*node.input, *node.output)), default=0)
+        for name in (*node.input, *node.output):
+            if not counts.get(name) and node.op_type not in _PRODUCTS:
+                counts[name] = most
     total = 0.0
     for node in graph.node:
         if node.op_type in _NO_KERNEL or _is_added_by_softmax(node, graph):
