@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of few queries over many keys, compute capability 8.0 and later: reading keys and values is all there is to
 // do. The query heads of a group are packed into one tile, so that a key is read once for all of them; CTAs share the
-// keys of a tile of rows ("split-KV", Dao et al. 2023), and a second kernel joins their sums.
+// keys of a tile of rows ("split-KV", Dao et al. 2023), and a second kernel joins their sums. Short rows have a kernel
+// of their own on 9.0: decode_cluster.cuh.
 //
 // Keys and values go from memory to registers 16 bytes at a time, without shared memory. The products are transposed,
 // scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner
@@ -14,6 +15,7 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_sm80.cuh"
+#include "cuda/decode_parts.cuh"
 
 namespace stof {
 namespace cuda {
@@ -44,61 +46,6 @@ __device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, boo
       "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
       : "l"(from), "r"(static_cast<int>(valid)));
-}
-
-// The transpose of an 8 x 8 matrix of halves of which lane l holds two in row l / 4.
-__device__ __forceinline__ uint32_t Transpose(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint32_t ToTf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ void SplitTf32(uint32_t bits, uint32_t* big, uint32_t* small) {
-  const float x = __uint_as_float(bits);
-  *big = ToTf32(x);
-  *small = ToTf32(x - __uint_as_float(*big));
-}
-// c[16 x 8] += a[16 x 8] · b[8 x 8] of TF32.
-__device__ __forceinline__ void MmaTf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ float ToFloat(float x) { return x; }
-template <typename T>
-__device__ __forceinline__ T FromFloat(float x);
-template <>
-__device__ __forceinline__ float FromFloat<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half FromFloat<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-
-// What an empty row gives.
-__device__ __forceinline__ float EmptyValue(const AttentionParams& p) {
-  return p.T > 0 && static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
-}
-
-template <typename T>
-__device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, float maximum) {
-  if (p.sink == nullptr) return 0.0f;
-  const float logit =
-      p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[h] : ToFloat(static_cast<const T*>(p.sink)[h]);
-  return Exp2(fminf(logit * kLog2E - maximum, 127.0f));
 }
 
 template <int kHead, typename T, int kBlocks>
@@ -408,35 +355,15 @@ class Decode {
         for (int e = 0; e < 4; ++e) {
           float& x = s[g][n][e];
           x *= scale_;
-          if (extras) x = Biased(x, entry.tile * kTileKeys + offset + e / 2 * 8, head_[n][e % 2], query_[n][e % 2]);
+          if (extras) {
+            x = BiasedScore<T>(p_, params_.second == 0, x, b_, head_[n][e % 2], query_[n][e % 2],
+                               entry.tile * kTileKeys + offset + e / 2 * 8);
+          }
           if (mean) x = 0.0f;
           if ((word[e % 2] >> ((offset + e / 2 * 8) % 32) & 1u) == 0) x = -INFINITY;
         }
       }
     }
-  }
-
-  // Softcap and biases; comes out in units of log2.
-  __device__ float Biased(float x, int key, int h, int query) const {
-    key = min(key, p_.T - 1);
-    if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x / p_.softcap);
-    float bias = 0.0f;
-    if (p_.bias != nullptr) {
-      const int64_t at =
-          b_ * p_.bias_stride_b + h * p_.bias_stride_h + query * p_.bias_stride_q + key * p_.bias_stride_k;
-      bias =
-          p_.bias_is_float != 0 ? static_cast<const float*>(p_.bias)[at] : ToFloat(static_cast<const T*>(p_.bias)[at]);
-    }
-    if (p_.relative_bias != nullptr) {
-      const int radius = static_cast<int>(p_.relative_bias_size / 2);
-      const int distance = max(-radius, min(radius, key - (p_.query_position + query)));
-      bias += p_.relative_bias[h * p_.relative_bias_stride_h + radius + distance];
-    }
-    // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-    float sum = (x + bias) * kLog2E;
-    if (sum == -INFINITY) sum = kLowest;
-    if (bias == -INFINITY) return params_.second != 0 ? x * kLog2E : -INFINITY;
-    return sum;
   }
 
   __device__ __forceinline__ void Softmax(float (&s)[kScores][kBlocks][4]) {

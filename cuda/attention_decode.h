@@ -20,6 +20,9 @@ struct DecodeParams {
   float* state = nullptr;    // [B, H, S, splits, 2]: maximum in units of log2, sum of weights
   int32_t* empty_rows = nullptr;  // [B, H, S]: set to whether a row has no key; nullptr: nobody asks
   int32_t second = 0;             // 1: only rows of empty_rows, and all keys for them
+  // The mask's one row of tiles, where all heads and batches have the same: entries [row_begin, row_end), from row_full
+  // on full ones. row_begin -1: the device looks for them. Read by the clusters' kernel.
+  int32_t row_begin = -1, row_full = 0, row_end = 0;
 };
 
 struct DecodeKernel {
@@ -31,10 +34,28 @@ struct DecodeKernel {
 // By the larger of D and Dv, and rows = heads * S.
 DecodeKernel FindDecode(DType dtype, int head_size, int64_t rows);
 
-// How many CTAs share the keys of one row block, from the number of key tiles that its mask keeps and how many such
-// blocks there are: docs/cuda-kernel.md has the model.
-int ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                 int64_t blocks, int multiprocessors);
+// The kernel whose `splits` CTAs are a cluster and need neither memory for sums nor a second kernel; 9.0.
+constexpr int kClusterSizes = 4;  // 1, 2, 4, 8
+struct ClusterKernel {
+  int rows = 0;                                                       // query rows of a CTA
+  int streams = 0;                                                    // tiles of keys that it works on at once
+  int (*launch)(const DecodeParams& params, void* stream) = nullptr;  // nullptr: no such kernel
+  // clusters[i]: how many clusters of 2^i CTAs the current device runs at once; zeros: it cannot.
+  void (*clusters)(int (&clusters)[kClusterSizes]) = nullptr;
+};
+ClusterKernel FindCluster(DType dtype, int head_size, int64_t rows);
+
+struct DecodeChoice {
+  bool cluster = false;      // which kernel
+  int splits = 1;            // CTAs that share the keys of a row block
+  double nanoseconds = 0.0;  // by the model
+};
+// From the number of key tiles that the mask keeps of a row, and how many row blocks there are: docs/cuda-kernel.md has
+// the models. clusters: as above.
+DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
+                          int64_t blocks, int multiprocessors);
+DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
+                          int64_t blocks, int multiprocessors, int streams, const int (&clusters)[kClusterSizes]);
 
 }  // namespace cuda
 }  // namespace stof

@@ -946,8 +946,8 @@ int Launch(const Sm90Params& params, void* stream) {
 
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
-constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial) {
-  return {S::kM, S::kN, S::kTeams / S::kSplit, {row, full, partial, S::kSplit}, Launch<S, T>};
+constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
+  return {S::kM, S::kN, S::kTeams / S::kSplit, {row, full, partial, S::kSplit, reread}, Launch<S, T>};
 }
 
 }  // namespace sm90

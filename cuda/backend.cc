@@ -240,6 +240,7 @@ class Job {
     if (context_.kernel == 0 && std::strcmp(args_.kernel, cuda::kSm80Name) == 0) return Status();
     const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
     problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+    problem->bytes = args_.B * args_.G * head;
     if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
       *kernel = first + (context_.kernel - 2);
       return Status();
@@ -308,30 +309,41 @@ class Job {
     if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
     const int64_t tiles = entry == nullptr ? (args_.T + cuda::kTileKeys - 1) / cuda::kTileKeys : entry->longest_row();
     const int64_t blocks = args_.B * args_.G * (group / params.heads) * ((packed + kernel.rows - 1) / kernel.rows);
-    params.splits =
-        cuda::ChooseSplits(kernel, params_, args_.dtype == DType::kF32 ? 4 : 2, tiles, blocks, facts_.multiprocessors);
+    if (entry != nullptr && entry->one_row()) {
+      params.row_begin = 0, params.row_full = entry->one_row_full(), params.row_end = static_cast<int32_t>(tiles);
+    }
+    const int item = args_.dtype == DType::kF32 ? 4 : 2;
+    const cuda::ClusterKernel in_clusters = cuda::FindCluster(args_.dtype, size_, packed);
+    int clusters[cuda::kClusterSizes] = {};
+    if (facts_.capability >= 90) in_clusters.clusters(clusters);
+    const cuda::DecodeChoice choice =
+        cuda::ChooseDecode(kernel, params_, item, tiles, blocks, facts_.multiprocessors, in_clusters.streams, clusters);
+    params.splits = choice.splits;
     // Rows without a key that take all keys are found when the splits are joined, and get a second turn.
     const bool unknown = params_.has_mask != 0 && entry == nullptr;
     const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
                                       unknown || (entry != nullptr && entry->empty_rows()));
     const int64_t rows = args_.B * args_.H * args_.S;
     // Where memory was planned ahead there may be too little for the splits that would be fastest.
-    while (params.splits > 1 || second) {
-      const int64_t sums = 4 * rows * params.splits * args_.Dv, states = 8 * rows * params.splits;
+    while ((params.splits > 1 && !choice.cluster) || second) {
+      const int64_t parts = choice.cluster ? 0 : rows * params.splits;
+      const int64_t sums = 4 * parts * args_.Dv, states = 8 * parts;
       const auto bytes = static_cast<size_t>(sums + states + 4 * rows);
       auto* memory = static_cast<char*>(Held(0, 2, bytes));
-      if (memory == nullptr && params.splits > 1) {
+      if (memory == nullptr && parts > 0 && params.splits > 1) {
         params.splits /= 2;
         continue;
       }
       if (memory == nullptr) return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of sums");
-      params.state = reinterpret_cast<float*>(memory);
-      params.partial = reinterpret_cast<float*>(memory + states);
+      if (parts > 0) {
+        params.state = reinterpret_cast<float*>(memory);
+        params.partial = reinterpret_cast<float*>(memory + states);
+      }
       if (second) params.empty_rows = reinterpret_cast<int32_t*>(memory + states + sums);
       break;
     }
     for (params.second = 0; params.second <= (second ? 1 : 0); ++params.second) {
-      STOF_RETURN_IF_ERROR(Launched(kernel.launch(params, stream_)));
+      STOF_RETURN_IF_ERROR(Launched((choice.cluster ? in_clusters.launch : kernel.launch)(params, stream_)));
       if (params.partial != nullptr) STOF_RETURN_IF_ERROR(Launched(kernel.combine(params, stream_)));
       params.attention.lse = nullptr;  // has been said
     }

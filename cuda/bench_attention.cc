@@ -3,7 +3,8 @@
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
 // bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
-//   decode  one query against a cache; wide  heads of more than 128 elements; extras  biases and softcap
+//   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
+//   and softcap
 //   --all   times every kernel of the head size, too, and says what the selector's model thinks of each and how much
 //           slower its choice is than the best
 #include <algorithm>
@@ -96,7 +97,8 @@ constexpr Row kExtraRows[] = {
 constexpr const char* kWindow = "k <= q and q - k < 1024";
 constexpr const char* kStride = "k <= q and (q - k < 512 or (k // 64 + h) % 8 == 0)";
 constexpr Row kDecodeRows[] = {
-    {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 11, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 12, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
     {"dense", "", 1, 32, 1, 128, 1 << 15, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
     {"window", kWindow, 1, 32, 1, 128, 1 << 13, 8}, {"window", kWindow, 1, 32, 1, 128, 1 << 17, 8},
     {"stride", kStride, 1, 32, 1, 128, 1 << 13, 8}, {"stride", kStride, 1, 32, 1, 128, 1 << 15, 8},
@@ -106,6 +108,10 @@ constexpr Row kDecodeRows[] = {
     {"window", kWindow, 1, 16, 1, 64, 1 << 17, 16}, {"stride", kStride, 1, 16, 1, 64, 1 << 15, 16},
     {"stride", kStride, 1, 16, 1, 64, 1 << 17, 16},
 };
+
+// Bytes of the sets of inputs of such a query, and calls in a graph.
+constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
+constexpr size_t kMostSets = 32;
 
 // On the device, `count` of them; a long tensor repeats a part, for the host takes its time to draw numbers.
 template <typename T, typename Draw>
@@ -188,8 +194,9 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   return error / largest;
 }
 
-// Microseconds of one call, by the 9.0 kernel of that number; -1: the selector's choice.
-double Time(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+// Microseconds of one call, by the 9.0 kernel of that number; -1: the selector's choice. Calls take the sets of inputs
+// in turn.
+double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
             const stof::ExprSizes& sizes, Workspace* space, int kernel) {
   stof::cuda::TakeKernel(kernel);
   cudaStream_t stream = nullptr;
@@ -199,15 +206,17 @@ double Time(const Row& row, const stof::AttentionArgs& args, const stof::Attenti
   context.stream = stream;
   context.allocate = Workspace::Allocate;
   context.self = space;
+  size_t turn = 0;
   const auto run = [&] {
     space->used = 0;
-    const stof::Status status = stof::FindCudaBackend()->attention(args, nullptr, mask, sizes, {}, context);
+    const stof::Status status =
+        stof::FindCudaBackend()->attention(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);
     }
   };
-  const double us = TimeGraph(stream, row.launches, run);
+  const double us = TimeGraph(stream, calls, run);
   CHECK_CUDA(cudaStreamDestroy(stream));
   stof::cuda::TakeKernel(-1);
   return us;
@@ -224,6 +233,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   int l2 = 0;
   CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
   problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  problem.bytes = args.B * args.G * 4 * sizes.T * row.D;
   const stof::cuda::Sm90Kernel* kernels =
       stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16,
                            args.bias != nullptr      ? stof::cuda::Extras::kPairs
@@ -236,7 +246,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
     int64_t model = 0;
     const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
     if (!status.ok()) std::exit(1);
-    const double us = Time(row, args, mask, sizes, space, at);
+    const double us = Time(row, {args}, row.launches, mask, sizes, space, at);
     best = std::min(best, us);
     std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
                 kernel->workers, us, static_cast<double>(model) * 1e-3);
@@ -314,7 +324,20 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   Workspace space;
   space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
-  const double us = Time(row, args, *mask, sizes, &space, -1);
+  std::vector<stof::AttentionArgs> sets(1, args);
+  int calls = row.launches;
+  if (decode) {
+    // What is read once is not in the L2 cache: more sets of inputs than fit it, one after the other.
+    const int64_t bytes = 2 * count * (dtype == stof::DType::kF32 ? 4 : 2);
+    while (static_cast<int64_t>(sets.size()) * bytes < kCold && sets.size() < kMostSets) {
+      const auto seed = static_cast<uint32_t>(10 + 2 * sets.size());
+      sets.push_back(args);
+      sets.back().key = random(count, seed), sets.back().value = random(count, seed + 1);
+    }
+    calls =
+        static_cast<int>(std::clamp<int64_t>(kCalls * kCold / 4 / bytes, static_cast<int64_t>(sets.size()), kCalls));
+  }
+  const double us = Time(row, sets, calls, *mask, sizes, &space, -1);
   const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * T * row.D);
   if (decode) {
     // A group of heads with one mask reads a key once, heads with masks of their own read their own keys.
@@ -331,8 +354,7 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
          reported == 0 ? "" : ",\n ", type, row.name, row.mask, row.B, row.H, G, row.S, T);
-  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, row.launches, us, tiles,
-         pairs);
+  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, calls, us, tiles, pairs);
   if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0') {
     const double error = ErrorOf(row, args);
     std::printf("  largest error over largest output, a few rows: %.2e\n", error);
@@ -345,6 +367,10 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
   for (const void* memory :
        {args.query, args.key, args.value, static_cast<const void*>(args.output), static_cast<const void*>(biases)}) {
     CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
+  }
+  for (size_t i = 1; i < sets.size(); ++i) {
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].key)));
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].value)));
   }
   CHECK_CUDA(cudaFree(space.memory));
 }

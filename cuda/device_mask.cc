@@ -99,6 +99,8 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   for (size_t row = 0; row + 1 < mask.row_ptr.size(); ++row) {
     longest_row_ = std::max<int64_t>(longest_row_, mask.row_ptr[row + 1] - mask.row_ptr[row]);
   }
+  one_row_ = mask.full_begin.size() == 1;
+  if (one_row_) one_row_full_ = mask.full_begin[0];
   WorkPlan plan;
   if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);

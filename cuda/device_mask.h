@@ -61,6 +61,9 @@ class MaskEntry {
   bool empty_rows() const { return empty_rows_; }
   // Tiles of the row that has most.
   int64_t longest_row() const { return longest_row_; }
+  // Whether there is one row of tiles for all heads and batches; where its full tiles begin.
+  bool one_row() const { return one_row_; }
+  int32_t one_row_full() const { return one_row_full_; }
   int64_t bytes() const { return bytes_; }
 
  private:
@@ -69,6 +72,8 @@ class MaskEntry {
   const WorkStart* work_start_ = nullptr;
   bool empty_rows_ = false;
   int64_t longest_row_ = 0;
+  bool one_row_ = false;
+  int32_t one_row_full_ = 0;
   void* memory_ = nullptr;
   cudaEvent_t uploaded_ = nullptr;
   int64_t bytes_ = 0;

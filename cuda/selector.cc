@@ -118,9 +118,11 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   return form;
 }
 
-Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
+namespace {
+
+// That of the plan.
+Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t* nanoseconds) {
   const ExprSizes& sizes = problem.sizes;
-  const MaskForm form = FormOf(kernel, problem);
   if (problem.mask == nullptr) {
     const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), std::max(1, form.workers));
     *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
@@ -141,6 +143,15 @@ Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanose
                           static_cast<double>(std::max<int64_t>(1, rows));
   const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
   *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
+  return Status();
+}
+
+}  // namespace
+
+Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
+  const MaskForm form = FormOf(kernel, problem);
+  STOF_RETURN_IF_ERROR(PredictRowsOfTiles(form, problem, nanoseconds));
+  *nanoseconds += form.cost.reread * (problem.bytes >> 20);
   return Status();
 }
 
@@ -199,14 +210,15 @@ const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
 }
 
 Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kernel** selected) {
-  using Key = std::tuple<const Sm90Kernel*, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
+  using Key =
+      std::tuple<const Sm90Kernel*, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
   static std::mutex mutex;
   static auto* remembered = new std::map<Key, const Sm90Kernel*>;  // never destroyed, as the device's cache is not
   *selected = Asked(kernels);
   if (*selected != nullptr) return Status();
   const ExprSizes& sizes = problem.sizes;
-  const Key key{kernels,         problem.hash,           sizes.B, sizes.H, sizes.S, sizes.T, sizes.P,
-                problem.section, problem.multiprocessors};
+  const Key key{kernels, problem.hash, sizes.B,         sizes.H,       sizes.S,
+                sizes.T, sizes.P,      problem.section, problem.bytes, problem.multiprocessors};
   if (problem.mask != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = remembered->find(key);

@@ -13,9 +13,10 @@ namespace stof {
 namespace cuda {
 
 // What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
-// nanoseconds; `split` tiles at the same time.
+// nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
+// where they come from memory more than once.
 struct TileCost {
-  int64_t row = 1, full = 1, partial = 1, split = 1;
+  int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits.

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from stof.bench.cli import main
 from stof.bench.gpu import candidates, cases, point, run, tables, timing
 from stof.bench.gpu.problem import Problem
-from stof.bench.results import store_all
+from stof.bench.results import merge, read, store_all
 
 torch = pytest.importorskip("torch")
 
@@ -124,6 +125,25 @@ def test_point(device: None, tmp_path: Path) -> None:
     text = "\n".join(tables.parts(tmp_path))
     assert "90 points" in text  # that of one head is none of the grid
     assert "paper: causal" in text
+
+
+def test_merge(tmp_path: Path) -> None:
+    """Points that another machine has measured replace those with the same key and leave all others alone."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    store_all(here / "attention-cuda-paper.json", [{"key": ["a", n], "us": 1.0} for n in range(90)])
+    store_all(there / "attention-cuda-paper.json", [{"key": ["a", n], "us": 2.0} for n in range(18, 91)])
+    store_all(there / "attention-cuda-decode.json", [{"key": ["d"], "us": 3.0}])
+    lines = merge(there, here)
+    assert lines == [
+        "attention-cuda-decode.json: 1 records, 1 of them new, 1 in all",
+        "attention-cuda-paper.json: 73 records, 1 of them new, 91 in all",
+    ]
+    assert [r["us"] for r in read(here / "attention-cuda-paper.json")] == [1.0] * 18 + [2.0] * 73
+    assert main(["merge", str(there), str(here)]) == 0
+    (there / "other.json").write_text('[{"name": "of somebody else"}]')
+    with pytest.raises(ValueError, match="records without keys"):
+        merge(there, here)
+    assert main(["merge", str(tmp_path / "nowhere"), str(here)]) == 1
 
 
 def test_capture_fails(device: None, monkeypatch: pytest.MonkeyPatch) -> None:

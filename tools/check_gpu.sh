@@ -72,6 +72,7 @@ if wave 1; then
   suite table 75 CudaAttentionEquals
   suite table-8.0 75 CudaAttentionEquals STOF_CUDA_CAPABILITY=80
   suite decode 75 CudaDecode
+  suite decode-8.0 75 CudaDecode STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention | sites | model | search | table | plot``."""
+"""``stof-bench attention | sites | model | search | merge | table | plot``."""
 
 from __future__ import annotations
 
@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--threads", nargs="+", type=int, default=[1, 2] if command is not model else [2])
         command.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 7 on a GPU")
         command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    merge = commands.add_parser("merge", help="results that another machine wrote, into those here")
+    merge.add_argument("found", type=Path, metavar="DIR", help="the folder that the other machine wrote")
+    merge.add_argument("results", type=Path, metavar="INTO", help="for instance docs/results/h100")
     table = commands.add_parser("table", help="tables of the stored results, in Markdown")
     table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     table.add_argument("-o", "--output", type=Path, help="the file to write (default: the terminal)")
@@ -83,6 +86,11 @@ def _run(arguments: argparse.Namespace) -> int:
             print(text)
         else:
             arguments.output.write_text(text)
+        return 0
+    if arguments.command == "merge":
+        from stof.bench.results import merge
+
+        print("\n".join(merge(arguments.found, arguments.results)))
         return 0
     if arguments.command == "plot":
         from stof.bench.gpu.plot import plots

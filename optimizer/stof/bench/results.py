@@ -38,3 +38,23 @@ def store_all(path: Path, added: Sequence[Record]) -> None:
     scratch = path.with_name(path.name + ".part")
     scratch.write_text(json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")
     scratch.replace(path)
+
+
+def merge(found: Path, results: Path) -> list[str]:
+    """Adds the records of every file of a folder to the file of the same name in another; a line a file.
+
+    Raises:
+        ValueError: when the folder holds no file of records, or another kind of file.
+    """
+    lines = []
+    for path in sorted(found.glob("*.json")):
+        added = read(path)
+        if not all(isinstance(r, dict) and "key" in r for r in added):
+            raise ValueError(f"{path} holds records without keys: it was not written by stof-bench")
+        before = len(read(results / path.name))
+        store_all(results / path.name, added)
+        after = len(read(results / path.name))
+        lines.append(f"{path.name}: {len(added)} records, {after - before} of them new, {after} in all")
+    if not lines:
+        raise ValueError(f"{found} holds no results")
+    return lines
