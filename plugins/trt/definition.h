@@ -33,6 +33,8 @@ class Definition {
   const Op& op() const { return *op_; }
   int inputs() const { return op_->InputCount(); }
   int outputs() const { return op_->OutputCount(); }
+  // Of operators with lists: the type of an output, which its attributes say.
+  DType output_type(int index) const { return description_.output_type(fields_, index); }
   // What an engine file holds: Make gives an equal definition of it.
   const nvinfer1::PluginFieldCollection* serialized() const { return &collection_; }
   // Equal where attributes, constants and kernels are: a hash of all of them.

@@ -19,8 +19,7 @@ const std::vector<nvinfer1::IPluginCreatorInterface*>& Creators() {
     int count = 0;
     const stof::OpDescription* const* ops = stof::AllOps(&count);
     for (int i = 0; i < count; ++i) {
-      // Of a list of inputs TensorRT's parser does not learn how many there are: those are not offered yet.
-      if (stof::HasCudaKernels(*ops[i]) && !ops[i]->lists) creators->push_back(new stof::trt::Creator(*ops[i]));
+      if (stof::HasCudaKernels(*ops[i])) creators->push_back(new stof::trt::Creator(*ops[i]));
     }
     return creators;
   }();

@@ -62,6 +62,10 @@ DType ToDType(DataType type) {
   }
 }
 
+DataType ToDataType(DType type) {
+  return type == DType::kF32 ? DataType::kFLOAT : type == DType::kF16 ? DataType::kHALF : DataType::kBF16;
+}
+
 bool Contains(const DType* types, int count, DType type) {
   return std::find(types, types + count, type) != types + count;
 }
@@ -143,8 +147,16 @@ nvinfer1::IPluginV3* Plugin::clone() noexcept {
 
 nvinfer1::IPluginV3* Plugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept { return clone(); }
 
+// All calls of an operator with lists have as many inputs as the one that needs most: the last ones mean nothing.
+bool Plugin::Counted(int32_t in_count, int32_t out_count) const {
+  const int inputs = definition_->inputs();
+  const bool right =
+      definition_->description().lists ? in_count >= inputs && in_count <= kMostInputs : in_count == inputs;
+  return right && out_count == definition_->outputs();
+}
+
 Status Plugin::CheckCounts(int32_t in_count, int32_t out_count) const {
-  if (in_count == definition_->inputs() && out_count == definition_->outputs()) return Status();
+  if (Counted(in_count, out_count)) return Status();
   return Status::Error("has " + std::to_string(in_count) + " inputs and " + std::to_string(out_count) +
                        " outputs, expected " + std::to_string(definition_->inputs()) + " and " +
                        std::to_string(definition_->outputs()) + " by its attributes");
@@ -154,8 +166,12 @@ int32_t Plugin::getOutputDataTypes(DataType* out, int32_t out_count, const DataT
                                    int32_t in_count) const noexcept {
   const auto body = [&] {
     STOF_RETURN_IF_ERROR(CheckCounts(in_count, out_count));
-    // Where precision is the builder's choice, what stands here need not be what is asked for later.
     const OpDescription& description = definition_->description();
+    if (description.lists) {
+      for (int32_t o = 0; o < out_count; ++o) out[o] = ToDataType(definition_->output_type(o));
+      return Status();
+    }
+    // Where precision is the builder's choice, what stands here need not be what is asked for later.
     if (!Contains(description.types, description.type_count, ToDType(in[0]))) {
       return Status::Error("input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
                            ", which the operator does not take");
@@ -186,7 +202,7 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
   }
   for (int o = 0; o < definition_->outputs(); ++o) {
     const std::vector<DimRule> rules =
-        description.shape_rule(definition_->fields(), ranks, description.typed_inputs, o);
+        description.shape_rule(definition_->fields(), ranks, description.lists ? count : description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
       return Status::Error("output " + std::to_string(o) +
                            " has no shape: the ranks of the inputs do not fit the attributes");
@@ -215,14 +231,14 @@ int32_t Plugin::getOutputShapes(const DimsExprs* in, int32_t in_count, const Dim
 
 bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* in_out, int32_t in_count,
                                        int32_t out_count) noexcept {
-  if (in_count != definition_->inputs() || out_count != definition_->outputs() || at < 0 ||
-      at >= in_count + out_count) {
-    return false;
-  }
+  if (!Counted(in_count, out_count) || at < 0 || at >= in_count + out_count) return false;
   if (in_out[at].desc.format != TensorFormat::kLINEAR) return false;
   const OpDescription& description = definition_->description();
   const DType typed = ToDType(in_out[0].desc.type);
   const DType own = ToDType(in_out[at].desc.type);
+  if (description.lists) {
+    return at < in_count ? definition_->op().Takes(at, own, own) : own == definition_->output_type(at - in_count);
+  }
   if (!Contains(description.cuda_types, description.cuda_type_count, typed)) return false;
   if (at >= in_count) return own == description.OutputType(at - in_count, typed);
   return definition_->op().Takes(at, own, typed);
@@ -340,7 +356,7 @@ int32_t Plugin::onShapeChange(const PluginTensorDesc* in, int32_t in_count, cons
     Tensor inputs[kMostInputs];
     STOF_RETURN_IF_ERROR(Plan(in, inputs));
     // Where nothing can be made ready (no device, no memory left) the run says so.
-    const Status status = definition_->op().ReadyDevice(inputs, in_count, kernel());
+    const Status status = definition_->op().ReadyDevice(inputs, definition_->inputs(), kernel());
     if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
     return Status();
   };

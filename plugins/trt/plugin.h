@@ -63,6 +63,7 @@ class Plugin final : public nvinfer1::IPluginV3,
  private:
   // Tactic t is RunContext::kernel t - 1; 0, for TensorRT, is no tactic, for us the library's choice, as is 1.
   int kernel() const { return tactic_ > 0 ? tactic_ - 1 : 0; }
+  bool Counted(int32_t in_count, int32_t out_count) const;
   Status CheckCounts(int32_t in_count, int32_t out_count) const;
   Status Configure(const nvinfer1::DynamicPluginTensorDesc* in);
   void Load(const nvinfer1::DynamicPluginTensorDesc* in) const;

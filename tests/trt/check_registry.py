@@ -50,7 +50,7 @@ def check_library(trt: ModuleType, library: str) -> None:
     assert registry.get_creator("StofAttention", "1", "stof") is None
     handle = registry.load_library(library)
     assert handle is not None, "load_library refused the library"
-    assert len(registry.all_creators) == before + 1
+    assert len(registry.all_creators) == before + 2
     creator = registry.get_creator("StofAttention", "1", "stof")
     assert creator is not None
     assert (creator.name, creator.plugin_version, creator.plugin_namespace) == ("StofAttention", "1", "stof")

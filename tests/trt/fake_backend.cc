@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/chain.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 #include "plugins/core/ops/attention.h"
@@ -109,6 +110,26 @@ Status Ready(const AttentionArgs&, const Tensor*, const AttentionMask&, const Ex
   return Status();
 }
 
+std::unique_ptr<DeviceChain> KeepChain() { return std::make_unique<DeviceChain>(); }
+
+Status Chain(const stof::Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
+             DeviceChain* kept, const RunContext& context) {
+  if (kept == nullptr) return Status::Error("nothing is kept for the chain");
+  LastSeen()->stream = context.stream;
+  cpu::ChainProgram program;
+  cpu::CompileChain(chain, bound, 1, &program);
+  const size_t bytes = (cpu::ChainWorkspace(program, 1) + 63) / 64 * 64 + 64;
+  const std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(64, bytes), std::free);
+  cpu::RunChain(program, BestCpuIsa(), inputs, outputs, memory.get(), Parallel{RunHere, nullptr, 1});
+  return Status();
+}
+
+Status ReadyChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
+  if (kept == nullptr) return Status::Error("nothing is kept for the chain");
+  ++LastSeen()->readies;
+  return Status();
+}
+
 // Only what plugins call.
 CudaBackend Fake() {
   CudaBackend fake = {};
@@ -117,6 +138,9 @@ CudaBackend Fake() {
   fake.attention = Attention;
   fake.kernels = Kernels;
   fake.ready = Ready;
+  fake.chain = Chain;
+  fake.keep_chain = KeepChain;
+  fake.ready_chain = ReadyChain;
   return fake;
 }
 

@@ -69,6 +69,17 @@ class StofChainOp final : public Op {
     return backend->ready_chain(chain_, ready->bound, ready->Device(*backend));
   }
 
+  // The kernel of a node whose shapes are all known; what is wrong with them the run says.
+  Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int) override {
+    if (!on_cuda || input_count < chain_.inputs) return Status();
+    for (int i = 0; i < input_count; ++i) {
+      const bool known = std::all_of(inputs[i].dims, inputs[i].dims + inputs[i].rank, [](int64_t d) { return d >= 0; });
+      if (inputs[i].dtype == DType::kUndefined || !known) return Status();
+    }
+    (void)ReadyDevice(inputs, input_count, 0);
+    return Status();
+  }
+
   void SetOutputTypes(const DType* types, int count) override {
     for (size_t i = 0; i < std::min(chain_.outputs.size(), static_cast<size_t>(count)); ++i) {
       if (types[i] == DType::kF32 || types[i] == DType::kF16 || types[i] == DType::kBF16) {
@@ -192,9 +203,14 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
         if (rule.value > kChainMostInteger || rule.times > kChainMostInteger) return {};
         continue;
       }
-      // Two sizes that are not known here, or one that is divided: no symbol stands for it.
-      if (rule.input >= 0 || axis.input >= rank_count || axis.dim >= ranks[axis.input]) return {};
-      rule = {axis.input, axis.dim, -1, rule.value, axis.over};
+      if (axis.input >= rank_count || axis.dim >= ranks[axis.input]) return {};
+      if (rule.input < 0) {
+        rule = {axis.input, axis.dim, -1, rule.value, axis.over};
+      } else if (rule.by_input < 0 && axis.over == 1) {
+        rule.by_input = axis.input, rule.by_axis = axis.dim;
+      } else {
+        return {};  // more than a rule says
+      }
     }
     rules.push_back(rule);
   }
