@@ -582,7 +582,8 @@ class ClusterDecode {
     T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
             whole % p_.S * p_.output_stride.s + d;
     const float values[4] = {x.x, x.y, x.z, x.w};
-    const float divisor = empty ? 1.0f : all.y + SinkWeight<T>(p_, h, all.x);
+    const float divisor = empty ? 0.0f : all.y + SinkWeight<T>(p_, h, all.x);
+    if (d == 0) StoreLogSum<T>(p_, b_, h, whole % p_.S, all.x, divisor);
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = FromFloat<T>(empty ? EmptyValue(p_) : values[i] / divisor);
   }

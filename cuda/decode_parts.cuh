@@ -7,6 +7,7 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_sm80.cuh"
+#include "cuda/log_sum.cuh"
 
 namespace stof {
 namespace cuda {
