@@ -96,7 +96,7 @@ class Decode {
     end_ = min(end, next_ + share);
     next_ += warp_ / S::kWarpsPerTile;
     first_key_ = warp_ % S::kWarpsPerTile * 16 * S::kGroups;
-    scale_ = Extras() ? p_.scale : p_.scale * kLog2E;
+    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
@@ -152,10 +152,7 @@ class Decode {
   }
 
  private:
-  __device__ bool Extras() const { return p_.softcap > 0.0f || p_.bias != nullptr || p_.relative_bias != nullptr; }
-  __device__ int64_t RowOf(int row) const {  // in [B, H, S]
-    return (static_cast<int64_t>(b_) * p_.H + head0_ + row / p_.S) * p_.S + row % p_.S;
-  }
+  __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
   __device__ bool Wanted() const {
     for (int i = 0; i < S::kRows; ++i) {
       const int row = block_ * S::kRows + i;
@@ -339,7 +336,7 @@ class Decode {
   // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
   __device__ __forceinline__ void Adjust(const Entry& entry, float (&s)[kScores][kBlocks][4]) {
     const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
-    const bool extras = Extras();
+    const bool extras = HasExtras(p_);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t word[2] = {entry.pad, entry.pad};

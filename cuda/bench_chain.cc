@@ -14,24 +14,10 @@
 #include "cuda/bench_copy.h"
 #include "cuda/bench_graph.h"
 #include "plugins/core/op.h"
+#include "plugins/core/text_attribute.h"
 
 namespace stof {
 namespace {
-
-class TextAttribute final : public AttributeReader {
- public:
-  explicit TextAttribute(std::string text) : text_(std::move(text)) {}
-  bool Int(const char*, int64_t*) const override { return false; }
-  bool Float(const char*, float*) const override { return false; }
-  bool String(const char* name, std::string* value) const override {
-    if (std::strcmp(name, "chain") != 0) return false;
-    *value = text_;
-    return true;
-  }
-
- private:
-  std::string text_;
-};
 
 struct Input {
   DType dtype;
@@ -109,7 +95,7 @@ void Run(const Case& one, cudaStream_t stream) {
   const OpDescription* const* ops = AllOps(&count);
   std::unique_ptr<Op> op;
   for (int i = 0; i < count; ++i) {
-    if (std::strcmp(ops[i]->name, "StofChain") == 0) Check(ops[i]->create(TextAttribute(one.text), &op));
+    if (std::strcmp(ops[i]->name, "StofChain") == 0) Check(ops[i]->create(TextAttribute("chain", one.text), &op));
   }
   std::vector<std::unique_ptr<Memory>> memory;
   std::vector<Tensor> inputs, outputs(8);
@@ -120,10 +106,7 @@ void Run(const Case& one, cudaStream_t stream) {
     bytes += BytesOf(*tensor) / 3 * thirds;
   };
   for (const Input& input : one.inputs) {
-    Tensor tensor;
-    tensor.dtype = input.dtype;
-    tensor.rank = static_cast<int32_t>(input.dims.size());
-    std::copy(input.dims.begin(), input.dims.end(), tensor.dims);
+    Tensor tensor = Shaped(input.dtype, input.dims);
     give(&tensor, input.thirds);
     Fill(tensor);
     inputs.push_back(tensor);

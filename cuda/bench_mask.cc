@@ -45,9 +45,8 @@ void* OnDevice(const void* from, size_t bytes) {
 }
 
 stof::Tensor Describe(void* data, stof::DType dtype, std::initializer_list<int64_t> dims) {
-  stof::Tensor tensor;
-  tensor.data = data, tensor.dtype = dtype, tensor.rank = static_cast<int32_t>(dims.size());
-  std::copy(dims.begin(), dims.end(), tensor.dims);
+  stof::Tensor tensor = stof::Shaped(dtype, dims);
+  tensor.data = data;
   return tensor;
 }
 

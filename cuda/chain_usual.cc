@@ -5,6 +5,7 @@
 
 #include "cuda/chain_plan.h"
 #include "plugins/core/hash.h"
+#include "plugins/core/op.h"
 
 namespace stof {
 namespace cuda {
@@ -58,14 +59,6 @@ std::string Replaced(std::string text, const std::string& what, const std::strin
     text.replace(at, what.size(), by);
   }
   return text;
-}
-
-Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
-  Tensor tensor;
-  tensor.dtype = dtype;
-  tensor.rank = static_cast<int32_t>(dims.size());
-  std::copy(dims.begin(), dims.end(), tensor.dims);
-  return tensor;
 }
 
 class Collector {

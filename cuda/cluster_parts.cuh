@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decode_cluster.cuh is made of: its shape, copies, kernels behind each other, clusters.
+// What decode_cluster.cuh is made of: its shape, copies, clusters.
 #ifndef STOF_CUDA_CLUSTER_PARTS_CUH_
 #define STOF_CUDA_CLUSTER_PARTS_CUH_
 
@@ -74,17 +74,7 @@ __device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
   return x;
 }
 
-// ---- kernels behind each other, and clusters of CTAs: code for 9.0 and later ----
-__device__ __forceinline__ void AwaitKernelsBefore() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void AdmitNextKernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+// ---- clusters of CTAs: code for 9.0 and later ----
 // All threads of a cluster arrive; what they wrote before is seen by all after the wait.
 __device__ __forceinline__ void ArriveAtCluster() {
 #if __CUDA_ARCH__ >= 900

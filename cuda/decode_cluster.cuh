@@ -49,7 +49,7 @@ class ClusterDecode {
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
     padded_ = p_.pad_bits != nullptr && params.second == 0;
     masked_ = p_.has_mask != 0 && params.second == 0;
-    scale_ = Extras() ? p_.scale : p_.scale * kLog2E;
+    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kPieces * S::kPieceBytes);
     queries_ = base + S::kQueries;
@@ -57,8 +57,8 @@ class ClusterDecode {
   }
 
   __device__ void Run() {
-    AwaitKernelsBefore();
-    AdmitNextKernel();
+    WaitForPrevious();
+    LetNextStart();
     if (params_.second != 0 && !Wanted()) return;  // all of a cluster or none
     CopyQueries();
     FindShare();
@@ -102,10 +102,7 @@ class ClusterDecode {
   }
 
  private:
-  __device__ bool Extras() const { return p_.softcap > 0.0f || p_.bias != nullptr || p_.relative_bias != nullptr; }
-  __device__ int64_t RowOf(int row) const {  // in [B, H, S]
-    return (static_cast<int64_t>(b_) * p_.H + head0_ + row / p_.S) * p_.S + row % p_.S;
-  }
+  __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
   __device__ bool Wanted() const {
     for (int i = 0; i < rows_; ++i) {
       if (params_.empty_rows[RowOf(block_ * S::kRows + i)] != 0) return true;
@@ -392,7 +389,7 @@ class ClusterDecode {
   // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
   __device__ __forceinline__ void Adjust(int step, float (&s)[kBlocks][4]) {
     const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
-    const bool extras = Extras();
+    const bool extras = HasExtras(p_);
     const uint32_t from = steps_ + static_cast<uint32_t>(4 * (step % S::kStepSlots) * S::kStepWords);
     const uint4 found = ReadChunk(from);
     const int key0 = static_cast<int>(found.x) * kTileKeys + first_ + lane_ / 4;

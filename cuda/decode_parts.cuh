@@ -54,6 +54,15 @@ __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Of the packed rows of `heads` heads from head0 on, the place in [B, H, S].
+__device__ __forceinline__ int64_t PackedRow(const AttentionParams& p, int b, int head0, int row) {
+  return (static_cast<int64_t>(b) * p.H + head0 + row / p.S) * p.S + row % p.S;
+}
+
+__device__ __forceinline__ bool HasExtras(const AttentionParams& p) {
+  return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
+}
+
 // What an empty row gives.
 __device__ __forceinline__ float EmptyValue(const AttentionParams& p) {
   return p.T > 0 && static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;

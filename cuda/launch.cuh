@@ -57,6 +57,22 @@ int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shar
   return static_cast<int>(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments));
 }
 
+#ifdef __CUDACC__
+// ---- kernels behind each other (programmatic dependent launch): code for 9.0 and later ----
+// Lets the next kernel of the stream start, if it was launched to start early; it waits on its own.
+__device__ __forceinline__ void LetNextStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernels before have ended and what they wrote is there.
+__device__ __forceinline__ void WaitForPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
 }  // namespace cuda
 }  // namespace stof
 #endif  // STOF_CUDA_LAUNCH_CUH_

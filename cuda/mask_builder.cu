@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "cuda/fragments.h"
+#include "cuda/launch.cuh"
 #include "cuda/mask_builder.h"
 #include "cuda/mask_words.h"
 
@@ -66,18 +67,6 @@ struct Build {
   uint32_t* bits;
 };
 static_assert(sizeof(Build) <= 4096, "parameters of a kernel");
-
-// ---- one kernel after the other ----
-__device__ __forceinline__ void LetNextStart() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void WaitForPrevious() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // ---- long programs: carried by launches, since a copy from the host has no place in a captured graph ----
 struct Piece {

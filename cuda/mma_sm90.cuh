@@ -121,12 +121,6 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// ---- kernels behind each other (programmatic dependent launch) ----
-// Lets the next kernel of the stream start, if it was launched to start early; it waits on its own.
-__device__ __forceinline__ void LetNextStart() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the kernels before have ended and what they wrote is there.
-__device__ __forceinline__ void WaitForPrevious() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- registers of a warpgroup ----
 template <int kCount>
 __device__ __forceinline__ void TakeRegisters() {

@@ -3,6 +3,7 @@
 #ifndef STOF_PLUGINS_CORE_OP_H_
 #define STOF_PLUGINS_CORE_OP_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,15 @@ struct Tensor {
     return count;
   }
 };
+
+// Without data.
+inline Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
+  Tensor tensor;
+  tensor.dtype = dtype;
+  tensor.rank = static_cast<int32_t>(dims.size());
+  std::copy(dims.begin(), dims.end(), tensor.dims);
+  return tensor;
+}
 
 // Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent, or of another
 // type, which mistyped() then tells: a default in the place of what somebody wrote would be a wrong result.

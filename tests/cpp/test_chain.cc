@@ -15,6 +15,7 @@
 #include "cpu/chain.h"
 #include "plugins/core/chain.h"
 #include "plugins/core/op.h"
+#include "plugins/core/text_attribute.h"
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/chain_random.h"
 #include "tests/cpp/chain_reference.h"
@@ -23,21 +24,6 @@
 
 namespace stof::test {
 namespace {
-
-class TextAttribute final : public AttributeReader {
- public:
-  explicit TextAttribute(std::string text) : text_(std::move(text)) {}
-  bool Int(const char*, int64_t*) const override { return false; }
-  bool Float(const char*, float*) const override { return false; }
-  bool String(const char* name, std::string* value) const override {
-    if (std::strcmp(name, "chain") != 0) return false;
-    *value = text_;
-    return true;
-  }
-
- private:
-  std::string text_;
-};
 
 const OpDescription& Description() {
   int count = 0;
@@ -129,7 +115,7 @@ Status RunOnDevice(const Op& op, const std::vector<Tensor>& inputs, const std::v
 Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int threads,
              std::vector<Result>* results) {
   std::unique_ptr<Op> op;
-  STOF_RETURN_IF_ERROR(Description().create(TextAttribute(text), &op));
+  STOF_RETURN_IF_ERROR(Description().create(TextAttribute("chain", text), &op));
   std::vector<Block> blocks(arrays.size());
   std::vector<Tensor> inputs;
   for (size_t i = 0; i < arrays.size(); ++i) inputs.push_back(TensorOf(arrays[i], &blocks[i]));

@@ -17,18 +17,11 @@
 #include "cuda/chain_cache.h"
 #include "cuda/chain_plan.h"
 #include "cuda/chain_usual.h"
+#include "plugins/core/op.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
 namespace {
-
-Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
-  Tensor tensor;
-  tensor.dtype = dtype;
-  tensor.rank = static_cast<int32_t>(dims.size());
-  std::copy(dims.begin(), dims.end(), tensor.dims);
-  return tensor;
-}
 
 struct Planned {
   cuda::ChainLayout layout;
