@@ -129,17 +129,16 @@ GemmTail TailOf(const GemmArgs& args) {
   return tail;
 }
 
-// Nanoseconds that a kernel is expected to take.
+// Microseconds that a kernel is expected to take. CTAs that share a multiprocessor share its tensor cores: their steps
+// count one after the other, what comes behind them once.
 double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters) {
   const int64_t tiles =
       Over(args.M, int64_t{kernel.rows} * kernel.cluster_m) * Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
-  const double steps = static_cast<double>(Over(args.K, kDepth));
-  const double products = args.b1 == nullptr ? 1 : 2;
-  const double area = kernel.rows * kernel.columns * products / (128.0 * 256.0);
-  // A step of 128 x 256 keeps the tensor cores busy for 1024 cycles; CTAs of one multiprocessor share them.
-  const double step = 640.0 * area, tail = 1500.0 * area + 500.0;
-  const double waves = static_cast<double>(Over(tiles, clusters));
-  return waves * (steps * step * kernel.ctas + tail) + 1500.0;
+  const auto steps = static_cast<double>(Over(args.K, kDepth) * Over(tiles * kernel.ctas, clusters));
+  const double activation = args.activation == GemmActivation::kNone   ? 0.0
+                            : args.activation == GemmActivation::kRelu ? 0.15
+                                                                       : 1.0;
+  return kernel.step * steps + (kernel.tile + kernel.gelu * activation) * static_cast<double>(Over(tiles, clusters));
 }
 
 Status RunSm90(const GemmArgs& args, const GemmSm90Kernel* kernels, int device, void* stream, bool* done) {
@@ -159,7 +158,8 @@ Status RunSm90(const GemmArgs& args, const GemmSm90Kernel* kernels, int device, 
   GemmSm90Params p;
   if (!Describe(args.a, bf16, args.M, args.K, args.K, best->rows / best->cluster_n, &p.a) ||
       !Describe(args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, &p.b0) ||
-      !Describe(pair ? args.b1 : args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, &p.b1) ||
+      !Describe(pair ? args.b1 : args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, best->box,
+                &p.b1) ||
       !Describe(args.output, bf16, args.M, args.N, args.N, 64, &p.output)) {
     return Status();
   }

@@ -55,6 +55,7 @@ struct GemmSm90Kernel {
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
   int cluster_m = 1, cluster_n = 1;          // CTAs of a cluster
   int ctas = 1;                              // of a multiprocessor
+  float step = 0, tile = 0, gelu = 0;        // microseconds of a step of 64 of K, of a tile, of a tile's GELU
 };
 // Ends with a kernel without a launch.
 const GemmSm90Kernel* FindGemmSm90(bool bf16, bool pair);

@@ -306,27 +306,31 @@ int Launch(const GemmSm90Params& params, unsigned clusters, void* stream) {
                                                         static_cast<int>(S::kShared), stream, true);
 }
 
-template <typename T, typename S>
-int Resident(int* clusters) {
+template <void (*kKernel)(const GemmSm90Params), int kCluster, int kThreads, uint32_t kShared>
+int ResidentOf(int* clusters) {
   cudaError_t error =
-      cudaFuncSetAttribute(GemmKernel<T, S>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(S::kShared));
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return static_cast<int>(error);
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = S::kCm * S::kCn;
+  attribute.val.clusterDim.x = kCluster;
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(S::kCm * S::kCn);
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = S::kShared;
+  config.gridDim = dim3(kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShared;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return static_cast<int>(cudaOccupancyMaxActiveClusters(clusters, GemmKernel<T, S>, &config));
+  return static_cast<int>(cudaOccupancyMaxActiveClusters(clusters, kKernel, &config));
 }
 
 template <typename T, typename S>
-constexpr GemmSm90Kernel Describe() {
-  return {Launch<T, S>, Resident<T, S>, S::kRows, S::kColumns, S::kCm, S::kCn, S::kCtas};
+constexpr GemmSm90Kernel Describe(float step, float tile, float gelu) {
+  return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
+          S::kRows,     S::kColumns,
+          S::kCm,       S::kCn,
+          S::kCtas,     step,
+          tile,         gelu};
 }
 
 }  // namespace gemm90

@@ -277,28 +277,6 @@ void Compare(const Problem& p, const std::vector<char>& bytes, size_t begin, dou
   for (int64_t i = 0; i < samples; ++i) check(pick(M), pick(c.N));
 }
 
-Status RunCpu(const std::string& text, int pair, const std::vector<Host>& inputs, int threads, size_t begin,
-              std::vector<char>* bytes, Tensor* output) {
-  std::unique_ptr<Op> op;
-  STOF_RETURN_IF_ERROR(Description().create(Attributes(text, pair), &op));
-  std::vector<Tensor> tensors;
-  for (const Host& host : inputs) tensors.push_back(host.View(const_cast<char*>(host.bytes.data())));
-  const int count = static_cast<int>(tensors.size());
-  STOF_RETURN_IF_ERROR(op->Prepare(tensors.data(), count));
-  STOF_RETURN_IF_ERROR(op->InferOutputs(tensors.data(), count, output, 1));
-  const int64_t size = output->Elements() * SizeOf(output->dtype);
-  if (size > (int64_t{1} << 30)) return Status::Error("an output too large for a test");
-  bytes->assign(static_cast<size_t>(size) + begin + kBand, static_cast<char>(0xff));
-  output->data = bytes->data() + begin;
-  ThreadPool pool(threads);
-  Memory memory;
-  RunContext context;
-  context.parallel = pool.view();
-  context.allocate = Memory::Allocate;
-  context.self = &memory;
-  return op->Run(tensors.data(), count, output, 1, context);
-}
-
 Case Random1(uint64_t seed, DType dtype, int64_t most) {
   Random random(seed);
   Case c;
@@ -322,6 +300,28 @@ Case Random1(uint64_t seed, DType dtype, int64_t most) {
 }
 
 #ifndef STOF_WITH_CUDA
+Status RunCpu(const std::string& text, int pair, const std::vector<Host>& inputs, int threads, size_t begin,
+              std::vector<char>* bytes, Tensor* output) {
+  std::unique_ptr<Op> op;
+  STOF_RETURN_IF_ERROR(Description().create(Attributes(text, pair), &op));
+  std::vector<Tensor> tensors;
+  for (const Host& host : inputs) tensors.push_back(host.View(const_cast<char*>(host.bytes.data())));
+  const int count = static_cast<int>(tensors.size());
+  STOF_RETURN_IF_ERROR(op->Prepare(tensors.data(), count));
+  STOF_RETURN_IF_ERROR(op->InferOutputs(tensors.data(), count, output, 1));
+  const int64_t size = output->Elements() * SizeOf(output->dtype);
+  if (size > (int64_t{1} << 30)) return Status::Error("an output too large for a test");
+  bytes->assign(static_cast<size_t>(size) + begin + kBand, static_cast<char>(0xff));
+  output->data = bytes->data() + begin;
+  ThreadPool pool(threads);
+  Memory memory;
+  RunContext context;
+  context.parallel = pool.view();
+  context.allocate = Memory::Allocate;
+  context.self = &memory;
+  return op->Run(tensors.data(), count, output, 1, context);
+}
+
 TEST(GemmEqualsFp64) {
   const int cases = Cases(60);
   for (int i = 0; i < cases; ++i) {
