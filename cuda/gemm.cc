@@ -158,8 +158,7 @@ Status RunSm90(const GemmArgs& args, const GemmSm90Kernel* kernels, int device, 
   GemmSm90Params p;
   if (!Describe(args.a, bf16, args.M, args.K, args.K, best->rows / best->cluster_n, &p.a) ||
       !Describe(args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, &p.b0) ||
-      !Describe(pair ? args.b1 : args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, best->box,
-                &p.b1) ||
+      !Describe(pair ? args.b1 : args.b0, bf16, args.K, args.N, args.stride, kDepth / best->cluster_m, &p.b1) ||
       !Describe(args.output, bf16, args.M, args.N, args.N, 64, &p.output)) {
     return Status();
   }
