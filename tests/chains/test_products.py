@@ -9,18 +9,20 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto
 
 from graphs import FLOAT, HALF, Builder, N
 from stof.chains.apply import Chained, apply_chains
 from stof.chains.check import check_chain
 from stof.chains.find import Graph, Left, chain_of
-from stof.chains.predicted import Predicted
+from stof.chains.predicted import LEAST_WITH_PRODUCTS, Predicted
 from stof.chains.product import Product
 from stof.inputs import Case, InputMaker, Padding
 from stof.options import Options
 from stof.search.cost import Machine
 from stof.symbolic import Symbolic
 
+BFLOAT = int(TensorProto.BFLOAT16)
 MACHINE = Machine.cuda(2.6e12, 620e12)
 K = 8
 
@@ -101,7 +103,7 @@ def same(before: onnx.ModelProto, after: onnx.ModelProto, tolerance: float) -> N
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda m: m.__name__)
-@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["f32", "f16"])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=["f16", "bf16"])
 def test_a_product_and_what_follows_it(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
     graph, found = whole(make(Builder(dtype)))
     assert isinstance(found, Product), found
@@ -145,6 +147,16 @@ def test_products_and_chains_in_one_model() -> None:
     same(model, made.model, 3e-2)
 
 
+def test_what_is_said_of_the_gain() -> None:
+    made = apply_chains(packed_gate(Builder(HALF)), Predicted(Options(target="cuda"), MACHINE), forms=forms)
+    (report,) = made.reports
+    assert report.operators == "MatMul Split Gelu Mul"
+    assert report.gain is not None
+    assert LEAST_WITH_PRODUCTS < report.gain < 10
+    (plan,) = made.plans
+    assert plan.segments == ((0, 4),)
+
+
 def test_without_a_library_that_has_it() -> None:
     model = packed_gate(Builder(HALF))
     plain = apply_chains(model, Predicted(Options(target="cuda"), MACHINE))
@@ -184,9 +196,19 @@ def _alone(b: Builder) -> onnx.ModelProto:
     return b.model(b.add("Identity", b.add("MatMul", _input(b), b.weight(K, N))))
 
 
+def _wide(b: Builder) -> onnx.ModelProto:
+    return bias_gelu(Builder(FLOAT))
+
+
+def _odd(b: Builder) -> onnx.ModelProto:
+    return b.model(b.add("Relu", b.add("MatMul", _input(b), b.weight(K, 7))))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (_wide, "stay with the runtime"),
+        (_odd, "factors of 8 by 7"),
         (_transposed, "neither rows nor columns"),
         (_normalized, "neither element-wise nor moves"),
         (_read_twice, "2 outputs"),

@@ -21,7 +21,7 @@ from stof.search.space import Scheme
 
 LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
-_MOST = 100.0  # times; of what templates make disappear
+LEAST_WITH_PRODUCTS = 1.05  # where products are part of both
 _RANKED = Limits(schemes=256)
 
 
@@ -45,27 +45,30 @@ class Predicted:
                 return Verdict((), "ONNX Runtime computes it with the product before it")
             # What products take is the same for both, and nothing's gain.
             products = [sum(c((i, i + 1)) for i in range(site.region[0])) for c in costs]
-            scheme, gains = whole, _gains(rival, products, costs, whole)
-            if min(gains) < LEAST_PREDICTED or site.region[0]:
+            rivals = list(zip(rival, products, costs, strict=True))
+            scheme, (gains, least) = whole, _gains(rivals, whole)
+            if min(gains) < least or site.region[0]:
                 scheme = search(site.space(), costs[-1], [whole], _RANKED).scheme
-                gains = _gains(rival, products, costs, scheme)
+                gains, least = _gains(rivals, scheme)
         except (KeyError, UnsupportedError, ValueError) as error:
             return Verdict((), f"nothing can be predicted: {error}")
-        gain = max(1e-9, math.prod(gains)) ** (1 / len(gains))
-        if min(gains) < LEAST_PREDICTED:
+        gain = math.prod(gains) ** (1 / len(gains))
+        if min(gains) < least:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
         return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
 
 
-def _gains(
-    rival: Sequence[float], products: Sequence[float], costs: Sequence[Analytical], scheme: Scheme
-) -> list[float]:
-    """How many times longer the runtime takes for what is not products: templates with products save a part of it."""
+def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:
+    """How many times longer the runtime takes at each size, and what that has to be at least.
+
+    Products that no template takes in are the same for both, and left out; with the others, little is much.
+    """
+    taken = any(s[1] - s[0] > 1 and s[0] < rivals[0][2].site.region[0] for s in scheme)
     found = []
-    for other, alone, cost in zip(rival, products, costs, strict=True):
-        own = sum(cost(s) for s in scheme) - alone
-        found.append(other / own if own > other / _MOST else _MOST)
-    return found
+    for other, alone, cost in rivals:
+        same = 0.0 if taken else alone
+        found.append((other + alone - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
+    return found, LEAST_WITH_PRODUCTS if taken else LEAST_PREDICTED
 
 
 def sizes_in_use(graph: Graph, options: Options) -> list[dict[str, int]]:

@@ -20,9 +20,11 @@ from stof.graph import describe, domain_of
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
+from stof.widen import HALF
 
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 MOST_INPUTS = 13  # beside the factors
+_STEP = 8  # elements that kernels read at a time
 _ZERO, _ONE = integer(0), integer(1)
 _M, _N = "m", "n"
 
@@ -97,6 +99,12 @@ class _Epilogue:
         puller = Puller(self.symbolic, producers, (_N, shape[-1]), limits)
         root = puller.at(name, index, limits)
         kind = self.symbolic.dtype(name)
+        if kind not in HALF:
+            raise UnsupportedError("products in fp32 stay with the runtime")
+        if any(size.constant is None or size.constant % _STEP for size in (left[-1], shape[-1])):
+            raise UnsupportedError(
+                f"factors of {left[-1]} by {shape[-1]}, expected multiples of {_STEP}: slow otherwise"
+            )
         reading = _Reading(self, list(puller.inputs), puller.pool, (index, shape), pair)
         term = reading.copied(root)
         if self.pool.terms[term][0] == "read":
