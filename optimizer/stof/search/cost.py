@@ -63,11 +63,17 @@ class Machine:
             2e-6, own, cache=2 * own, cached=24 << 20, operations=8 * memory, products=products, runtime=_RUNTIME
         )
 
-    def seconds(self, touched: float, work: float = 0.0, share: float = 1.0) -> float:
+    def seconds(self, touched: float, work: float = 0.0) -> float:
         """One operator that touches so many bytes, of which some stay near, and computes so much."""
         near = min(touched, self.cached)
-        moved = (near / self.cache + (touched - near) / self.memory) / share
+        moved = near / self.cache + (touched - near) / self.memory
         return self.launch + max(moved, work / self.operations)
+
+    def runtime_seconds(self, touched: float, work: float = 0.0) -> float:
+        """The same by one of the runtime's own kernels; on a GPU they are no faster where bytes are near."""
+        if self.runtime == 1.0:
+            return self.seconds(touched, work)
+        return self.launch + max(touched / (self.runtime * self.memory), work / self.operations)
 
 
 @dataclass
@@ -126,8 +132,8 @@ class Analytical:
             share = 1.0 if len(places) == 1 else _PRODUCT_SHARE
             seconds = sum(self._multiplications(p) for p in products) / (share * self.machine.products)
             return max(self.machine.seconds(touched), self.machine.launch + seconds)
-        share = self.machine.runtime if len(places) == 1 else 1.0
-        return self.machine.seconds(touched, sum(self._work(p) for p in places), share)
+        kernel = self.machine.runtime_seconds if len(places) == 1 else self.machine.seconds
+        return kernel(touched, sum(self._work(p) for p in places))
 
     def _multiplications(self, place: int) -> float:
         node = self.site.graph.nodes[place]
