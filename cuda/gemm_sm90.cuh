@@ -272,12 +272,13 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       float c[S::kTotal / 2];
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t a = base + stage * S::kBytes;
-        const uint64_t rows = DescribeInner(a + group * 64 * 128), columns = DescribeAcross(a + S::kBytesA, kAtom);
+        const uint32_t rows = DescribeInner(a + group * 64 * 128), columns = DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
         ProductFence();
 #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i) {
-          WgmmaAcross<T>::Run(c, rows + i * (32 >> 4), columns + i * (16 * 128 >> 4), step + i > 0 ? 1 : 0);
+          WgmmaAcross<T>::Run(c, Operand(rows + i * (32 >> 4)), Operand(columns + i * (16 * 128 >> 4)),
+                              step + i > 0 ? 1 : 0);
         }
         ProductCommit();
         if (step > 0) {
