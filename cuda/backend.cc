@@ -615,8 +615,16 @@ uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMas
   cudaGetDevice(&device);
   uint64_t hash = mask.fixed_hash;
   const auto mix = [&hash](int64_t value) { hash = MixHash(hash, static_cast<uint64_t>(value)); };
-  for (const int64_t x : {int64_t{device}, sizes.B, sizes.H, args.G, sizes.S, sizes.T, sizes.P, args.D, args.Dv,
-                          int64_t{kernel}, static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
+  // Sizes by their power of two: which kernels a run queues hardly depends on more, and in decoding T grows in every
+  // run.
+  const auto about = [](int64_t x) {
+    int64_t power = 0;
+    while (x > int64_t{1} << power) ++power;
+    return x <= 0 ? -1 : power;
+  };
+  for (const int64_t x :
+       {int64_t{device}, about(sizes.B), sizes.H, args.G, about(sizes.S), about(sizes.T), about(sizes.P), args.D,
+        args.Dv, int64_t{kernel}, static_cast<int64_t>(args.dtype), static_cast<int64_t>(args.empty_rows)}) {
     mix(x);
   }
   for (const bool x : {args.allow_tf32, args.softcap > 0.0f, args.scale > 0.0f, args.bias != nullptr,
@@ -639,6 +647,7 @@ Status Load(const AttentionArgs& args, const Tensor* pad, const AttentionMask& m
 
 Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
              const Tables& operands, const RunContext& given) {
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
   RunContext context = given;
   // A mask with vectors of the run is made by the run.

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -56,6 +57,9 @@ int CollectPackages(dl_phdr_info* info, size_t, void* data) {
     if (at == std::string::npos) continue;
     const bool packages = std::strstr(part, "packages") != nullptr;
     const std::string folder = path.substr(0, at + (packages ? std::strlen(part) : 1));
+    // Where anybody may write, anybody's code would be loaded.
+    struct stat state = {};
+    if (folder[0] != '/' || stat(folder.c_str(), &state) != 0 || (state.st_mode & S_IWOTH) != 0) continue;
     if (std::find(folders->begin(), folders->end(), folder) == folders->end()) folders->push_back(folder);
   }
   return 0;

@@ -209,7 +209,7 @@ class Layouter {
   void Widths(const void* const* inputs, void* const* outputs) {
     int64_t total = 1;
     for (int a = 0; a < l_.axes; ++a) total = total > int64_t{1} << 31 ? total : total * l_.size[a];
-    l_.wide = total >= int64_t{1} << 31;
+    l_.wide = total >= int64_t{1} << 30;  // vectors of a row are rounded up, to at most twice as many
     for (std::vector<Ref>* refs : {&l_.reads, &l_.outputs}) {
       for (Ref& ref : *refs) {
         const void* address = refs == &l_.reads ? inputs[ref.tensor] : outputs[ref.tensor];

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <exception>
 #include <mutex>
 #include <set>
 
@@ -38,7 +39,11 @@ Status Record(Queue queue, void* self, RunContext context, cudaStream_t stream) 
   Status status;
   {
     const Loading loading;
-    status = queue(self, context);
+    try {
+      status = queue(self, context);
+    } catch (const std::exception& error) {  // the recording has to end
+      status = Status::Error(error.what());
+    }
   }
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;

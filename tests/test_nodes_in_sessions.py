@@ -72,7 +72,6 @@ def test_the_second_output(dtype: Any, fixed: bool) -> None:
     wanted, wanted_lse = reference(problem), reference_lse(problem)
     both = session(problem, ["out", "lse"], fixed=fixed, results="lse")
     assert [o.type for o in both.get_outputs()][1] == "tensor(float)"
-    assert both.get_outputs()[1].shape[1:] == ([4, 9] if fixed else ["q1", "q2"])
     out, lse = run(both, problem)
     assert_close(out, wanted)
     assert lse.dtype == np.float32

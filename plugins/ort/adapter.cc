@@ -318,8 +318,11 @@ void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
     if (!described) return;
   }
   if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
-  // What cannot be made ready now is made, or reported, by the run.
-  (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+  // What cannot be made ready now is made, or reported, by the run; so is what there is no memory for.
+  try {
+    (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+  } catch (const std::exception&) {
+  }
 }
 
 // What the model, or the runtime that changed it, says of the outputs.
@@ -503,15 +506,14 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
     }
     ranks[i] = static_cast<int>(rank);
   }
-  for (int i = 0;; ++i) {
-    const DType type = self.description->output_type(attributes, i);
-    if (type == DType::kUndefined) break;
-    // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
-    // without a type cannot be given. So these types come from the model's value_info alone.
-    if (type == DType::kF16) continue;
-    // A node that takes fewer outputs than there are is refused when its kernel is made.
-    if (Failed(api, InferOne(self, context, attributes, inputs, ranks, i))) break;
-  }
+  // The first output alone: a node may take fewer than the description has, the API does not tell how many, and ONNX
+  // Runtime up to 1.23 ends the process when it is told the shape of one that a node does not have. The others' shapes
+  // are the model's value_info.
+  const DType type = self.description->output_type(attributes, 0);
+  // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
+  // without a type cannot be given. So these types come from the model's value_info, too.
+  if (type == DType::kUndefined || type == DType::kF16) return nullptr;
+  (void)Failed(api, InferOne(self, context, attributes, inputs, ranks, 0));
   return nullptr;
 }
 
@@ -531,7 +533,9 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
       }
       ranks[i] = static_cast<int>(rank);
     }
-    for (int i = 0; i < self.description->outputs + self.description->optional_outputs; ++i) {
+    // Nothing of optional ones: the API does not tell whether a node has them, and ONNX Runtime up to 1.23 ends the
+    // process when it is told the shape of an output that a node does not have.
+    for (int i = 0; i < self.description->outputs; ++i) {
       STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
     }
     return nullptr;

@@ -379,12 +379,18 @@ class AttentionOp final : public Op {
     }
   };
 
+  // Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run.
+  static constexpr int64_t kMostReadyTables = int64_t{1} << 20;
+
   Status ReadyHost(const Tensor* inputs, int input_count, int threads) {
     Problem problem;
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
     STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
     const AttentionArgs& args = problem.args;
-    if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows) return Status();
+    if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
+        args.B * args.H > kMostReadyTables) {
+      return Status();
+    }
     ready_.sizes = problem.sizes;
     ready_.config = ChooseCpuAttention(args, std::max(1, threads));
     return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
@@ -434,6 +440,7 @@ class AttentionOp final : public Op {
     if (backend == nullptr) return Status::Error(kNoKernels);
     AttentionArgs& args = problem.args;
     if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
+    if (args.B * args.H > kMostReadyTables) return Status();
     args.output = reinterpret_cast<void*>(kSomewhere);
     RunContext context;
     context.on_cuda = true;
