@@ -76,7 +76,10 @@ if wave 1; then
   suite fp32 75 CudaFp32
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
+  suite gemm 75 CudaGemm
+  suite gemm-8.0 75 CudaGemm STOF_CUDA_CAPABILITY=80
   if [ "$capability" = 9.0 ]; then
+    for kernel in 0 1 2 3 4; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
     for kernel in 0 1 2 3 4 5 6 7 8; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
     for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
@@ -117,6 +120,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-fp32 80 CudaFp32 memcheck STOF_SAMPLE=11
   suite memcheck-tf32 80 CudaTf32 memcheck STOF_SAMPLE=21
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
+  suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5
+  suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80
   suite memcheck-masks 80 CudaMasksOf memcheck
   suite memcheck-masks-captured 80 CudaMasksInCaptured memcheck
   suite memcheck-chains 80 ChainNorms memcheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
@@ -127,6 +132,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
+  suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80
   suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=31
   suite racecheck-fp32 80 CudaFp32 racecheck STOF_SAMPLE=41
   suite racecheck-rows 80 CudaRowsEqual racecheck STOF_SAMPLE=61

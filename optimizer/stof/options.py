@@ -15,6 +15,7 @@ class Options:
 
     output: Path | None = None
     target: str = "cpu"  # or "cuda", "tensorrt": what is replaced, and how it is written
+    capability: int = 0  # of the CUDA device to predict for, 10 x major + minor; 0: the one at hand
     allow_tf32: bool = False
     json: Path | None = None
     dry_run: bool = False

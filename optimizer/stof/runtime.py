@@ -131,6 +131,24 @@ def build_info() -> dict[str, Any]:
     return found
 
 
+def has_gemm() -> bool:
+    """Whether the library has StofGemm."""
+    try:
+        return hasattr(_library(), "stof_gemm_form")
+    except LibraryError:
+        return False
+
+
+def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
+    """The form in which the CUDA kernels have an epilogue of StofGemm; empty, and the reason, where they have not."""
+    form = ctypes.create_string_buffer(_ERROR_SIZE)
+    try:
+        _call("stof_gemm_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(_ERROR_SIZE))
+    except LibraryError as error:
+        return "", str(error)
+    return form.value.decode(), ""
+
+
 def fma_rate(threads: int = 1, seconds: float = 0.2) -> float:
     """The fp32 FMA rate of this machine in GFLOP/s."""
     return float(_library().stof_fma_rate(threads, seconds))

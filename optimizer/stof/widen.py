@@ -186,7 +186,7 @@ class _Widening:
                     attribute.i = TensorProto.FLOAT
                 if attribute.type == onnx.AttributeProto.TENSOR:
                     self.tensor(attribute.t)
-                if attribute.name == "chain" and node.op_type == "StofChain":
+                if (node.op_type, attribute.name) in (("StofChain", "chain"), ("StofGemm", "epilogue")):
                     attribute.s = widened_chain(attribute.s.decode(), self.kinds).encode()
             for graph in subgraphs(node):
                 self.graph(graph)

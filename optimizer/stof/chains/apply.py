@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.chains.check import check_chain
-from stof.chains.emit import Key, emit_chains, of_common_types, signature
+from stof.chains.emit import Key, emit_chains, grouped, of_common_types, signature
 from stof.chains.find import Graph, Left, chain_of, find_chains, settled
+from stof.chains.product import Forms
 from stof.chains.region import Chain
 from stof.chains.select import Decided, Selection
 from stof.errors import StofError, UnsupportedError
@@ -64,13 +65,16 @@ class Chained:
         return Chained(model, tuple(kept), tuple(plans))
 
 
-def apply_chains(model: onnx.ModelProto, judge: Judge, selection: Selection | None = None) -> Chained:
+def apply_chains(
+    model: onnx.ModelProto, judge: Judge, selection: Selection | None = None, forms: Forms | None = None
+) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes.
 
     Args:
         model: with attention replaced already.
         judge: decides about each different region.
         selection: what the user says of regions, which goes first.
+        forms: of epilogues, where products become parts of templates.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
@@ -79,7 +83,7 @@ def apply_chains(model: onnx.ModelProto, judge: Judge, selection: Selection | No
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            return _applied(Graph(model, Symbolic(model), light=light), judge, selection)
+            return _applied(Graph(model, Symbolic(model), light, forms), judge, selection)
         except UnsupportedError as error:
             reason = str(error)
         except StofError:
@@ -99,35 +103,36 @@ def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
     if graph.light:
         chains = settled(graph, chains)
     labels = [names.of(graph, c.region.places) for c in chains]
-    words = [operators(graph, c.region.places) for c in chains]
+    places = [graph.site(c.region.places) for c in chains]
+    words = [operators(graph, p) for p in places]
     selection.check(labels, words)
     reports = [replace(_none(graph, x), chain=names.of(graph, x.places)) for x in left]
     verdicts = _verdicts(graph, chains, labels, words, (judge, selection))
     wanted: list[tuple[Chain, int, tuple[int, int]]] = []
     for i, (chain, verdict) in enumerate(zip(chains, verdicts, strict=True)):
-        parts = [(chain_of(graph, chain.region.places[start:end]), (start, end)) for start, end in verdict.segments]
+        parts = [(chain_of(graph, places[i][start:end]), (start, end)) for start, end in verdict.segments]
         good = [(p, i, segment) for p, segment in parts if isinstance(p, Chain)]
         wanted += good
         if not good:
             text = chain.description.text
             reports.append(ChainReport(labels[i], words[i], False, verdict.reason, text, verdict.gain))
-    fitting, _ = of_common_types([c for c, _, _ in wanted])
+    fitting = [c for own in grouped([c for c, _, _ in wanted]).values() for c in of_common_types(own)[0]]
     if len(fitting) < len(chains) and graph.light:
         fitting = settled(graph, fitting)
     taken = {c.region.places: c for c in fitting}
     segments: dict[int, list[tuple[int, int]]] = {}
     for chain, i, segment in wanted:
-        places = chain.region.places
-        text = taken.get(places, chain).description.text
-        reason = "replaced" if places in taken else _OTHER_TYPES
-        name = labels[i] if places == chains[i].region.places else names.of(graph, places)
-        reports.append(ChainReport(name, operators(graph, places), places in taken, reason, text, verdicts[i].gain))
-        if places in taken:
+        own = chain.region.places
+        text = taken.get(own, chain).description.text
+        reason = "replaced" if own in taken else _OTHER_TYPES
+        name = labels[i] if own == chains[i].region.places else names.of(graph, own)
+        reports.append(ChainReport(name, operators(graph, own), own in taken, reason, text, verdicts[i].gain))
+        if own in taken:
             segments.setdefault(i, []).append(segment)
     shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}
     plans = [
-        ChainPlan(label, own, tuple(segments.get(i, ())))
-        for i, (label, own) in enumerate(zip(labels, words, strict=True))
+        ChainPlan(label, text, tuple(segments.get(i, ())))
+        for i, (label, text) in enumerate(zip(labels, words, strict=True))
     ]
     return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(reports), tuple(plans))
 
@@ -167,7 +172,8 @@ def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge, left: int) -> V
     except UnsupportedError as error:
         return Verdict((), str(error))
     verdict = judge(graph, chain, key, left)
-    whole = verdict.segments == ((0, len(chain.region.places)),)
+    site = graph.site(chain.region.places)
+    whole = verdict.segments == ((len(site) - len(chain.region.places), len(site)),)
     return verdict if whole else _checked(chain, graph, verdict)
 
 
@@ -175,7 +181,7 @@ def _checked(chain: Chain, graph: Graph, verdict: Verdict) -> Verdict:
     """A verdict whose parts compute what they replace; none of them where one does not."""
     try:
         for start, end in verdict.segments:
-            part = chain_of(graph, chain.region.places[start:end])
+            part = chain_of(graph, graph.site(chain.region.places)[start:end])
             if isinstance(part, Chain):
                 check_chain(part, graph.nodes, graph.symbolic, opset_of(graph.model))
     except UnsupportedError as error:

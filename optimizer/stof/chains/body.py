@@ -189,22 +189,26 @@ class _Copy:
         return self.builder.add("ReduceMean", [x], axes=[-1], keepdims=1)
 
 
-def make_function(branches: Sequence[Branch], dtypes: Sequence[int], inputs: int, opset: int) -> onnx.FunctionProto:
-    """The local function ``stof::StofChain``; ``chain_id`` selects a branch.
+def make_function(
+    branches: Sequence[Branch], dtypes: Sequence[int], inputs: int, opset: int, op: str = OP, number: str = "chain_id"
+) -> onnx.FunctionProto:
+    """The local function of an operator, ``stof::StofChain``; an attribute selects a branch.
 
     Args:
         branches: of the model's distinct chains.
         dtypes: of the outputs, the same for all; chains with fewer leave the last ones out.
         inputs: how many every call has.
         opset: of the model.
+        op: the operator.
+        number: its attribute that selects a branch.
     """
     nodes: list[onnx.NodeProto] = []
     chosen = ""
     if len(branches) > 1:  # TensorRT's parser reads references to attributes outside of branches only
-        chosen = "chain_id_value"
+        chosen = f"{number}_value"
         node = helper.make_node("Constant", [], [chosen], name=chosen)
         reference = node.attribute.add()
-        reference.name, reference.ref_attr_name, reference.type = "value_int", "chain_id", onnx.AttributeProto.INT
+        reference.name, reference.ref_attr_name, reference.type = "value_int", number, onnx.AttributeProto.INT
         nodes.append(node)
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
@@ -217,8 +221,8 @@ def make_function(branches: Sequence[Branch], dtypes: Sequence[int], inputs: int
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
     nodes += [helper.make_node("Identity", [r], [y], name=y) for r, y in zip(results, outputs, strict=True)]
-    read = ["chain_id"] if chosen else []
-    return helper.make_function(DOMAIN, OP, names, outputs, nodes, [helper.make_opsetid("", opset)], read)
+    read = [number] if chosen else []
+    return helper.make_function(DOMAIN, op, names, outputs, nodes, [helper.make_opsetid("", opset)], read)
 
 
 def _inner(i: int) -> str:

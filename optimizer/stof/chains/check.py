@@ -11,6 +11,7 @@ import onnx
 
 from stof.chains.body import branch_model, make_branch
 from stof.chains.evaluate import evaluate_chain
+from stof.chains.product import Product
 from stof.chains.region import Chain
 from stof.errors import ModelError, UnsupportedError
 from stof.inputs import evaluate
@@ -44,13 +45,26 @@ def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
         given = [rng.standard_normal(s, np.float32) for s in shapes]
         try:
             found = run({v.name: x for v, x in zip(model.graph.input, given, strict=True)})
-            exact = evaluate_chain(text, given)
+            exact = evaluate_product(chain, text, given) if isinstance(chain, Product) else evaluate_chain(text, given)
         except ModelError as error:
             raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
         for place, (own, wanted) in enumerate(zip(found, exact, strict=True)):
             _compare(place, own, wanted)
+
+
+def evaluate_product(chain: Product, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What StofGemm computes, in fp64; ``text`` is the epilogue."""
+    left, *right = (x.astype(np.float64) for x in given[: chain.factors])
+    rows = left.reshape(-1, left.shape[-1])
+    halves = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
+    products = [rows @ h for h in halves]
+    count, width = products[0].shape
+    shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
+    further = [x.reshape(shapes[how]) for x, how in zip(given[chain.factors :], chain.reads, strict=True)]
+    (found,) = evaluate_chain(text, [*products, *further])
+    return [found.reshape((*left.shape[:-1], width))]
 
 
 def _compare(place: int, own: np.ndarray, exact: np.ndarray) -> None:

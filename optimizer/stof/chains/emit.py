@@ -12,12 +12,14 @@ from onnx import helper
 
 import stof
 from stof.chains.body import OP, Branch, make_branch, make_function
+from stof.chains.product import Product
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, describe, node_tensors, opset_of
 from stof.symbolic import Symbolic
 from stof.symbolic.dims import declared
 
+GEMM = "StofGemm"
 _LOWEST_IR = 8  # local functions
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -26,6 +28,19 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 def signature(chain: Chain, symbolic: Symbolic) -> Key:
     """What distinguishes chains: the description, and the types that it says nothing of."""
     return chain.description.text, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
+
+
+def op_of(chain: Chain) -> str:
+    """The operator that computes a chain."""
+    return GEMM if isinstance(chain, Product) else OP
+
+
+def grouped(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
+    """Chains by their operator."""
+    found: dict[str, list[Chain]] = {}
+    for chain in chains:
+        found.setdefault(op_of(chain), []).append(chain)
+    return found
 
 
 def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ...]]:
@@ -59,24 +74,28 @@ def emit_chains(
     result.CopyFrom(model)
     if not chains:
         return result
-    if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
-        raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
-    fitting, dtypes = of_common_types(chains)
-    if len(fitting) < len(chains):
-        raise UnsupportedError("the chains' outputs are of different types")
     opset = opset_of(model)
-    inputs = max(len(c.inputs) for c in chains)
-    numbers: dict[Key, int] = {}
-    branches: list[Branch] = []
     nodes = list(model.graph.node)
     made: dict[int, onnx.NodeProto] = {}
     taken = {n.name for n in nodes}
-    for chain in chains:
-        key = signature(chain, symbolic)
-        if key not in numbers:
-            numbers[key] = len(branches)
-            branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
-        made[chain.region.places[-1]] = _call(chain, numbers[key], (inputs, len(dtypes)), taken)
+    for op, group in grouped(chains).items():
+        if any((f.domain, f.name) == (DOMAIN, op) for f in model.functions):
+            raise UnsupportedError(f"the model already holds {op}; optimize the original instead")
+        fitting, dtypes = of_common_types(group)
+        if len(fitting) < len(group):
+            raise UnsupportedError("the chains' outputs are of different types")
+        inputs = max(len(c.inputs) for c in group)
+        numbers: dict[object, int] = {}
+        branches: list[Branch] = []
+        for chain in group:
+            key = (signature(chain, symbolic), [nodes[p].op_type for p in chain.region.places] if op == GEMM else 0)
+            text = repr(key)  # calls of one text may replace different operators, with and without a bias of their own
+            if text not in numbers:
+                numbers[text] = len(branches)
+                branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
+            made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), taken)
+        number = "gemm_id" if op == GEMM else "chain_id"
+        result.functions.append(make_function(branches, dtypes, inputs, opset, op, number))
     gone = {p for c in chains for p in c.region.places}
     kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
     before = _live(model.graph)
@@ -85,7 +104,6 @@ def emit_chains(
     _drop(result.graph, before, {o for n in nodes for o in n.output})
     _check(result.graph)
     _declare(result.graph, symbolic, chains)
-    result.functions.append(make_function(branches, dtypes, inputs, opset))
     if not any(e.domain == DOMAIN for e in result.opset_import):
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     result.ir_version = max(result.ir_version, _LOWEST_IR)
@@ -124,26 +142,33 @@ def _check(graph: onnx.GraphProto) -> None:
                 raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
 
 
-def _call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:
-    name, i = f"{chain.region.outputs[0]}/{OP}", 1
+def call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:
+    """The node of a chain.
+
+    Args:
+        chain: what it computes.
+        number: of its branch of the function body.
+        counts: of the inputs and outputs that all calls have.
+        taken: names of nodes; the new one is added.
+    """
+    op = op_of(chain)
+    name, i = f"{chain.region.outputs[0]}/{op}", 1
     while name in taken:
         i += 1
-        name = f"{chain.region.outputs[0]}/{OP}_{i}"
+        name = f"{chain.region.outputs[0]}/{op}_{i}"
     taken.add(name)
     # What a description does not name is not read; an input that is missing would be missing in another branch.
     given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
     outputs = chain.region.outputs
-    return helper.make_node(
-        OP,
-        given,
-        [*outputs, *[""] * (counts[1] - len(outputs))],  # nameless: runtimes infer types of every output of a function
-        name=name,
-        domain=DOMAIN,
-        chain=chain.description.text,
-        chain_id=number,
-        plugin_namespace=DOMAIN,
-        plugin_version="1",
-    )
+    own: dict[str, str | int] = {"chain": chain.description.text, "chain_id": number}
+    if isinstance(chain, Product):
+        own = {"epilogue": chain.description.text, "pair": chain.pair, "gemm_id": number}
+    # Without names: runtimes infer types of every output of a function.
+    written = [*outputs, *[""] * (counts[1] - len(outputs))]
+    node = helper.make_node(op, given, written, name=name, domain=DOMAIN)
+    own |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in own.items())
+    return node
 
 
 def _sorted(nodes: Sequence[tuple[int, onnx.NodeProto]]) -> list[onnx.NodeProto]:

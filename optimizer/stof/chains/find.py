@@ -15,6 +15,7 @@ from onnx import TensorProto
 from stof.chains.body import make_branch
 from stof.chains.expr import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.chains.ops import FREE, TYPES, as_number, data_inputs, kind_of_node
+from stof.chains.product import Forms, is_product, product_of
 from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, node_tensors, opset_of
@@ -45,6 +46,7 @@ class Graph:
     model: onnx.ModelProto
     symbolic: Symbolic
     light: bool = True
+    forms: Forms | None = None  # of epilogues, where products become parts of templates
     nodes: Sequence[onnx.NodeProto] = field(init=False)
     place: dict[str, int] = field(init=False)  # of the node that writes a tensor
     readers: dict[str, list[int]] = field(init=False)
@@ -181,6 +183,13 @@ class Graph:
         own = set(places)
         read = {self.nodes[p].input[i] for p in own for i in data_inputs(self.nodes[p])}
         return {n for n in read if self.place.get(n) not in own and not self._is_number(n)}
+
+    def site(self, places: Sequence[int]) -> tuple[int, ...]:
+        """A region with the products that it reads, which come first, where templates take them."""
+        if self.forms is None:
+            return tuple(places)
+        before = {q for p in places for q in self.before(p) if is_product(self.nodes[q], self.symbolic)}
+        return (*sorted(before - set(places)), *places)
 
     def count(self, name: str) -> Int:
         """How many elements a tensor has."""
@@ -351,6 +360,9 @@ def find_chains(graph: Graph) -> tuple[list[Chain], list[Left]]:
             found.append(chain)
             continue
         if _worth(graph, places) < 2:
+            # One operator, which a product before it may take in.
+            alone = chain_of(graph, graph.site(sorted(places))) if graph.forms is not None else chain
+            found += [alone] if isinstance(alone, Chain) else []
             continue
         parts = _Merging(graph, places, strict=True).run()
         smaller = [c for p in parts if isinstance(c := chain_of(graph, p), Chain)]
@@ -374,6 +386,8 @@ def settled(graph: Graph, chains: Sequence[Chain]) -> list[Chain]:
 def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
     """The chain of some nodes, or why there is none."""
     region = Region(tuple(sorted(places)), graph.outputs(places))
+    if graph.forms is None and any(is_product(graph.nodes[p], graph.symbolic) for p in places):
+        return Left(region.places, "products stay by themselves")
     if _worth(graph, places) < 2:
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
@@ -390,7 +404,10 @@ def _translated(graph: Graph, region: Region) -> Chain:
             raise UnsupportedError(
                 f"the size of {name!r} comes from a slice by numbers along an axis that may be shorter than they say"
             )
-    chain = translate(region, graph.nodes, graph.symbolic)
+    if graph.forms is not None and any(is_product(graph.nodes[p], graph.symbolic) for p in region.places):
+        chain: Chain = product_of(region, graph.nodes, graph.symbolic, graph.forms)
+    else:
+        chain = translate(region, graph.nodes, graph.symbolic)
     make_branch(chain, graph.nodes, graph.symbolic, opset_of(graph.model), "c")
     return chain
 

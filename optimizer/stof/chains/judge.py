@@ -13,12 +13,13 @@ from stof.chains.apply import Judge, Verdict, operators
 from stof.chains.emit import Key
 from stof.chains.find import Graph
 from stof.chains.predicted import Predicted, sizes_in_use
+from stof.chains.product import Forms
 from stof.chains.region import Chain
 from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
 from stof.progress import Progress
-from stof.runtime import LibraryError
+from stof.runtime import LibraryError, gemm_form, has_gemm
 from stof.runtime_cuda import device_info
 from stof.search.cache import Cache, cache_path, device_name
 from stof.search.cost import Analytical, Machine, Site
@@ -43,7 +44,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     if options.chains == "on" and not options.tune:
         return _all
     cuda = options.target == "cuda"
-    otherwise = Predicted(options, Machine.cuda(_device_memory())) if cuda else None
+    otherwise = Predicted(options, _machine(options)) if cuda else None
     if not options.tune and not cache_path().exists():
         return otherwise
     name = _cuda_name() if cuda else device_name(library)
@@ -58,12 +59,19 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     return Measured(options, cache, time.monotonic() + options.tune, otherwise)
 
 
-def _device_memory() -> float:
-    """Bytes that the CUDA device at hand copies in a second, or where there is none the oldest one that kernels run on."""
+def forms_of(options: Options) -> Forms | None:
+    """What the library says of epilogues, where products become parts of templates: on CUDA, by kernels that it has."""
+    return gemm_form if options.target == "cuda" and options.chains != "off" and has_gemm() else None
+
+
+def _machine(options: Options) -> Machine:
+    """The device that predictions are for: as the options say, else at hand, else the oldest one that kernels run on."""
     try:
-        return cuda_model.device_of(device_info().capability).memory * 1e9
+        capability = options.capability or device_info().capability
     except LibraryError:
-        return cuda_model.device_of(0).memory * 1e9
+        capability = 0
+    device = cuda_model.device_of(capability)
+    return Machine.cuda(device.memory * 1e9, device.products * 1e12)
 
 
 def _cuda_name() -> str:
@@ -75,8 +83,8 @@ def _cuda_name() -> str:
 
 
 def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
-    """Every region whole."""
-    return Verdict(((0, len(chain.region.places)),))
+    """Every region whole, and products by themselves."""
+    return Verdict((Site(graph, graph.site(chain.region.places)).region,))
 
 
 def leave_all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
@@ -118,7 +126,7 @@ class Measured:
                 self.progress.close()
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
-        return self._decided(problems, len(chain.region.places), reason)
+        return self._decided(problems, len(graph.site(chain.region.places)), reason)
 
     @property
     def machine(self) -> Machine:
@@ -129,15 +137,15 @@ class Measured:
 
     def _problem(self, graph: Graph, chain: Chain, key: Key, sizes: Mapping[str, int]) -> dict[str, Any]:
         shapes = shapes_of(graph, chain.inputs, sizes)
-        words = operators(graph, chain.region.places)
+        words = operators(graph, graph.site(chain.region.places))
         return {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
 
     def _measure(self, graph: Graph, chain: Chain, problems: Sequence[Mapping[str, Any]]) -> None:
         """Measures candidates: the original, the whole region, and the schemes that the search finds best."""
-        site = Site(graph, chain.region.places)
+        site = Site(graph, graph.site(chain.region.places))
         provider = "CUDA" if self.options.target == "cuda" else "CPU"
         timers = [Timer(graph, s, provider) for s in self.sizes]
-        whole: Scheme = ((0, len(site.places)),)
+        whole = site.whole
         self._time(site, chain, timers, problems, None)
         self._time(site, chain, timers, problems, whole)
         ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
@@ -167,9 +175,10 @@ class Measured:
         config = _ORIGINAL if scheme is None else f"{encode(scheme):x}"
         parts = [site.chain(s) for s in scheme or () if s[1] - s[0] > 1]
         chains = [p for p in parts if isinstance(p, Chain)]
+        graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
             if config not in self.cache.of(problem):
-                seconds = timer.seconds(site.places, chains, chain.region.outputs)
+                seconds = timer.seconds(site.places, chains, graph_outputs)
                 self.cache.put(problem, config, seconds)
 
     def _decided(self, problems: Sequence[Mapping[str, Any]], count: int, reason: str) -> Verdict:

@@ -380,4 +380,6 @@ def data_inputs(node: onnx.NodeProto) -> Sequence[int]:
 
 def as_number(array: np.ndarray | None) -> float | None:
     """A constant of one element as a number."""
-    return None if array is None or array.size != 1 or array.dtype.kind not in "fiub" else float(array.reshape(-1)[0])
+    if array is None or array.size != 1 or (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16"):
+        return None
+    return float(array.reshape(-1)[0])

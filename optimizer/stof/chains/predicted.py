@@ -21,6 +21,7 @@ from stof.search.space import Scheme
 
 LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
+LEAST_WITH_PRODUCTS = 1.05  # where products are part of both
 _RANKED = Limits(schemes=256)
 
 
@@ -34,26 +35,40 @@ class Predicted:
 
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """The whole region where it gains at every size; else the scheme that is predicted to be best, where that does."""
-        site = Site(graph, chain.region.places)
-        whole: Scheme = ((0, len(site.places)),)
+        site = Site(graph, graph.site(chain.region.places))
+        whole = site.whole
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
             costs = [Analytical(site, s, self.machine) for s in self.sizes]
             rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
-            scheme, gains = whole, _gains(rival, costs, whole)
-            if min(gains) < LEAST_PREDICTED:
+            if min(rival) <= 0.0:
+                return Verdict((), "ONNX Runtime computes it with the product before it")
+            # What products take is the same for both, and nothing's gain.
+            products = [sum(c((i, i + 1)) for i in range(site.region[0])) for c in costs]
+            rivals = list(zip(rival, products, costs, strict=True))
+            scheme, (gains, least) = whole, _gains(rivals, whole)
+            if min(gains) < least or site.region[0]:
                 scheme = search(site.space(), costs[-1], [whole], _RANKED).scheme
-                gains = _gains(rival, costs, scheme)
+                gains, least = _gains(rivals, scheme)
         except (KeyError, UnsupportedError, ValueError) as error:
             return Verdict((), f"nothing can be predicted: {error}")
-        gain = max(1e-9, math.prod(gains)) ** (1 / len(gains))
-        if min(gains) < LEAST_PREDICTED:
+        gain = math.prod(gains) ** (1 / len(gains))
+        if min(gains) < least:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
         return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
 
 
-def _gains(rival: Sequence[float], costs: Sequence[Analytical], scheme: Scheme) -> list[float]:
-    return [r / max(1e-12, sum(c(s) for s in scheme)) for r, c in zip(rival, costs, strict=True)]
+def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:
+    """How many times longer the runtime takes at each size, and what that has to be at least.
+
+    Products that no template takes in are the same for both, and left out; with the others, little is much.
+    """
+    taken = any(s[1] - s[0] > 1 and s[0] < rivals[0][2].site.region[0] for s in scheme)
+    found = []
+    for other, alone, cost in rivals:
+        same = 0.0 if taken else alone
+        found.append((other + alone - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
+    return found, LEAST_WITH_PRODUCTS if taken else LEAST_PREDICTED
 
 
 def sizes_in_use(graph: Graph, options: Options) -> list[dict[str, int]]:

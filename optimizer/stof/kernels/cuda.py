@@ -32,15 +32,20 @@ class Device:
     biased: float
     runtime_single: float
     memory: float
+    products: float  # matrix products of the runtime in halves
 
 
 # compute capability -> device. 9.0: measured. Others by their rated tensor and memory rates (A100 SXM 312 TFLOP/s,
 # 2039 GB/s; L4 and RTX 40: 121 and 300 GB/s, which is the least of that family; H100: 989 and 3350).
 DEVICES = (
-    Device("sm_80", 80, half=190, wide=150, single=60, flash=200, biased=120, runtime_single=12, memory=1600),
-    Device("sm_86", 86, half=90, wide=60, single=28, flash=95, biased=60, runtime_single=10, memory=500),
-    Device("sm_89", 89, half=75, wide=50, single=25, flash=80, biased=50, runtime_single=10, memory=250),
-    Device("sm_90", 90, half=490, wide=230, single=110, flash=300, biased=230, runtime_single=30, memory=2600),
+    Device(
+        "sm_80", 80, half=190, wide=150, single=60, flash=200, biased=120, runtime_single=12, memory=1600, products=220
+    ),
+    Device("sm_86", 86, half=90, wide=60, single=28, flash=95, biased=60, runtime_single=10, memory=500, products=70),
+    Device("sm_89", 89, half=75, wide=50, single=25, flash=80, biased=50, runtime_single=10, memory=250, products=65),
+    Device(
+        "sm_90", 90, half=490, wide=230, single=110, flash=300, biased=230, runtime_single=30, memory=2600, products=620
+    ),
 )
 _LAUNCH = 2.5  # microseconds of a kernel in a captured graph, with the gap before it
 _OWN = 4.5  # of ours, for a few tiles

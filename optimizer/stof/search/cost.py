@@ -17,7 +17,7 @@ from stof.chains.find import Graph, Left, chain_of
 from stof.chains.ops import FREE, TYPES, kind_of_node
 from stof.chains.region import Chain
 from stof.inputs import evaluate
-from stof.search.space import Segment, Setting, Space
+from stof.search.space import Scheme, Segment, Setting, Space
 
 _BYTES = {int(TensorProto.FLOAT): 4, int(TensorProto.FLOAT16): 2, int(TensorProto.BFLOAT16): 2}
 # Elements of these cost more than one operation.
@@ -34,6 +34,14 @@ _HEAVY = {
     "Log": 10,
 }
 
+# Of the rate that a chain reaches: on an H100, 1.2 to 1.7 TB/s for Add, Mul, Split, Gelu and LayerNormalization (profiles in
+# docs/results/h100/models-cuda.json), where a copy reaches 2.6 and chains are taken to reach 0.9 of that.
+_RUNTIME = 0.67
+_NEGLIGIBLE = 1e-9  # of two schemes that cost the same, the one of fewer operators
+# Of the runtime's products that a template's reach, its epilogue included: 0.71 to 1.09 on an H100, in the mean this
+# (docs/gemm-kernel.md, stof beside cuBLASLt alone).
+_PRODUCT_SHARE = 0.88
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -44,17 +52,28 @@ class Machine:
     cache: float = 50e9
     cached: float = 1 << 20  # bytes that stay near
     operations: float = 8e9
+    products: float = 5e10  # operations of matrix products
+    runtime: float = 1.0  # share of these rates of memory that the runtime's own memory-bound kernels reach
 
     @staticmethod
-    def cuda(memory: float) -> Machine:
+    def cuda(memory: float, products: float = 220e12) -> Machine:
         """A GPU that copies ``memory`` bytes in a second; operators are kernels of a captured graph at 9/10 of that."""
         own = 0.9 * memory
-        return Machine(launch=2e-6, memory=own, cache=2 * own, cached=24 << 20, operations=8 * memory)
+        return Machine(
+            2e-6, own, cache=2 * own, cached=24 << 20, operations=8 * memory, products=products, runtime=_RUNTIME
+        )
 
     def seconds(self, touched: float, work: float = 0.0) -> float:
         """One operator that touches so many bytes, of which some stay near, and computes so much."""
         near = min(touched, self.cached)
-        return self.launch + max(near / self.cache + (touched - near) / self.memory, work / self.operations)
+        moved = near / self.cache + (touched - near) / self.memory
+        return self.launch + max(moved, work / self.operations)
+
+    def runtime_seconds(self, touched: float, work: float = 0.0) -> float:
+        """The same by one of the runtime's own kernels; on a GPU they are no faster where bytes are near."""
+        if self.runtime == 1.0:
+            return self.seconds(touched, work)
+        return self.launch + max(touched / (self.runtime * self.memory), work / self.operations)
 
 
 @dataclass
@@ -76,13 +95,21 @@ class Site:
         return self._chains[segment]
 
     def space(self) -> Space:
-        """Its schemes. Templates with compute-bound operators are not available."""
+        """Its schemes."""
         kinds = "".join("M" if kind_of_node(self.graph.nodes[p]) else "C" for p in self.places)
+        return Space(kinds, lambda segment: isinstance(self.chain(segment), Chain))
 
-        def available(segment: Segment) -> bool:
-            return "C" not in kinds[segment[0] : segment[1]] and isinstance(self.chain(segment), Chain)
+    @property
+    def region(self) -> Segment:
+        """What follows the products that come first."""
+        products = sum(not kind_of_node(self.graph.nodes[p]) for p in self.places)
+        return products, len(self.places)
 
-        return Space(kinds, available)
+    @property
+    def whole(self) -> Scheme:
+        """The scheme with one chain, and products by themselves."""
+        first = self.region[0]
+        return (*((i, i + 1) for i in range(first)), self.region)
 
 
 @dataclass
@@ -98,9 +125,20 @@ class Analytical:
         graph = self.site.graph
         places = self.site.places[segment[0] : segment[1]]
         if len(places) == 1 and graph.nodes[places[0]].op_type in FREE:
-            return 0.0
+            return _NEGLIGIBLE
         touched = sum(self._bytes(n) for n in {*graph.inputs(places), *graph.outputs(places)})
-        return self.machine.seconds(touched, sum(self._work(p) for p in places))
+        products = [p for p in places if not kind_of_node(graph.nodes[p])]
+        if products:
+            share = 1.0 if len(places) == 1 else _PRODUCT_SHARE
+            seconds = sum(self._multiplications(p) for p in products) / (share * self.machine.products)
+            return max(self.machine.seconds(touched), self.machine.launch + seconds)
+        kernel = self.machine.runtime_seconds if len(places) == 1 else self.machine.seconds
+        return kernel(touched, sum(self._work(p) for p in places))
+
+    def _multiplications(self, place: int) -> float:
+        node = self.site.graph.nodes[place]
+        inner = self.site.graph.symbolic.shape(node.input[0]) or ()
+        return 2.0 * self.elements(node.output[0]) * (evaluate(inner[-1], self.sizes) if inner else 1)
 
     def elements(self, name: str) -> int:
         """How many elements a tensor has; 1 where that is not known."""

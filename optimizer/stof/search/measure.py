@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.chains.emit import call
 from stof.chains.find import Graph
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
@@ -48,7 +49,7 @@ def part_model(
     nodes, read, written = [], dict[str, None](), set[str]()
     for place in sorted(places):
         if place in made:
-            nodes.append(_call(made[place]))
+            nodes.append(call(made[place], 0, (len(made[place].inputs), len(made[place].dtypes)), set()))
         elif place not in inside:
             nodes.append(graph.nodes[place])
         else:
@@ -167,21 +168,6 @@ class Timer:
 
 
 _SMALL = 64  # elements of a constant that stays one
-
-
-def _call(chain: Chain) -> onnx.NodeProto:
-    """A chain's node; without a function, so that nothing but the library's kernel is measured."""
-    return helper.make_node(
-        "StofChain",
-        list(chain.inputs),
-        list(chain.region.outputs),
-        name="chain",
-        domain=DOMAIN,
-        chain=chain.description.text,
-        chain_id=0,
-        plugin_namespace=DOMAIN,
-        plugin_version="1",
-    )
 
 
 def _least(session: Any, feeds: Mapping[str, np.ndarray]) -> float:

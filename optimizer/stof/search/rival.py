@@ -22,9 +22,7 @@ from stof.search.measure import part_model
 from stof.widen import HALF, widen
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
-# Shares of the copy rate that the runtime's kernels reach: on an H100, 1.2 to 1.7 TB/s for Add, Mul, Split, Gelu and
-# LayerNormalization, 2.9 for the kernels that were written as fused ones (profiles in docs/results/h100/models-cuda.json).
-_SHARE, _FUSED_SHARE = 0.6, 1.0
+# Kernels of the runtime that are as fast as chains: 2.9 TB/s on an H100.
 _FUSED = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"})
 _NO_KERNEL = FREE | _PRODUCTS | {"Constant", "Shape"}
 
@@ -98,8 +96,8 @@ def _seconds(graph: onnx.GraphProto, known: Mapping[str, int], machine: Machine,
         if node.op_type in _NO_KERNEL or _is_added_by_softmax(node, graph):
             continue
         touched = sum(counts.get(n, 0) for n in {*node.input, *node.output} if n)
-        share = _FUSED_SHARE if node.op_type in _FUSED else _SHARE
-        total += machine.launch + (machine.seconds(touched * width) - machine.launch) / share
+        seconds = machine.seconds if node.op_type in _FUSED else machine.runtime_seconds
+        total += seconds(touched * width)
     return total
 
 

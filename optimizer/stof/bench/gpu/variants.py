@@ -29,6 +29,7 @@ LABELS = {
     "stof": "stof-optimize",
     "tool-stof": "the tool, then stof-optimize",
 }
+_CAPABILITY = 90  # that the variants are made for, wherever that is
 _LARGE = 1 << 16  # elements of a weight that is left out of a prepared graph
 _WEIGHTS = "weights.bin"
 _LOWEST = -65504.0
@@ -198,7 +199,7 @@ def _stof(model: onnx.ModelProto, folder: Path, shape: tuple[int, int], **option
             for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=True):
                 if dim.dim_param:
                     shapes[dim.dim_param] = (size, size)
-        optimize(given, made, Options(verify=False, target="cuda", shapes=shapes, **options))
+        optimize(given, made, Options(verify=False, target="cuda", capability=_CAPABILITY, shapes=shapes, **options))
         if not made.is_file():
             raise Unavailable("stof-optimize found nothing to replace")
         return onnx.load(str(made))

@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products with an epilogue for compute capability 9.0a: persistent CTAs of a producer warpgroup, whose one
+// thread has the copy engine bring tiles, and consumer warpgroups of 64 rows each, which multiply with wgmma.
+// docs/gemm-kernel.md says why.
+#ifndef STOF_CUDA_GEMM_SM90_CUH_
+#define STOF_CUDA_GEMM_SM90_CUH_
+
+#include "cuda/gemm_tail.cuh"
+#include "cuda/gemm_wgmma.cuh"
+#include "cuda/launch.cuh"
+
+namespace stof {
+namespace cuda {
+namespace gemm90 {
+
+constexpr int kDepth = 64;            // of a step: rows of 128 bytes
+constexpr uint32_t kAtom = 64 * 128;  // bytes of 64 columns of b in a step, and of a warpgroup's output
+
+// groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
+// column share b and those of one row share a; so many CTAs a multiprocessor.
+template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
+          int kPerSm>
+struct Shape {
+  static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
+  static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kTotal = kProducts * kColumns;
+  // Registers by role: a producer of a whole warpgroup gives back what the consumers take. Two CTAs leave too few for
+  // that (ptxas wants 96 for everybody then), and have a producer of one warp instead.
+  static constexpr bool kMoves = kGroups > 1 && kCtas == 1;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kThreads = kGroups * kWarpgroup + (kMoves ? kWarpgroup : 32);
+  static constexpr uint32_t kBytesA = kRows * 128, kBytesB = kTotal / 64 * kAtom, kBytes = kBytesA + kBytesB;
+  static constexpr int kBuffers = kCtas == 1 && kColumns / 64 > 1 ? 2 : 1;  // of a warpgroup's output
+  static constexpr uint32_t kStaging = kStages * kBytes;
+  static constexpr uint32_t kBarriers = kStaging + kGroups * kBuffers * kAtom;
+  static constexpr uint32_t kShared = kBarriers + 16 * kStages;
+  static constexpr bool kAhead = kCtas == 1;  // vectors and residual are read a chunk ahead
+  static_assert((kShared + 1024) * kCtas <= 228 * 1024, "shared memory");
+  static_assert(kColumns % 64 == 0 && (kCm == 1 || kCm == 2) && (kCn == 1 || kCn == 2), "tiles");
+};
+
+// Where a tile stands.
+struct Place {
+  int m, n;
+};
+template <typename S>
+__device__ __forceinline__ Place PlaceOf(const GemmSm90Params& p, int tile, int cm, int cn) {
+  const int in_band = p.band * p.n_tiles;
+  const int band = tile / in_band, rest = tile % in_band;
+  const int high = min(p.band, p.m_tiles - band * p.band);
+  const int m = band * p.band + rest % high, n = rest / high;
+  return {(m * S::kCm + cm) * S::kRows, (n * S::kCn + cn) * S::kColumns};
+}
+
+template <typename T, typename S>
+struct Consumer {
+  static constexpr int kChunk = 64;  // columns of the output at a time
+
+  const GemmSm90Params& p;
+  const uint32_t staging;  // this warpgroup's
+  const int group, warp, lane;
+
+  // A thread's elements of a vector [N]: of every block of 8 columns two.
+  __device__ __forceinline__ void LoadColumns(uint32_t (&r)[8], const void* from, int n) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int column = n + 8 * j + 2 * (lane % 4);
+      r[j] = 0;
+      if (column < p.N) r[j] = LoadPair(from, column);
+    }
+  }
+  // Of a chunk of the residual: of every block of 8 columns two in either row.
+  __device__ __forceinline__ void LoadResidual(uint32_t (&r)[16], int m, int n) const {
+    const int row = m + 64 * group + 16 * warp + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t base = static_cast<int64_t>(row + 8 * i) * p.N;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int column = n + 8 * j + 2 * (lane % 4);
+        r[2 * j + i] = 0;
+        if (row + 8 * i < p.M && column < p.N) r[2 * j + i] = LoadPair(p.tail.residual, base + column);
+      }
+    }
+  }
+  static __device__ __forceinline__ void AddColumns(float (&v)[32], const uint32_t (&vector)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float low, high;
+      UnpackPair<T>(vector[j], &low, &high);
+      v[4 * j] += low, v[4 * j + 1] += high;
+      v[4 * j + 2] += low, v[4 * j + 3] += high;
+    }
+  }
+
+  // What a chunk of 64 columns needs of vectors and residual.
+  struct Operands {
+    uint32_t bias0[8], bias1[8], residual[16];
+  };
+  __device__ __forceinline__ void Load(Operands& operands, int m, int n) const {
+    if ((p.tail.has & kHasBias0) != 0) LoadColumns(operands.bias0, p.tail.bias0, n);
+    if (S::kProducts == 2 && (p.tail.has & kHasBias1) != 0) LoadColumns(operands.bias1, p.tail.bias1, n);
+    if ((p.tail.has & kHasResidual) != 0) LoadResidual(operands.residual, m, n);
+  }
+
+  // Writes the tile whose products are in c. operands: of the first chunk where they are read ahead.
+  __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], Operands& operands, const Place& place) const {
+    const GemmTail& tail = p.tail;
+    const int row = place.m + 64 * group + 16 * warp + lane / 4;
+    float of_row[2] = {1.0f, 1.0f};
+    if ((tail.has & kHasRow) != 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row + 8 * i < p.M) of_row[i] = ToFloat(static_cast<const T*>(tail.row)[row + 8 * i]);
+      }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < S::kColumns / kChunk; ++chunk) {
+      const int n = place.n + kChunk * chunk;
+      auto& v = reinterpret_cast<float (&)[32]>(c[32 * chunk]);
+      Operands next;
+      if (S::kAhead && chunk + 1 < S::kColumns / kChunk) Load(next, place.m, n + kChunk);
+      if ((tail.has & kHasBias0) != 0) {
+        if constexpr (!S::kAhead) LoadColumns(operands.bias0, tail.bias0, n);
+        AddColumns(v, operands.bias0);
+      }
+      Activate(tail.activation, v);
+      if constexpr (S::kProducts == 2) {
+        auto& u = reinterpret_cast<float (&)[32]>(c[S::kColumns / 2 + 32 * chunk]);
+        if ((tail.has & kHasBias1) != 0) {
+          if constexpr (!S::kAhead) LoadColumns(operands.bias1, tail.bias1, n);
+          AddColumns(u, operands.bias1);
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) v[i] *= u[i];
+      }
+      if ((tail.has & (kHasScale | kHasRow)) != 0) Scale(v, of_row, n);
+      if ((tail.has & kHasResidual) != 0) {
+        if constexpr (!S::kAhead) LoadResidual(operands.residual, place.m, n);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float low, high;
+            UnpackPair<T>(operands.residual[2 * j + i], &low, &high);
+            v[4 * j + 2 * i] += low, v[4 * j + 2 * i + 1] += high;
+          }
+        }
+      }
+      if constexpr (S::kAhead) operands = next;
+      Store(v, chunk, place.m + 64 * group, n);
+    }
+  }
+
+  __device__ __forceinline__ void Scale(float (&v)[32], const float (&of_row)[2], int n) const {
+    uint32_t scale[8];
+    if ((p.tail.has & kHasScale) != 0) LoadColumns(scale, p.tail.scale, n);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float low = 1.0f, high = 1.0f;
+      if ((p.tail.has & kHasScale) != 0) UnpackPair<T>(scale[j], &low, &high);
+      v[4 * j] *= low * of_row[0], v[4 * j + 1] *= high * of_row[0];
+      v[4 * j + 2] *= low * of_row[1], v[4 * j + 3] *= high * of_row[1];
+    }
+  }
+
+  // By a buffer in shared memory, rows of 128 bytes whose 16-byte pieces are exchanged by the row.
+  __device__ __forceinline__ void Store(const float (&v)[32], int chunk, int row, int column) const {
+    const uint32_t buffer = staging + static_cast<uint32_t>(chunk % S::kBuffers) * kAtom;
+    // Until the store before the last one has read the buffer.
+    if (warp == 0 && lane == 0) WaitStoresRead<S::kBuffers - 1>();
+    SyncNamed(1 + group, kWarpgroup);
+    const int at = 16 * warp + lane % 16;  // the row that this lane has the address of
+    const uint32_t line = buffer + static_cast<uint32_t>(at) * 128;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const uint32_t piece = static_cast<uint32_t>((j + lane / 16) ^ (at % 8));
+      StoreMatrix4(line + 16 * piece, Pack<T>(v[4 * j], v[4 * j + 1]), Pack<T>(v[4 * j + 2], v[4 * j + 3]),
+                   Pack<T>(v[4 * j + 4], v[4 * j + 5]), Pack<T>(v[4 * j + 6], v[4 * j + 7]));
+    }
+    FenceForCopies();
+    SyncNamed(1 + group, kWarpgroup);
+    if (warp == 0 && lane == 0) {
+      StoreBox(&p.output, buffer, column, row);
+      CommitStores();
+    }
+  }
+};
+
+template <typename T, typename S>
+__global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThreads, S::kCtas)
+    GemmKernel(const __grid_constant__ GemmSm90Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];
+  constexpr int kCluster = S::kCm * S::kCn;
+  const uint32_t base = SharedAddress(shared);  // with no other shared memory it begins at a multiple of 1024
+  const uint32_t full = base + S::kBarriers, empty = full + 8 * S::kStages;
+  const int rank = kCluster > 1 ? static_cast<int>(ClusterRank()) : 0;
+  const int cm = rank % S::kCm, cn = rank / S::kCm;
+  const int tiles = p.m_tiles * p.n_tiles;
+  const int first = static_cast<int>(blockIdx.x) / kCluster, clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    PrefetchMap(&p.a);
+    PrefetchMap(&p.b0);
+    PrefetchMap(&p.output);
+    if (S::kProducts == 2) PrefetchMap(&p.b1);
+    for (int i = 0; i < S::kStages; ++i) {
+      InitBarrier(full + 8 * i, 1);
+      // Every warp of every CTA that this one brings tiles to.
+      InitBarrier(empty + 8 * i, (S::kCm + S::kCn - 1) * S::kGroups * 4);
+    }
+    FenceBarrierInit();
+  }
+  if constexpr (kCluster > 1) {
+    SyncCluster();
+  } else {
+    __syncthreads();
+  }
+  WaitForPrevious();
+
+  if (group == S::kGroups) {
+    if constexpr (S::kMoves) GiveRegisters<32>();
+    if (warp == 0 && lane == 0) {
+      // CTAs of this one's row and column of the cluster.
+      const auto row_ctas = static_cast<uint16_t>(S::kCn == 1 ? 1u << rank : (1u | 1u << S::kCm) << cm);
+      const auto column_ctas = static_cast<uint16_t>(((1u << S::kCm) - 1u) << cn * S::kCm);
+      uint32_t stage = 0, parity = 1;
+      for (int tile = first; tile < tiles; tile += clusters) {
+        const Place place = PlaceOf<S>(p, tile, cm, cn);
+        for (int step = 0; step < p.steps; ++step) {
+          const uint32_t barrier = full + 8 * stage, a = base + stage * S::kBytes, b = a + S::kBytesA;
+          Wait(empty + 8 * stage, parity);
+          ArriveExpect(barrier, S::kBytes);
+          const int k = step * kDepth;
+          if constexpr (S::kCn == 1) {
+            CopyBox(a, &p.a, barrier, k, place.m);
+          } else {
+            constexpr int kPart = S::kRows / S::kCn;
+            CopyBoxTo(a + cn * kPart * 128, &p.a, barrier, k, place.m + cn * kPart, row_ctas);
+          }
+#pragma unroll
+          for (int atom = 0; atom < S::kTotal / 64; ++atom) {
+            const CUtensorMap* const map = atom < S::kColumns / 64 ? &p.b0 : &p.b1;
+            const int column = place.n + atom % (S::kColumns / 64) * 64;
+            if constexpr (S::kCm == 1) {
+              CopyBox(b + atom * kAtom, map, barrier, column, k);
+            } else {
+              constexpr int kPart = kDepth / S::kCm;
+              CopyBoxTo(b + atom * kAtom + cm * kPart * 128, map, barrier, column, k + cm * kPart, column_ctas);
+            }
+          }
+          if (++stage == S::kStages) stage = 0, parity ^= 1;
+        }
+      }
+      LetNextStart();
+    }
+  } else {
+    if constexpr (S::kMoves) TakeRegisters<S::kConsumerRegisters>();
+    const Consumer<T, S> consumer = {p, base + S::kStaging + group * S::kBuffers * kAtom, group, warp, lane};
+    // Lane 0 tells this CTA, lane 1 the one that shares b, lane 2 the one that shares a.
+    const bool tells = lane == 0 || (lane == 1 && S::kCm == 2) || (lane == 2 && S::kCn == 2);
+    const auto told = static_cast<uint32_t>(lane == 0 ? rank : lane == 1 ? rank ^ 1 : rank ^ S::kCm);
+    uint32_t stage = 0, parity = 0;
+    for (int tile = first; tile < tiles; tile += clusters) {
+      const Place place = PlaceOf<S>(p, tile, cm, cn);
+      typename Consumer<T, S>::Operands operands;
+      if constexpr (S::kAhead) consumer.Load(operands, place.m, place.n);  // and comes while the products are made
+      float c[S::kTotal / 2];
+      for (int step = 0; step < p.steps; ++step) {
+        const uint32_t a = base + stage * S::kBytes;
+        const uint32_t rows = DescribeInner(a + group * 64 * 128), columns = DescribeAcross(a + S::kBytesA, kAtom);
+        Wait(full + 8 * stage, parity);
+        ProductFence();
+#pragma unroll
+        for (int i = 0; i < kDepth / 16; ++i) {
+          WgmmaAcross<T>::Run(c, Operand(rows + i * (32 >> 4)), Operand(columns + i * (16 * 128 >> 4)),
+                              step + i > 0 ? 1 : 0);
+        }
+        ProductCommit();
+        if (step > 0) {
+          ProductWait<1>();
+          const uint32_t before = stage == 0 ? S::kStages - 1 : stage - 1;
+          if (tells) ArriveAt(empty + 8 * before, told);
+        }
+        if (++stage == S::kStages) stage = 0, parity ^= 1;
+      }
+      ProductWait<0>();
+      Hold(c);
+      const uint32_t last = stage == 0 ? S::kStages - 1 : stage - 1;
+      if (tells) ArriveAt(empty + 8 * last, told);
+      consumer.Finish(c, operands, place);
+    }
+    if (warp == 0 && lane == 0) WaitStores();
+  }
+  // No CTA may end while others write into its memory. The producer's one thread comes behind the others of its warp.
+  __syncwarp();
+  if constexpr (kCluster > 1) SyncCluster();
+#endif
+}
+
+template <typename T, typename S>
+int Launch(const GemmSm90Params& params, unsigned clusters, void* stream) {
+  return LaunchKernel<GemmSm90Params, GemmKernel<T, S>>(params, clusters * S::kCm * S::kCn, S::kThreads,
+                                                        static_cast<int>(S::kShared), stream, true);
+}
+
+template <void (*kKernel)(const GemmSm90Params), int kCluster, int kThreads, uint32_t kShared>
+int ResidentOf(int* clusters) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
+  if (error != cudaSuccess) return static_cast<int>(error);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return static_cast<int>(cudaOccupancyMaxActiveClusters(clusters, kKernel, &config));
+}
+
+template <typename T, typename S>
+constexpr GemmSm90Kernel Describe(float step, float tile, float gelu) {
+  return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
+          S::kRows,     S::kColumns,
+          S::kCm,       S::kCn,
+          S::kCtas,     step,
+          tile,         gelu};
+}
+
+}  // namespace gemm90
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_GEMM_SM90_CUH_

@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/gemm.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
+#include "cpu/chain.h"
+#include "plugins/core/gemm.h"
+
+namespace stof {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 8;
+constexpr int64_t kMostOnDevice = std::numeric_limits<int32_t>::max() - 256;
+constexpr int kFurtherInputs = kChainMostInputs - 1;
+
+bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
+
+std::string Shape(const Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
+  return text + "]";
+}
+
+Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue) {
+  std::string text;
+  int64_t pair = 0, id = 0;
+  attributes.String("epilogue", &text);
+  attributes.Int("pair", &pair);
+  attributes.Int("gemm_id", &id);
+  if (!attributes.mistyped().empty()) {
+    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/gemm-format.md says");
+  }
+  return ParseGemm(text, pair, epilogue);
+}
+
+// Elements of a tensor, or an error where they do not fit.
+Status Count(const Tensor& tensor, const char* name, int64_t* count) {
+  *count = 1;
+  bool none = false;
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (tensor.dims[i] < 0) {
+      return Status::Error(std::string(name) + " has shape " + Shape(tensor) + ", expected sizes of 0 or more");
+    }
+    none = none || tensor.dims[i] == 0;
+    if (tensor.dims[i] > 0 && __builtin_mul_overflow(*count, tensor.dims[i], count)) *count = kMost + 1;
+    if (*count > kMost) return Status::Error(std::string(name) + " is too large: " + Shape(tensor));
+  }
+  if (none) *count = 0;
+  return Status();
+}
+
+struct Sizes {
+  int64_t M = 0, N = 0, K = 0;
+};
+
+class StofGemmOp final : public Op {
+ public:
+  explicit StofGemmOp(GemmEpilogue epilogue) : epilogue_(std::move(epilogue)) {}
+
+  Status Prepare(const Tensor*, int input_count) override { return CheckInputCount(input_count); }
+  int InputCount() const override {
+    return 1 + epilogue_.weights() + std::max(0, epilogue_.chain.inputs - epilogue_.products());
+  }
+  bool Takes(int index, DType dtype, DType typed) const override { return index < 2 ? IsFloat(dtype) : dtype == typed; }
+
+  Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
+    Sizes sizes;
+    STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
+    if (output_count != 1) return Status::Error("has " + std::to_string(output_count) + " outputs, expected 1");
+    outputs[0] = OutputOf(inputs[0], sizes);
+    return Status();
+  }
+
+  Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
+             const RunContext& context) const override {
+    Tensor expected;
+    Sizes sizes;
+    STOF_RETURN_IF_ERROR(InferOutputs(inputs, input_count, &expected, output_count));
+    STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
+    const Tensor& output = outputs[0];
+    if (output.dtype != expected.dtype || output.rank != expected.rank ||
+        !std::equal(expected.dims, expected.dims + expected.rank, output.dims)) {
+      return Status::Error("the output has shape " + Shape(output) + " or another type, expected " + Shape(expected) +
+                           " of a's type");
+    }
+    if (sizes.M == 0 || sizes.N == 0) return Status();
+    for (int i = 0; i < InputCount(); ++i) {
+      if (inputs[i].data == nullptr && Needs(i) && inputs[i].Elements() > 0) {
+        return Status::Error("input " + std::to_string(i) + " has no data");
+      }
+    }
+    if (output.data == nullptr) return Status::Error("the output has no data");
+    if (!context.on_cuda) return RunCpu(inputs, output, sizes, context);
+    const GemmBackend* backend = nullptr;
+    STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes, &backend));
+    GemmArgs args = ArgsOf(inputs, sizes);
+    args.output = output.data;
+    return backend->run(args, context);
+  }
+
+  Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
+    Sizes sizes;
+    STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
+    const GemmBackend* backend = nullptr;
+    STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes, &backend));
+    *plan = DevicePlan();
+    return backend->plan(ArgsOf(inputs, sizes), &plan->workspace);
+  }
+  Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
+
+ private:
+  Status CheckInputCount(int count) const {
+    if (count >= InputCount()) return Status();
+    return Status::Error("has " + std::to_string(count) + " inputs, but weights and epilogue ask for " +
+                         std::to_string(InputCount()));
+  }
+  // Whether the node's input is read by this epilogue.
+  bool Needs(int input) const {
+    if (input <= epilogue_.weights()) return true;
+    const auto number = static_cast<size_t>(input - 1 - epilogue_.weights() + epilogue_.products());
+    return epilogue_.reads[number] != GemmRead::kUnused;
+  }
+
+  static Tensor OutputOf(const Tensor& a, const Sizes& sizes) {
+    Tensor output = a;
+    output.data = nullptr;
+    output.dims[a.rank - 1] = sizes.N;
+    return output;
+  }
+
+  Status CheckInputs(const Tensor* inputs, int input_count, Sizes* sizes) const {
+    STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
+    const Tensor &a = inputs[0], &b = inputs[1];
+    if (!IsFloat(a.dtype)) {
+      return Status::Error("input 0 (a) has data type " + std::to_string(static_cast<int>(a.dtype)) +
+                           ", expected fp32, fp16 or bf16");
+    }
+    if (a.rank < 2) return Status::Error("input 0 (a) has shape " + Shape(a) + ", expected [..., M, K]");
+    int64_t count = 0;
+    STOF_RETURN_IF_ERROR(Count(a, "input 0 (a)", &count));
+    sizes->K = a.dims[a.rank - 1];
+    sizes->M = 1;
+    for (int i = 0; i + 1 < a.rank; ++i) sizes->M = a.dims[i] == 0 ? 0 : sizes->M * a.dims[i];
+    for (int w = 1; w <= epilogue_.weights(); ++w) {
+      const std::string name = "input " + std::to_string(w) + (w == 1 ? " (b)" : " (b1)");
+      const Tensor& weight = inputs[w];
+      if (weight.dtype != a.dtype) return Status::Error(name + " is of another type than a, expected the same");
+      STOF_RETURN_IF_ERROR(Count(weight, name.c_str(), &count));
+      if (weight.rank != 2 || weight.dims[0] != sizes->K || (w == 2 && weight.dims[1] != b.dims[1])) {
+        return Status::Error(name + " has shape " + Shape(weight) +
+                             ", expected [K, N] with K = " + std::to_string(sizes->K) +
+                             (w == 2 ? " and N = " + std::to_string(b.dims[1]) : std::string()));
+      }
+    }
+    sizes->N = b.dims[1];
+    if (epilogue_.pair == GemmPair::kHalves) {
+      if (sizes->N % 2 != 0) {
+        return Status::Error("input 1 (b) has shape " + Shape(b) + ", expected two halves of columns");
+      }
+      sizes->N /= 2;
+    }
+    const Tensor output = OutputOf(a, *sizes);
+    STOF_RETURN_IF_ERROR(Count(output, "the output", &count));
+    for (int number = epilogue_.products(); number < epilogue_.chain.inputs; ++number) {
+      STOF_RETURN_IF_ERROR(CheckFurther(inputs[epilogue_.InputOf(number)], number, output, *sizes));
+    }
+    return Status();
+  }
+
+  Status CheckFurther(const Tensor& tensor, int number, const Tensor& output, const Sizes& sizes) const {
+    const GemmRead read = epilogue_.reads[static_cast<size_t>(number)];
+    if (read == GemmRead::kUnused) return Status();
+    const std::string name =
+        "input " + std::to_string(epilogue_.InputOf(number)) + " (x" + std::to_string(number) + ")";
+    if (tensor.dtype == DType::kUndefined) return Status::Error(name + " is missing, but the epilogue reads it");
+    if (!IsFloat(tensor.dtype)) {
+      return Status::Error(name + " has data type " + std::to_string(static_cast<int>(tensor.dtype)) +
+                           ", expected fp32, fp16 or bf16");
+    }
+    int64_t count = 0;
+    STOF_RETURN_IF_ERROR(Count(tensor, name.c_str(), &count));
+    const int64_t last = tensor.rank > 0 ? tensor.dims[tensor.rank - 1] : 1;
+    const int lead = output.rank - 1;
+    const bool leads = tensor.rank >= lead && std::equal(output.dims, output.dims + lead, tensor.dims);
+    bool right = false;
+    const char* expected = "";
+    switch (read) {
+      case GemmRead::kMatrix:
+        right = last == sizes.N &&
+                ((tensor.rank == output.rank && leads) || (tensor.rank == 2 && tensor.dims[0] == sizes.M));
+        expected = "the output's shape ";
+        break;
+      case GemmRead::kColumns:
+        right = tensor.rank > 0 && last == sizes.N && count == sizes.N;
+        expected = "one element for each column of ";
+        break;
+      case GemmRead::kRows:
+        right = leads && (tensor.rank == lead || (tensor.rank == output.rank && last == 1));
+        expected = "one element for each row of ";
+        break;
+      default:
+        right = count == 1;
+        expected = "one element beside ";
+        break;
+    }
+    if (right) return Status();
+    return Status::Error(name + " has shape " + Shape(tensor) + ", expected " + expected + Shape(output));
+  }
+
+  // The further inputs are the same tensors without the dimensions that say nothing here.
+  Tensor Flat(const Tensor& from, GemmRead read, const Sizes& sizes) const {
+    Tensor tensor = from;
+    tensor.rank = read == GemmRead::kMatrix ? 2 : read == GemmRead::kScalar ? 0 : 1;
+    tensor.dims[0] = read == GemmRead::kColumns ? sizes.N : sizes.M;
+    tensor.dims[1] = sizes.N;
+    return tensor;
+  }
+
+  Status CheckDevice(const Tensor* inputs, const Sizes& sizes, const GemmBackend** backend) const {
+    *backend = FindGemmBackend();
+    if (*backend == nullptr) return Status::Error("StofGemm has no CUDA kernels in this build");
+    if (!epilogue_.has_form) return Status::Error(epilogue_.why_not);
+    const DType dtype = inputs[0].dtype;
+    if (dtype != DType::kF16 && dtype != DType::kBF16) {
+      return Status::Error("the CUDA kernels of StofGemm take fp16 and bf16: leave products of fp32 to the runtime");
+    }
+    if (std::max({sizes.M, sizes.N, sizes.K}) > kMostOnDevice) {
+      return Status::Error("M, N and K must be at most " + std::to_string(kMostOnDevice) + " on CUDA");
+    }
+    for (int number = epilogue_.products(); number < epilogue_.chain.inputs; ++number) {
+      const int input = epilogue_.InputOf(number);
+      if (Needs(input) && inputs[input].dtype != dtype) {
+        return Status::Error("input " + std::to_string(input) + " is of another type than a, which the CUDA kernels " +
+                             "of StofGemm do not take");
+      }
+    }
+    return Status();
+  }
+
+  GemmArgs ArgsOf(const Tensor* inputs, const Sizes& sizes) const {
+    const GemmForm& form = epilogue_.form;
+    GemmArgs args;
+    args.M = sizes.M, args.N = sizes.N, args.K = sizes.K;
+    args.dtype = inputs[0].dtype;
+    args.a = inputs[0].data;
+    args.b0 = inputs[1].data;
+    args.stride = inputs[1].dims[1];
+    if (epilogue_.pair == GemmPair::kTwo) args.b1 = inputs[2].data;
+    if (epilogue_.pair == GemmPair::kHalves) {
+      args.b1 = static_cast<const char*>(args.b0) + sizes.N * SizeOf(args.dtype);
+    }
+    if (form.swapped) std::swap(args.b0, args.b1);
+    args.activation = form.activation;
+    const auto at = [&](int number) { return number < 0 ? nullptr : inputs[epilogue_.InputOf(number)].data; };
+    args.bias0 = at(form.bias0), args.bias1 = at(form.bias1);
+    args.scale = at(form.scale), args.row = at(form.row), args.residual = at(form.residual);
+    return args;
+  }
+
+  // Products of as many rows as fit the caches, then the chain over them.
+  Status RunCpu(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const RunContext& context) const {
+    constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
+    const int threads = std::max(1, context.parallel.threads);
+    const int products = epilogue_.products();
+    const int64_t rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
+    const CpuIsa isa = BestCpuIsa();
+    const auto floats = static_cast<size_t>((rows * sizes.N + 15) / 16 * 16);
+    auto* product = static_cast<float*>(context.allocate(context.self, 4 * floats * static_cast<size_t>(products)));
+    void* panel = context.allocate(context.self, CpuGemmWorkspace(threads));
+    if (product == nullptr || panel == nullptr) return Status::Error("no memory for a block of products");
+    Chain chain = epilogue_.chain;
+    chain.outputs[0].type = output.dtype;
+    cpu::ChainProgram program;
+    int64_t compiled = 0;
+    void* chain_workspace = nullptr;
+    const int64_t size = SizeOf(output.dtype);
+    const auto* b0 = static_cast<const char*>(inputs[1].data);
+    const char* const weight[2] = {
+        b0, epilogue_.pair == GemmPair::kTwo ? static_cast<const char*>(inputs[2].data) : b0 + sizes.N * size};
+    for (int64_t m = 0; m < sizes.M; m += rows) {
+      const Sizes block = {std::min(rows, sizes.M - m), sizes.N, sizes.K};
+      for (int i = 0; i < products; ++i) {
+        CpuGemm(isa, output.dtype, static_cast<const char*>(inputs[0].data) + m * sizes.K * size, weight[i],
+                inputs[1].dims[1], block.M, sizes.N, sizes.K, product + static_cast<size_t>(i) * floats, panel,
+                context.parallel);
+      }
+      Tensor bound_inputs[kChainMostInputs];
+      const void* from[kChainMostInputs] = {};
+      for (int number = 0; number < chain.inputs; ++number) {
+        Tensor& tensor = bound_inputs[number];
+        if (number < products) {
+          tensor.dtype = DType::kF32;
+          tensor = Flat(tensor, GemmRead::kMatrix, block);
+          tensor.data = product + static_cast<size_t>(number) * floats;
+        } else if (epilogue_.reads[static_cast<size_t>(number)] != GemmRead::kUnused) {
+          const GemmRead read = epilogue_.reads[static_cast<size_t>(number)];
+          tensor = Flat(inputs[epilogue_.InputOf(number)], read, block);
+          const int64_t skipped = read == GemmRead::kMatrix ? m * sizes.N : read == GemmRead::kRows ? m : 0;
+          if (skipped > 0) tensor.data = static_cast<char*>(tensor.data) + skipped * SizeOf(tensor.dtype);
+        }
+        from[number] = tensor.data;
+      }
+      if (compiled != block.M) {
+        BoundChain bound;
+        STOF_RETURN_IF_ERROR(BindChain(chain, bound_inputs, chain.inputs, &bound));
+        program = cpu::ChainProgram();
+        cpu::CompileChain(chain, bound, threads, &program);
+        compiled = block.M;
+        const size_t bytes = cpu::ChainWorkspace(program, threads);
+        chain_workspace = context.allocate(context.self, bytes);
+        if (chain_workspace == nullptr) {
+          return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
+        }
+      }
+      void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * size};
+      cpu::RunChain(program, isa, from, to, chain_workspace, context.parallel);
+    }
+    return Status();
+  }
+
+  const GemmEpilogue epilogue_;
+};
+
+std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
+  int64_t pair = 0;
+  attributes.Int("pair", &pair);
+  if (index != 0 || rank_count < 2 || ranks[0] < 2 || ranks[0] > kMaxRank || ranks[1] != 2) return {};
+  std::vector<DimRule> rules;
+  for (int i = 0; i + 1 < ranks[0]; ++i) rules.push_back({0, i});
+  rules.push_back({1, 1, -1, 1, pair == 1 ? 2 : 1});
+  return rules;
+}
+
+Status CreateGemm(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
+  GemmEpilogue epilogue;
+  STOF_RETURN_IF_ERROR(ParseAttributes(attributes, &epilogue));
+  *op = std::make_unique<StofGemmOp>(std::move(epilogue));
+  return Status();
+}
+
+}  // namespace
+
+const OpDescription* GemmDescription() {
+  static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+  static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
+  static constexpr AttributeDescription kAttributes[] = {
+      {"epilogue", AttributeType::kString}, {"pair", AttributeType::kInt}, {"gemm_id", AttributeType::kInt}};
+  static const OpDescription description = {"StofGemm",
+                                            2,
+                                            1 + kFurtherInputs,
+                                            1,
+                                            kTypes,
+                                            static_cast<int>(std::size(kTypes)),
+                                            kCudaTypes,
+                                            static_cast<int>(std::size(kCudaTypes)),
+                                            CreateGemm,
+                                            OutputShape,
+                                            kAttributes,
+                                            static_cast<int>(std::size(kAttributes))};
+  return &description;
+}
+
+}  // namespace stof

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofGemm: docs/gemm-format.md is its contract.
+#ifndef STOF_PLUGINS_CORE_OPS_GEMM_H_
+#define STOF_PLUGINS_CORE_OPS_GEMM_H_
+
+#include "plugins/core/op.h"
+
+namespace stof {
+
+const OpDescription* GemmDescription();
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_GEMM_H_
