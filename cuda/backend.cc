@@ -664,9 +664,25 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
   return Load(args, pad, mask, sizes, operands, context);
 }
 
-constexpr CudaBackend kBackend = {
-    ToHost, Device,   cuda::Take,  cuda::Give,   cuda::CapturedOrDone, cuda::Relaxed,         Attention,       Kernels,
-    Ready,  Describe, KernelNames, cuda::TimeOp, cuda::RunChain,       cuda::MakeDeviceChain, cuda::ReadyChain};
+constexpr CudaBackend kBackend = {ToHost,
+                                  Device,
+                                  cuda::Take,
+                                  cuda::Give,
+                                  cuda::CapturedOrDone,
+                                  cuda::Relaxed,
+                                  Attention,
+                                  Kernels,
+                                  Ready,
+                                  Describe,
+                                  KernelNames,
+                                  cuda::TimeOp,
+                                  cuda::RunChain,
+                                  cuda::MakeDeviceChain,
+                                  cuda::ReadyChain,
+                                  cuda::RecordRun,
+                                  cuda::LaunchRecorded,
+                                  cuda::DropRecorded,
+                                  cuda::Captured};
 
 }  // namespace
 

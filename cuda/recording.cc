@@ -29,28 +29,36 @@ void* Imagine(void* self, size_t bytes) {
   return reinterpret_cast<void*>(at);
 }
 
-// On a stream that is there for nothing else.
-Status Record(Queue queue, void* self, RunContext context, cudaStream_t stream) {
-  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "recording of kernels"));
-  uintptr_t next = uintptr_t{1} << 30;
-  context.stream = stream;
-  context.allocate = Imagine;
-  context.self = &next;
+// A stream that is there for one recording.
+struct OwnStream {
+  OwnStream() { status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  ~OwnStream() {
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    cudaGetLastError();  // not to be found by others
+  }
   Status status;
-  {
-    const Loading loading;
-    try {
-      status = queue(self, context);
-    } catch (const std::exception& error) {  // the recording has to end
-      status = Status::Error(error.what());
-    }
+  cudaStream_t stream = nullptr;
+};
+
+Status Record(Queue queue, void* self, RunContext context, cudaGraphExec_t* executable) {
+  const RelaxedCapture relaxed;  // another thread may capture
+  const OwnStream own;
+  STOF_RETURN_IF_ERROR(own.status);
+  STOF_RETURN_IF_ERROR(
+      ToStatus(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeRelaxed), "recording of kernels"));
+  context.stream = own.stream;
+  Status status;
+  try {
+    status = queue(self, context);
+  } catch (const std::exception& error) {  // the recording has to end
+    status = Status::Error(error.what());
   }
   cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+  const cudaError_t ended = cudaStreamEndCapture(own.stream, &graph);
   if (status.ok()) status = ToStatus(ended, "recording of kernels");
-  if (status.ok()) status = ToStatus(cudaGraphInstantiate(&executable, graph, 0), "loading of kernels");
-  if (executable != nullptr) cudaGraphExecDestroy(executable);
+  if (status.ok()) status = ToStatus(cudaGraphInstantiate(executable, graph, 0), "instantiation of a graph");
   if (graph != nullptr) cudaGraphDestroy(graph);
   return status;
 }
@@ -66,13 +74,32 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
     const std::lock_guard<std::mutex> lock(mutex);
     if (!loaded->insert(key).second) return Status();
   }
-  const RelaxedCapture relaxed;  // another thread may capture
-  cudaStream_t stream = nullptr;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"));
-  const Status status = Record(queue, self, context, stream);
-  cudaStreamDestroy(stream);
-  cudaGetLastError();  // not to be found by others
+  uintptr_t next = uintptr_t{1} << 30;
+  RunContext imagined = context;
+  imagined.allocate = Imagine;
+  imagined.self = &next;
+  cudaGraphExec_t executable = nullptr;
+  const Loading loading;
+  const Status status = Record(queue, self, imagined, &executable);
+  if (executable != nullptr) cudaGraphExecDestroy(executable);
   return status;
+}
+
+Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded) {
+  cudaGraphExec_t executable = nullptr;
+  STOF_RETURN_IF_ERROR(Record(queue, self, context, &executable));
+  *recorded = executable;
+  return Status();
+}
+
+Status LaunchRecorded(void* recorded, void* stream) {
+  return ToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(recorded), static_cast<cudaStream_t>(stream)),
+                  "launch of a recorded run");
+}
+
+void DropRecorded(void* recorded) {
+  const RelaxedCapture relaxed;
+  if (cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(recorded)) != cudaSuccess) cudaGetLastError();
 }
 
 }  // namespace cuda

@@ -17,6 +17,12 @@ using Queue = Status (*)(void* self, const RunContext& context);
 // wait until the device is idle. The run is recorded, with addresses where nothing is, and never launched.
 Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context);
 
+// The run as a graph that can be launched again: the same kernels with the same parameters. Its memory and what
+// context.keeper has come to hold must live as long; a graph may be dropped while the device works on it.
+Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded);
+Status LaunchRecorded(void* recorded, void* stream);
+void DropRecorded(void* recorded);
+
 // Whether the calling thread is in LoadKernels: its memory is no memory, and must not be cleared.
 bool IsOnlyLoading();
 

@@ -74,6 +74,8 @@ void Give(void* stream, void* memory) {
   if (cudaFreeAsync(memory, static_cast<cudaStream_t>(stream)) != cudaSuccess) cudaGetLastError();
 }
 
+bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream)); }
+
 bool CapturedOrDone(void* stream) {
   auto* const on = static_cast<cudaStream_t>(stream);
   if (IsCaptured(on)) return true;

@@ -13,6 +13,7 @@ namespace cuda {
 // As CudaBackend has them.
 bool Take(void* stream, size_t bytes, void** memory);
 void Give(void* stream, void* memory);
+bool Captured(void* stream);
 bool CapturedOrDone(void* stream);
 void Relaxed(void (*run)(void* self), void* self);
 

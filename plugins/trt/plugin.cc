@@ -323,6 +323,7 @@ int32_t Plugin::getValidTactics(int32_t* tactics, int32_t count) noexcept {
 int32_t Plugin::setTactic(int32_t tactic) noexcept {
   // One that this device does not have is no error: the engine may come from another one.
   if (tactic < 0 || tactic > kMostTactics) return kFailed;
+  if (tactic_ != tactic) recordings_.Clear();
   tactic_ = tactic;
   return 0;
 }
@@ -342,9 +343,11 @@ Status Plugin::Plan(const PluginTensorDesc* in, Tensor* inputs) {
     return Status();
   }
   planned_for_.clear();
+  recordings_.Clear();
   DevicePlan plan;
   STOF_RETURN_IF_ERROR(definition_->op().PlanDevice(inputs, count, &plan));
   planned_ = plan.workspace;
+  several_ = plan.several;
   planned_for_.assign(inputs, inputs + count);
   return Status();
 }
@@ -375,17 +378,27 @@ Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, 
     }
   }
   if (planned_ > 0 && workspace == nullptr) return Status::Error("TensorRT gave no workspace");
-  const auto address = reinterpret_cast<uintptr_t>(workspace);
-  Bump bump;
-  bump.next = reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
-  bump.left = planned_;
   RunContext context;
-  context.allocate = Bump::Allocate;
-  context.self = &bump;
   context.on_cuda = true;
   context.stream = stream;
   context.kernel = kernel();
-  return definition_->op().Run(from, in_count, to, out_count, context);
+  const auto queue = [&](const RunContext& given) {
+    const auto address = reinterpret_cast<uintptr_t>(workspace);
+    Bump bump;
+    bump.next = reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    bump.left = planned_;
+    RunContext own = given;
+    own.allocate = Bump::Allocate;
+    own.self = &bump;
+    return definition_->op().Run(from, in_count, to, out_count, own);
+  };
+  if (!several_) return queue(context);
+  std::vector<const void*> key(inputs, inputs + in_count);
+  key.insert(key.end(), outputs, outputs + out_count);
+  key.push_back(workspace);
+  return recordings_.Run(
+      key, context, [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
+      const_cast<void*>(static_cast<const void*>(&queue)));
 }
 
 int32_t Plugin::enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, const void* const* inputs,

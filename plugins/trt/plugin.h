@@ -13,6 +13,7 @@
 
 #include "plugins/core/op.h"
 #include "plugins/trt/definition.h"
+#include "plugins/trt/recordings.h"
 
 namespace stof::trt {
 
@@ -80,6 +81,8 @@ class Plugin final : public nvinfer1::IPluginV3,
   // The shapes that planned_ holds for.
   std::vector<Tensor> planned_for_;
   size_t planned_ = 0;
+  bool several_ = false;
+  Recordings recordings_;
 };
 
 class Creator final : public nvinfer1::IPluginCreatorV3One {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include "cuda/attention_decode.h"
@@ -167,6 +168,40 @@ TEST(TrtCaptureAndReplay) {
         cudaGraphDestroy(graph);
       }
     }
+  }
+}
+
+// Runs on the same memory, which the plugin keeps as graphs: other numbers, padding and vectors each time, memory that
+// takes turns, more of it than is kept, and shapes that change and come back.
+TEST(TrtRunsAgain) {
+  for (const int mask : {1, 2, kDocuments, kLengths, kPadInOr}) {
+    Case c = Plain(kTypes[mask % 3], 64, mask);
+    if (mask != kDocuments && mask != kLengths) c.pad = 2;
+    c.lse = mask % 2 == 0;
+    c.empty_rows = static_cast<EmptyRows>(mask % 4);
+    const Sizes most = {2, 180, 200}, less = {1, 33, 65};
+    Context context = Context::Make(c, most);
+    const Stream stream;
+    std::vector<std::unique_ptr<Trial>> trials;
+    for (uint64_t i = 0; i < 6; ++i) trials.push_back(std::make_unique<Trial>(c, i == 5 ? less : most, i));
+    const auto run = [&](size_t which, uint64_t seed) {
+      trials[which]->Draw(seed, stream);
+      trials[which]->Poison(stream);
+      trials[which]->Enqueue(context.held.runtime, context.workspace, stream);
+      trials[which]->Check(stream);
+      CountCases(1);
+    };
+    trials[0]->Shape(context.held.runtime);
+    for (uint64_t seed = 10; seed < 15; ++seed) run(0, seed);
+    for (uint64_t seed = 15; seed < 21; ++seed) run(seed % 2, seed);
+    for (size_t which = 1; which < 5; ++which) {
+      for (uint64_t seed = 21; seed < 24; ++seed) run(which, seed);
+    }
+    for (size_t which = 0; which < 5; ++which) run(which, 30 + which);
+    trials[5]->Shape(context.held.runtime);
+    for (uint64_t seed = 40; seed < 44; ++seed) run(5, seed);
+    trials[0]->Shape(context.held.runtime);
+    for (uint64_t seed = 50; seed < 54; ++seed) run(0, seed);
   }
 }
 

@@ -275,7 +275,7 @@ class AttentionOp final : public Op {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoKernels);
       RunContext own = context;
-      own.keeper = &keeper_;
+      if (own.keeper == nullptr) own.keeper = &keeper_;
       return backend->attention(args, pad, *mask, sizes, given, own);
     }
     if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
@@ -313,6 +313,7 @@ class AttentionOp final : public Op {
     }
     STOF_RETURN_IF_ERROR(
         PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
+    plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty();
     const CudaBackend* backend = FindCudaBackend();
     plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
     return Status();
