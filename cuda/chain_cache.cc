@@ -104,11 +104,11 @@ bool WriteAll(int file, const char* from, size_t bytes) {
 
 std::string ChainCacheFolder() {
   if (geteuid() != getuid() || getegid() != getgid()) return std::string();  // the environment is somebody else's
-  const char* own = std::getenv("STOF_CHAIN_CACHE");
+  const char* own = secure_getenv("STOF_CHAIN_CACHE");
   if (own != nullptr) return std::strcmp(own, "off") == 0 ? std::string() : own;
-  const char* caches = std::getenv("XDG_CACHE_HOME");
+  const char* caches = secure_getenv("XDG_CACHE_HOME");
   if (caches != nullptr && caches[0] == '/') return std::string(caches) + "/stof/chains";
-  const char* home = std::getenv("HOME");
+  const char* home = secure_getenv("HOME");
   if (home == nullptr || home[0] != '/') return std::string();
   return std::string(home) + "/.cache/stof/chains";
 }

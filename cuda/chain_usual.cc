@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cuda/chain_plan.h"
-#include "plugins/core/hash.h"
 #include "plugins/core/op.h"
 
 namespace stof {
@@ -86,10 +85,6 @@ class Collector {
 };
 
 }  // namespace
-
-ChainTextHash HashChainText(const std::string& text) {
-  return {HashBytes(text.data(), text.size(), 0xc4a1), HashBytes(text.data(), text.size(), 0xc4a2)};
-}
 
 std::vector<std::string> UsualChainKernels(DType dtype) {
   Collector all;

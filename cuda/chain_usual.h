@@ -4,7 +4,6 @@
 #ifndef STOF_CUDA_CHAIN_USUAL_H_
 #define STOF_CUDA_CHAIN_USUAL_H_
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -16,13 +15,8 @@ namespace cuda {
 // What usual chains of a type are made into; for the build.
 std::vector<std::string> UsualChainKernels(DType dtype);
 
-struct ChainTextHash {
-  uint64_t low = 0, high = 0;
-};
-ChainTextHash HashChainText(const std::string& text);
-
 struct UsualChainKernel {
-  ChainTextHash hash;
+  const char* text = nullptr;
   const void* kernel = nullptr;  // a function of the library's, for the CUDA runtime
 };
 struct UsualChains {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tool of the build: precompile_chains f16|bf16|f32 FILE writes the kernels of usual chains as CUDA source.
-#include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -31,10 +30,7 @@ int main(int argc, char** argv) {
     text.replace(at, global.size(), "__global__");
     const std::string space = "k" + std::to_string(i);
     file << "namespace " << space << " {\n" << text << "}\n";
-    const stof::cuda::ChainTextHash hash = stof::cuda::HashChainText(kernels[i]);
-    char line[128];
-    std::snprintf(line, sizeof line, "    {{0x%016" PRIx64 "u, 0x%016" PRIx64 "u}, ", hash.low, hash.high);
-    table += line + ("reinterpret_cast<const void*>(" + space + "::stof_chain)},\n");
+    table += "    {R\"text(" + kernels[i] + ")text\", reinterpret_cast<const void*>(" + space + "::stof_chain)},\n";
   }
   std::string function = name;
   function[0] = static_cast<char>(function[0] - 'a' + 'A');
