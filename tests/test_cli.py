@@ -269,7 +269,6 @@ def test_no_output_replaces_what_is_read(tmp_path: Path, capsys: pytest.CaptureF
         (["--verify-budget", "nan"], "invalid number of seconds value: 'nan'"),
         (["--verif", "3"], "unrecognized arguments"),
         (["--target", "tensorrt", "--tune", "5"], "--tune has nothing to measure for target tensorrt"),
-        (["--target", "tensorrt", "--chains", "on"], "--chains on: chains are for ONNX Runtime in this version"),
         (["--tune", "-5"], "invalid number of seconds value: '-5'"),
         (["--sparsify", "window"], "--sparsify is not in this version"),
         (["--sparse-mlp", "folder"], "--sparse-mlp is not in this version"),

@@ -122,7 +122,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         chained = Chained(emitted, ())
         if judge is not None:
             with _timed(report, "chains"), _damage(source):
-                chained = apply_chains(emitted, judge, selection, forms_of(options))
+                chained = apply_chains(emitted, judge, selection, forms_of(options), options.target == "tensorrt")
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):
             check_room(chained.model, target, source)

@@ -102,8 +102,6 @@ class TensorRtTarget(Target):
         super().__init__(options, isa)
         if options.tune:
             raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
-        if options.chains == "on":
-            raise ArgumentError("--chains on: chains are for ONNX Runtime in this version; use --target cpu or cuda")
 
     def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
         return super().why_not(site, mask) + tensorrt.why_not(site, mask)

@@ -65,6 +65,13 @@ Status Definition::Prepare(const Fields& given) {
     const Field* field = fields_.Find(description_.attributes[i].name);
     if (field != nullptr && field->kind == Field::Kind::kOther) fields_.Remove(description_.attributes[i].name);
   }
+  if (const Field* field = given.Find(kSpareOutputs)) {
+    if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.lists) {
+      return Status::Error("field spare_outputs is no number of outputs, or of an operator that has none to spare");
+    }
+    spare_outputs_ = static_cast<int>(field->i);
+    fields_.Set(*field);
+  }
   const int count = op_->InputCount();
   if (count < description_.typed_inputs || count > kMostInputs || outputs() < 1 || outputs() > kMostOutputs) {
     return Status::Error("has too few or too many inputs or outputs");

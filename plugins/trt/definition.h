@@ -32,9 +32,13 @@ class Definition {
   const Fields& fields() const { return fields_; }
   const Op& op() const { return *op_; }
   int inputs() const { return op_->InputCount(); }
-  int outputs() const { return op_->OutputCount(); }
+  int outputs() const { return results() + spare_outputs_; }
+  // The outputs that are written; behind them come spare ones, of one element.
+  int results() const { return op_->OutputCount(); }
   // Of operators with lists: the type of an output, which its attributes say.
-  DType output_type(int index) const { return description_.output_type(fields_, index); }
+  DType output_type(int index) const {
+    return index < results() ? description_.output_type(fields_, index) : DType::kF32;
+  }
   // What an engine file holds: Make gives an equal definition of it.
   const nvinfer1::PluginFieldCollection* serialized() const { return &collection_; }
   // Equal where attributes, constants and kernels are: a hash of all of them.
@@ -52,6 +56,7 @@ class Definition {
   const std::string layer_;
   Fields fields_;  // declared attributes and constants
   std::unique_ptr<Op> op_;
+  int spare_outputs_ = 0;
   std::vector<int32_t> ints_;
   std::vector<nvinfer1::PluginField> serialized_;
   nvinfer1::PluginFieldCollection collection_;

@@ -42,6 +42,9 @@ class Fields final : public AttributeReader {
 
 // The field that holds constant inputs.
 inline constexpr char kConstants[] = "constants";
+// How many outputs a node of an operator with lists has behind those of its own: TensorRT's parser wants as many
+// outputs of a node as its function has, or its plugin. Nobody reads them.
+inline constexpr char kSpareOutputs[] = "spare_outputs";
 
 // Constant inputs as text, for tensors that an operator must know when it is prepared (the tables of a mask) and whose
 // data TensorRT does not show to plugins: entries "INPUT TYPE SHAPE DATA", joined by ";". INPUT is the index of the

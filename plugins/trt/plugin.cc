@@ -201,6 +201,11 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
     ranks[i] = in[i].nbDims;
   }
   for (int o = 0; o < definition_->outputs(); ++o) {
+    if (o >= definition_->results()) {
+      out[o].nbDims = 1;
+      out[o].d[0] = builder->constant(1);
+      continue;
+    }
     const std::vector<DimRule> rules =
         description.shape_rule(definition_->fields(), ranks, description.lists ? count : description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
@@ -368,7 +373,7 @@ int32_t Plugin::onShapeChange(const PluginTensorDesc* in, int32_t in_count, cons
 
 Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, const void* const* inputs,
                        void* const* outputs, void* workspace, void* stream) {
-  const int in_count = definition_->inputs(), out_count = definition_->outputs();
+  const int in_count = definition_->inputs(), out_count = definition_->results();
   Tensor from[kMostInputs], to[kMostOutputs];
   STOF_RETURN_IF_ERROR(Plan(in, from));
   for (int i = 0; i < in_count; ++i) from[i].data = const_cast<void*>(inputs[i]);
@@ -422,6 +427,7 @@ Creator::Creator(const OpDescription& description) : description_(description) {
   }
   // TensorRT's parser drops attributes that are not declared.
   fields_.emplace_back(kConstants, nullptr, PluginFieldType::kCHAR, 1);
+  if (description.lists) fields_.emplace_back(kSpareOutputs, nullptr, PluginFieldType::kINT32, 1);
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 

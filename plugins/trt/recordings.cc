@@ -4,11 +4,13 @@
 #include <algorithm>
 
 #include "plugins/core/cuda_backend.h"
+#include "plugins/trt/log.h"
 
 namespace stof::trt {
 namespace {
 
 constexpr size_t kMostKept = 4;
+constexpr int kMostMade = 64;  // more are a sign of memory that changes all the time
 
 }  // namespace
 
@@ -26,35 +28,46 @@ Recordings::~Recordings() = default;
 
 void Recordings::Clear() {
   recordings_.clear();
-  last_.clear();
-  hopeless_ = false;
+  seen_.clear();
+  made_ = 0;
 }
 
 Status Recordings::Run(const std::vector<const void*>& key, const RunContext& context, QueueRun queue, void* self) {
   const CudaBackend* backend = FindCudaBackend();
-  if (hopeless_ || backend == nullptr || backend->record == nullptr || backend->captured(context.stream)) {
+  if (backend == nullptr || backend->record == nullptr || backend->captured(context.stream)) {
     return queue(self, context);
   }
-  const auto found = std::find_if(recordings_.begin(), recordings_.end(), [&](const auto& r) { return r->key == key; });
-  if (found != recordings_.end()) {
-    std::rotate(found, found + 1, recordings_.end());
-    return backend->launch(recordings_.back()->graph, context.stream);
+  auto found = std::find_if(recordings_.begin(), recordings_.end(), [&](const auto& r) { return r->key == key; });
+  if (found == recordings_.end()) {
+    const auto before = std::find(seen_.begin(), seen_.end(), key);
+    if (before == seen_.end()) {
+      if (seen_.size() == kMostKept) seen_.erase(seen_.begin());
+      seen_.push_back(key);
+      return queue(self, context);
+    }
+    if (made_ == kMostMade) return queue(self, context);
+    ++made_;
+    auto made = std::make_unique<Recording>();
+    made->key = key;
+    RunContext own = context;
+    own.keeper = &made->keeper;
+    const Status status = backend->record(queue, self, own, &made->graph);
+    if (!status.ok()) return Fallback(status, context, queue, self);
+    seen_.erase(before);
+    if (recordings_.size() == kMostKept) recordings_.erase(recordings_.begin());
+    recordings_.push_back(std::move(made));
+    found = recordings_.end() - 1;
   }
-  if (last_ != key) {
-    last_ = key;
-    return queue(self, context);
-  }
-  auto made = std::make_unique<Recording>();
-  made->key = key;
-  RunContext own = context;
-  own.keeper = &made->keeper;
-  if (!backend->record(queue, self, own, &made->graph).ok()) {
-    hopeless_ = true;
-    return queue(self, context);
-  }
-  if (recordings_.size() == kMostKept) recordings_.erase(recordings_.begin());
-  recordings_.push_back(std::move(made));
-  return backend->launch(recordings_.back()->graph, context.stream);
+  std::rotate(found, found + 1, recordings_.end());
+  const Status status = backend->launch(recordings_.back()->graph, context.stream);
+  return status.ok() ? status : Fallback(status, context, queue, self);
+}
+
+Status Recordings::Fallback(const Status& status, const RunContext& context, QueueRun queue, void* self) {
+  Log(LogLevel::kInfo, "", "a run is queued, not launched as a graph: " + status.message());
+  recordings_.clear();
+  made_ = kMostMade;
+  return queue(self, context);
 }
 
 }  // namespace stof::trt

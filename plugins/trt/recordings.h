@@ -20,15 +20,17 @@ class Recordings {
   Recordings(const Recordings&) = delete;
   Recordings& operator=(const Recordings&) = delete;
   ~Recordings();
-  // A key that comes twice in a row is recorded; what cannot be recorded, or is itself being captured, is queued.
+  // A key that comes again is recorded, if few others came since: hosts that take turns with several buffers get a
+  // graph for each. What is being captured is queued, and everything once recording or launching has failed.
   Status Run(const std::vector<const void*>& key, const RunContext& context, QueueRun queue, void* self);
   void Clear();
 
  private:
   struct Recording;
+  Status Fallback(const Status& status, const RunContext& context, QueueRun queue, void* self);
   std::vector<std::unique_ptr<Recording>> recordings_;  // the one used last at the end
-  std::vector<const void*> last_;
-  bool hopeless_ = false;
+  std::vector<std::vector<const void*>> seen_;          // keys that came once, the last one at the end
+  int made_ = 0;                                        // since the shapes changed
 };
 
 }  // namespace stof::trt

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
@@ -120,6 +120,91 @@ def modernbert(exporter: str = "dynamo.sdpa") -> onnx.ModelProto:
 def three_masks() -> onnx.ModelProto:
     """ModernBERT with two windows, and with Longformer's mask in its global layers (every third one)."""
     return masked(prepare.with_third_mask(modernbert()), LONGFORMER, every=3)
+
+
+def head_norms(heads: int = 4, groups: int = 4, size: int = 16, width: int = 64) -> onnx.ModelProto:
+    """Windowed attention in fp16 whose queries and keys, of one packed product, have norms and a rotary embedding."""
+    q, k = heads * size, groups * size
+
+    def prepared(x: str, own: str, count: str) -> str:
+        return f"""
+          {own}split = Reshape (x{x}, {count})
+          {own}raw = Transpose <perm: ints = [0, 2, 1, 3]> ({own}split)
+          {own}square = Mul ({own}raw, {own}raw)
+          {own}mean = ReduceMean <keepdims: int = 1> ({own}square, last)
+          {own}shifted = Add ({own}mean, epsilon)
+          {own}root = Sqrt ({own}shifted)
+          {own}unit = Div ({own}raw, {own}root)
+          {own}n = Mul ({own}unit, {own}weight)
+          {own}a, {own}b = Split <axis: int = -1> ({own}n, halves)
+          {own}minus = Neg ({own}b)
+          {own}turned = Concat <axis: int = -1> ({own}minus, {own}a)
+          {own}cos = Mul ({own}n, cos)
+          {own}sin = Mul ({own}turned, sin)
+          {own} = Add ({own}cos, {own}sin)"""
+
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+      g (float16[B, S, {width}] input_ids, float16[S, {size}] cos, float16[S, {size}] sin) => (float16[B, S, {width}] y) {{
+          packed = MatMul (input_ids, w)
+          xq, xk, xv = Split <axis: int = -1> (packed, parts)
+          {prepared("q", "q", "q_shape")}
+          {prepared("k", "k", "k_shape")}
+          vsplit = Reshape (xv, k_shape)
+          v = Transpose <perm: ints = [0, 2, 1, 3]> (vsplit)
+          shape = Shape (input_ids)
+          length = Gather (shape, one)
+          at = Range (zero, length, one)
+          column = Unsqueeze (at, first)
+          row = Unsqueeze (at, second)
+          apart = Sub (column, row)
+          far = Abs (apart)
+          near = LessOrEqual (far, limit)
+          bias = Where (near, nothing, lowest)
+          k5 = Unsqueeze (k, third)
+          kwide = Expand (k5, repeat)
+          kall = Reshape (kwide, heads)
+          v5 = Unsqueeze (v, third)
+          vwide = Expand (v5, repeat)
+          vall = Reshape (vwide, heads)
+          kt = Transpose <perm: ints = [0, 1, 3, 2]> (kall)
+          scores = MatMul (q, kt)
+          masked = Add (scores, bias)
+          weights = Softmax <axis: int = -1> (masked)
+          o = MatMul (weights, vall)
+          ot = Transpose <perm: ints = [0, 2, 1, 3]> (o)
+          flat = Reshape (ot, flat_shape)
+          y = MatMul (flat, wo)
+      }}"""
+    model = parser.parse_model(text)
+    rng = np.random.default_rng(6)
+
+    def weight(name: str, *shape: int) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(rng.normal(0, 0.1, shape).astype(np.float16), name))
+
+    weight("w", width, q + 2 * k)
+    weight("wo", q, width)
+    weight("qweight", size)
+    weight("kweight", size)
+    numbers = {
+        "parts": [q, k, k],
+        "q_shape": [0, 0, heads, size],
+        "k_shape": [0, 0, groups, size],
+        "halves": [size // 2] * 2,
+        "repeat": [1, 1, heads // groups, 1, 1],
+        "heads": [0, heads, -1, size],
+        "flat_shape": [0, 0, q],
+        "last": [-1],
+        "first": [0],
+        "second": [1],
+        "third": [2],
+        "zero": 0,
+        "one": 1,
+        "limit": 16,
+    }
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v, np.int64), n) for n, v in numbers.items())
+    for name, value in (("epsilon", 1e-5), ("lowest", -10000.0), ("nothing", 0.0)):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float16), name))
+    return model
 
 
 def models() -> dict[str, onnx.ModelProto]:

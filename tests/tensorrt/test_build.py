@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
+from stof.chains.predicted import LEAST_PREDICTED
 from stof.graph import all_nodes
 from stof.options import Options
 from stof.site import EmptyRows
@@ -43,6 +45,9 @@ EXPECTED = {
     "fp32": (2, 1),
 }
 LEFT = {"modernbert": 2}
+# Chains with --chains on, in the files NAME.chains; without it none of these models has one.
+CHAINS = {"modernbert": 18, "mistral": 12, "longformer": 7, "bigbird": 7, "three-masks": 18, "fp32": 7}
+ALL = [*EXPECTED, *(f"{name}.chains" for name in CHAINS)]
 SEGMENTS = {n: np.repeat(np.arange(61)[None] // 9, 2, 0) for n in ("segment_q", "segment_k")}
 FIXED = {"bigbird", "mixed"}
 
@@ -60,7 +65,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert (len(replaced), len({s.mask for s in replaced})) == EXPECTED[name], report.to_text()
         left = [s for s in report.sites if "TensorRT fuses it" in s.reason]
         assert len(left) == LEFT.get(name, 0) == len(report.sites) - len(replaced), report.to_text()
+        assert not any(c.replaced for c in report.chains), report.to_text()
+        if name in CHAINS:
+            options = replace(options, chains="on")
+            report = stof.optimize(path, found / f"{name}.chains.stof.onnx", options)
+            assert sum(c.replaced for c in report.chains) == CHAINS[name], report.to_text()
     return found
+
+
+def original(name: str) -> str:
+    """The model that a file is made of."""
+    return name.removesuffix(".chains")
 
 
 def shapes(model: onnx.ModelProto) -> list[str]:
@@ -84,25 +99,25 @@ def command(*arguments: str, plugin: bool = True) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", ALL)
 def test_builds_with_the_plugin(name: str, folder: Path, tmp_path: Path) -> None:
     path, plan = folder / f"{name}.stof.onnx", tmp_path / "model.plan"
     model = onnx.load(str(path))
     targets = [f"--capability={n}" for n in CAPABILITIES]
     run = command("build", str(path), "-o", str(plan), *shapes(model), *targets)
     assert run.returncode == 0, run.stderr
-    sites = EXPECTED[name][0]
-    assert f"{sites} of {sites} StofAttention nodes are plugin layers" in run.stdout
+    sites = EXPECTED[original(name)][0] + (CHAINS[original(name)] if name.endswith(".chains") else 0)
+    assert f"{sites} of {sites} stof nodes are plugin layers" in run.stdout
     layers = recorded(plan.read_bytes())
     assert {(layer.name, layer.kind, layer.stof) for layer in layers} == {
-        (n, "StofAttention", True) for n in stof_nodes(model)
+        (n.name, n.op_type, True) for n in model.graph.node if n.domain == "stof"
     }
     listed = command("inspect", str(plan), "--json")
     assert listed.returncode == 0, listed.stderr
     assert sum(layer["stof"] for layer in json.loads(listed.stdout)["layers"]) == sites
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", ALL)
 def test_builds_without_the_plugin(name: str, folder: Path, tmp_path: Path) -> None:
     path, plan = folder / f"{name}.stof.onnx", tmp_path / "model.plan"
     targets = [f"--capability={n}" for n in CAPABILITIES]
@@ -113,7 +128,7 @@ def test_builds_without_the_plugin(name: str, folder: Path, tmp_path: Path) -> N
     assert not plan.exists()
     run = command(*arguments, "--no-plugins", plugin=False)
     assert run.returncode == 0, run.stderr
-    assert f"{EXPECTED[name][0]} StofAttention nodes are computed by their bodies" in run.stdout
+    assert f"{len(stof_nodes(onnx.load(str(path))))} stof nodes are computed by their bodies" in run.stdout
     assert plan.stat().st_size > 100_000
     assert recorded(plan.read_bytes()) == ()
 
@@ -152,16 +167,16 @@ def test_bodies_of_every_form_build(name: str, tmp_path: Path) -> None:
     assert report.bytes == (tmp_path / "model.plan").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("library", [True, False], ids=["library", "bodies"])
 def test_the_same_file_runs_in_onnx_runtime(name: str, library: bool, folder: Path) -> None:
-    original = onnx.load(str(folder / f"{name}.onnx"))
-    fixed = name in FIXED
-    feed = models.feeds(original, 1 if fixed else 2, models.LENGTH if fixed else 77)
+    model = onnx.load(str(folder / f"{original(name)}.onnx"))
+    fixed = original(name) in FIXED
+    feed = models.feeds(model, 1 if fixed else 2, models.LENGTH if fixed else 77)
     options = ort.SessionOptions()
     if library:
         stof.register(options)
-    wanted = ort.InferenceSession(str(folder / f"{name}.onnx")).run(None, feed)
+    wanted = ort.InferenceSession(str(folder / f"{original(name)}.onnx")).run(None, feed)
     found = ort.InferenceSession(str(folder / f"{name}.stof.onnx"), options).run(None, feed)
     real = feed["attention_mask"] != 0  # queries that are padding may have no key
     for a, b in zip(wanted, found, strict=True):
@@ -171,6 +186,32 @@ def test_the_same_file_runs_in_onnx_runtime(name: str, library: bool, folder: Pa
             a, b = a[real], b[real]
         a, b = a.astype(np.float64), b.astype(np.float64)
         assert np.abs(a - b).max() <= 2e-2 * np.abs(a).max()
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "bodies"])
+def test_what_tensorrt_cuts_beside_attention_becomes_a_chain(groups: int, plugin: bool, tmp_path: Path) -> None:
+    """Norms and rotary embeddings of heads of one packed product: four kernels of TensorRT's own.
+
+    Where queries and keys are not alike each has a chain of its own, for which TensorRT would cut the product: they stay.
+    """
+    path, written, plan = tmp_path / "model.onnx", tmp_path / "out.onnx", tmp_path / "out.plan"
+    onnx.save(models.head_norms(groups=groups), str(path))
+    report = stof.optimize(path, written, Options(target="tensorrt", verify_budget=2))
+    assert report.replaced == 1, report.to_text()
+    taken = [c for c in report.chains if c.replaced]
+    assert len(taken) == (groups == 4), report.to_text()
+    assert all((c.gain or 0) >= LEAST_PREDICTED for c in taken)
+    assert taken or all("of TensorRT's own kernels' speed" in c.reason for c in report.chains)
+    ranges = (("--min", "1x1"), ("--opt", "1x128"), ("--max", "2x512"))
+    lengths = [sizes.split("x")[1] for _, sizes in ranges]
+    rows = [f"{o}=input_ids:{s}x64,cos:{n}x16,sin:{n}x16" for (o, s), n in zip(ranges, lengths, strict=True)]
+    targets = [f"--capability={n}" for n in CAPABILITIES]
+    bodies = [] if plugin else ["--no-plugins"]
+    run = command("build", str(written), "-o", str(plan), *rows, *targets, *bodies, plugin=plugin)
+    assert run.returncode == 0, run.stderr
+    kinds = sorted(layer.kind for layer in recorded(plan.read_bytes()))
+    assert kinds == (["StofAttention", *["StofChain"] * len(taken)] if plugin else [])
 
 
 def test_timing_cache_embedding_and_hardware(folder: Path, tmp_path: Path) -> None:
@@ -222,7 +263,7 @@ def test_a_changed_namespace_is_noticed(folder: Path, tmp_path: Path) -> None:
     onnx.save(model, str(tmp_path / "model.onnx"))
     run = command("build", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "model.plan"), *shapes(model))
     assert run.returncode == 3
-    assert f"1 of 2 StofAttention nodes did not become plugin layers, first {call.name!r}" in run.stderr
+    assert f"1 of 2 stof nodes did not become plugin layers, first {call.name!r}" in run.stderr
 
 
 def test_python_builds_too(folder: Path, tmp_path: Path) -> None:

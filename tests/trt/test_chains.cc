@@ -15,9 +15,10 @@
 namespace stof::test {
 namespace {
 
-Held CreateChain(const std::string& text, TensorRTPhase phase = TensorRTPhase::kBUILD) {
+Held CreateChain(const std::string& text, TensorRTPhase phase = TensorRTPhase::kBUILD, int spare = 0) {
   Attributes attributes;
   attributes.strings["chain"] = text;
+  if (spare != 0) attributes.ints["spare_outputs"] = spare;
   attributes.ints["chain_id"] = 3;
   OwnedFields fields(attributes);
   return Held(FindCreator("StofChain")->createPlugin("layer", fields.get(), phase));
@@ -53,16 +54,21 @@ void Compare(const std::string& text, const ChainAnswer& answer, const char* got
   }
 }
 
-// What a builder asks and a context does. extra: inputs that the description does not name.
-void Live(const RandomChain& chain, int extra) {
+// What a builder asks and a context does. extra: inputs that the description does not name; spare: outputs of that
+// kind.
+void Live(const RandomChain& chain, int extra, int spare) {
   Chain parsed;
   CHECK(ParseChain(chain.text, &parsed).ok(), chain.text);
-  Held built = CreateChain(chain.text);
+  Held built = CreateChain(chain.text, TensorRTPhase::kBUILD, spare);
   CHECK(built.plugin != nullptr, chain.text);
   std::vector<ChainArray> arrays = chain.inputs;
   while (static_cast<int>(arrays.size()) < std::max(1, parsed.inputs)) arrays.push_back({DType::kF32, {1}, {0.5}});
   for (int i = 0; i < extra; ++i) arrays.push_back(arrays[0]);
-  const std::vector<ChainAnswer> answers = EvaluateChain(chain.text, arrays);
+  std::vector<ChainAnswer> answers = EvaluateChain(chain.text, arrays);
+  // Nobody reads spare ones, and nothing is written to them.
+  ChainAnswer nothing;
+  nothing.dtype = DType::kF32, nothing.dims = {1};
+  answers.resize(answers.size() + static_cast<size_t>(spare), nothing);
   const auto in_count = static_cast<int32_t>(arrays.size()), out_count = static_cast<int32_t>(answers.size());
   CHECK(built.build->getNbOutputs() == out_count, chain.text);
 
@@ -150,14 +156,17 @@ RandomChain Norm(DType dtype, int64_t b, int64_t s, Random* random) {
 
 TEST(TrtChainLife) {
   Random random(3);
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) Live(Norm(dtype, 2, 5, &random), 0);
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    Live(Norm(dtype, 2, 5, &random), 0, 1);
+  }
   CountCases(3);
   const int count = Cases(LastSeen() == nullptr ? 40 : 200);  // a kernel is compiled for each on a device
   for (int i = 0; i < count; ++i) {
     Random own(2000 + static_cast<uint64_t>(i));
     const RandomChain chain = MakeRandomChain(&own, own.Pick<int64_t>({1, 3, 8, 64, 100}), 20);
     try {
-      Live(chain, static_cast<int>(own.Range(0, 2)));
+      const int extra = static_cast<int>(own.Range(0, 2));
+      Live(chain, extra, static_cast<int>(own.Range(0, 2)));
     } catch (Failure& failure) {
       failure.message += ", seed " + std::to_string(i);
       throw;
@@ -204,6 +213,12 @@ TEST(TrtChainHostile) {
   Attributes none;
   OwnedFields fields(none);
   CHECK(FindCreator("StofChain")->createPlugin("layer", fields.get(), TensorRTPhase::kBUILD) == nullptr, "no chain");
+  const std::string one = "axes n = x0.0; out y0 f32 [n] = x0[n]";
+  CHECK(CreateChain(one, TensorRTPhase::kBUILD, 7).plugin != nullptr, "8 outputs");
+  for (const int spare : {-1, 8, 9}) {
+    CHECK(CreateChain(one, TensorRTPhase::kBUILD, spare).plugin == nullptr, "spare outputs ", spare);
+    CountCases(1);
+  }
   // Counts that are wrong, and a run with tensors that do not fit.
   const Held held = CreateChain("axes s = x0.0, n = x0.1; out y0 f16 [s, n] = x0[s, n] + x1[n]");
   std::vector<nvinfer1::PluginTensorDesc> plain = {Desc(DataType::kHALF, {3, 4}), Desc(DataType::kHALF, {3}),

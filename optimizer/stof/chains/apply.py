@@ -66,7 +66,11 @@ class Chained:
 
 
 def apply_chains(
-    model: onnx.ModelProto, judge: Judge, selection: Selection | None = None, forms: Forms | None = None
+    model: onnx.ModelProto,
+    judge: Judge,
+    selection: Selection | None = None,
+    forms: Forms | None = None,
+    tensorrt: bool = False,
 ) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes.
 
@@ -75,6 +79,7 @@ def apply_chains(
         judge: decides about each different region.
         selection: what the user says of regions, which goes first.
         forms: of epilogues, where products become parts of templates.
+        tensorrt: chains become plugins of TensorRT.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
@@ -83,7 +88,7 @@ def apply_chains(
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            return _applied(Graph(model, Symbolic(model), light, forms), judge, selection)
+            return _applied(Graph(model, Symbolic(model), light, forms, tensorrt), judge, selection)
         except UnsupportedError as error:
             reason = str(error)
         except StofError:
@@ -134,7 +139,8 @@ def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
         ChainPlan(label, text, tuple(segments.get(i, ())))
         for i, (label, text) in enumerate(zip(labels, words, strict=True))
     ]
-    return Chained(emit_chains(model, graph.symbolic, fitting, shapes), tuple(reports), tuple(plans))
+    emitted = emit_chains(model, graph.symbolic, fitting, shapes, graph.tensorrt)
+    return Chained(emitted, tuple(reports), tuple(plans))
 
 
 def _verdicts(

@@ -190,7 +190,13 @@ class _Copy:
 
 
 def make_function(
-    branches: Sequence[Branch], dtypes: Sequence[int], inputs: int, opset: int, op: str = OP, number: str = "chain_id"
+    branches: Sequence[Branch],
+    dtypes: Sequence[int],
+    inputs: int,
+    opset: int,
+    op: str = OP,
+    number: str = "chain_id",
+    bits: bool = False,
 ) -> onnx.FunctionProto:
     """The local function of an operator, ``stof::StofChain``; an attribute selects a branch.
 
@@ -201,15 +207,20 @@ def make_function(
         opset: of the model.
         op: the operator.
         number: its attribute that selects a branch.
+        bits: the number's bits are attributes, too (:func:`bits_of`), and conditions. TensorRT's parser leaves the other
+            branches out then, in which the shapes of a call would not fit; it reads the value of a constant alone.
     """
     nodes: list[onnx.NodeProto] = []
-    chosen = ""
+    chosen: list[str] = []
     if len(branches) > 1:  # TensorRT's parser reads references to attributes outside of branches only
-        chosen = f"{number}_value"
-        node = helper.make_node("Constant", [], [chosen], name=chosen)
-        reference = node.attribute.add()
-        reference.name, reference.ref_attr_name, reference.type = "value_int", number, onnx.AttributeProto.INT
-        nodes.append(node)
+        kind, field = (onnx.AttributeProto.TENSOR, "value") if bits else (onnx.AttributeProto.INT, "value_int")
+        read = list(bits_of(0, len(branches), number)) if bits else [number]
+        for attribute in read:
+            chosen.append(f"{attribute}_value")
+            node = helper.make_node("Constant", [], chosen[-1:], name=chosen[-1])
+            reference = node.attribute.add()
+            reference.name, reference.ref_attr_name, reference.type = field, attribute, kind
+            nodes.append(node)
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
     if len(branches) > 1:
@@ -217,12 +228,18 @@ def make_function(
             _forget_shape(builder, name, _inner(i))
     else:
         builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
-    results = _select(branches, 0, len(branches), chosen, dtypes, builder)
+    results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
     nodes += [helper.make_node("Identity", [r], [y], name=y) for r, y in zip(results, outputs, strict=True)]
-    read = [number] if chosen else []
-    return helper.make_function(DOMAIN, op, names, outputs, nodes, [helper.make_opsetid("", opset)], read)
+    attributes = [c.removesuffix("_value") for c in chosen]
+    return helper.make_function(DOMAIN, op, names, outputs, nodes, [helper.make_opsetid("", opset)], attributes)
+
+
+def bits_of(index: int, count: int, number: str = "chain_id") -> dict[str, onnx.TensorProto]:
+    """The attributes that select a branch of so many by bits, as booleans; the lowest bit first."""
+    places = range((count - 1).bit_length())
+    return {f"{number}_bit{i}": helper.make_tensor("", TensorProto.BOOL, [], [bool(index >> i & 1)]) for i in places}
 
 
 def _inner(i: int) -> str:
@@ -237,15 +254,19 @@ def _forget_shape(builder: Builder, name: str, output: str) -> None:
     """
     b = builder
     shape = b.add("Shape", [name])
-    every = b.add("NonZero", [b.add("GreaterOrEqual", [shape, b.constant([0])])])
-    target = b.add("Gather", [shape, b.add("Squeeze", [every, b.constant([0])])])
+    rank = b.add("Squeeze", [b.add("Shape", [shape]), b.constant([0])])
+    every = b.add("Range", [b.constant(0), rank, b.constant(1)])
+    target = b.add("Gather", [shape, every])
     b.nodes.append(helper.make_node("Reshape", [name, target], [output], name=output))
 
 
 def _select(
-    branches: Sequence[Branch], first: int, last: int, chosen: str, dtypes: Sequence[int], builder: Builder
+    branches: Sequence[Branch], first: int, last: int, chosen: str | list[str], dtypes: Sequence[int], builder: Builder
 ) -> list[str]:
-    """Nodes for one of the branches from ``first`` to before ``last``; returns what they write."""
+    """Nodes for one of the branches from ``first`` to before ``last``; returns what they write.
+
+    ``chosen`` holds the number of the branch, or its bits.
+    """
     if last - first == 1:
         branch = branches[first]
         builder.nodes.extend(branch.nodes)
@@ -253,10 +274,16 @@ def _select(
             builder.constant(0, helper.tensor_dtype_to_np_dtype(d)) for d in dtypes[len(branch.results) :]
         ]  # of a call that does not have this output
         return [*branch.results, *missing]
-    middle = (first + last) // 2
-    below = builder.add("Less", [chosen, builder.constant(middle)])
+    bit = (last - first - 1).bit_length() - 1
+    middle = first + (1 << bit)
+    parts = [(first, middle), (middle, last)]
+    if isinstance(chosen, list):
+        condition = chosen[bit]
+        parts.reverse()
+    else:
+        condition = builder.add("Less", [chosen, builder.constant(middle)])
     graphs = []
-    for start, end in ((first, middle), (middle, last)):
+    for start, end in parts:
         inner = Builder(builder.opset, f"s{start}_{end}_")
         results = _select(branches, start, end, chosen, dtypes, inner)
         # An output that is not the direct product of a node of the branch is refused by some runtimes.
@@ -264,7 +291,7 @@ def _select(
         infos = [helper.make_tensor_value_info(w, d, None) for w, d in zip(written, dtypes, strict=True)]
         graphs.append(helper.make_graph(inner.nodes, f"chains{start}_{end}", [], infos))
     outputs = [builder.name() for _ in dtypes]
-    node = helper.make_node("If", [below], outputs, name=outputs[0], then_branch=graphs[0], else_branch=graphs[1])
+    node = helper.make_node("If", [condition], outputs, name=outputs[0], then_branch=graphs[0], else_branch=graphs[1])
     builder.nodes.append(node)
     return outputs
 

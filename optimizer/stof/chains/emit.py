@@ -12,10 +12,12 @@ from onnx import helper
 
 import stof
 from stof.chains.body import OP, Branch, make_branch, make_function
+from stof.chains.plugin import complete_calls
 from stof.chains.product import Product
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, describe, node_tensors, opset_of
+from stof.passes.tensorrt import name_nodes
 from stof.symbolic import Symbolic
 from stof.symbolic.dims import declared
 
@@ -57,7 +59,11 @@ def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ..
 
 
 def emit_chains(
-    model: onnx.ModelProto, symbolic: Symbolic, chains: Sequence[Chain], shapes: Mapping[str, str] | None = None
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    chains: Sequence[Chain],
+    shapes: Mapping[str, str] | None = None,
+    tensorrt: bool = False,
 ) -> onnx.ModelProto:
     """A copy of the model in which each chain is one StofChain node.
 
@@ -66,6 +72,7 @@ def emit_chains(
         symbolic: of the model.
         chains: without common nodes.
         shapes: tensors that are not written any more, with others of the same shape, which are asked for it instead.
+        tensorrt: what TensorRT's parser needs is written, too.
 
     Raises:
         UnsupportedError: when the model holds StofChain already, or chains that cannot share a function.
@@ -95,7 +102,10 @@ def emit_chains(
                 branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
             made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), taken)
         number = "gemm_id" if op == GEMM else "chain_id"
-        result.functions.append(make_function(branches, dtypes, inputs, opset, op, number))
+        if tensorrt:
+            calls = [made[c.region.places[-1]] for c in group]
+            result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
+        result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
     gone = {p for c in chains for p in c.region.places}
     kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
     before = _live(model.graph)
@@ -107,6 +117,8 @@ def emit_chains(
     if not any(e.domain == DOMAIN for e in result.opset_import):
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     result.ir_version = max(result.ir_version, _LOWEST_IR)
+    if tensorrt:
+        name_nodes(result)
     entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
     entry.key, entry.value = "stof_version", stof.__version__
     return result

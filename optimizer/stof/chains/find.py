@@ -6,7 +6,7 @@ A region is convex: no path leaves it and comes back, so that it can become one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -15,6 +15,7 @@ from onnx import TensorProto
 from stof.chains.body import make_branch
 from stof.chains.expr import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.chains.ops import FREE, TYPES, as_number, data_inputs, kind_of_node
+from stof.chains.plugin import check_plugin
 from stof.chains.product import Forms, is_product, product_of
 from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
@@ -47,6 +48,7 @@ class Graph:
     symbolic: Symbolic
     light: bool = True
     forms: Forms | None = None  # of epilogues, where products become parts of templates
+    tensorrt: bool = False  # chains become plugins of TensorRT
     nodes: Sequence[onnx.NodeProto] = field(init=False)
     place: dict[str, int] = field(init=False)  # of the node that writes a tensor
     readers: dict[str, list[int]] = field(init=False)
@@ -73,7 +75,22 @@ class Graph:
                 self.constant.update(o for o in node.output if o)
         self.doubtful = self._doubtful()
         self.memory_bound = [i for i, n in enumerate(self.nodes) if self._is_memory_bound(n)]
+        if self.tensorrt:
+            scores = self._of_attention(set(self.memory_bound))
+            self.memory_bound = [p for p in self.memory_bound if p not in scores]
         self.readers = self._data_readers(self.memory_bound if self.light else [])
+
+    def _of_attention(self, places: set[int]) -> set[int]:
+        """What stands between the two products of attention that is left to TensorRT, which fuses all of it."""
+        found: set[int] = set()
+        for softmax in places:
+            if self.nodes[softmax].op_type != "Softmax":
+                continue
+            after = _reached([softmax], places, self.after)
+            if all(q in places for p in after for q in self.after(p)):
+                continue  # no product reads it
+            found |= after | _reached([softmax], places, self.before)
+        return found
 
     def _doubtful(self) -> set[str]:
         """Slices by numbers that may be beyond an axis whose size is not known: there is less than was asked for then.
@@ -244,6 +261,18 @@ class Graph:
         return (r for o in self.nodes[place].output for r in self.readers.get(o, ()))
 
 
+def _reached(start: Iterable[int], within: Collection[int], step: Callable[[int], Iterable[int]]) -> set[int]:
+    """The places that steps lead to, of those that count, with the first ones."""
+    pending = list(start)
+    found: set[int] = set()
+    while pending:
+        place = pending.pop()
+        if place in within and place not in found:
+            found.add(place)
+            pending.extend(step(place))
+    return found
+
+
 def _read(node: onnx.NodeProto) -> list[str]:
     """What a node reads, in its subgraphs, too."""
     return [n for n in node.input if n] + (sorted(node_tensors(node) - set(node.output)) if _has_graph(node) else [])
@@ -408,6 +437,8 @@ def _translated(graph: Graph, region: Region) -> Chain:
         chain: Chain = product_of(region, graph.nodes, graph.symbolic, graph.forms)
     else:
         chain = translate(region, graph.nodes, graph.symbolic)
+        if graph.tensorrt:
+            check_plugin(chain)
     make_branch(chain, graph.nodes, graph.symbolic, opset_of(graph.model), "c")
     return chain
 

@@ -13,6 +13,7 @@ from stof.chains.apply import Judge, Verdict, operators
 from stof.chains.emit import Key
 from stof.chains.find import Graph
 from stof.chains.predicted import Predicted, sizes_in_use
+from stof.chains.predicted_tensorrt import BesideTensorRt
 from stof.chains.product import Forms
 from stof.chains.region import Chain
 from stof.errors import ArgumentError, UnsupportedError
@@ -39,10 +40,12 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     Raises:
         ArgumentError: when ``--tune`` has no cache to use.
     """
-    if options.target == "tensorrt" or options.chains == "off":
+    if options.chains == "off":
         return None
     if options.chains == "on" and not options.tune:
         return _all
+    if options.target == "tensorrt":
+        return BesideTensorRt(options, _machine(options))
     cuda = options.target == "cuda"
     otherwise = Predicted(options, _machine(options)) if cuda else None
     if not options.tune and not cache_path().exists():

@@ -126,7 +126,7 @@ class Analytical:
         places = self.site.places[segment[0] : segment[1]]
         if len(places) == 1 and graph.nodes[places[0]].op_type in FREE:
             return _NEGLIGIBLE
-        touched = sum(self._bytes(n) for n in {*graph.inputs(places), *graph.outputs(places)})
+        touched = sum(self.bytes_of(n) for n in {*graph.inputs(places), *graph.outputs(places)})
         products = [p for p in places if not kind_of_node(graph.nodes[p])]
         if products:
             share = 1.0 if len(places) == 1 else _PRODUCT_SHARE
@@ -145,7 +145,8 @@ class Analytical:
         shape = self.site.graph.symbolic.shape(name)
         return 1 if shape is None else math.prod(max(1, evaluate(d, self.sizes)) for d in shape)
 
-    def _bytes(self, name: str) -> int:
+    def bytes_of(self, name: str) -> int:
+        """How many bytes a tensor has; 1 for each element of a type that chains do not have."""
         return self.elements(name) * _BYTES.get(self.site.graph.symbolic.dtype(name), 1)
 
     def _work(self, place: int) -> float:

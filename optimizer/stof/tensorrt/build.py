@@ -64,10 +64,10 @@ class BuildReport:
             words = ["x".join(str(n) for n in s) or "scalar" for s in shapes]
             lines.append(f"  input {name}: {words[0] if len(set(words)) == 1 else ' .. '.join(words)}")
         if self.layers:
-            lines.append(f"  {len(self.layers)} of {len(self.nodes)} {OP} nodes are plugin layers")
+            lines.append(f"  {len(self.layers)} of {len(self.nodes)} stof nodes are plugin layers")
         elif self.nodes:
             lines.append(
-                f"  {len(self.nodes)} {OP} nodes are computed by their bodies in standard ONNX, without the plugin"
+                f"  {len(self.nodes)} stof nodes are computed by their bodies in standard ONNX, without the plugin"
             )
         else:
             lines.append(f"  the model holds no {OP}; stof-optimize --target tensorrt MODEL makes one that does")
@@ -178,7 +178,7 @@ class _Build:
         missing = [n for n in nodes if n not in layers]
         if missing:
             raise ModelError(
-                f"{len(missing)} of {len(nodes)} {OP} nodes did not become plugin layers, first {missing[0]!r}: their nodes "
+                f"{len(missing)} of {len(nodes)} stof nodes did not become plugin layers, first {missing[0]!r}: their nodes "
                 'need the attribute plugin_namespace = "stof"; optimize the original again with --target tensorrt'
             )
 
@@ -234,7 +234,7 @@ class _Build:
         if options.embed_plugins:
             if library is None:
                 raise ArgumentError(
-                    f"--embed-plugins: {self.source} holds no {OP} node that a plugin computes; leave the option out"
+                    f"--embed-plugins: {self.source} holds no node that a plugin computes; leave the option out"
                 )
             config.plugins_to_serialize = [str(library)]
 

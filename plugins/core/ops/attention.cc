@@ -313,7 +313,8 @@ class AttentionOp final : public Op {
     }
     STOF_RETURN_IF_ERROR(
         PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
-    plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty();
+    // In fp32 keys and values are split into halves first.
+    plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
     const CudaBackend* backend = FindCudaBackend();
     plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
     return Status();

@@ -92,7 +92,9 @@ class StofChainOp final : public Op {
     std::shared_ptr<Ready> ready;
     STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
-    // A call may have more outputs than the chain gives, without names: the calls of a model have one signature.
+    // A call may have more outputs than the chain gives: the calls of a model have one signature. Nobody reads them,
+    // but where they have names (for TensorRT's parser) ONNX Runtime may convert them.
+    for (int i = static_cast<int>(chain_.outputs.size()); i < output_count; ++i) outputs[i] = Shaped(DType::kF32, {0});
     for (int i = 0; i < static_cast<int>(chain_.outputs.size()); ++i) {
       const BoundOutput& bound = ready->bound.outputs[static_cast<size_t>(i)];
       outputs[i].dtype = bound.dtype;
