@@ -24,9 +24,12 @@ namespace sm90 {
 constexpr float kLog2E = 1.44269504088896340736f;
 // What the lowest biases become in units of log2: not -inf, for they are no mask.
 constexpr float kLowest = -3.4028234663852886e38f;
-// The running maximum is raised only when a score exceeds it by 2^8, so that the output is rescaled a few times per row
-// (FlashAttention 4 has the same idea).
-constexpr float kSlack = 8.0f;
+// A row's reference, which its weights are relative to, is the maximum of its first tile, and raised only where a score
+// exceeds it by 2^14: the largest weight that fp16 holds with a factor of two to spare. So the output is rescaled a few
+// times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
+constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
+// References below do not take part: scores less them would lose what scores near zero have behind the point.
+constexpr float kDeep = -1024.0f;
 constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
 
 constexpr int kMostKeys = 160;  // of a tile
@@ -102,6 +105,11 @@ struct Shape {
   static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
   static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
   static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
+  // Weights of a thread that are made while it is not known whether the reference stays: their scores stay, too. The
+  // first ones are summed, as many as there are registers for beside outputs, scores and weights.
+  static constexpr int kSpare = kConsumer - kHead / 2 - kN / 2 - kN / 4 - (kPairs ? 40 : 0);
+  static constexpr int kSummed = kSpare >= 64 && kN > 64 ? 16 : kSpare >= 48 ? 8 : 0;
+  static constexpr int kBegun = kSummed + (kSummed == 0 && kSplit > 1 ? 0 : 8);
 };
 
 // compute-sanitizer's racecheck does not see that __syncwarp orders other lanes' reads before lane 0's arrival; it is
@@ -425,8 +433,6 @@ class Attention {
   static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
   static constexpr int kOutputs = kHead / 2;
   static constexpr int kChains = 4;
-  // Whether the product with the values is over when the maxima are known: then scores become weights in one go.
-  static constexpr bool kShort = kHead <= 64;
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
@@ -500,10 +506,12 @@ class Attention {
     if (last) Release(QueryEmpty(query));
     keys->Next();
     float factor[2];
+    Begun begun;
     if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
-    Raise(s, high, factor);
-    Weigh(s, high, factor, sum);
+    const float none[2] = {0.0f, 0.0f};
+    Raise(scale_, none, s, &begun, high, factor, sum);
+    Weigh(&begun, s, sum);
     Pack(s, weights);
     while (!last) {
       slots->Next();
@@ -529,26 +537,21 @@ class Attention {
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
-      Raise(s, high, factor);
-      // The branch keeps what follows from moving up: in one block with the softmax, ptxas (13.0) moves the wait to the
-      // block's start, and nothing covers the product any more.
-      if constexpr (kShort) {
-        if (Raised(factor)) Scale(factor, o);
-        ProductWait<0>();
-        Hold(o);
-        Hold(weights);
-        Weigh(s, high, factor, sum);
-        Pack(s, weights);
-        Release(Barrier(kValueEmpty, values->at));
-      } else {
-        Weigh(s, high, factor, sum);
-        if (Raised(factor)) Scale(factor, o);
-        ProductWait<0>();
-        Hold(o);
-        Hold(weights);
-        Release(Barrier(kValueEmpty, values->at));
-        Pack(s, weights);
+      const float base[2] = {Base(high[0]), Base(high[1])};
+      Lower(base, s, &begun);
+      if (__builtin_expect(Exceeds(high, s, begun), 0)) {
+        Raise(1.0f, base, s, &begun, high, factor, sum);
+        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) Scale(factor, o);
       }
+      // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to
+      // the block's start, and nothing covers the product any more. Here it is over, or nearly so, as the last of its
+      // steps had begun before the scores were looked at; and its weights' registers are free for the next ones.
+      ProductWait<0>();
+      Hold(o);
+      Hold(weights);
+      Weigh(&begun, s, sum);
+      Pack(s, weights);
+      Release(Barrier(kValueEmpty, values->at));
       values->Next();
       last = (Uniform(told[0]) & kLast) != 0;
       next = Uniform(told[1]);
@@ -569,9 +572,6 @@ class Attention {
     Finish(item, o, high, sum);
   }
 
-  static __device__ __forceinline__ bool Raised(const float (&factor)[2]) {
-    return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0;
-  }
   static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
     ProductWait<0>();
     Hold(o);
@@ -727,11 +727,66 @@ class Attention {
     }
   }
 
-  // The maxima of the rows, and what earlier sums are to be multiplied with.
-  __device__ __forceinline__ void Raise(const float (&s)[kScores], float (&high)[2], float (&factor)[2]) const {
+  // Element i of a thread's scores: the one of its two rows, and its number there.
+  static __device__ __forceinline__ constexpr int RowOf(int i) { return i / 2 % 2; }
+  static __device__ __forceinline__ constexpr int OrderOf(int i) { return i / 4 * 2 + i % 2; }
+
+  // The weights that are made first, and the sums of all, in several chains: a warp has few others beside it that could
+  // hide the latency of one.
+  struct Begun {
+    float weight[S::kBegun > 0 ? S::kBegun : 1];
+    float sum[2][kChains];
+  };
+  static __device__ __forceinline__ void Add(int i, float weight, Begun* begun) {
+    float& sum = begun->sum[RowOf(i)][OrderOf(i) % kChains];
+    sum = OrderOf(i) < kChains ? weight : sum + weight;
+  }
+  static __device__ __forceinline__ void Begin(const float (&s)[kScores], Begun* begun) {
+#pragma unroll
+    for (int i = 0; i < S::kBegun; ++i) {
+      begun->weight[i] = Exp2(s[i]);
+      if (i < S::kSummed) Add(i, begun->weight[i], begun);
+    }
+  }
+
+  // From products to logarithms of weights, if the references stay.
+  static __device__ __forceinline__ float Base(float high) { return high < kDeep ? 0.0f : high; }
+  __device__ __forceinline__ void Lower(const float (&base)[2], float (&s)[kScores], Begun* begun) const {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale_ - base[RowOf(i)];
+    Begin(s, begun);
+  }
+
+  // Whether a warp has to look at its maxima. As integers, numbers that are not negative have their order, and NaN is
+  // above them all. The sums of what is begun are looked at instead of its logarithms, for else ptxas would put all
+  // exponentials behind the vote; the special function unit works while the rest is looked at.
+  static __device__ __forceinline__ bool Exceeds(const float (&high)[2], const float (&s)[kScores],
+                                                 const Begun& begun) {
+    constexpr int kLanes = 8;
+    int32_t most[kLanes];
+#pragma unroll
+    for (int i = S::kSummed; i < kScores; i += 2) {
+      const int at = (i - S::kSummed) / 2, c = at % kLanes;
+      const int32_t x = __float_as_int(s[i]), y = __float_as_int(s[i + 1]);
+      most[c] = at < kLanes ? max(x, y) : __vimax3_s32(most[c], x, y);
+    }
+    const int32_t top = max(__vimax3_s32(__vimax3_s32(most[0], most[1], most[2]), most[3], most[4]),
+                            __vimax3_s32(most[5], most[6], most[7]));
+    int32_t sums = 0;
+#pragma unroll
+    for (int c = 0; c < (S::kSummed > 0 ? kChains : 0); ++c) {
+      sums = __vimax3_s32(sums, __float_as_int(begun.sum[0][c]), __float_as_int(begun.sum[1][c]));
+    }
+    const bool known = high[0] >= kDeep && high[1] >= kDeep;
+    return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
+  }
+
+  // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
+  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again.
+  static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
+                                               float (&high)[2], float (&factor)[2], float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // In several chains: a warp has few others beside it that could hide the latency of one.
       float tops[kChains];
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) {
@@ -742,34 +797,36 @@ class Attention {
 #pragma unroll
       for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale_;
-      const float old = high[r];
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
+      const float old = high[r] - base[r];
       const bool raised = top > old + kSlack;
-      high[r] = raised ? top : old;
       factor[r] = raised ? Exp2(old - top) : 1.0f;  // 0 from -inf
+      high[r] = raised ? base[r] + top : high[r];
+      const float now = raised ? top : old;
+      const float less = now == -INFINITY ? 0.0f : now;
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4) {
+        s[i] = s[i] * scale - less;
+        s[i + 1] = s[i + 1] * scale - less;
+      }
+      sum[r] *= factor[r];
     }
+    Begin(s, begun);
   }
 
-  // From scores to weights, and their sums.
-  __device__ __forceinline__ void Weigh(float (&s)[kScores], const float (&high)[2], const float (&factor)[2],
-                                        float (&sum)[2]) const {
+  // The weights that are not begun, and all sums.
+  static __device__ __forceinline__ void Weigh(Begun* begun, float (&s)[kScores], float (&sum)[2]) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      s[i] = i < S::kBegun ? begun->weight[i] : Exp2(s[i]);
+      if (i >= S::kSummed) Add(i, s[i], begun);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float base = high[r] == -INFINITY ? 0.0f : high[r];
-      float added[kChains];
+      float all = begun->sum[r][0];
 #pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * r + e, c = (2 * j + e) % kChains;
-          s[i] = Exp2(s[i] * scale_ - base);
-          added[c] = 2 * j + e < kChains ? s[i] : added[c] + s[i];
-        }
-      }
-      float all = added[0];
-#pragma unroll
-      for (int c = 1; c < kChains; ++c) all += added[c];
-      sum[r] = sum[r] * factor[r] + all;
+      for (int c = 1; c < kChains; ++c) all += begun->sum[r][c];
+      sum[r] += all;
     }
   }
 

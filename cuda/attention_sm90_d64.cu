@@ -6,15 +6,15 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2733, 1014, 1236),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3266, 1082, 1284),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1706, 1272, 1680),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2062, 1360, 1491),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(2500, 1330, 1560),  // estimated
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3540, 1163, 1349),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(1603, 841, 1108),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1526, 1613, 2004),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2097, 1529, 1839),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3990, 910, 1086),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3280, 1025, 1213),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1990, 1110, 1300),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2150, 1315, 1410),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(2700, 1210, 1440),  // estimated
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3740, 1115, 1250),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2200, 705, 1200),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1600, 1530, 1900),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2300, 1390, 1690),
     {},
 };
 

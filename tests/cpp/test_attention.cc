@@ -54,6 +54,7 @@ struct Case {
   float softcap = 0;
   float spread = 1;     // of the queries: how far scores are apart
   bool rising = false;  // later keys score higher, so that the running maximum moves in every tile
+  bool deep = false;    // all scores are far below zero, at the beginning below -1024 in units of log2
   Poison poison = Poison::kNone;
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
@@ -77,9 +78,9 @@ std::string Describe(const Case& c) {
               kPads[static_cast<int>(c.pad)], " bias ", kBiases[static_cast<int>(c.bias)], " wide ", c.bias_wide,
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
-              c.spread, " rising ", c.rising, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted,
-              " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m,
-              "x", c.n);
+              c.spread, " rising ", c.rising, c.deep ? " deep" : "", " poison ", kPoisons[static_cast<int>(c.poison)],
+              " shifted ", c.shifted, " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ",
+              c.kernel, " tile ", c.m, "x", c.n);
 }
 
 // ---- masks: the product's text beside what it means ----
@@ -414,6 +415,15 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
     for (size_t i = 0; i < dense.key.size(); ++i) {
       const int64_t k = static_cast<int64_t>(i) / c.D % c.T;
       dense.key[i] = Rounded(drawn, dense.key[i] / 8 + 3.0 * static_cast<double>(k) / static_cast<double>(c.T));
+    }
+  }
+  if (c.deep) {
+    // -800 up to -600: queries of 400 / sqrt(D) at most, half of that on the average.
+    const double most = 400 / std::sqrt(static_cast<double>(c.D));
+    for (double& x : dense.query) x = Rounded(drawn, -most * std::abs(x));
+    for (size_t i = 0; i < dense.key.size(); ++i) {
+      const int64_t k = static_cast<int64_t>(i) / c.D % c.T;
+      dense.key[i] = Rounded(drawn, dense.key[i] / 8 + 4.0 - static_cast<double>(k) / static_cast<double>(c.T));
     }
   }
   if (c.wild) {
@@ -1098,6 +1108,10 @@ void CudaSm90() {
       c.mask = mask;
       c.pad = mask % 3 == 1 ? Pad::kLeft : mask % 3 == 2 ? Pad::kRandom : Pad::kNone;
       c.empty_rows = static_cast<EmptyRows>(mask % 4);
+      cases.push_back(c);
+      if (mask > 4) continue;
+      c.B = 1, c.H = 4, c.G = 2, c.T = 700;
+      c.deep = true;
       cases.push_back(c);
     }
   }
