@@ -329,12 +329,13 @@ int ResidentOf(int* clusters) {
 }
 
 template <typename T, typename S>
-constexpr GemmSm90Kernel Describe(float step, float tile, float gelu) {
+constexpr GemmSm90Kernel Describe(float step, float tile, float gelu, float residual) {
   return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
           S::kRows,     S::kColumns,
           S::kCm,       S::kCn,
           S::kCtas,     step,
-          tile,         gelu};
+          tile,         gelu,
+          residual};
 }
 
 }  // namespace gemm90
