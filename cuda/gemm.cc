@@ -264,16 +264,18 @@ bool IsCapturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Memory of a run: all ways that are tried use one block, one after the other, which is asked for when the first does.
+// Memory of a run: all ways that are tried use one block, one after the other, of the size that is asked for first.
 struct Block {
   const RunContext& context;
-  size_t bytes;
+  size_t bytes = 0;
   void* data = nullptr;
   static void* Allocate(void* self, size_t bytes) {
     auto* const block = static_cast<Block*>(self);
-    if (bytes > block->bytes) return nullptr;
-    if (block->data == nullptr) block->data = block->context.allocate(block->context.self, block->bytes);
-    return block->data;
+    if (block->data == nullptr) {
+      block->data = block->context.allocate(block->context.self, bytes);
+      block->bytes = bytes;
+    }
+    return bytes <= block->bytes ? block->data : nullptr;
   }
 };
 
@@ -322,9 +324,10 @@ Status Run(const GemmArgs& args, const RunContext& context) {
     return Status::Error("the device has compute capability " + std::to_string(facts.capability / 10) + "." +
                          std::to_string(facts.capability % 10) + ", the CUDA kernels need 8.0 or later");
   }
-  Block block = {context, context.allocate == nullptr || args.b1 != nullptr ? 0 : LtWorkspace(args)};
+  Block block = {context};
   RunContext own = context;
-  own.allocate = block.bytes > 0 ? Block::Allocate : nullptr;
+  const bool may_divide = context.allocate != nullptr && args.b1 == nullptr && LtWorkspace(args) > 0;
+  own.allocate = may_divide ? Block::Allocate : nullptr;
   own.self = &block;
   Way way;
   bool found = false, done = false;
