@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products with an epilogue beside cuBLASLt's in the same run: captured graphs, median of replays, by turns.
 //
-// bench_cuda_gemm [--lt PATH] [--all] [--only NAME] [--bf16] [--json FILE]
+// bench_cuda_gemm [--lt PATH] [--all] [--quick] [--only NAME] [--bf16] [--json FILE]
 //   --lt    libcublasLt.so; else found by its name; without one only this library's times are given
-//   --all   every kernel (STOF_CUDA_GEMM=index does the same for one)
+//   --all   every kernel (STOF_CUDA_GEMM=index does the same for one), and the choice without timing
+//   --quick that alone
 // Unfused: the best of cuBLASLt's eight first algorithms, and a kernel of 16 bytes a thread for what it leaves.
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,7 @@
 
 #include "cuda/bench_graph.h"
 #include "cuda/cublas_lt.h"
+#include "cuda/gemm_lt.h"
 #include "cuda/gemm_tail.cuh"
 #include "plugins/core/gemm.h"
 
@@ -35,25 +37,49 @@ struct Row {
   GemmActivation activation;
   bool bias, pair, residual;
 };
+// Products of BERT, ViT (768), GPT-2 (by tanh), T5 (ReLU, no bias), BERT-large (1024), LLaMA and ModernBERT at
+// (1, 128), (1, 512), (8, 512) and (16, 2048).
+constexpr GemmActivation kNone = GemmActivation::kNone, kErf = GemmActivation::kGelu, kTanh = GemmActivation::kGeluTanh,
+                         kRelu = GemmActivation::kRelu, kSilu = GemmActivation::kSilu;
 constexpr Row kRows[] = {
-    {"bert-ffn1", 4096, 3072, 768, GemmActivation::kGelu, true, false, false},
-    {"bert-ffn1-tanh", 4096, 3072, 768, GemmActivation::kGeluTanh, true, false, false},
-    {"bert-ffn1-relu", 4096, 3072, 768, GemmActivation::kRelu, true, false, false},
-    {"bert-ffn2", 4096, 768, 3072, GemmActivation::kNone, true, false, true},
-    {"bert-out", 4096, 768, 768, GemmActivation::kNone, true, false, true},
-    {"bert-qkv", 4096, 2304, 768, GemmActivation::kNone, true, false, false},
-    {"large-ffn1", 4096, 4096, 1024, GemmActivation::kGelu, true, false, false},
-    {"long-ffn1", 32768, 3072, 768, GemmActivation::kGelu, true, false, false},
-    {"square", 8192, 8192, 8192, GemmActivation::kNone, false, false, false},
-    {"square-gelu", 4096, 4096, 4096, GemmActivation::kGelu, true, false, false},
-    {"modern-mlp", 4096, 1152, 768, GemmActivation::kGelu, false, true, false},
-    {"modern-mlp-2x2k", 4096, 2624, 1024, GemmActivation::kGelu, false, true, false},
-    {"llama-mlp", 4096, 11008, 4096, GemmActivation::kSilu, false, true, false},
-    {"modern-mlp-512", 512, 1152, 768, GemmActivation::kGelu, false, true, false},
-    {"bert-ffn1-512", 512, 3072, 768, GemmActivation::kGelu, true, false, false},
-    {"bert-ffn1-128", 128, 3072, 768, GemmActivation::kGelu, true, false, false},
-    {"bert-ffn2-128", 128, 768, 3072, GemmActivation::kNone, true, false, true},
-    {"modern-mlp-128", 128, 1152, 768, GemmActivation::kGelu, false, true, false},
+    {"ffn1", 4096, 3072, 768, kErf, true, false, false},
+    {"ffn1-tanh", 4096, 3072, 768, kTanh, true, false, false},
+    {"ffn1-relu", 4096, 3072, 768, kRelu, false, false, false},
+    {"ffn2", 4096, 768, 3072, kNone, true, false, true},
+    {"out", 4096, 768, 768, kNone, true, false, true},
+    {"qkv", 4096, 2304, 768, kNone, true, false, false},
+    {"large-ffn1", 4096, 4096, 1024, kErf, true, false, false},
+    {"large-ffn2", 4096, 1024, 4096, kNone, true, false, true},
+    {"large-out", 4096, 1024, 1024, kNone, true, false, true},
+    {"llama-down", 4096, 4096, 11008, kNone, false, false, true},
+    {"square-gelu", 4096, 4096, 4096, kErf, true, false, false},
+    {"modern-mlp", 4096, 1152, 768, kErf, false, true, false},
+    {"modern-mlp-2x2k", 4096, 2624, 1024, kErf, false, true, false},
+    {"llama-mlp", 4096, 11008, 4096, kSilu, false, true, false},
+    {"long-ffn1", 32768, 3072, 768, kErf, true, false, false},
+    {"long-ffn1-tanh", 32768, 3072, 768, kTanh, true, false, false},
+    {"long-ffn1-relu", 32768, 3072, 768, kRelu, false, false, false},
+    {"long-ffn2", 32768, 768, 3072, kNone, true, false, true},
+    {"long-out", 32768, 768, 768, kNone, true, false, true},
+    {"long-qkv", 32768, 2304, 768, kNone, true, false, false},
+    {"long-large-ffn1", 32768, 4096, 1024, kErf, true, false, false},
+    {"long-large-ffn2", 32768, 1024, 4096, kNone, true, false, true},
+    {"long-modern-mlp", 32768, 1152, 768, kErf, false, true, false},
+    {"512-ffn1", 512, 3072, 768, kErf, true, false, false},
+    {"512-ffn2", 512, 768, 3072, kNone, true, false, true},
+    {"512-modern-mlp", 512, 1152, 768, kErf, false, true, false},
+    {"128-ffn1", 128, 3072, 768, kErf, true, false, false},
+    {"128-ffn1-tanh", 128, 3072, 768, kTanh, true, false, false},
+    {"128-ffn1-relu", 128, 3072, 768, kRelu, false, false, false},
+    {"128-ffn2", 128, 768, 3072, kNone, true, false, true},
+    {"128-out", 128, 768, 768, kNone, true, false, true},
+    {"128-qkv", 128, 2304, 768, kNone, true, false, false},
+    {"128-large-ffn1", 128, 4096, 1024, kErf, true, false, false},
+    {"128-large-ffn2", 128, 1024, 4096, kNone, true, false, true},
+    {"128-llama-mlp", 128, 11008, 4096, kSilu, false, true, false},
+    {"128-llama-down", 128, 4096, 11008, kNone, false, false, true},
+    {"128-modern-mlp", 128, 1152, 768, kErf, false, true, false},
+    {"square", 8192, 8192, 8192, kNone, false, false, false},
 };
 
 // y = act(x[, :F]) * x[, F:], or act(x) + residual: what stands behind a product that cuBLASLt cannot fuse.
@@ -124,7 +150,9 @@ __global__ void Check(GemmArgs g, int64_t samples, float* worst) {
 }
 
 void* Halves(int64_t count, uint32_t seed, bool bf16, float range) {
-  std::vector<uint16_t> values(static_cast<size_t>(count));
+  // A large tensor repeats a part whose length is prime.
+  constexpr int64_t kPart = 999983;
+  std::vector<uint16_t> values(static_cast<size_t>(std::min(count, kPart)));
   uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
   for (uint16_t& x : values) {
     state = state * 6364136223846793005u + 1442695040888963407u;
@@ -138,13 +166,16 @@ void* Halves(int64_t count, uint32_t seed, bool bf16, float range) {
     }
   }
   void* memory = nullptr;
-  CHECK_CUDA(cudaMalloc(&memory, values.size() * 2));
-  CHECK_CUDA(cudaMemcpy(memory, values.data(), values.size() * 2, cudaMemcpyHostToDevice));
+  CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(count) * 2));
+  for (int64_t at = 0; at < count; at += kPart) {
+    CHECK_CUDA(cudaMemcpy(static_cast<uint16_t*>(memory) + at, values.data(),
+                          static_cast<size_t>(std::min(count - at, kPart)) * 2, cudaMemcpyHostToDevice));
+  }
   return memory;
 }
 
 template <typename T>
-void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
+void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, bool* first) {
   constexpr bool kBf16 = sizeof(T) == 2 && std::is_same<T, __nv_bfloat16>::value;
   constexpr size_t kWorkspace = size_t{32} << 20;
   const int64_t wide = row.pair ? 2 * row.N : row.N;
@@ -161,6 +192,13 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
   CHECK_CUDA(cudaMalloc(&workspace, kWorkspace));
   CHECK_CUDA(cudaMalloc(&worst, 4));
 
+  const auto free_all = [&] {
+    for (void* memory : {a, b, bias, residual, y, product, workspace, static_cast<void*>(worst)}) {
+      CHECK_CUDA(cudaFree(memory));
+    }
+    CHECK_CUDA(cudaStreamDestroy(stream));
+  };
+
   GemmArgs args;
   args.M = row.M, args.N = row.N, args.K = row.K;
   args.dtype = kBf16 ? stof::DType::kBF16 : stof::DType::kF16;
@@ -172,6 +210,8 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
   stof::RunContext context;
   context.on_cuda = true;
   context.stream = stream;
+  context.self = workspace;
+  context.allocate = [](void* self, size_t bytes) { return bytes <= kWorkspace ? self : nullptr; };
   const auto ours = [&] {
     const stof::Status status = stof::FindGemmBackend()->run(args, context);
     if (!status.ok()) {
@@ -180,7 +220,7 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
     }
   };
   const double flops = 2.0 * static_cast<double>(row.M) * static_cast<double>(wide) * static_cast<double>(row.K);
-  const int calls = flops < 1e11 ? 10 : 1;
+  const int calls = flops < 4e10 ? 10 : 1;
   const auto error = [&] {
     CHECK_CUDA(cudaMemsetAsync(y, 0xff, static_cast<size_t>(2 * row.M * row.N), stream));
     CHECK_CUDA(cudaMemsetAsync(worst, 0, 4, stream));
@@ -194,60 +234,78 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
 
   std::printf("%-16s %5lld x %5lld x %5lld", row.name, static_cast<long long>(row.M), static_cast<long long>(row.N),
               static_cast<long long>(row.K));
-  if (all) {
-    for (int k = 0; k < 8; ++k) {
-      stof::cuda::TakeGemmKernel(k);
-      const stof::Status status = stof::FindGemmBackend()->run(args, context);
-      if (!status.ok()) break;
-      const float off = error();
-      std::printf(" [%d %.1f%s]", k, TimeGraph(stream, calls, ours), off < 4 ? "" : " WRONG");
-    }
-    stof::cuda::TakeGemmKernel(-1);
+  for (int k = 0; k < (all ? 16 : 0); ++k) {
+    stof::cuda::TakeGemmKernel(k);
+    if (!stof::FindGemmBackend()->run(args, context).ok()) break;
+    const float off = error();
+    std::printf(" [%d %.1f%s]", k, TimeGraph(stream, calls, ours, 32), off < 4 ? "" : " WRONG");
   }
+  stof::cuda::TakeGemmKernel(-1);
+  const double by_model = TimeGraph(stream, calls, ours, 32);
+  if (quick) {
+    std::printf(" model %.1f\n", by_model);
+    free_all();
+    return;
+  }
+  args.may_wait = true;
   const float off = error();
 
-  // cuBLASLt: the product alone, and with the epilogue where it has one.
-  double plain = 0, fused = 0, behind = 0;
-  CublasLt::Epilogue epilogue = CublasLt::kNothing;
-  if (row.bias && !row.pair) {
-    epilogue = row.activation == GemmActivation::kRelu   ? CublasLt::kReluBias
-               : row.activation == GemmActivation::kNone ? CublasLt::kBias
-                                                         : CublasLt::kGeluBias;
-  }
+  // cuBLASLt: the product alone, and with the epilogue where it has one, by the best of its eight first algorithms; and
+  // by the one that the library takes.
+  constexpr int kTakeLt = 1000;
+  double plain = 0, fused = 0, behind = 0, own_lt = 0;
+  float off_lt = 0;
+  const bool own_has = lt != nullptr && stof::cuda::LtFits(args);
+  CublasLt::Shape shape;
+  shape.M = row.M, shape.N = wide, shape.K = row.K, shape.stride = wide, shape.bf16 = kBf16;
+  shape.alignment = 256, shape.workspace = kWorkspace;
   size_t best_plain = 0, best_fused = 0;
   CublasLt::Problem lt_plain, lt_fused;
-  void* const to = row.pair ? product : y;
-  const auto run_plain = [&] { lt->Run(lt_plain, best_plain, a, b, to, workspace, stream); };
-  const auto run_fused = [&] { lt->Run(lt_fused, best_fused, a, b, to, workspace, stream); };
+  CublasLt::Operands operands;
+  operands.a = a, operands.b = b, operands.y = row.pair ? product : y, operands.workspace = workspace;
+  const auto run_plain = [&] { lt->Run(lt_plain, best_plain, operands, stream); };
+  const auto run_fused = [&] {
+    CublasLt::Operands all_of_them = operands;
+    if (row.bias) all_of_them.bias = bias;
+    if (row.residual) all_of_them.c = residual;
+    lt->Run(lt_fused, best_fused, all_of_them, stream);
+  };
   const auto run_behind = [&] {
     const auto blocks = static_cast<unsigned>((row.M * row.N / 8 + 255) / 256);
-    Unfused<T><<<blocks, 256, 0, stream>>>(static_cast<const T*>(to),
+    Unfused<T><<<blocks, 256, 0, stream>>>(static_cast<const T*>(operands.y),
                                            row.residual ? static_cast<const T*>(residual) : nullptr, static_cast<T*>(y),
                                            row.M, row.N, wide, row.pair, static_cast<int>(row.activation));
   };
-  if (lt != nullptr && lt->Make(row.M, wide, row.K, kBf16, CublasLt::kNothing, nullptr, kWorkspace, 8, &lt_plain)) {
+  if (lt != nullptr && lt->Make(shape, nullptr, 8, &lt_plain)) {
     const auto pick = [&](const CublasLt::Problem& problem, size_t* best, const auto& run) {
       double least = 0;
+      size_t found = 0;
       for (size_t i = 0; i < problem.algorithms.size(); ++i) {
         *best = i;
-        const double time = TimeGraph(stream, calls, run);
-        if (i == 0 || time < least)
-          least = time;
-        else
-          continue;
-        behind = static_cast<double>(i);
+        const double time = TimeGraph(stream, calls, run, 24);
+        if (i == 0 || time < least) least = time, found = i;
       }
-      *best = static_cast<size_t>(behind);
+      *best = found;
     };
     pick(lt_plain, &best_plain, run_plain);
-    const bool has_fused =
-        epilogue != CublasLt::kNothing && lt->Make(row.M, wide, row.K, kBf16, epilogue, bias, kWorkspace, 8, &lt_fused);
-    if (has_fused) pick(lt_fused, &best_fused, run_fused);
+    if (!row.pair && (row.bias || row.residual || row.activation != kNone)) {
+      shape.epilogue = row.activation == kRelu   ? row.bias ? CublasLt::kReluBias : CublasLt::kRelu
+                       : row.activation == kNone ? row.bias ? CublasLt::kBias : CublasLt::kNothing
+                                                 : CublasLt::kGeluBias;
+      if (lt->Make(shape, row.bias ? bias : nullptr, 8, &lt_fused)) pick(lt_fused, &best_fused, run_fused);
+    }
     behind = TimeGraph(stream, calls, run_behind);
   }
+  const auto taking_lt = [&](const auto& what) {
+    stof::cuda::TakeGemmKernel(kTakeLt);
+    const auto result = what();
+    stof::cuda::TakeGemmKernel(-1);
+    return result;
+  };
+  if (own_has) off_lt = taking_lt(error);
   // By turns, so that the clock is the same for all.
   constexpr int kTurns = 3;
-  std::vector<double> time_ours, time_plain, time_fused, time_unfused;
+  std::vector<double> time_ours, time_plain, time_fused, time_unfused, time_own_lt;
   for (int turn = 0; turn < kTurns; ++turn) {
     time_ours.push_back(TimeGraph(stream, calls, ours));
     if (!lt_plain.algorithms.empty()) {
@@ -258,6 +316,7 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
       }));
     }
     if (!lt_fused.algorithms.empty()) time_fused.push_back(TimeGraph(stream, calls, run_fused));
+    if (own_has) time_own_lt.push_back(taking_lt([&] { return TimeGraph(stream, calls, ours); }));
   }
   const auto median = [](std::vector<double> v) {
     if (v.empty()) return 0.0;
@@ -265,37 +324,38 @@ void Bench(const Row& row, CublasLt* lt, bool all, FILE* report, bool* first) {
     return v[v.size() / 2];
   };
   const double mine = median(time_ours), unfused = median(time_unfused);
-  plain = median(time_plain), fused = median(time_fused);
+  plain = median(time_plain), fused = median(time_fused), own_lt = median(time_own_lt);
   std::printf(
-      "  stof %8.2f us %4.0f TFLOPS | Lt %8.2f, epilogue %8.2f, + kernel %8.2f (%5.2f) | %.3f %.3f %.3f | err %.2f\n",
-      mine, flops / mine * 1e-6, plain, fused, unfused, behind, plain / mine, fused / mine, unfused / mine,
-      static_cast<double>(off));
+      " model %.1f | stof %.2f us %.0f TFLOPS | Lt %.2f #%d, epilogue %.2f #%d, + kernel %.2f (%.2f) | %.3f %.3f %.3f "
+      "| by Lt %.2f "
+      "| err %.2f %.2f\n",
+      by_model, mine, flops / mine * 1e-6, plain, static_cast<int>(best_plain), fused, static_cast<int>(best_fused),
+      unfused, behind, plain / mine, fused / mine, unfused / mine, own_lt, static_cast<double>(off),
+      static_cast<double>(off_lt));
   std::fflush(stdout);
   if (report != nullptr) {
     std::fprintf(report,
                  "%s\n  {\"name\": \"%s\", \"type\": \"%s\", \"M\": %lld, \"N\": %lld, \"K\": %lld, \"pair\": %d, "
                  "\"stof_us\": %.3f, \"lt_us\": %.3f, \"lt_epilogue_us\": %.3f, \"lt_and_kernel_us\": %.3f, "
-                 "\"kernel_us\": %.3f, \"error\": %.3f}",
+                 "\"kernel_us\": %.3f, \"by_lt_us\": %.3f, \"error\": %.3f}",
                  *first ? "[" : ",", row.name, kBf16 ? "bf16" : "fp16", static_cast<long long>(row.M),
                  static_cast<long long>(row.N), static_cast<long long>(row.K), row.pair ? 1 : 0, mine, plain, fused,
-                 unfused, behind, static_cast<double>(off));
+                 unfused, behind, own_lt, static_cast<double>(off));
     *first = false;
   }
-  for (void* memory : {a, b, bias, residual, y, product, workspace, static_cast<void*>(worst)}) {
-    CHECK_CUDA(cudaFree(memory));
-  }
-  CHECK_CUDA(cudaStreamDestroy(stream));
+  free_all();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const char *path = nullptr, *only = nullptr, *json = nullptr;
-  bool all = false, bf16 = false;
+  bool all = false, bf16 = false, quick = false;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--all") all = true;
     if (word == "--bf16") bf16 = true;
+    if (word == "--quick") quick = true;
     if (word == "--lt" && i + 1 < argc) path = argv[++i];
     if (word == "--only" && i + 1 < argc) only = argv[++i];
     if (word == "--json" && i + 1 < argc) json = argv[++i];
@@ -308,9 +368,9 @@ int main(int argc, char** argv) {
   for (const Row& row : kRows) {
     if (only != nullptr && std::strstr(row.name, only) == nullptr) continue;
     if (bf16) {
-      Bench<__nv_bfloat16>(row, has_lt ? &lt : nullptr, all, report, &first);
+      Bench<__nv_bfloat16>(row, has_lt ? &lt : nullptr, all, quick, report, &first);
     } else {
-      Bench<__half>(row, has_lt ? &lt : nullptr, all, report, &first);
+      Bench<__half>(row, has_lt ? &lt : nullptr, all, quick, report, &first);
     }
   }
   if (report != nullptr) {

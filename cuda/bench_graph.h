@@ -20,11 +20,10 @@
     }                                                                                      \
   } while (0)
 
-// Microseconds of what `run` queues on the stream, one of `calls` in a graph: the median of 60 replays after 20. It is
-// called once outside of the graph before.
+// Microseconds of what `run` queues on the stream, one of `calls` in a graph: the median of 60 replays after 20 (of
+// other numbers of replays, so many in a quarter). It is called once outside of the graph before.
 template <typename Run>
-double TimeGraph(cudaStream_t stream, int calls, const Run& run) {
-  constexpr int kReplays = 80;
+double TimeGraph(cudaStream_t stream, int calls, const Run& run, int replays = 80) {
   run();
   CHECK_CUDA(cudaStreamSynchronize(stream));
   cudaGraph_t graph = nullptr;
@@ -37,14 +36,14 @@ double TimeGraph(cudaStream_t stream, int calls, const Run& run) {
   CHECK_CUDA(cudaEventCreate(&begin));
   CHECK_CUDA(cudaEventCreate(&end));
   std::vector<float> times;
-  for (int i = 0; i < kReplays; ++i) {
+  for (int i = 0; i < replays; ++i) {
     CHECK_CUDA(cudaEventRecord(begin, stream));
     CHECK_CUDA(cudaGraphLaunch(executable, stream));
     CHECK_CUDA(cudaEventRecord(end, stream));
     CHECK_CUDA(cudaEventSynchronize(end));
     float ms = 0;
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= kReplays / 4) times.push_back(ms);
+    if (i >= replays / 4) times.push_back(ms);
   }
   CHECK_CUDA(cudaEventDestroy(begin));
   CHECK_CUDA(cudaEventDestroy(end));

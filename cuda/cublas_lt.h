@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The few functions of cuBLASLt that bench_gemm compares with, found at run time: neither header nor library is needed
-// to build. Names and values are those of NVIDIA's documented C interface (cuBLAS 12 and 13).
+// The few functions of cuBLASLt that matrix products use, found at run time: neither header nor library is needed to
+// build. Names and values are those of NVIDIA's documented C interface (cuBLAS 12 and 13).
 #ifndef STOF_CUDA_CUBLAS_LT_H_
 #define STOF_CUDA_CUBLAS_LT_H_
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <vector>
 
 namespace stof {
@@ -24,74 +25,61 @@ class CublasLt {
     float waves;
     int reserved[4];
   };
-  // y[M, N] = a[M, K] b[K, N], row-major: y' = b' a' in the columns that cuBLAS counts in.
-  struct Problem {
-    void *operation = nullptr, *a = nullptr, *b = nullptr, *y = nullptr;
+  struct Shape {
+    int64_t M = 0, N = 0, K = 0;
+    int64_t stride = 0;  // of b
+    bool bf16 = false;
+    Epilogue epilogue = kNothing;
+    uint32_t alignment = 16;  // of every address, bytes
+    size_t workspace = 0;     // bytes at most
+    bool in_order = false;    // partial sums, where there are any, are of fp32 and added in one order
+  };
+  // y[M, N] = epilogue(a[M, K] b[K, N] + c), row-major: y' = b' a' + c' in the columns that cuBLAS counts in.
+  struct Operands {
+    const void *a = nullptr, *b = nullptr, *bias = nullptr;
+    const void* c = nullptr;  // [M, N]; nullptr: none
+    void *y = nullptr, *workspace = nullptr;
+  };
+  // What is asked of the library once for a shape. One thread at a time runs it.
+  class Problem {
+   public:
+    Problem() = default;
+    Problem(const Problem&) = delete;
+    Problem& operator=(const Problem&) = delete;
+    ~Problem() { Free(); }
     std::vector<Algorithm> algorithms;
+
+   private:
+    friend class CublasLt;
+    void Free();
+    const CublasLt* library_ = nullptr;
+    void *handle_ = nullptr, *operation_ = nullptr, *a_ = nullptr, *b_ = nullptr, *y_ = nullptr;
   };
 
-  // path: of the library; nullptr: by its name.
-  bool Open(const char* path) {
-    for (const char* name : {path, "libcublasLt.so.13", "libcublasLt.so.12"}) {
-      if (name != nullptr && library_ == nullptr) library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
-    return library_ != nullptr && Find("cublasLtCreate", &create_) &&
-           Find("cublasLtMatmulDescCreate", &create_operation_) &&
-           Find("cublasLtMatmulDescSetAttribute", &set_operation_) &&
-           Find("cublasLtMatrixLayoutCreate", &create_layout_) &&
-           Find("cublasLtMatmulPreferenceCreate", &create_preference_) &&
-           Find("cublasLtMatmulPreferenceSetAttribute", &set_preference_) &&
-           Find("cublasLtMatmulAlgoGetHeuristic", &heuristic_) && Find("cublasLtMatmul", &matmul_) &&
-           create_(&handle_) == 0;
-  }
-
-  // Up to `most` algorithms, the library's own first choice first.
-  bool Make(int64_t M, int64_t N, int64_t K, bool bf16, Epilogue epilogue, const void* bias, size_t workspace, int most,
-            Problem* problem) {
-    constexpr int kComputeF32 = 68, kF32 = 0;
-    constexpr int kEpilogue = 7, kBiasPointer = 8, kMostWorkspace = 1;
-    const int type = bf16 ? 14 : 2;
-    void* preference = nullptr;
-    if (create_operation_(&problem->operation, kComputeF32, kF32) != 0) return false;
-    set_operation_(problem->operation, kEpilogue, &epilogue, sizeof epilogue);
-    if (bias != nullptr) set_operation_(problem->operation, kBiasPointer, &bias, sizeof bias);
-    create_layout_(&problem->b, type, static_cast<uint64_t>(N), static_cast<uint64_t>(K), N);
-    create_layout_(&problem->a, type, static_cast<uint64_t>(K), static_cast<uint64_t>(M), K);
-    create_layout_(&problem->y, type, static_cast<uint64_t>(N), static_cast<uint64_t>(M), N);
-    create_preference_(&preference);
-    set_preference_(preference, kMostWorkspace, &workspace, sizeof workspace);
-    problem->algorithms.resize(static_cast<size_t>(most));
-    int found = 0;
-    if (heuristic_(handle_, problem->operation, problem->b, problem->a, problem->y, problem->y, preference, most,
-                   problem->algorithms.data(), &found) != 0) {
-      return false;
-    }
-    problem->algorithms.resize(static_cast<size_t>(found));
-    return found > 0;
-  }
-
-  bool Run(const Problem& problem, size_t algorithm, const void* a, const void* b, void* y, void* workspace,
-           cudaStream_t stream) {
-    const float one = 1.0f, zero = 0.0f;
-    const Algorithm& chosen = problem.algorithms[algorithm];
-    return matmul_(handle_, problem.operation, &one, b, problem.b, a, problem.a, &zero, y, problem.y, y, problem.y,
-                   chosen.opaque, workspace, chosen.workspace, stream) == 0;
-  }
+  // path: of the library; nullptr: the one that the process has loaded, or else by its names. It is never unloaded.
+  bool Open(const char* path);
+  // For the current device: up to `most` algorithms, the library's own first choice first.
+  bool Make(const Shape& shape, const void* bias, int most, Problem* problem);
+  bool Run(const Problem& problem, size_t algorithm, const Operands& operands, cudaStream_t stream) const;
 
  private:
+  bool FindAll();
   template <typename F>
-  bool Find(const char* name, F* function) {
-    *function = reinterpret_cast<F>(dlsym(library_, name));
-    return *function != nullptr;
-  }
+  bool Find(const char* name, F* function);
+  bool HandleOf(int device, void** handle);
 
-  void *library_ = nullptr, *handle_ = nullptr;
+  void* library_ = nullptr;
+  std::mutex mutex_;
+  std::map<int, void*> handles_;  // by device, never destroyed: that may come after the driver's end
   int (*create_)(void**) = nullptr;
   int (*create_operation_)(void**, int compute, int scale) = nullptr;
   int (*set_operation_)(void*, int attribute, const void*, size_t) = nullptr;
+  int (*destroy_operation_)(void*) = nullptr;
   int (*create_layout_)(void**, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
+  int (*destroy_layout_)(void*) = nullptr;
   int (*create_preference_)(void**) = nullptr;
   int (*set_preference_)(void*, int attribute, const void*, size_t) = nullptr;
+  int (*destroy_preference_)(void*) = nullptr;
   int (*heuristic_)(void*, void*, void*, void*, void*, void*, void*, int, Algorithm*, int*) = nullptr;
   int (*matmul_)(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*,
                  void*, void*, const void*, void*, size_t, cudaStream_t) = nullptr;

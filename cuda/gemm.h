@@ -55,7 +55,8 @@ struct GemmSm90Kernel {
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
   int cluster_m = 1, cluster_n = 1;          // CTAs of a cluster
   int ctas = 1;                              // of a multiprocessor
-  float step = 0, tile = 0, gelu = 0;        // microseconds of a step of 64 of K, of a tile, of a tile's GELU
+  // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and residual.
+  float step = 0, tile = 0, gelu = 0, residual = 0;
 };
 // Ends with a kernel without a launch.
 const GemmSm90Kernel* FindGemmSm90(bool bf16, bool pair);

@@ -261,6 +261,8 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
   } else {
     if constexpr (S::kMoves) TakeRegisters<S::kConsumerRegisters>();
     const Consumer<T, S> consumer = {p, base + S::kStaging + group * S::kBuffers * kAtom, group, warp, lane};
+    // In a cluster a CTA's own addresses carry its rank above the 18 bits that an operand's description has room for.
+    const uint32_t own = base & 0x3ffff;
     // Lane 0 tells this CTA, lane 1 the one that shares b, lane 2 the one that shares a.
     const bool tells = lane == 0 || (lane == 1 && S::kCm == 2) || (lane == 2 && S::kCn == 2);
     const auto told = static_cast<uint32_t>(lane == 0 ? rank : lane == 1 ? rank ^ 1 : rank ^ S::kCm);
@@ -271,7 +273,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
       if constexpr (S::kAhead) consumer.Load(operands, place.m, place.n);  // and comes while the products are made
       float c[S::kTotal / 2];
       for (int step = 0; step < p.steps; ++step) {
-        const uint32_t a = base + stage * S::kBytes;
+        const uint32_t a = own + stage * S::kBytes;
         const uint32_t rows = DescribeInner(a + group * 64 * 128), columns = DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
         ProductFence();
@@ -327,12 +329,13 @@ int ResidentOf(int* clusters) {
 }
 
 template <typename T, typename S>
-constexpr GemmSm90Kernel Describe(float step, float tile, float gelu) {
+constexpr GemmSm90Kernel Describe(float step, float tile, float gelu, float residual) {
   return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
           S::kRows,     S::kColumns,
           S::kCm,       S::kCn,
           S::kCtas,     step,
-          tile,         gelu};
+          tile,         gelu,
+          residual};
 }
 
 }  // namespace gemm90

@@ -15,6 +15,8 @@ tests=$folder/stof_cuda_tests
 [ -x "$tests" ] || { echo "no stof_cuda_tests in $folder: build the preset cuda" >&2; exit 2; }
 mkdir -p "$logs"
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)
+# Where CUDA or a Python package of it lies.
+cublaslt=${STOF_CUBLASLT:-$(ls /usr/local/cuda/lib64/libcublasLt.so.1[23] "$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)"/*/lib/libcublasLt.so.1[23] 2>/dev/null | head -1)}
 waves=${STOF_CHECK_WAVES:-1 2 3}
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1)
 begin=$(date +%s)
@@ -77,9 +79,15 @@ if wave 1; then
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
   suite gemm 75 CudaGemm
-  suite gemm-8.0 75 CudaGemm STOF_CUDA_CAPABILITY=80
+  suite gemm-8.0 75 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  if [ -n "$cublaslt" ]; then
+    suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=lt STOF_CUBLASLT="$cublaslt"
+  else
+    echo "no libcublasLt.so.12 or .13: matrix products by it are not run"
+  fi
   if [ "$capability" = 9.0 ]; then
-    for kernel in 0 1 2 3 4; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
+    for kernel in 0 1 2 3 4 5; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
+    suite gemm-9.0-kernel-6 75 CudaGemmPlain STOF_CUDA_GEMM=6  # pairs have no seventh
     for kernel in 0 1 2 3 4 5 6 7 8; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
     for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
@@ -120,8 +128,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-fp32 80 CudaFp32 memcheck STOF_SAMPLE=11
   suite memcheck-tf32 80 CudaTf32 memcheck STOF_SAMPLE=21
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23
-  suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5
-  suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80
+  suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUBLASLT=0 STOF_GEMM_TIMING=0
+  suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   suite memcheck-masks 80 CudaMasksOf memcheck
   suite memcheck-masks-captured 80 CudaMasksInCaptured memcheck
   suite memcheck-chains 80 ChainNorms memcheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
@@ -132,7 +140,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
-  suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80
+  suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=31
   suite racecheck-fp32 80 CudaFp32 racecheck STOF_SAMPLE=41
   suite racecheck-rows 80 CudaRowsEqual racecheck STOF_SAMPLE=61

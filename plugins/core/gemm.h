@@ -62,6 +62,7 @@ struct GemmArgs {
   const void* scale = nullptr;     // [N]
   const void* row = nullptr;       // [M]
   const void* residual = nullptr;  // [M, N]
+  bool may_wait = false;           // the run may wait for the device, to time kernels
 };
 
 struct GemmBackend {

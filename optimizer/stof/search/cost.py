@@ -38,9 +38,10 @@ _HEAVY = {
 # docs/results/h100/models-cuda.json), where a copy reaches 2.6 and chains are taken to reach 0.9 of that.
 _RUNTIME = 0.67
 _NEGLIGIBLE = 1e-9  # of two schemes that cost the same, the one of fewer operators
-# Of the runtime's products that a template's reach, its epilogue included: 0.71 to 1.09 on an H100, in the mean this
-# (docs/gemm-kernel.md, stof beside cuBLASLt alone).
-_PRODUCT_SHARE = 0.88
+# Of the runtime's products that a template's reach, its epilogue included: means of 23, 7 and 8 products on an H100
+# (docs/gemm-kernel.md, stof beside cuBLASLt alone), of which none was slower than cuBLASLt and a kernel.
+_SHARE_USUAL, _SHARE_PAIR, _SHARE_OWN = 0.94, 0.89, 0.79
+_OWN = ("gelu(", "silu(", "sigmoid(")  # cuBLASLt has GELU by tanh alone
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Analytical:
         touched = sum(self.bytes_of(n) for n in {*graph.inputs(places), *graph.outputs(places)})
         products = [p for p in places if not kind_of_node(graph.nodes[p])]
         if products:
-            share = 1.0 if len(places) == 1 else _PRODUCT_SHARE
+            share = 1.0 if len(places) == 1 else _share(self.site.chain(segment))
             seconds = sum(self._multiplications(p) for p in products) / (share * self.machine.products)
             return max(self.machine.seconds(touched), self.machine.launch + seconds)
         kernel = self.machine.runtime_seconds if len(places) == 1 else self.machine.seconds
@@ -155,6 +156,14 @@ class Analytical:
             return 0.0
         read = next((n for n in node.input if self.site.graph.symbolic.dtype(n) in TYPES), node.output[0])
         return max(self.elements(node.output[0]), self.elements(read)) * _HEAVY.get(node.op_type, 1)
+
+
+def _share(chain: Chain | Left) -> float:
+    """The share of the rate of the runtime's products that a template reaches."""
+    if getattr(chain, "pair", 0):
+        return _SHARE_PAIR
+    text = chain.description.text if isinstance(chain, Chain) else ""
+    return _SHARE_OWN if any(word in text for word in _OWN) else _SHARE_USUAL
 
 
 def frequent_start(space: Space, words: Sequence[str], counts: Mapping[tuple[str, ...], int]) -> list[Segment]:

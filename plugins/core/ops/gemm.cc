@@ -97,6 +97,7 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes, &backend));
     GemmArgs args = ArgsOf(inputs, sizes);
     args.output = output.data;
+    args.may_wait = may_wait_;
     return backend->run(args, context);
   }
 
@@ -109,6 +110,11 @@ class StofGemmOp final : public Op {
     return backend->plan(ArgsOf(inputs, sizes), &plan->workspace);
   }
   Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
+  // A runtime that makes nodes like this one runs them where the first run of a shape may take its time.
+  Status ReadyNode(const Tensor*, int, bool on_cuda, int) override {
+    may_wait_ = on_cuda;
+    return Status();
+  }
 
  private:
   Status CheckInputCount(int count) const {
@@ -321,6 +327,7 @@ class StofGemmOp final : public Op {
   }
 
   const GemmEpilogue epilogue_;
+  bool may_wait_ = false;
 };
 
 std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
