@@ -6,15 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2733, 1014, 1236),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3266, 1082, 1284),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1706, 1272, 1680),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2062, 1360, 1491),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(2500, 1330, 1560),  // estimated
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3540, 1163, 1349),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(1603, 841, 1108),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1526, 1613, 2004),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2097, 1529, 1839),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2962, 991, 1229),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3531, 1085, 1232),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1706, 1165, 1707),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2155, 1204, 1411),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1766, 1339, 1647),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3266, 1175, 1739),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2265, 788, 1081),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1517, 1355, 1895),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2463, 1422, 1809),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3477, 1528, 1938),
     {},
 };
 
