@@ -175,11 +175,17 @@ class Attention {
       }
       FenceBarrierInit();
     }
+    // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
+    // mask, which was copied before the kernel in front of this one began.
+    const bool produces = producer_ && has_team;
+    Begin begin;
+    if (produces) begin = ReadBegin();
     __syncthreads();
-    WaitForPrevious();  // up to here nothing is read or written but parameters
+    if (produces) FetchPlanned(begin);
+    WaitForPrevious();
     if (producer_) {
       GiveRegisters<S::kProducer>();
-      if (has_team) Produce();
+      if (has_team) Produce(begin);
     } else {
       TakeRegisters<S::kConsumer>();
       Consume();
@@ -204,29 +210,59 @@ class Attention {
     int b = 0, g = 0, h = 0, row0 = 0;
   };
 
-  __device__ void Produce() {
+  // What a worker begins with.
+  struct Begin {
+    int i = 0, end = 0;            // its items, as its plan or it counts them
+    WorkItem first = {};           // of a plan
+    int tile = -1, code = kEvery;  // of this team's first tile of all, where a plan tells
+  };
+  __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
+
+  __device__ Begin ReadBegin() const {
+    const AttentionParams& p = p_.attention;
+    const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
+    Begin begin;
+    if (worker >= p_.workers) return begin;
+    begin.i = worker, begin.end = p.B * p.H * Rows();
+    if (p_.work == nullptr) return begin;
+    const WorkStart& start = p_.work_start[worker];
+    begin.i = start.begin, begin.end = start.end;
+    begin.first = start.first;
+    // Padding may leave nothing of it.
+    if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0];
+    begin.code = start.code[S::kSplit > 1 ? team_ : 0];
+    return begin;
+  }
+
+  // Has the first item's entries and the bits of its first tile come to the L2 cache.
+  __device__ void FetchPlanned(const Begin& begin) const {
+    if (p_.work == nullptr || begin.i >= begin.end) return;
+    const DeviceMask& mask = p_.attention.mask;
+    constexpr int kInLine = 32;  // words
+    const int entry = begin.first.begin + kInLine * lane_;
+    if (lane_ <= S::kSplit && entry < begin.first.end) {
+      PrefetchLine(mask.key_tile + entry);
+      PrefetchLine(mask.bits_id + entry);
+    }
+    constexpr int kLines = S::kConsumers * S::kOwnWords * kWarpgroup / kInLine;
+    static_assert(kLines <= 32, "a lane for every line of a tile's bits");
+    if (begin.code >= 0 && lane_ < kLines) {
+      PrefetchLine(mask.bits + (static_cast<int64_t>(begin.code) * kLines + lane_) * kInLine);
+    }
+  }
+
+  __device__ void Produce(const Begin& begin) {
     const AttentionParams& p = p_.attention;
     const int lane = lane_;
-    const int rows = (p.S + S::kM - 1) / S::kM;
-    const int items = p.B * p.H * rows;
+    const int rows = Rows();
     Ring<kQueries> query;
     Cursor cursor;
     const bool planned = p_.work != nullptr;
-    const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
-    int i = worker, end = worker < p_.workers ? items : 0;
+    int i = begin.i, tile = begin.tile;
+    const int end = begin.end;
     // The next item is asked for while this one is worked on.
-    WorkItem following = {};
-    int tile = -1, code = kEvery;  // of this team's first tile of all, where that is known
-    if (planned && worker < p_.workers) {
-      const WorkStart& start = p_.work_start[worker];
-      i = start.begin, end = start.end;
-      following = start.first;
-      // Padding may leave nothing of it.
-      if (p.pad_bits == nullptr) tile = start.tile[S::kSplit > 1 ? team_ : 0];
-      code = start.code[S::kSplit > 1 ? team_ : 0];
-    } else if (i < end) {
-      following = ItemAt(i, rows);
-    }
+    WorkItem following = begin.first;
+    if (!planned && i < end) following = ItemAt(i, rows);
     while (i < end) {
       const WorkItem work = following;
       i += planned ? 1 : p_.workers;
@@ -252,7 +288,7 @@ class Attention {
         }
       }
       query.Next();
-      if (tile >= 0) BringAhead(tile, code, cursor);
+      if (tile >= 0) BringAhead(tile, cursor);
       Walk(b, work, &cursor, tile >= 0);
       tile = -1;
     }
@@ -340,16 +376,10 @@ class Attention {
   }
 
   // Asks for what the first tile of all needs before the mask is read.
-  __device__ __forceinline__ void BringAhead(int tile, int code, const Cursor& cursor) const {
-    if (lane_ == 0) {
-      Copy(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
-      Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
-    }
-    constexpr int kLines = S::kConsumers * S::kOwnWords * kWarpgroup / 32;  // of 128 bytes
-    static_assert(kLines <= 32, "a lane for every line of a tile's bits");
-    if (code >= 0 && lane_ < kLines) {
-      PrefetchLine(p_.attention.mask.bits + (static_cast<int64_t>(code) * kLines + lane_) * 32);
-    }
+  __device__ __forceinline__ void BringAhead(int tile, const Cursor& cursor) const {
+    if (lane_ != 0) return;
+    Copy(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
+    Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
   }
 
   // ahead: its keys and values are under way.

@@ -6,15 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3990, 910, 1086),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3280, 1025, 1213),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1990, 1110, 1300),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2150, 1315, 1410),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(2700, 1210, 1440),  // estimated
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3740, 1115, 1250),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2200, 705, 1200),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1600, 1530, 1900),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2300, 1390, 1690),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(4324, 889, 1080),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3546, 1028, 1164),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1990, 1017, 1321),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2247, 1164, 1334),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1907, 1218, 1520),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3451, 1127, 1611),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(3109, 661, 1171),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1591, 1285, 1797),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2701, 1293, 1662),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3755, 1390, 1785),
     {},
 };
 

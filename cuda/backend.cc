@@ -316,8 +316,8 @@ class Job {
     const cuda::ClusterKernel in_clusters = cuda::FindCluster(args_.dtype, size_, packed);
     int clusters[cuda::kClusterSizes] = {};
     if (facts_.capability >= 90) in_clusters.clusters(clusters);
-    const cuda::DecodeChoice choice =
-        cuda::ChooseDecode(kernel, params_, item, tiles, blocks, facts_.multiprocessors, in_clusters.streams, clusters);
+    const cuda::DecodeChoice choice = cuda::ChooseDecode(kernel, params_, item, tiles, blocks, facts_.multiprocessors,
+                                                         in_clusters.streams, clusters, cuda::TakenKernel());
     params.splits = choice.splits;
     // Rows without a key that take all keys are found when the splits are joined, and get a second turn.
     const bool unknown = params_.has_mask != 0 && entry == nullptr;

@@ -5,8 +5,8 @@
 // bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
 //   and softcap
-//   --all   times every kernel of the head size, too, and says what the selector's model thinks of each and how much
-//           slower its choice is than the best
+//   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
+//           thinks of each and how much slower its choice is than the best
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -99,7 +99,8 @@ constexpr const char* kStride = "k <= q and (q - k < 512 or (k // 64 + h) % 8 ==
 constexpr Row kDecodeRows[] = {
     {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 11, 8},
     {"dense", "", 1, 32, 1, 128, 1 << 12, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 15, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 14, 8},       {"dense", "", 1, 32, 1, 128, 1 << 15, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 16, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
     {"window", kWindow, 1, 32, 1, 128, 1 << 13, 8}, {"window", kWindow, 1, 32, 1, 128, 1 << 17, 8},
     {"stride", kStride, 1, 32, 1, 128, 1 << 13, 8}, {"stride", kStride, 1, 32, 1, 128, 1 << 15, 8},
     {"stride", kStride, 1, 32, 1, 128, 1 << 17, 8}, {"dense", "", 1, 16, 1, 64, 1 << 10, 16},
@@ -220,6 +221,23 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
   CHECK_CUDA(cudaStreamDestroy(stream));
   stof::cuda::TakeKernel(-1);
   return us;
+}
+
+// The time of every kind of kernel for few queries beside the choice, which took `chosen`.
+void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls,
+                        const stof::AttentionMask& mask, const stof::ExprSizes& sizes, Workspace* space,
+                        double chosen) {
+  constexpr const char* kKinds[] = {"splits", "clusters"};
+  double best = chosen;
+  Report(R"(, "kinds": {)");
+  for (int kind = 0; kind < 2; ++kind) {
+    const double us = Time(row, sets, calls, mask, sizes, space, kind);
+    best = std::min(best, us);
+    std::printf("    %-8s %9.2f us\n", kKinds[kind], us);
+    Report(R"(%s"%s": %.2f)", kind == 0 ? "" : ", ", kKinds[kind], us);
+  }
+  std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
+  Report("}");
 }
 
 // Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
@@ -344,7 +362,7 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
     const bool own = row.mask == kStride;
     const double item = dtype == stof::DType::kF32 ? 4 : 2;
     const double bytes = 2 * item * static_cast<double>(row.B * (own ? row.H : G) * T * row.D) * tiles;
-    std::printf("%-7s B%ld H%ld G%ld T%-6ld D%-3ld %8.1f us  %6.0f GB/s\n", row.name, row.B, row.H, G, T, row.D, us,
+    std::printf("%-7s B%ld H%ld G%ld T%-6ld D%-3ld %8.2f us  %6.0f GB/s\n", row.name, row.B, row.H, G, T, row.D, us,
                 bytes / us * 1e-3);
   } else {
     std::printf(
@@ -360,6 +378,7 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
     std::printf("  largest error over largest output, a few rows: %.2e\n", error);
     Report(R"(, "error": %.3e)", error);
   }
+  if (all && decode) MeasureDecodeKinds(row, sets, calls, *mask, sizes, &space, us);
   if (all && dtype != stof::DType::kF32 && !decode) MeasureAll(row, args, *mask, sizes, &space, us);
   Report("}");
   ++reported;

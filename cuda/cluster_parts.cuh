@@ -29,9 +29,13 @@ struct ClusterShape {
   static constexpr int kStepSlots = 4;
   static constexpr int kStepWords = 4 + kRows;  // tile, whether it has bits, padding, unused; a word of bits a row
   static constexpr int kStepBytes = 4 * kWarps * kStepSlots * kStepWords;
-  static constexpr int kStateBytes = 8 * (kWarps + 1) * kRows;
-  static constexpr int kRing = (kStepBytes + kQueryBytes + kStateBytes + 127) / 128 * 128;  // offsets
-  static constexpr int kQueries = kStepBytes, kStates = kQueries + kQueryBytes;
+  static constexpr int kStateBytes = 8 * kWarps * kRows;
+  // What the CTAs of the cluster send: maxima and sums of all rows, and their parts of this CTA's share of the output.
+  static constexpr int kMostCtas = 8;
+  static constexpr int kSentStateBytes = 8 * kMostCtas * kRows, kSentBytes = 4 * kRows * kHead + 16 * kMostCtas;
+  static constexpr int kQueries = kStepBytes, kStates = kQueries + kQueryBytes;  // offsets
+  static constexpr int kSentStates = kStates + kStateBytes, kSent = (kSentStates + kSentStateBytes + 15) / 16 * 16;
+  static constexpr int kRing = (kSent + kSentBytes + 127) / 128 * 128;
   static constexpr int kCtaPieceBytes = kWarps * kPieceBytes;
   // Pieces of a warp's ring: an even number, or one where two do not fit every device. Two CTAs have to fit the
   // multiprocessor: clusters of CTAs that need one each find too few places.
@@ -86,27 +90,24 @@ __device__ __forceinline__ void AwaitCluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// From the shared memory of a CTA of this cluster; `own` is the place in that of this CTA.
-__device__ __forceinline__ float4 ReadRemote4(const float* own, int rank) {
-  float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+// To the shared memory of a CTA of this cluster that has begun; `own` is the place in that of this CTA.
+__device__ __forceinline__ void Send4(float4* own, int rank, const float4& x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];\n}"
-      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank)
+      "{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nst.shared::cluster.v4.f32 [at], {%2, %3, %4, %5};\n}" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+      "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
       : "memory");
 #endif
-  return x;
 }
-__device__ __forceinline__ float2 ReadRemote2(const float2* own, int rank) {
-  float2 x = {0.0f, 0.0f};
+__device__ __forceinline__ void Send2(float2* own, int rank, const float2& x) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %2, %3;\nld.shared::cluster.v2.f32 {%0, %1}, [at];\n}"
-               : "=f"(x.x), "=f"(x.y)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank)
-               : "memory");
+  asm volatile(
+      "{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nst.shared::cluster.v2.f32 [at], {%2, %3};\n}" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+      "r"(rank), "f"(x.x), "f"(x.y)
+      : "memory");
 #endif
-  return x;
 }
 
 }  // namespace cuda

@@ -60,6 +60,7 @@ class ClusterDecode {
     WaitForPrevious();
     LetNextStart();
     if (params_.second != 0 && !Wanted()) return;  // all of a cluster or none
+    if (params_.splits > 1) ArriveAtCluster();     // for others to know that this CTA has begun
     CopyQueries();
     FindShare();
     Look(next_, &now_);
@@ -478,9 +479,16 @@ class ClusterDecode {
   __device__ float* Sums(int warp) const {
     return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kPieces * S::kPieceBytes);
   }
-  // Maxima and sums of a warp's rows; behind those of the last, of the CTA's.
+  // Maxima and sums of a warp's rows.
   __device__ float2* States(int warp) const {
     return reinterpret_cast<float2*>(shared_ + S::kStates) + warp * S::kRows;
+  }
+  // What CTA `rank` of the cluster has sent, or is sent to: of its rows, and of a share of the output.
+  __device__ float2* SentStates(int rank) const {
+    return reinterpret_cast<float2*>(shared_ + S::kSentStates) + rank * S::kRows;
+  }
+  __device__ float4* Sent(int rank, int share) const {
+    return reinterpret_cast<float4*>(shared_ + S::kSent) + rank * share;
   }
 
   static __device__ __forceinline__ float WeightOf(float maximum, float top) {
@@ -512,9 +520,9 @@ class ClusterDecode {
       }
     }
     __syncthreads();
-    const int width = p_.Dv / 4;  // of a row, in fours
-    // Each thread adds up what it alone reads, so the place of the first warp's sums takes those of all.
-    float* const joined = Sums(0);
+    // Every CTA of the cluster adds up a share of the output, in fours.
+    const int width = p_.Dv / 4, ctas = params_.splits, share = (rows_ * width + ctas - 1) / ctas;
+    if (ctas > 1) AwaitCluster();  // all have begun
     for (int at = threadIdx.x; at < rows_ * width; at += S::kThreads) {
       const int row = at / width, d = at % width * 4;
       float2 all = {-INFINITY, 0.0f};
@@ -526,44 +534,28 @@ class ClusterDecode {
         const float2 own = States(w)[row];
         Add(*reinterpret_cast<const float4*>(&Sums(w)[row * kHead + d]), own.y, WeightOf(own.x, all.x), &x, &all.y);
       }
-      if (params_.splits == 1) {
+      if (ctas == 1) {
         Finish(row, d, x, all);
-      } else {
-        *reinterpret_cast<float4*>(&joined[row * kHead + d]) = x;
-        if (d == 0) States(S::kWarps)[row] = all;
+        continue;
       }
+      const int to = at / share, place = at - to * share;
+      Send4(Sent(split_, share) + place, to, x);
+      if (place == 0 || d == 0) Send2(SentStates(split_) + row, to, all);  // once a row
     }
-    if (params_.splits > 1) JoinCluster(joined);
-  }
-
-  // As many lanes as the cluster has CTAs read one of them each and add up; every CTA does a part of the rows.
-  __device__ void JoinCluster(const float* joined) {
+    if (ctas == 1) return;
     ArriveAtCluster();
     AwaitCluster();
-    const int ctas = params_.splits, width = p_.Dv / 4, all_fours = rows_ * width;
-    const int share = (all_fours + ctas - 1) / ctas, end = min(all_fours, (split_ + 1) * share);
-    const int from = static_cast<int>(threadIdx.x) % ctas, step = S::kThreads / ctas;
-    for (int first = split_ * share; first < end; first += step) {
-      const int at = first + static_cast<int>(threadIdx.x) / ctas;
-      const int row = min(at, all_fours - 1) / width, d = min(at, all_fours - 1) % width * 4;
-      const float4 own = ReadRemote4(&joined[row * kHead + d], from);
-      const float2 state = ReadRemote2(&States(S::kWarps)[row], from);
-      float2 all = {state.x, 0.0f};
-      for (int other = 1; other < ctas; other *= 2) all.x = fmaxf(all.x, __shfl_xor_sync(~0u, all.x, other));
+    for (int place = threadIdx.x; place < min(share, rows_ * width - split_ * share); place += S::kThreads) {
+      const int at = split_ * share + place, row = at / width, d = at % width * 4;
+      float2 all = {-INFINITY, 0.0f};
+      for (int from = 0; from < ctas; ++from) all.x = fmaxf(all.x, SentStates(from)[row].x);
       float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-      Add(own, state.y, WeightOf(state.x, all.x), &x, &all.y);
-      for (int other = 1; other < ctas; other *= 2) {
-        x.x += __shfl_xor_sync(~0u, x.x, other);
-        x.y += __shfl_xor_sync(~0u, x.y, other);
-        x.z += __shfl_xor_sync(~0u, x.z, other);
-        x.w += __shfl_xor_sync(~0u, x.w, other);
-        all.y += __shfl_xor_sync(~0u, all.y, other);
+      for (int from = 0; from < ctas; ++from) {
+        const float2 state = SentStates(from)[row];
+        Add(Sent(from, share)[place], state.y, WeightOf(state.x, all.x), &x, &all.y);
       }
-      if (at < end && from == 0) Finish(row, d, x, all);
+      Finish(row, d, x, all);
     }
-    // Nobody goes while others read its shared memory.
-    ArriveAtCluster();
-    AwaitCluster();
   }
 
   // Four elements of the output.

@@ -54,7 +54,7 @@ std::vector<std::string> AllNames() {
 }
 
 const Sm90Kernel* Asked(const Sm90Kernel* kernels) {
-  int index = Taken().load(std::memory_order_relaxed);
+  int index = TakenKernel();
   if (index < 0) return nullptr;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
     if (index-- == 0) return kernel;
@@ -106,6 +106,8 @@ Status NamedByEnvironment(const char** name) {
 }
 
 void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
+
+int TakenKernel() { return Taken().load(std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   const int64_t items = problem.sizes.B * problem.sizes.H * CeilDiv(problem.sizes.S, kernel.rows);

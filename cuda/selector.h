@@ -42,9 +42,11 @@ KernelChoice ReadKernelChoice(const std::string& text);
 // The name that it says, empty where it says none. For nodes whose attribute `kernel` names none themselves.
 Status NamedByEnvironment(const char** name);
 
-// For tests and measurements: a number from 0 takes that kernel of every list which has it, -1 leaves the choice to the
-// model. At the start, what the environment says.
+// For tests and measurements: a number from 0 takes that kernel of every list which has it, of those for few queries
+// the one for long rows (0) or clusters (1), -1 leaves the choice to the model. At the start, what the environment
+// says.
 void TakeKernel(int index);
+int TakenKernel();
 
 // The kernel of a list of them, which ends with an empty one, that has this name; nullptr: none.
 const Sm90Kernel* Named(const Sm90Kernel* kernels, const char* name);

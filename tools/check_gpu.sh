@@ -88,7 +88,7 @@ if wave 1; then
   if [ "$capability" = 9.0 ]; then
     for kernel in 0 1 2 3 4 5; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
     suite gemm-9.0-kernel-6 75 CudaGemmPlain STOF_CUDA_GEMM=6  # pairs have no seventh
-    for kernel in 0 1 2 3 4 5 6 7 8; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
+    for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
     for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
     echo "compute capability ${capability:-unknown}: the kernels for 9.0 are not run"
@@ -119,7 +119,7 @@ if wave 2; then
   report
 fi
 if wave 3 && [ -n "$sanitizer" ]; then
-  suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=7
+  suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_SAMPLE=13
   [ "$capability" = 9.0 ] && suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
@@ -141,7 +141,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
-  suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=31
+  suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=61
   suite racecheck-fp32 80 CudaFp32 racecheck STOF_SAMPLE=41
   suite racecheck-rows 80 CudaRowsEqual racecheck STOF_SAMPLE=61
   report

@@ -1035,7 +1035,18 @@ void CudaTf32() {
         " cases are rounded otherwise than without allow_tf32");
 }
 
-// Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them.
+// The numbers of a list's first kernels, or the one that STOF_CUDA_KERNEL says.
+std::vector<int> FirstKernels(int count) {
+  std::vector<int> kernels;
+  const char* only = std::getenv("STOF_CUDA_KERNEL");
+  for (int kernel = 0; kernel < count; ++kernel) {
+    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(kernel);
+  }
+  return kernels;
+}
+
+// Few queries: every type and feature, groups of heads, and keys enough for several CTAs to share them. By the
+// selector's choice and by every kind of kernel.
 void CudaDecode() {
   Random random(77);
   Deck<int64_t> queries({1, 1, 1, 2, 3, 4, 7, 8, 13, 16}, &random);
@@ -1076,17 +1087,9 @@ void CudaDecode() {
     c.cuda = true;
     cases.push_back(c);
   }
-  RunCudaCases(cases, {-1});
-}
-
-// The numbers of a list's first kernels, or the one that STOF_CUDA_KERNEL says.
-std::vector<int> FirstKernels(int count) {
-  std::vector<int> kernels;
-  const char* only = std::getenv("STOF_CUDA_KERNEL");
-  for (int kernel = 0; kernel < count; ++kernel) {
-    if (only == nullptr || std::atoi(only) == kernel) kernels.push_back(kernel);
-  }
-  return kernels;
+  std::vector<int> kinds = FirstKernels(2);
+  if (kinds.size() > 1) kinds.push_back(-1);
+  RunCudaCases(cases, kinds);
 }
 
 // The kernels for compute capability 9.0, each in all cases that they take, wider heads and more rows than there are
@@ -1115,7 +1118,7 @@ void CudaSm90() {
       cases.push_back(c);
     }
   }
-  RunCudaCases(cases, FirstKernels(9));
+  RunCudaCases(cases, FirstKernels(10));
 }
 
 // Their variant for softcap and biases: what the table has of these, and biases whose rows begin at multiples of 16

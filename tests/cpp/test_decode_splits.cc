@@ -16,12 +16,13 @@ int Splits(int64_t tiles, int64_t blocks, int ctas = 3, int size = 128) {
   return cuda::ChooseSplits(kernel, params, 2, tiles, blocks, kMultiprocessors).splits;
 }
 
-cuda::DecodeChoice Choose(int64_t tiles, int64_t blocks, const int (&clusters)[cuda::kClusterSizes]) {
+cuda::DecodeChoice Choose(int64_t tiles, int64_t blocks, const int (&clusters)[cuda::kClusterSizes], int size = 128,
+                          int only = -1) {
   cuda::DecodeKernel kernel;
-  kernel.ctas = 3;
+  kernel.ctas = size == 128 ? 3 : 4;
   cuda::AttentionParams params;
-  params.D = params.Dv = 128;
-  return cuda::ChooseDecode(kernel, params, 2, tiles, blocks, kMultiprocessors, 2, clusters);
+  params.D = params.Dv = size;
+  return cuda::ChooseDecode(kernel, params, 2, tiles, blocks, kMultiprocessors, 2, clusters, only);
 }
 
 }  // namespace
@@ -56,17 +57,30 @@ TEST(DecodeSplitsNeverExceedTheTiles) {
   for (int64_t tiles = 1; tiles < 64; ++tiles) CHECK(Splits(tiles, 1) <= tiles, tiles);
 }
 
-TEST(DecodeTakesClustersForShortRows) {
-  constexpr int kClusters[cuda::kClusterSizes] = {264, 128, 60, 28};
-  // Eight heads of keys: what was measured on an H100 to be faster, up to 8192 keys.
-  for (const int64_t tiles : {16, 17, 32, 64, 128}) {
+constexpr int kClusters[cuda::kClusterSizes] = {264, 128, 60, 28};  // of an H100
+
+TEST(DecodeTakesClusters) {
+  // Eight heads of keys: what was measured on an H100 to be faster, but for 256 tiles.
+  for (const int64_t tiles : {16, 17, 32, 64, 128, 256, 512}) {
     const cuda::DecodeChoice chosen = Choose(tiles, 8, kClusters);
     CHECK(chosen.cluster && chosen.splits == 8, tiles, " tiles: ", chosen.splits,
           chosen.cluster ? " in a cluster" : "");
   }
-  for (const int64_t tiles : {512, 1024, 2048}) CHECK(!Choose(tiles, 8, kClusters).cluster, tiles);
+  // Of 16 heads of half the size the long ones are not.
+  for (const int64_t tiles : {16, 128}) CHECK(Choose(tiles, 16, kClusters, 64).cluster, tiles);
+  CHECK(!Choose(2048, 16, kClusters, 64).cluster);
   // One tile needs no other CTA.
   CHECK(Choose(1, 8, kClusters).splits == 1, Choose(1, 8, kClusters).splits);
+}
+
+TEST(DecodeTakesTheKernelThatIsAskedFor) {
+  constexpr int kNone[cuda::kClusterSizes] = {};
+  for (const int64_t tiles : {1, 16, 512, 2048}) {
+    CHECK(!Choose(tiles, 8, kClusters, 128, 0).cluster, tiles);
+    CHECK(Choose(tiles, 16, kClusters, 64, 1).cluster, tiles);
+    CHECK(!Choose(tiles, 8, kNone, 128, 1).cluster, tiles);
+    CHECK(Choose(tiles, 8, kClusters, 128, 2).cluster == Choose(tiles, 8, kClusters).cluster, tiles);
+  }
 }
 
 TEST(DecodeTakesNoClustersThatTheDeviceLacks) {

@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Fits the constants of the attention kernels' selector for 9.0 to stored times, and says how much its choices lose.
+
+    STOF_LIBRARY=libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head 64] [--fit SECONDS] [RESULTS...]
+
+RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
+counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
+no RESULTS are given, was made so. The model is cuda/selector.cc's: rows of tiles dealt out as cuda/work_plan.cc does, the
+largest first; the constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
+printed; with it, constants are sought for that long from those that are there, and printed as the lists want them. No GPU is
+needed, nor a library with CUDA kernels.
+
+Regret is the time of the kernel that the model chooses over that of the fastest, the 8.0 and the row-wise kernel among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stof.bench.gpu.cases import mask as named_mask
+from stof.runtime import Mask
+
+HERE = Path(__file__).resolve().parent.parent
+MULTIPROCESSORS = 132
+L2_BYTES = 50 << 20
+LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
+_ENTRY = re.compile(r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?>, T>\(([\d, ]+)\)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry of a list: nanoseconds of a row of tiles, a full and a partial tile, a MiB of keys and values."""
+
+    rows: int
+    keys: int
+    teams: int
+    split: int
+    row: float
+    full: float
+    partial: float
+    reread: float
+
+    @property
+    def workers(self) -> int:
+        """Of a multiprocessor."""
+        return self.teams // self.split
+
+    @property
+    def name(self) -> str:
+        """What it is called in results."""
+        return f"sm90-{self.rows}x{self.keys}x{self.workers}"
+
+    def __str__(self) -> str:
+        costs = [round(x) for x in (self.row, self.full, self.partial)] + ([round(self.reread)] if self.reread else [])
+        return f"{self.name:18s} ({', '.join(map(str, costs))})"
+
+
+def kernels_of(head: int) -> list[Kernel]:
+    """The kernels without extras of a head size, from the source."""
+    found = []
+    for entry in _ENTRY.finditer((HERE / f"cuda/attention_sm90_d{head}.cu").read_text()):
+        size, rows, keys, teams = (int(entry[i]) for i in range(1, 5))
+        costs = [float(x) for x in entry[6].split(",")]
+        assert size == head, entry[0]
+        found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs, *[0.0] * (4 - len(costs))))
+    return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """A problem and the times of kernels in microseconds, by name."""
+
+    name: str
+    shape: tuple[int, int, int, int, int]  # B, H, G, S, T
+    head: int
+    expression: str
+    tables: dict[str, np.ndarray]
+    us: dict[str, float]
+
+    @property
+    def section(self) -> int:
+        """Heads that are dealt out together (cuda/backend.cc)."""
+        _, H, G, _, T = self.shape
+        return max(1, L2_BYTES // 2 // (4 * T * self.head)) * (H // G)
+
+    @property
+    def mebibytes(self) -> int:
+        """Of keys and values."""
+        B, _, G, _, T = self.shape
+        return (4 * B * G * T * self.head) >> 20
+
+
+def points_of(path: Path, head: int) -> Iterator[Point]:
+    """The points of a file that have times of kernels."""
+    for record in json.loads(path.read_text()):
+        shape = record["shape"]
+        if shape["D"] != head:
+            continue
+        us = {e["name"]: e["us"] for e in record.get("kernels", {}).get("each", [])}
+        if len([n for n in us if n.startswith("sm90")]) < 2:
+            continue
+        expression, tables = named_mask(record["mask_name"], shape["T"])
+        sizes = (shape["B"], shape["H"], shape["G"], shape["S"], shape["T"])
+        yield Point(f"{record['mask_name']} {sizes}", sizes, head, expression, tables, us)
+
+
+def store(results: Sequence[Path], target: Path) -> None:
+    """Keeps what of results is read here; a later one of a point takes the place of an earlier one."""
+    kept = {}
+    for path in results:
+        for record in json.loads(path.read_text()):
+            if record.get("kernels", {}).get("each"):
+                machine = {k: record["machine"][k] for k in ("date", "device", "library")}
+                found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
+                kept[json.dumps(record["key"])] = found | {"kernels": {"each": record["kernels"]["each"]}}
+    target.write_text("[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]\n")
+
+
+class Tiles:
+    """Numbers of tiles of the points' rows, made once for a tile's shape."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int, int], list[Counter[tuple[int, int]]]] = {}
+
+    def of(self, point: Point, m: int, n: int) -> list[Counter[tuple[int, int]]]:
+        """For every section of heads, how many rows have (partial, all) tiles."""
+        key = (point.name, point.head, m, n)
+        if key not in self._known:
+            self._known[key] = self._make(point, m, n)
+        return self._known[key]
+
+    @staticmethod
+    def _make(point: Point, m: int, n: int) -> list[Counter[tuple[int, int]]]:
+        B, H, _, S, T = point.shape
+        rows = -(-S // m)
+        if not point.expression:
+            heads = [Counter({(0, -(-T // n)): rows})] * (B * H)
+        else:
+            block = Mask(point.expression, point.tables).block_mask(B, H, S, T, m, n, T - S)
+            every = np.diff(block.row_ptr)
+            partial = block.full_begin - block.row_ptr[:-1]
+            tables = [
+                Counter(zip(partial[at : at + rows].tolist(), every[at : at + rows].tolist(), strict=True))
+                for at in range(0, len(every), rows)
+            ]
+            layout = np.broadcast_to(block.layout, (B, H)).reshape(-1)
+            heads = [tables[i] for i in layout]
+        sections = []
+        for first in range(0, B * H, point.section):
+            total: Counter[tuple[int, int]] = Counter()
+            for head in heads[first : first + point.section]:
+                total += head
+            sections.append(total)
+        return sections
+
+
+def _deal(loads: list[tuple[float, int]], works: Sequence[tuple[float, int]]) -> None:
+    """Gives works (cost, how many) to the least loaded of workers (load, how many), the largest first."""
+    for cost, count in sorted(works, reverse=True):
+        left = count
+        while left > 0:
+            load, workers = heapq.heappop(loads)
+            while loads and loads[0][0] == load:
+                workers += heapq.heappop(loads)[1]
+            taken = min(left, workers)
+            heapq.heappush(loads, (load + cost, taken))
+            if taken < workers:
+                heapq.heappush(loads, (load, workers - taken))
+            left -= taken
+
+
+def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
+    """Microseconds by the model."""
+    B, H, _, S, T = point.shape
+    items = B * H * -(-S // kernel.rows)
+    workers = min(kernel.workers * MULTIPROCESSORS, items)
+    reread = kernel.reread * point.mebibytes
+
+    def together(count: int) -> int:
+        return -(-count // kernel.split)
+
+    if not point.expression:
+        rounds = -(-items // workers)
+        longest = rounds * (kernel.row + kernel.full * together(-(-T // kernel.keys)))
+        return LAUNCH + (longest + reread) * 1e-3
+    sections = []
+    for section in tiles.of(point, kernel.rows, kernel.keys):
+        costs: Counter[float] = Counter()
+        for (partial, every), count in section.items():
+            some = together(partial)
+            cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
+            costs[round(cost)] += count
+        sections.append(costs)
+    total = sum(cost * count for own in sections for cost, count in own.items())
+    large = max(1, total // workers // 16)
+    loads: list[tuple[float, int]] = [(0, workers)]
+    _deal(loads, [(c, n) for s in sections for c, n in s.items() if c > large])
+    for own in sections:
+        _deal(loads, [(c, n) for c, n in own.items() if c <= large])
+    return LAUNCH + (max(load for load, _ in loads) + reread) * 1e-3
+
+
+def regrets(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles) -> list[tuple[float, str, str]]:
+    """Of every point: regret, the kernel that is chosen, the fastest."""
+    found = []
+    for point in points:
+        timed = [k for k in kernels if k.name in point.us]
+        chosen = min(timed, key=lambda k: predict(point, k, tiles)).name
+        fastest = min(point.us, key=lambda n: point.us[n])
+        found.append((point.us[chosen] / point.us[fastest], chosen, fastest))
+    return found
+
+
+def geomean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def loss(points: Sequence[Point], kernels: Sequence[Kernel], table: Sequence[dict[str, float]]) -> float:
+    """What is made small: the regret, and a little of the model's errors where a kernel is near the fastest."""
+    total = 0.0
+    for point, predicted in zip(points, table, strict=True):
+        chosen = min(predicted, key=lambda n: predicted[n])
+        best = min(point.us[n] for n in predicted)
+        total += math.log(point.us[chosen] / best)
+        for name, us in predicted.items():
+            error = math.log(us / point.us[name])
+            total += (0.05 if point.us[name] < 1.15 * best else 0.005) * error * error
+    return total / len(points)
+
+
+def fit(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, seconds: float) -> list[Kernel]:
+    """Constants by steps of one at a time, which get smaller; the same for the same seconds' worth of steps."""
+    drawn = random.Random(1)
+    found = list(kernels)
+    table = [{k.name: predict(p, k, tiles) for k in found if k.name in p.us} for p in points]
+    best = loss(points, found, table)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        left = (end - time.monotonic()) / seconds
+        at = drawn.randrange(len(found))
+        names = ["row", "full", "partial"] + (["reread"] if found[at].reread else [])
+        name = drawn.choice(names)
+        value = getattr(found[at], name) * math.exp(drawn.gauss(0, 0.01 + 0.15 * left))
+        tried = replace(found[at], **{name: value})
+        if tried.partial < tried.full:
+            continue
+        columns = [predict(p, tried, tiles) if tried.name in p.us else None for p in points]
+        old = [row.get(tried.name) for row in table]
+        for row, new in zip(table, columns, strict=True):
+            if new is not None:
+                row[tried.name] = new
+        now = loss(points, found, table)
+        if now < best:
+            best = now
+            found[at] = tried
+            continue
+        for row, before in zip(table, old, strict=True):
+            if before is not None:
+                row[tried.name] = before
+    return found
+
+
+def report(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles) -> None:
+    """Prints the regret of all points and of each mask, and the worst points."""
+    found = regrets(points, kernels, tiles)
+    by_mask: dict[str, list[float]] = {}
+    for point, (regret, _, _) in zip(points, found, strict=True):
+        by_mask.setdefault(point.name.split()[0], []).append(regret)
+    values = [r for r, _, _ in found]
+    counts = sorted({len(p.us) for p in points})
+    print(f"{len(points)} points, {' or '.join(map(str, counts))} kernels timed at each")
+    for name, some in [("all", values), *by_mask.items()]:
+        print(
+            f"  {name:16s} {len(some):4d} points, {100 * geomean(some) - 100:5.2f} %, worst {100 * max(some) - 100:5.2f} %"
+        )
+    worst = sorted(zip(found, points, strict=True), key=lambda x: -x[0][0])[:5]
+    for (regret, chosen, fastest), point in worst:
+        us = point.us
+        if regret > 1.02:
+            print(
+                f"  {100 * regret - 100:5.1f} % {point.name}: {chosen} {us[chosen]:.1f} us, {fastest} {us[fastest]:.1f} us"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("results", nargs="*", type=Path, default=[HERE / "docs/results/h100/selector.json"])
+    parser.add_argument("--store", type=Path, metavar="FILE", help="keep the points of RESULTS there, and end")
+    parser.add_argument("--head", type=int, choices=[64, 128], default=64)
+    parser.add_argument("--fit", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument(
+        "--halves", action="store_true", help="fit to every other point, print the regret of the others"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.store is not None:
+        store(arguments.results, arguments.store)
+        return 0
+    points = [p for path in arguments.results for p in points_of(path, arguments.head)]
+    if not points:
+        print(
+            "no point with times of kernels: stof-bench attention --device cuda --kernels makes them", file=sys.stderr
+        )
+        return 1
+    kernels: Any = kernels_of(arguments.head)
+    tiles = Tiles()
+    report(points, kernels, tiles)
+    if arguments.fit > 0:
+        fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit)
+        print("fitted:")
+        for kernel in fitted:
+            print(f"  {kernel}")
+        report(points[1::2] if arguments.halves else points, fitted, tiles)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
