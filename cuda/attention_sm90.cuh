@@ -12,6 +12,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/attention_sm90_shape.cuh"
+#include "cuda/attention_sm90_softmax.cuh"
 #include "cuda/fragments.h"
 #include "cuda/launch.cuh"
 #include "cuda/log_sum.cuh"
@@ -20,97 +22,6 @@
 namespace stof {
 namespace cuda {
 namespace sm90 {
-
-constexpr float kLog2E = 1.44269504088896340736f;
-// What the lowest biases become in units of log2: not -inf, for they are no mask.
-constexpr float kLowest = -3.4028234663852886e38f;
-// A row's reference, which its weights are relative to, is the maximum of its first tile, and raised only where a score
-// exceeds it by 2^14: the largest weight that fp16 holds with a factor of two to spare. So the output is rescaled a few
-// times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
-constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
-// References below do not take part: scores less them would lose what scores near zero have behind the point.
-constexpr float kDeep = -1024.0f;
-constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
-
-constexpr int kMostKeys = 160;  // of a tile
-
-// What is allowed of a tile: the index of its bits in the mask, or
-enum Code : int32_t {
-  kEvery = -1,    // every pair
-  kPadded = -2,   // every pair of a key that is there and no padding
-  kNothing = -3,  // instead of the tiles of an item that has none
-};
-
-// What the producer says about a key tile.
-struct Entry {
-  int32_t code;
-  int32_t flags;  // kLast, kPads
-  int32_t next;   // code of the tile behind it, so that its bits can be asked for early
-  int32_t tile;
-  uint32_t pad[kMostKeys / 32];  // a bit for every key
-};
-
-enum Flag : int32_t {
-  kLast = 1,  // of its item
-  kPads = 2,  // some bits of `pad` are 0
-  kBars = 4,  // some distances have a bias of -inf
-};
-
-// What it says about an item.
-struct Item {
-  int32_t b, h, row0;  // row0 -1: no more work
-  int32_t unused;
-};
-
-// A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
-// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
-// teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
-template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
-          Extras kExtras_ = Extras::kNone>
-struct Shape {
-  static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
-  static constexpr int kSplit = kSplit_;
-  static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
-  static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
-  static_assert(kSplit <= kFirstTiles, "a start knows each team's first tile");
-  static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
-  static constexpr int kConsumers = kM / 64;  // of a team
-  static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
-  static constexpr int kWords = kN / 32;  // of padding, a tile
-  static constexpr int kOwnWords = FragmentWords(kN);
-  static constexpr int kQueryBytes = 2 * kM * kHead;
-  static constexpr int kTileBytes = 2 * kN * kHead;
-  static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
-  static constexpr int kValues = kKeys + kStages * kTileBytes;
-  // With every stage's keys: the bias of its pairs, and that of every distance between its queries and keys.
-  static constexpr int kBiasBytes = kPairs ? 4 * kM * kN : 0;
-  static constexpr int kWindow = kExtras ? kM + kN : 0;
-  static constexpr int kBiases = kValues + kStages * kTileBytes;
-  static constexpr int kWindows = kBiases + kStages * kBiasBytes;
-  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
-  // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
-  static constexpr int kSlots = kStages + 1;
-  static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
-  static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
-  static constexpr int kTeamBytes = (kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1023) / 1024 * 1024;
-  // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
-  // parts that one team makes and another adds up.
-  static constexpr int kParts = kTeams * kTeamBytes;
-  static constexpr int kChunk = kHead / 2 / kSplit;  // outputs of a thread that its team adds up
-  static constexpr int kStatBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
-  static constexpr int kPartBytes = 4 * kM / 64 * kWarpgroup * kChunk * kSplit * (kSplit - 1);
-  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + 1024;  // 1024: to align the start
-  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
-  // Registers of a thread at the start, and what producers and consumers have after an exchange.
-  static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
-  static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
-  // Weights of a thread that are made while it is not known whether the reference stays: their scores stay, too. The
-  // first ones are summed, as many as there are registers for beside outputs, scores and weights.
-  static constexpr int kSpare = kConsumer - kHead / 2 - kN / 2 - kN / 4 - (kPairs ? 40 : 0);
-  static constexpr int kSummed = kSpare >= 64 && kN > 64 ? 16 : kSpare >= 48 ? 8 : 0;
-  static constexpr int kBegun = kSummed + (kSummed == 0 && kSplit > 1 ? 0 : 8);
-};
 
 // compute-sanitizer's racecheck does not see that __syncwarp orders other lanes' reads before lane 0's arrival; it is
 // run on a build in which all arrive, which is slower.
@@ -136,6 +47,7 @@ struct Ring {
 
 template <typename S, typename T>
 class Attention {
+  using Weights = Softmax<S>;
   static constexpr int kQueries = S::kQueries, kHead = S::kHead;
 
  public:
@@ -536,12 +448,12 @@ class Attention {
     if (last) Release(QueryEmpty(query));
     keys->Next();
     float factor[2];
-    Begun begun;
+    typename Weights::Begun begun;
     if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
-    Raise(scale_, none, s, &begun, high, factor, sum);
-    Weigh(&begun, s, sum);
+    Weights::Raise(scale_, none, s, &begun, high, factor, sum);
+    Weights::Weigh(&begun, s, sum);
     Pack(s, weights);
     while (!last) {
       slots->Next();
@@ -567,10 +479,10 @@ class Attention {
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
-      const float base[2] = {Base(high[0]), Base(high[1])};
-      Lower(base, s, &begun);
-      if (__builtin_expect(Exceeds(high, s, begun), 0)) {
-        Raise(1.0f, base, s, &begun, high, factor, sum);
+      const float base[2] = {Weights::Base(high[0]), Weights::Base(high[1])};
+      Weights::Lower(scale_, base, s, &begun);
+      if (__builtin_expect(Weights::Exceeds(high, s, begun), 0)) {
+        Weights::Raise(1.0f, base, s, &begun, high, factor, sum);
         if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) Scale(factor, o);
       }
       // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to
@@ -579,7 +491,7 @@ class Attention {
       ProductWait<0>();
       Hold(o);
       Hold(weights);
-      Weigh(&begun, s, sum);
+      Weights::Weigh(&begun, s, sum);
       Pack(s, weights);
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
@@ -754,109 +666,6 @@ class Attention {
         const int i = 4 * (8 * w + FragmentBlock(bit)) + FragmentElement(bit);
         if (i < kScores && (words[w] & 1u << bit) == 0) s[i] = -INFINITY;
       }
-    }
-  }
-
-  // Element i of a thread's scores: the one of its two rows, and its number there.
-  static __device__ __forceinline__ constexpr int RowOf(int i) { return i / 2 % 2; }
-  static __device__ __forceinline__ constexpr int OrderOf(int i) { return i / 4 * 2 + i % 2; }
-
-  // The weights that are made first, and the sums of all, in several chains: a warp has few others beside it that could
-  // hide the latency of one.
-  struct Begun {
-    float weight[S::kBegun > 0 ? S::kBegun : 1];
-    float sum[2][kChains];
-  };
-  static __device__ __forceinline__ void Add(int i, float weight, Begun* begun) {
-    float& sum = begun->sum[RowOf(i)][OrderOf(i) % kChains];
-    sum = OrderOf(i) < kChains ? weight : sum + weight;
-  }
-  static __device__ __forceinline__ void Begin(const float (&s)[kScores], Begun* begun) {
-#pragma unroll
-    for (int i = 0; i < S::kBegun; ++i) {
-      begun->weight[i] = Exp2(s[i]);
-      if (i < S::kSummed) Add(i, begun->weight[i], begun);
-    }
-  }
-
-  // From products to logarithms of weights, if the references stay.
-  static __device__ __forceinline__ float Base(float high) { return high < kDeep ? 0.0f : high; }
-  __device__ __forceinline__ void Lower(const float (&base)[2], float (&s)[kScores], Begun* begun) const {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale_ - base[RowOf(i)];
-    Begin(s, begun);
-  }
-
-  // Whether a warp has to look at its maxima. As integers, numbers that are not negative have their order, and NaN is
-  // above them all. The sums of what is begun are looked at instead of its logarithms, for else ptxas would put all
-  // exponentials behind the vote; the special function unit works while the rest is looked at.
-  static __device__ __forceinline__ bool Exceeds(const float (&high)[2], const float (&s)[kScores],
-                                                 const Begun& begun) {
-    constexpr int kLanes = 8;
-    int32_t most[kLanes];
-#pragma unroll
-    for (int i = S::kSummed; i < kScores; i += 2) {
-      const int at = (i - S::kSummed) / 2, c = at % kLanes;
-      const int32_t x = __float_as_int(s[i]), y = __float_as_int(s[i + 1]);
-      most[c] = at < kLanes ? max(x, y) : __vimax3_s32(most[c], x, y);
-    }
-    const int32_t top = max(__vimax3_s32(__vimax3_s32(most[0], most[1], most[2]), most[3], most[4]),
-                            __vimax3_s32(most[5], most[6], most[7]));
-    int32_t sums = 0;
-#pragma unroll
-    for (int c = 0; c < (S::kSummed > 0 ? kChains : 0); ++c) {
-      sums = __vimax3_s32(sums, __float_as_int(begun.sum[0][c]), __float_as_int(begun.sum[1][c]));
-    }
-    const bool known = high[0] >= kDeep && high[1] >= kDeep;
-    return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
-  }
-
-  // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
-  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again.
-  static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
-                                               float (&high)[2], float (&factor)[2], float (&sum)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float tops[kChains];
-#pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-        const float pair = fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
-        tops[j % kChains] = j < kChains ? pair : fmaxf(tops[j % kChains], pair);
-      }
-      float top = tops[0];
-#pragma unroll
-      for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
-      const float old = high[r] - base[r];
-      const bool raised = top > old + kSlack;
-      factor[r] = raised ? Exp2(old - top) : 1.0f;  // 0 from -inf
-      high[r] = raised ? base[r] + top : high[r];
-      const float now = raised ? top : old;
-      const float less = now == -INFINITY ? 0.0f : now;
-#pragma unroll
-      for (int i = 2 * r; i < kScores; i += 4) {
-        s[i] = s[i] * scale - less;
-        s[i + 1] = s[i + 1] * scale - less;
-      }
-      sum[r] *= factor[r];
-    }
-    Begin(s, begun);
-  }
-
-  // The weights that are not begun, and all sums.
-  static __device__ __forceinline__ void Weigh(Begun* begun, float (&s)[kScores], float (&sum)[2]) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      s[i] = i < S::kBegun ? begun->weight[i] : Exp2(s[i]);
-      if (i >= S::kSummed) Add(i, s[i], begun);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float all = begun->sum[r][0];
-#pragma unroll
-      for (int c = 1; c < kChains; ++c) all += begun->sum[r][c];
-      sum[r] += all;
     }
   }
 

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shape of a 9.0 kernel: its tile, its teams, what lies where in shared memory, and what producers say to
+// consumers.
+#ifndef STOF_CUDA_ATTENTION_SM90_SHAPE_CUH_
+#define STOF_CUDA_ATTENTION_SM90_SHAPE_CUH_
+
+#include "cuda/attention_sm90.h"
+#include "cuda/fragments.h"
+#include "cuda/mma_sm90.cuh"
+
+namespace stof {
+namespace cuda {
+namespace sm90 {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+// What the lowest biases become in units of log2: not -inf, for they are no mask.
+constexpr float kLowest = -3.4028234663852886e38f;
+constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
+
+constexpr int kMostKeys = 160;  // of a tile
+
+// What is allowed of a tile: the index of its bits in the mask, or
+enum Code : int32_t {
+  kEvery = -1,    // every pair
+  kPadded = -2,   // every pair of a key that is there and no padding
+  kNothing = -3,  // instead of the tiles of an item that has none
+};
+
+// What the producer says about a key tile.
+struct Entry {
+  int32_t code;
+  int32_t flags;  // kLast, kPads
+  int32_t next;   // code of the tile behind it, so that its bits can be asked for early
+  int32_t tile;
+  uint32_t pad[kMostKeys / 32];  // a bit for every key
+};
+
+enum Flag : int32_t {
+  kLast = 1,  // of its item
+  kPads = 2,  // some bits of `pad` are 0
+  kBars = 4,  // some distances have a bias of -inf
+};
+
+// What it says about an item.
+struct Item {
+  int32_t b, h, row0;  // row0 -1: no more work
+  int32_t unused;
+};
+
+// A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
+// consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
+// teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
+template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
+          Extras kExtras_ = Extras::kNone>
+struct Shape {
+  static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
+  static constexpr int kSplit = kSplit_;
+  static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
+  static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
+  static_assert(kSplit <= kFirstTiles, "a start knows each team's first tile");
+  static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
+  static constexpr int kConsumers = kM / 64;  // of a team
+  static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
+  static constexpr int kWords = kN / 32;  // of padding, a tile
+  static constexpr int kOwnWords = FragmentWords(kN);
+  static constexpr int kQueryBytes = 2 * kM * kHead;
+  static constexpr int kTileBytes = 2 * kN * kHead;
+  static constexpr int kKeys = kQueries * kQueryBytes;  // offsets in a team's shared memory
+  static constexpr int kValues = kKeys + kStages * kTileBytes;
+  // With every stage's keys: the bias of its pairs, and that of every distance between its queries and keys.
+  static constexpr int kBiasBytes = kPairs ? 4 * kM * kN : 0;
+  static constexpr int kWindow = kExtras ? kM + kN : 0;
+  static constexpr int kBiases = kValues + kStages * kTileBytes;
+  static constexpr int kWindows = kBiases + kStages * kBiasBytes;
+  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
+  // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
+  static constexpr int kSlots = kStages + 1;
+  static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
+  static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
+  static constexpr int kTeamBytes = (kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1023) / 1024 * 1024;
+  // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
+  // parts that one team makes and another adds up.
+  static constexpr int kParts = kTeams * kTeamBytes;
+  static constexpr int kChunk = kHead / 2 / kSplit;  // outputs of a thread that its team adds up
+  static constexpr int kStatBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
+  static constexpr int kPartBytes = 4 * kM / 64 * kWarpgroup * kChunk * kSplit * (kSplit - 1);
+  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + 1024;  // 1024: to align the start
+  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
+  // Registers of a thread at the start, and what producers and consumers have after an exchange.
+  static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
+  static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
+  // Weights of a thread that are made while it is not known whether the reference stays: their scores stay, too. The
+  // first ones are summed, as many as there are registers for beside outputs, scores and weights.
+  static constexpr int kSpare = kConsumer - kHead / 2 - kN / 2 - kN / 4 - (kPairs ? 40 : 0);
+  static constexpr int kSummed = kSpare >= 64 && kN > 64 ? 16 : kSpare >= 48 ? 8 : 0;
+  static constexpr int kBegun = kSummed + (kSummed == 0 && kSplit > 1 ? 0 : 8);
+};
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM90_SHAPE_CUH_
