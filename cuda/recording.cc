@@ -29,6 +29,12 @@ void* Imagine(void* self, size_t bytes) {
   return reinterpret_cast<void*>(at);
 }
 
+// One recording at a time in a process: what several threads record at once, the driver would load at once.
+std::mutex& OneAtATime() {
+  static auto* mutex = new std::mutex;  // never destroyed: threads may outlive static objects
+  return *mutex;
+}
+
 // A stream that is there for one recording.
 struct OwnStream {
   OwnStream() { status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"); }
@@ -68,12 +74,10 @@ Status Record(Queue queue, void* self, RunContext context, cudaGraphExec_t* exec
 bool IsOnlyLoading() { return only_loading; }
 
 Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context) {
-  static std::mutex mutex;
   static auto* loaded = new std::set<uint64_t>;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!loaded->insert(key).second) return Status();
-  }
+  // Whoever wants the same kernels waits until they are there.
+  const std::lock_guard<std::mutex> lock(OneAtATime());
+  if (!loaded->insert(key).second) return Status();
   uintptr_t next = uintptr_t{1} << 30;
   RunContext imagined = context;
   imagined.allocate = Imagine;
@@ -86,6 +90,9 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
 }
 
 Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded) {
+  *recorded = nullptr;
+  const std::unique_lock<std::mutex> lock(OneAtATime(), std::try_to_lock);
+  if (!lock.owns_lock()) return Status();
   cudaGraphExec_t executable = nullptr;
   STOF_RETURN_IF_ERROR(Record(queue, self, context, &executable));
   *recorded = executable;

@@ -17,8 +17,9 @@ using Queue = Status (*)(void* self, const RunContext& context);
 // wait until the device is idle. The run is recorded, with addresses where nothing is, and never launched.
 Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context);
 
-// The run as a graph that can be launched again: the same kernels with the same parameters. Its memory and what
-// context.keeper has come to hold must live as long; a graph may be dropped while the device works on it.
+// The run as a graph that can be launched again: the same kernels with the same parameters; nullptr where another
+// thread records, for which an enqueue does not wait. Its memory and what context.keeper has come to hold must live as
+// long; a graph may be dropped while the device works on it.
 Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded);
 Status LaunchRecorded(void* recorded, void* stream);
 void DropRecorded(void* recorded);

@@ -57,7 +57,8 @@ struct CudaBackend {
   std::unique_ptr<DeviceChain> (*keep_chain)();
   // Makes the kernel that a first run would make.
   Status (*ready_chain)(const Chain& chain, const BoundChain& bound, DeviceChain* kept);
-  // A run as a graph that can be launched again, see cuda/recording.h. captured: whether the stream is being captured.
+  // A run as a graph that can be launched again, see cuda/recording.h; *recorded nullptr: not now. captured: whether
+  // the stream is being captured.
   Status (*record)(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
                    void** recorded);
   Status (*launch)(void* recorded, void* stream);

@@ -46,13 +46,14 @@ Status Recordings::Run(const std::vector<const void*>& key, const RunContext& co
       return queue(self, context);
     }
     if (made_ == kMostMade) return queue(self, context);
-    ++made_;
     auto made = std::make_unique<Recording>();
     made->key = key;
     RunContext own = context;
     own.keeper = &made->keeper;
     const Status status = backend->record(queue, self, own, &made->graph);
     if (!status.ok()) return Fallback(status, context, queue, self);
+    if (made->graph == nullptr) return queue(self, context);
+    ++made_;
     seen_.erase(before);
     if (recordings_.size() == kMostKept) recordings_.erase(recordings_.begin());
     recordings_.push_back(std::move(made));

@@ -134,6 +134,8 @@ Status ReadyChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
 Status Record(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
               void** recorded) {
   if (!LastSeen()->records) return Status::Error("no graphs here");
+  *recorded = nullptr;
+  if (LastSeen()->busy) return Status();
   ++LastSeen()->recorded;
   *recorded = new char;
   return queue(self, context);

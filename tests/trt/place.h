@@ -19,7 +19,7 @@ struct Seen {
   void* stream = nullptr;
   size_t allocated = 0;
   // Graphs: whether they can be recorded and launched, and how often they were.
-  bool records = false, launches = false, captured = false;
+  bool records = false, launches = false, captured = false, busy = false;
   int recorded = 0, launched = 0, dropped = 0;
 };
 // nullptr: the backend is the real one, which tells nothing.

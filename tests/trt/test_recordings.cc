@@ -78,6 +78,13 @@ TEST(TrtRecordings) {
     LastSeen()->captured = false;
     bench.Expect({1, 2}, "lq");
   }
+  {
+    Bench bench;  // another thread records
+    LastSeen()->busy = true;
+    bench.Expect({1, 1, 1}, "qqq");
+    LastSeen()->busy = false;
+    bench.Expect({1, 1}, "rl");
+  }
   for (const bool records : {false, true}) {
     Bench bench;
     LastSeen()->records = records, LastSeen()->launches = false;
