@@ -95,9 +95,9 @@ class Softmax {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
       const float old = high[r] - base[r];
       const bool raised = top > old + kSlack;
-      factor[r] = raised ? Exp2(old - top) : 1.0f;  // 0 from -inf
       high[r] = raised ? base[r] + top : high[r];
-      const float now = raised ? top : old;
+      const float now = high[r] - base[r];          // what the rounded sum stands for, so that all tiles have the same
+      factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
       const float less = now == -INFINITY ? 0.0f : now;
 #pragma unroll
       for (int i = 2 * r; i < kScores; i += 4) {
