@@ -61,7 +61,8 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
 
 def forms_of(options: Options) -> Forms | None:
     """What the library says of epilogues, where products become parts of templates: on CUDA, by kernels that it has."""
-    return gemm_form if options.target == "cuda" and options.chains != "off" and has_gemm() else None
+    asked = options.target == "cuda" and options.chains != "off" and options.products
+    return gemm_form if asked and has_gemm() else None
 
 
 def _machine(options: Options) -> Machine:

@@ -20,22 +20,28 @@ from stof.bench.results import Record
 from stof.bench.runner import require
 from stof.runtime import build_info
 
+_KINDS = {
+    "int64": onnx.TensorProto.INT64,
+    "int32": onnx.TensorProto.INT32,
+    "bool": onnx.TensorProto.BOOL,
+    "float16": onnx.TensorProto.FLOAT16,
+}
 _ALLOWED = 0.02  # of the outputs' range, between fp16 models of random weights
-OWN = ("attention", "chains", "stof", "tool-stof")
+OWN = ("attention", "chains", "plain", "stof", "tool-stof")
 _TRACED = ("exported", "tool", "attention", "stof")
 
 
 class _Model:
     """A variant with inputs and output on the device, replayed as a graph that the session itself captures."""
 
-    def __init__(self, path: Path, shape: list[int], stream: Any) -> None:
+    def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
         self.torch: Any = require("torch")
         self.path = path
         self.stream = stream
         self.how = "enable_cuda_graph"
         self._shape = shape
         self._feeds: dict[str, Any] = {}
-        self.output = self.torch.full(shape, float("nan"), dtype=self.torch.float16, device="cuda")
+        self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
         self.options = unsynchronized()
         try:
             self.session = self._session(enable_cuda_graph="1")
@@ -57,15 +63,14 @@ class _Model:
     def bind(self, found: Any) -> Any:
         """A binding of a session of this model to the tensors on the device."""
         if not self._feeds:
-            feeds = inputs(found, *self._shape[:2])
+            feeds = inputs(found, *self._shape)
             self._feeds = {n: self.torch.from_numpy(a).cuda() for n, a in feeds.items()}
         binding = found.io_binding()
-        kinds = {"int64": onnx.TensorProto.INT64, "int32": onnx.TensorProto.INT32, "bool": onnx.TensorProto.BOOL}
         for name, tensor in self._feeds.items():
-            kind = kinds[str(tensor.dtype).removeprefix("torch.")]
+            kind = _KINDS[str(tensor.dtype).removeprefix("torch.")]
             binding.bind_input(name, "cuda", 0, kind, tuple(tensor.shape), tensor.data_ptr())
         name = found.get_outputs()[0].name
-        binding.bind_output(name, "cuda", 0, onnx.TensorProto.FLOAT16, tuple(self._shape), self.output.data_ptr())
+        binding.bind_output(name, "cuda", 0, onnx.TensorProto.FLOAT16, tuple(self.output.shape), self.output.data_ptr())
         return binding
 
     def _run(self) -> None:
@@ -112,12 +117,12 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
     with tempfile.TemporaryDirectory() as folder:
         kinds = assemble(prepared, Path(folder))
         models: dict[str, _Model] = {}
-        hidden = _hidden(Path(folder) / "exported.onnx")
+        output = _output(Path(folder) / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _Model(Path(folder) / f"{kind}.onnx", [*shape, hidden], stream)
+                    model = _Model(Path(folder) / f"{kind}.onnx", shape, output, stream)
                 if kind != "exported":
                     errors[kind] = _difference(models["exported"].output, model.output)
                     if not errors[kind] <= _ALLOWED:
@@ -159,12 +164,10 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
     return record
 
 
-def _hidden(path: Path) -> int:
-    """The last dimension of the output: the size of the last norm."""
+def _output(path: Path) -> list[int]:
+    """The shape of a model's first output."""
     model = onnx.load(str(path), load_external_data=False)
-    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
-    norms = [n for n in model.graph.node if n.op_type == "LayerNormalization"]
-    return int(sizes[norms[-1].input[1]][0])
+    return [d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim]
 
 
 def _difference(expected: Any, found: Any) -> float:
