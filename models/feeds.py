@@ -194,24 +194,12 @@ def _bigbird_seq2seq(torch: Any, config: Any) -> Feed:
 
 
 def _bigbird_pixels(torch: Any, config: Any) -> Feed:
-    """A ViT takes no mask: its attention function is one that does."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     height, wide = config.image_size
     length = height * wide // config.patch_size**2 + 1
     tensors = {"pixel_values": torch.randn(2, config.num_channels, height, wide)}
-    given: dict[str, Any] = {}
-
-    def attend(module: Any, query: Any, key: Any, value: Any, none: Any, **options: Any) -> Any:
-        return sdpa_attention_forward(module, query, key, value, given["mask"], **options)
-
-    AttentionInterface.register("sdpa_with_mask", attend)
 
     def call(core: Any, pixel_values: Any) -> Any:
-        core.config._attn_implementation = "sdpa_with_mask"
-        given["mask"] = mask(core, length)
-        return core(pixel_values=pixel_values).last_hidden_state
+        return core(pixel_values=pixel_values, attention_mask=mask(core, length)).last_hidden_state
 
     return Feed(tensors, {"pixel_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
 

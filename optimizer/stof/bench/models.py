@@ -24,7 +24,14 @@ from stof.bench.runner import Unavailable, require
 from stof.options import Options
 
 _FOLDER = Path("build/bench")
-_TYPES = {"float": "float32", "float16": "float16", "bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8"}
+_TYPES = {
+    "float": "float32",
+    "float16": "float16",
+    "bool": "bool",
+    "int64": "int64",
+    "int32": "int32",
+    "uint8": "uint8",
+}
 _ALLOWED = 1e-3  # of the outputs' range; stof-optimize has compared far more closely before
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import onnx
 from onnx import TensorProto
 
 from stof.chains.find import Graph, Left, chain_of
@@ -40,7 +41,13 @@ _RUNTIME = 0.67
 _NEGLIGIBLE = 1e-9  # of two schemes that cost the same, the one of fewer operators
 # Of the runtime's products that a template's reach, its epilogue included: 0.71 to 1.09 on an H100, in the mean this
 # (docs/gemm-kernel.md, stof beside cuBLASLt alone).
-_PRODUCT_SHARE = 0.88
+PRODUCT_SHARE = 0.88
+# A product of 128 rows takes this much longer for each 64 of its inner dimension (4.1 us at 768, 6.8 at 3072).
+_STEP, _STEP_SECONDS = 64, 0.1e-6
+
+# A product with a bias is two kernels of the runtime: the bias is written to all rows, then added by the product. On an H100 that
+# moves 1.03 TB/s: 14 us at 4096 x 768 in halves, 50 at 4096 x 3072 (profiles of BERT, Gemm beside MatMul).
+_BIAS_SHARE = 0.44
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,20 @@ class Machine:
         if self.runtime == 1.0:
             return self.seconds(touched, work)
         return self.launch + max(touched / (self.runtime * self.memory), work / self.operations)
+
+    def product_seconds(self, multiplications: float, inner: int) -> float:
+        """A product without its launch; on a GPU one tile's steps follow each other, however few tiles there are."""
+        seconds = multiplications / self.products
+        return seconds if self.runtime == 1.0 else max(seconds, inner / _STEP * _STEP_SECONDS)
+
+    def bias_seconds(self, written: float) -> float:
+        """What the third operand of the runtime's product costs that writes so many bytes, on a GPU."""
+        return 0.0 if self.runtime == 1.0 else self.launch + 2 * written / (_BIAS_SHARE * self.memory)
+
+
+def is_biased(node: onnx.NodeProto) -> bool:
+    """Whether a product adds a third operand."""
+    return node.op_type == "Gemm" and len(node.input) > 2 and bool(node.input[2])
 
 
 @dataclass
@@ -129,16 +150,32 @@ class Analytical:
         touched = sum(self._bytes(n) for n in {*graph.inputs(places), *graph.outputs(places)})
         products = [p for p in places if not kind_of_node(graph.nodes[p])]
         if products:
-            share = 1.0 if len(places) == 1 else _PRODUCT_SHARE
-            seconds = sum(self._multiplications(p) for p in products) / (share * self.machine.products)
-            return max(self.machine.seconds(touched), self.machine.launch + seconds)
+            seconds = self._product_seconds(products, touched, 1.0 if len(places) == 1 else PRODUCT_SHARE)
+            written = self._bytes(graph.nodes[places[0]].output[0])
+            biased = len(places) == 1 and is_biased(graph.nodes[places[0]])
+            return seconds + (self.machine.bias_seconds(written) if biased else 0.0)
         kernel = self.machine.runtime_seconds if len(places) == 1 else self.machine.seconds
         return kernel(touched, sum(self._work(p) for p in places))
 
+    def products(self) -> float:
+        """Seconds of the site's products by themselves, what they add left out."""
+        found = 0.0
+        for place in self.site.places[: self.site.region[0]]:
+            node = self.site.graph.nodes[place]
+            found += self._product_seconds([place], sum(self._bytes(n) for n in (*node.input[:2], node.output[0])), 1.0)
+        return found
+
+    def _product_seconds(self, places: Sequence[int], touched: float, share: float) -> float:
+        multiplications = sum(self._multiplications(p) for p in places)
+        seconds = self.machine.product_seconds(multiplications, max(self._inner(p) for p in places)) / share
+        return max(self.machine.seconds(touched), self.machine.launch + seconds)
+
     def _multiplications(self, place: int) -> float:
-        node = self.site.graph.nodes[place]
-        inner = self.site.graph.symbolic.shape(node.input[0]) or ()
-        return 2.0 * self.elements(node.output[0]) * (evaluate(inner[-1], self.sizes) if inner else 1)
+        return 2.0 * self.elements(self.site.graph.nodes[place].output[0]) * self._inner(place)
+
+    def _inner(self, place: int) -> int:
+        shape = self.site.graph.symbolic.shape(self.site.graph.nodes[place].input[0])
+        return evaluate(shape[-1], self.sizes) if shape else 1
 
     def elements(self, name: str) -> int:
         """How many elements a tensor has; 1 where that is not known."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 
+from stof.bench.gpu.lock import Lock
 from stof.bench.gpu.peers_ort import session, unsynchronized
 from stof.bench.gpu.pool import now, versions
 from stof.bench.gpu.timing import Timed, interleave
@@ -43,19 +44,32 @@ class _Model:
         self._feeds: dict[str, Any] = {}
         self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
         self.options = unsynchronized()
+        self.session: Any = None
+        self.binding: Any = None
+        self.refused = ""
         try:
             self.session = self._session(enable_cuda_graph="1")
-            self.binding = self.bind(self.session)
-            for _ in range(3):
-                self._run()
         except Exception as reason:
-            # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
-            self.how = f"captured from outside ({' '.join(str(reason).split())[:120]})"
-            self.session = self._session()
-            self.binding = self.bind(self.session)
-            for _ in range(3):
-                self._run()
-        stream.synchronize()
+            self.refused = str(reason)
+
+    def start(self) -> None:
+        """The first runs, in which the session captures its graph."""
+        if not self.refused:
+            try:
+                self._first_runs()
+                return
+            except Exception as reason:
+                self.refused = str(reason)
+        # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
+        self.how = f"captured from outside ({' '.join(self.refused.split())[:120]})"
+        self.session = self._session()
+        self._first_runs()
+
+    def _first_runs(self) -> None:
+        self.binding = self.bind(self.session)
+        for _ in range(3):
+            self._run()
+        self.stream.synchronize()
 
     def _session(self, profile: str | None = None, **provider: str) -> Any:
         return session(str(self.path), self.stream, stof=True, profile=profile, fallback=True, **provider)
@@ -98,8 +112,11 @@ class _Model:
         return trace(lambda prefix: self._session(profile=prefix), run)
 
 
-def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool) -> Record:
-    """Times the variants of a folder that ``variants.prepare`` wrote."""
+def point(
+    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: Lock | None = None
+) -> Record:
+    """Times the variants of a folder that ``variants.prepare`` wrote; of other processes, those with the lock wait."""
+    lock = lock or Lock()
     torch: Any = require("torch")
     torch.set_grad_enabled(False)
     stream = torch.cuda.Stream()
@@ -123,6 +140,8 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
             try:
                 with torch.cuda.stream(stream):
                     model = _Model(Path(folder) / f"{kind}.onnx", shape, output, stream)
+                    with lock.held():
+                        model.start()
                 if kind != "exported":
                     errors[kind] = _difference(models["exported"].output, model.output)
                     if not errors[kind] <= _ALLOWED:
@@ -134,7 +153,7 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
                 how[kind] = model.how
             except Exception as failure:
                 missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
-        with torch.cuda.stream(stream):
+        with lock.held(), torch.cuda.stream(stream):
             timed = {kind: model.timed() for kind, model in models.items()}
             timings = dict(zip(timed, interleave(list(timed.values()), rounds), strict=True))
         record["us"] = {k: round(t.median * 1e6, 1) for k, t in timings.items()}
