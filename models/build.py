@@ -50,6 +50,11 @@ def _stripped(tensor: onnx.TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL and any(e.value == PLACEHOLDER for e in tensor.external_data)
 
 
+def is_norm(tensor: onnx.TensorProto) -> bool:
+    """Whether a weight is what a norm multiplies by, which is about one."""
+    return len(tensor.dims) == 1 and tensor.name.endswith("weight")
+
+
 def _uniform_vector(tensor: onnx.TensorProto) -> bool:
     """A norm's weight or a bias as it is initialized: a vector of ones or zeros."""
     if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 1 or tensor.dims[0] < 8:
@@ -68,6 +73,7 @@ def _weights(model: onnx.ModelProto, seed: int) -> Iterator[tuple[onnx.TensorPro
             for start in range(0, flat.size, _BLOCK):
                 rng.standard_normal(dtype=np.float32, out=flat[start : start + _BLOCK])
             flat *= np.float32(0.7 / np.sqrt(min(shape)))
+            flat += np.float32(is_norm(tensor))
             yield tensor, flat.reshape(shape).astype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
         elif tensor.data_location != TensorProto.EXTERNAL and _uniform_vector(tensor):
             array = onnx.numpy_helper.to_array(tensor)

@@ -21,16 +21,22 @@ import onnx
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import build
 from architectures import Architecture
+from bigbird import add_weights
 from exporters import OPSETS
 from exporters import export as export_model
 from feeds import feed, feed_by_task
 from first import FIRST
+from paper import PAPER
 from store import forget_metadata, node_hash, strip, write
 from zoo import ZOO
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
 OPTIMUM_VERSIONS = {"torch": "2.13.0", "transformers": "4.57.6", "optimum-onnx": "0.1.0"}
-ARCHITECTURES: dict[str, Architecture] = {**FIRST, **{f"zoo/{name}": a for name, a in ZOO.items()}}
+ARCHITECTURES: dict[str, Architecture] = {
+    **FIRST,
+    **{f"zoo/{name}": a for name, a in ZOO.items()},
+    **{f"paper/{name}": a for name, a in PAPER.items()},
+}
 
 
 def all_names() -> list[str]:
@@ -56,15 +62,27 @@ def export(name: str) -> onnx.ModelProto:
         config._experts_implementation = "batched_mm"  # the default is an operator that no exporter knows
     torch.manual_seed(0)
     core = getattr(transformers, what.model)(config).eval().to(getattr(torch, what.dtype))
+    paper = name.startswith("paper/")
+    if paper:
+        _randomize_vectors(torch, core)
+        add_weights(core, int(architecture.rpartition("-")[2]) + 1 if what.inputs == "bigbird-pixels" else 2048)
     with tempfile.TemporaryDirectory() as folder:
         given = feed_by_task(what.inputs) if exporter == "optimum" else feed(what.inputs, torch, config, what.dtype)
         model = export_model(core, given, exporter, Path(folder))
-        strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else ())
+        strip(model, Path(folder), name.startswith("zoo/"), zeros(core) if name.startswith("zoo/") else (), paper)
     # Node names and metadata stay where users' files are most likely to have them.
     if name.startswith("zoo/") or not (exporter == "dynamo" and attention == "sdpa"):
         # Of graphs of transformers' exporter, in which every size is dynamic, the names of sizes are part.
         forget_metadata(model, shapes=exporter == "transformers")
     return model
+
+
+def _randomize_vectors(torch: Any, core: Any) -> None:
+    """Biases as after training: exporters leave out those of zeros, and share equal ones."""
+    with torch.no_grad():
+        for parameter in core.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.02 * torch.randn_like(parameter))
 
 
 def zeros(core: Any) -> set[str]:
@@ -85,7 +103,7 @@ def facts(name: str) -> dict[str, Any]:
         "attention": attention,
         "opset": OPSETS[exporter],
         "versions": versions(name),
-        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith("zoo/") else {}),
+        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith(("zoo/", "paper/")) else {}),
     }
 
 

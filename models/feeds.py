@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bigbird import mask
+
 B, S, T, P = "batch", "sequence", "target", "past"
 
 
@@ -166,6 +168,42 @@ def _spectrogram(torch: Any, config: Any) -> Feed:
     return Feed(tensors, {"input_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
 
 
+def _bigbird(torch: Any, config: Any) -> Feed:
+    """Tokens of which each attends what the model's own BigBird mask allows."""
+    tensors = {"input_ids": _ids(torch, 2, 96)}
+
+    def call(core: Any, input_ids: Any) -> Any:
+        return core(input_ids=input_ids, attention_mask=mask(core, input_ids.shape[1])).last_hidden_state
+
+    return Feed(tensors, {"input_ids": {0: B, 1: S}}, ("last_hidden_state",), call)
+
+
+def _bigbird_seq2seq(torch: Any, config: Any) -> Feed:
+    """The mask for tokens among themselves, in encoder and decoder; those of the decoder attend all of the encoder's."""
+    tensors = {"input_ids": _ids(torch, 2, 96), "decoder_input_ids": _ids(torch, 2, 96)}
+
+    def call(core: Any, input_ids: Any, decoder_ids: Any) -> Any:
+        allowed = mask(core, input_ids.shape[1])
+        encoded = core.encoder(input_ids=input_ids, attention_mask=allowed)
+        return core(
+            encoder_outputs=encoded, decoder_input_ids=decoder_ids, decoder_attention_mask=allowed, use_cache=False
+        ).last_hidden_state
+
+    axes = {n: {0: B, 1: S} for n in tensors}
+    return Feed(tensors, axes, ("last_hidden_state",), call)
+
+
+def _bigbird_pixels(torch: Any, config: Any) -> Feed:
+    height, wide = config.image_size
+    length = height * wide // config.patch_size**2 + 1
+    tensors = {"pixel_values": torch.randn(2, config.num_channels, height, wide)}
+
+    def call(core: Any, pixel_values: Any) -> Any:
+        return core(pixel_values=pixel_values, attention_mask=mask(core, length)).last_hidden_state
+
+    return Feed(tensors, {"pixel_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
+
+
 # Of exports by optimum, which feeds models itself.
 _TASKS = {
     "text": "feature-extraction",
@@ -187,6 +225,9 @@ _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "clip": _clip,
     "wave": _wave,
     "spectrogram": _spectrogram,
+    "bigbird": _bigbird,
+    "bigbird-seq2seq": _bigbird_seq2seq,
+    "bigbird-pixels": _bigbird_pixels,
 }
 
 

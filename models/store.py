@@ -18,18 +18,22 @@ import build
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 _KEEP = 1024  # float tensors up to this many elements stay in the graph: norms, biases, inverse frequencies
-_KEEP_NARROW = 64  # of the zoo's, where most weights are smaller
+_KEEP_NARROW = 64  # of the zoo's, where most weights are smaller, and of vectors that are not as they were initialized
 
 
-def strip(model: onnx.ModelProto, folder: Path, narrow: bool, zeros: Collection[str] = ()) -> None:
+def strip(
+    model: onnx.ModelProto, folder: Path, narrow: bool, zeros: Collection[str] = (), vectors: bool = False
+) -> None:
     """Replaces large float tensors by placeholders and brings all others inline.
 
     Of a ``narrow`` model, small weights go as well, and what looks like a table of the graph (few distinct values) stays.
-    ``zeros`` are weights that go in any case: initialized with zeros, they would hide what depends on them.
+    ``zeros`` are weights that go in any case: initialized with zeros, they would hide what depends on them. With ``vectors``,
+    vectors of parameters go, too.
     """
     for tensor in model.graph.initializer:
         count = int(np.prod(list(tensor.dims), dtype=np.int64))
-        large = tensor.data_type in _FLOATS and count > (_KEEP_NARROW if narrow else _KEEP)
+        vector = vectors and len(tensor.dims) == 1 and tensor.name.startswith("core.")
+        large = tensor.data_type in _FLOATS and count > (_KEEP_NARROW if narrow or vector else _KEEP)
         if large and not narrow and tensor.data_type == TensorProto.FLOAT:
             _placeholder(tensor)
             continue

@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 
 from stof.chains.apply import Chained, apply_chains
-from stof.chains.judge import forms_of, judge_of, leave_all
+from stof.chains.judge import forms_of, judge_of, leave_all, merges_of
 from stof.chains.select import Selection
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
@@ -122,7 +122,17 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         chained = Chained(emitted, ())
         if judge is not None:
             with _timed(report, "chains"), _damage(source):
-                chained = apply_chains(emitted, judge, selection, forms_of(options), options.target == "tensorrt")
+                on_gpu = options.target == "cuda"
+                merges = merges_of(judge) if on_gpu and plan is None else None
+                chained = apply_chains(
+                    emitted,
+                    judge,
+                    selection,
+                    forms_of(options),
+                    tensorrt=options.target == "tensorrt",
+                    separate=on_gpu,
+                    merges=merges,
+                )
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):
             check_room(chained.model, target, source)

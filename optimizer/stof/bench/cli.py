@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.add_argument("--tune", type=float, default=0.0, metavar="SECONDS", help="on a CPU: measure chains first")
     model.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
+    model.add_argument("--lock", type=Path, metavar="FILE", help="of --device cuda: processes with it time in turns")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     search = commands.add_parser("search", help="the search for fusion schemes beside others, region by region")
     search.add_argument(
@@ -201,9 +202,11 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
         if arguments.prepare:
             print(folder)
             continue
+        from stof.bench.gpu.lock import Lock
         from stof.bench.gpu.models import lines, point
 
-        record = point(name, folder, shape, arguments.rounds or 9, "quotient" not in arguments.without)
+        traced = "quotient" not in arguments.without
+        record = point(name, folder, shape, arguments.rounds or 9, traced, Lock(arguments.lock))
         print("\n".join(lines(record)), flush=True)
         store(arguments.results / "models-cuda.json", record)
         worst = max(worst, 3 if "stof" not in record["us"] else 0)

@@ -24,7 +24,14 @@ from stof.bench.runner import Unavailable, require
 from stof.options import Options
 
 _FOLDER = Path("build/bench")
-_TYPES = {"float": "float32", "bool": "bool", "int64": "int64", "int32": "int32", "uint8": "uint8"}
+_TYPES = {
+    "float": "float32",
+    "float16": "float16",
+    "bool": "bool",
+    "int64": "int64",
+    "int32": "int32",
+    "uint8": "uint8",
+}
 _ALLOWED = 1e-3  # of the outputs' range; stof-optimize has compared far more closely before
 
 
@@ -77,11 +84,11 @@ def _original(model: str) -> Path:
 
 
 def inputs(found: Any, batch: int, length: int) -> dict[str, np.ndarray]:
-    """Random token ids and a mask of ones, by the inputs' names and types."""
+    """Random token ids, images, and a mask of ones, by the inputs' names and types; sizes that are numbers stay."""
     rng = np.random.default_rng(0)
     feeds = {}
     for value in found.get_inputs():
-        dims = [batch, *[length] * (len(value.shape) - 1)]
+        dims = [batch, *(d if isinstance(d, int) else length for d in value.shape[1:])]
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         if kind not in _TYPES:
             raise ValueError(f"input {value.name!r} is {value.type}; the benchmark makes integers, booleans and floats")
@@ -91,7 +98,7 @@ def inputs(found: Any, batch: int, length: int) -> dict[str, np.ndarray]:
             array = np.zeros(dims)
         elif "position" in value.name:
             array = np.broadcast_to(np.arange(length), dims)
-        elif kind == "float":
+        elif kind in ("float", "float16"):
             array = rng.standard_normal(dims)
         else:
             array = rng.integers(0, 1000, dims)

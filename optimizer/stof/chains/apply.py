@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import onnx
 
+from stof.chains.biased import joined, separated
 from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, grouped, of_common_types, signature
 from stof.chains.find import Graph, Left, chain_of, find_chains, settled
 from stof.chains.product import Forms
 from stof.chains.region import Chain
 from stof.chains.select import Decided, Selection
+from stof.chains.shared import Merges, merged
 from stof.errors import StofError, UnsupportedError
 from stof.graph import all_nodes, opset_of
 from stof.plan import ChainPlan
@@ -71,6 +73,8 @@ def apply_chains(
     selection: Selection | None = None,
     forms: Forms | None = None,
     tensorrt: bool = False,
+    separate: bool = False,
+    merges: Merges | None = None,
 ) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes.
 
@@ -80,15 +84,25 @@ def apply_chains(
         selection: what the user says of regions, which goes first.
         forms: of epilogues, where products become parts of templates.
         tensorrt: chains become plugins of TensorRT.
+        separate: biases of products are looked at by themselves.
+        merges: which products of one tensor are to become one, where a chain takes them apart.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
     """
     selection = selection or Selection()
+    if merges is not None:
+        together, splits = merged(model, Symbolic(model), merges)
+        if together is not model:
+            found = apply_chains(together, judge, selection, forms, tensorrt, separate)
+            if found.replaced and not splits & {n.name for n in found.model.graph.node}:
+                return found
+    whole, gemms = separated(model, Symbolic(model)) if separate else (model, {})
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            return _applied(Graph(model, Symbolic(model), light, forms, tensorrt), judge, selection)
+            found = _applied(Graph(whole, Symbolic(whole), light, forms, tensorrt), judge, selection)
+            return replace(found, model=joined(found.model, gemms))
         except UnsupportedError as error:
             reason = str(error)
         except StofError:

@@ -57,6 +57,7 @@ class Graph:
     doubtful: set[str] = field(init=False)  # tensors whose stated size a slice may fall short of, and what they decide
     memory_bound: list[int] = field(init=False)
     _counts: dict[str, Int] = field(default_factory=dict)
+    _data: set[str] | None = None
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -200,6 +201,17 @@ class Graph:
         own = set(places)
         read = {self.nodes[p].input[i] for p in own for i in data_inputs(self.nodes[p])}
         return {n for n in read if self.place.get(n) not in own and not self._is_number(n)}
+
+    def of_data(self, places: Collection[int]) -> bool:
+        """Whether nodes compute with what the model is given, rather than with its sizes and constants."""
+        if self._data is None:
+            index = GraphIndex(self.model.graph)
+            found = set(index.inputs)
+            for node in self.nodes:
+                if node.op_type not in ("Shape", "Size") and not found.isdisjoint(_read(node)):
+                    found.update(node.output)
+            self._data = found
+        return any(o in self._data for p in places for o in self.nodes[p].output)
 
     def site(self, places: Sequence[int]) -> tuple[int, ...]:
         """A region with the products that it reads, which come first, where templates take them."""

@@ -16,6 +16,7 @@ from stof.chains.predicted import Predicted, sizes_in_use
 from stof.chains.predicted_tensorrt import BesideTensorRt
 from stof.chains.product import Forms
 from stof.chains.region import Chain
+from stof.chains.shared import Merges
 from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
@@ -64,7 +65,14 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
 
 def forms_of(options: Options) -> Forms | None:
     """What the library says of epilogues, where products become parts of templates: on CUDA, by kernels that it has."""
-    return gemm_form if options.target == "cuda" and options.chains != "off" and has_gemm() else None
+    asked = options.target == "cuda" and options.chains != "off" and options.products
+    return gemm_form if asked and has_gemm() else None
+
+
+def merges_of(judge: Judge | None) -> Merges | None:
+    """Who decides whether products become one: the analytical model, where chains are chosen by it."""
+    predicted = judge.otherwise if isinstance(judge, Measured) else judge
+    return predicted.merges if isinstance(predicted, Predicted) else None
 
 
 def _machine(options: Options) -> Machine:

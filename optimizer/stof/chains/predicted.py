@@ -4,24 +4,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import onnx
 
 from stof.chains.apply import Verdict
 from stof.chains.emit import Key
 from stof.chains.find import Graph
+from stof.chains.ops import FREE, kind_of_node
 from stof.chains.region import Chain
+from stof.chains.shared import Products
 from stof.errors import UnsupportedError
-from stof.inputs import Case, InputMaker, Padding
+from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.options import Options
-from stof.search.cost import Analytical, Machine, Site
+from stof.runtime import has_gemm
+from stof.search.cost import PRODUCT_SHARE, Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.rival import rival_seconds
 from stof.search.space import Scheme
+from stof.symbolic import Symbolic
 
 LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
 LEAST_WITH_PRODUCTS = 1.05  # where products are part of both
+_MERGED = 0.97  # of what three products and what follows take, that one and a chain may
 _RANKED = Limits(schemes=256)
 
 
@@ -39,12 +46,14 @@ class Predicted:
         whole = site.whole
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
+            if len(self.sizes) == 1 and not graph.of_data(site.places):
+                return Verdict((), "sizes decide all of it, and they are fixed: a runtime computes it once")
             costs = [Analytical(site, s, self.machine) for s in self.sizes]
             rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
             if min(rival) <= 0.0:
                 return Verdict((), "ONNX Runtime computes it with the product before it")
             # What products take is the same for both, and nothing's gain.
-            products = [sum(c((i, i + 1)) for i in range(site.region[0])) for c in costs]
+            products = [c.products() for c in costs]
             rivals = list(zip(rival, products, costs, strict=True))
             scheme, (gains, least) = whole, _gains(rivals, whole)
             if min(gains) < least or site.region[0]:
@@ -56,6 +65,35 @@ class Predicted:
         if min(gains) < least:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
         return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
+
+    def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products) -> bool:
+        """Whether products of one tensor gain as one, with a chain behind it, at every size."""
+        try:
+            sizes = self.sizes or sizes_of(model, symbolic, self.options)
+            return all(self._merge_gains(model, symbolic, products, s) for s in sizes)
+        except (KeyError, UnsupportedError, ValueError):
+            return False
+
+    def _merge_gains(
+        self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, sizes: Mapping[str, int]
+    ) -> bool:
+        def elements(name: str) -> int:
+            return math.prod(evaluate(d, sizes) for d in symbolic.shape(name) or ())
+
+        shape = symbolic.shape(products[0].input[0]) or ()
+        inner = evaluate(shape[-1], sizes)
+        apart = 0.0
+        for node in products:
+            count = elements(node.output[0])
+            read = [n for n in model.graph.node if node.output[0] in n.input and n.op_type not in FREE]
+            chained = any(kind_of_node(n) for n in read)
+            share = PRODUCT_SHARE if chained and self.options.products and has_gemm() else 1.0
+            apart += self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner) / share
+            if chained and share == 1.0:
+                apart += self.machine.seconds(4 * count)
+        count = sum(elements(n.output[0]) for n in products)
+        product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)
+        return product + self.machine.seconds(4 * count) < _MERGED * apart
 
 
 def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:
@@ -73,7 +111,12 @@ def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) ->
 
 def sizes_in_use(graph: Graph, options: Options) -> list[dict[str, int]]:
     """The sizes that decide: both ends of what ``--shape`` says, else a short and a long input."""
-    maker = InputMaker(graph.model, graph.symbolic, frozenset())
+    return sizes_of(graph.model, graph.symbolic, options)
+
+
+def sizes_of(model: onnx.ModelProto, symbolic: Symbolic, options: Options) -> list[dict[str, int]]:
+    """The same of a model."""
+    maker = InputMaker(model, symbolic, frozenset())
     found = []
     for i, (batch, length) in enumerate(_CASES):
         sizes = maker.sizes(Case(batch, length, Padding.NONE))

@@ -17,7 +17,7 @@ from stof.chains.find import Graph
 from stof.chains.ops import FREE, TYPES
 from stof.errors import UnsupportedError
 from stof.inputs import evaluate
-from stof.search.cost import Machine
+from stof.search.cost import Machine, is_biased
 from stof.search.measure import part_model
 from stof.widen import HALF, widen
 
@@ -51,7 +51,14 @@ def rival_seconds(graph: Graph, places: Sequence[int], sizes: Mapping[str, int],
     names = {n for p in whole for n in (*graph.nodes[p].input, *graph.nodes[p].output) if n}
     shapes = {n: graph.symbolic.shape(n) for n in names}
     known = {n: math.prod(evaluate(d, sizes) for d in s) for n, s in shapes.items() if s is not None}
-    return _seconds(optimized.graph, known, machine, width)
+    # What the region does not have is paid in any case.
+    paid = {o for p in whole if p not in set(places) for o in graph.nodes[p].output if is_biased(graph.nodes[p])}
+    # Of flattened rows, what is known is the restored product.
+    restored = {n.input[0]: n.output[0] for n in optimized.graph.node if n.op_type == "Reshape"}
+    biased = [n.output[0] for n in optimized.graph.node if is_biased(n)]
+    written = {restored.get(n, n) if n not in known else n for n in biased}
+    biases = sum(machine.bias_seconds(known.get(n, 0) * width) for n in written - paid)
+    return biases + _seconds(optimized.graph, known, machine, width)
 
 
 def _read_elsewhere(graph: Graph, name: str, inside: set[int]) -> bool:

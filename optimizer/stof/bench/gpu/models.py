@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 
+from stof.bench.gpu.lock import Lock
 from stof.bench.gpu.peers_ort import session, unsynchronized
 from stof.bench.gpu.pool import now, versions
 from stof.bench.gpu.timing import Timed, interleave
@@ -20,36 +21,55 @@ from stof.bench.results import Record
 from stof.bench.runner import require
 from stof.runtime import build_info
 
+_KINDS = {
+    "int64": onnx.TensorProto.INT64,
+    "int32": onnx.TensorProto.INT32,
+    "bool": onnx.TensorProto.BOOL,
+    "float16": onnx.TensorProto.FLOAT16,
+}
 _ALLOWED = 0.02  # of the outputs' range, between fp16 models of random weights
-OWN = ("attention", "chains", "stof", "tool-stof")
+OWN = ("attention", "chains", "plain", "stof", "tool-stof")
 _TRACED = ("exported", "tool", "attention", "stof")
 
 
 class _Model:
     """A variant with inputs and output on the device, replayed as a graph that the session itself captures."""
 
-    def __init__(self, path: Path, shape: list[int], stream: Any) -> None:
+    def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
         self.torch: Any = require("torch")
         self.path = path
         self.stream = stream
         self.how = "enable_cuda_graph"
         self._shape = shape
         self._feeds: dict[str, Any] = {}
-        self.output = self.torch.full(shape, float("nan"), dtype=self.torch.float16, device="cuda")
+        self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
         self.options = unsynchronized()
+        self.session: Any = None
+        self.binding: Any = None
+        self.refused = ""
         try:
             self.session = self._session(enable_cuda_graph="1")
-            self.binding = self.bind(self.session)
-            for _ in range(3):
-                self._run()
         except Exception as reason:
-            # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
-            self.how = f"captured from outside ({' '.join(str(reason).split())[:120]})"
-            self.session = self._session()
-            self.binding = self.bind(self.session)
-            for _ in range(3):
-                self._run()
-        stream.synchronize()
+            self.refused = str(reason)
+
+    def start(self) -> None:
+        """The first runs, in which the session captures its graph."""
+        if not self.refused:
+            try:
+                self._first_runs()
+                return
+            except Exception as reason:
+                self.refused = str(reason)
+        # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
+        self.how = f"captured from outside ({' '.join(self.refused.split())[:120]})"
+        self.session = self._session()
+        self._first_runs()
+
+    def _first_runs(self) -> None:
+        self.binding = self.bind(self.session)
+        for _ in range(3):
+            self._run()
+        self.stream.synchronize()
 
     def _session(self, profile: str | None = None, **provider: str) -> Any:
         return session(str(self.path), self.stream, stof=True, profile=profile, fallback=True, **provider)
@@ -57,15 +77,14 @@ class _Model:
     def bind(self, found: Any) -> Any:
         """A binding of a session of this model to the tensors on the device."""
         if not self._feeds:
-            feeds = inputs(found, *self._shape[:2])
+            feeds = inputs(found, *self._shape)
             self._feeds = {n: self.torch.from_numpy(a).cuda() for n, a in feeds.items()}
         binding = found.io_binding()
-        kinds = {"int64": onnx.TensorProto.INT64, "int32": onnx.TensorProto.INT32, "bool": onnx.TensorProto.BOOL}
         for name, tensor in self._feeds.items():
-            kind = kinds[str(tensor.dtype).removeprefix("torch.")]
+            kind = _KINDS[str(tensor.dtype).removeprefix("torch.")]
             binding.bind_input(name, "cuda", 0, kind, tuple(tensor.shape), tensor.data_ptr())
         name = found.get_outputs()[0].name
-        binding.bind_output(name, "cuda", 0, onnx.TensorProto.FLOAT16, tuple(self._shape), self.output.data_ptr())
+        binding.bind_output(name, "cuda", 0, onnx.TensorProto.FLOAT16, tuple(self.output.shape), self.output.data_ptr())
         return binding
 
     def _run(self) -> None:
@@ -93,8 +112,11 @@ class _Model:
         return trace(lambda prefix: self._session(profile=prefix), run)
 
 
-def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool) -> Record:
-    """Times the variants of a folder that ``variants.prepare`` wrote."""
+def point(
+    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: Lock | None = None
+) -> Record:
+    """Times the variants of a folder that ``variants.prepare`` wrote; of other processes, those with the lock wait."""
+    lock = lock or Lock()
     torch: Any = require("torch")
     torch.set_grad_enabled(False)
     stream = torch.cuda.Stream()
@@ -112,12 +134,14 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
     with tempfile.TemporaryDirectory() as folder:
         kinds = assemble(prepared, Path(folder))
         models: dict[str, _Model] = {}
-        hidden = _hidden(Path(folder) / "exported.onnx")
+        output = _output(Path(folder) / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _Model(Path(folder) / f"{kind}.onnx", [*shape, hidden], stream)
+                    model = _Model(Path(folder) / f"{kind}.onnx", shape, output, stream)
+                    with lock.held():
+                        model.start()
                 if kind != "exported":
                     errors[kind] = _difference(models["exported"].output, model.output)
                     if not errors[kind] <= _ALLOWED:
@@ -129,7 +153,7 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
                 how[kind] = model.how
             except Exception as failure:
                 missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
-        with torch.cuda.stream(stream):
+        with lock.held(), torch.cuda.stream(stream):
             timed = {kind: model.timed() for kind, model in models.items()}
             timings = dict(zip(timed, interleave(list(timed.values()), rounds), strict=True))
         record["us"] = {k: round(t.median * 1e6, 1) for k, t in timings.items()}
@@ -159,12 +183,10 @@ def point(name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced
     return record
 
 
-def _hidden(path: Path) -> int:
-    """The last dimension of the output: the size of the last norm."""
+def _output(path: Path) -> list[int]:
+    """The shape of a model's first output."""
     model = onnx.load(str(path), load_external_data=False)
-    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
-    norms = [n for n in model.graph.node if n.op_type == "LayerNormalization"]
-    return int(sizes[norms[-1].input[1]][0])
+    return [d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim]
 
 
 def _difference(expected: Any, found: Any) -> float:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process at a time uses the device: others make sessions and compile meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Lock:
+    """A file that processes lock; without one, nothing is locked."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = path.open("w") if path is not None else None
+        self._depth = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, the device is this process's."""
+        if self._file is None:
+            yield
+            return
+        if not self._depth:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def around_tuning(self) -> None:
+        """Takes the lock around each measurement of torch's compiler."""
+        kind = type(importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker)
+        own = kind.benchmark_gpu
+
+        @functools.wraps(own)
+        def locked(*arguments: Any, **options: Any) -> Any:
+            with self.held():
+                return own(*arguments, **options)
+
+        kind.benchmark_gpu = locked
