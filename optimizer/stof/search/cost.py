@@ -167,7 +167,9 @@ class Analytical:
         found = 0.0
         for place in self.site.places[: self.site.region[0]]:
             node = self.site.graph.nodes[place]
-            found += self._product_seconds([place], sum(self.bytes_of(n) for n in (*node.input[:2], node.output[0])), 1.0)
+            found += self._product_seconds(
+                [place], sum(self.bytes_of(n) for n in (*node.input[:2], node.output[0])), 1.0
+            )
         return found
 
     def _product_seconds(self, places: Sequence[int], touched: float, share: float) -> float:

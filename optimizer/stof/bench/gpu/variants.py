@@ -101,7 +101,8 @@ def _exported(name: str, length: int) -> onnx.ModelProto:
 
 def _small(tensor: onnx.TensorProto) -> np.ndarray:
     around = _module("models/build.py").is_norm(tensor)
-    return values(tensor.name, tensor.dims).astype(np.float32) + np.float32(around)
+    small: np.ndarray = values(tensor.name, tensor.dims).astype(np.float32) + np.float32(around)
+    return small
 
 
 def assemble(folder: Path, output: Path) -> list[str]:
