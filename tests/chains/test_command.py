@@ -56,9 +56,9 @@ def test_chains_that_make_outputs_differ_stay_out(
 ) -> None:
     plain = pipeline.apply_chains
 
-    def spoiled(*given: object) -> Chained:
+    def spoiled(*given: object, **named: object) -> Chained:
         """Every chain that ends with an addition subtracts, as a defect of the printer or of a kernel would have it."""
-        made = plain(*given)  # type: ignore[arg-type]
+        made = plain(*given, **named)  # type: ignore[arg-type]
         for node in made.model.graph.node:
             for a in node.attribute:
                 if node.op_type == "StofChain" and a.name == "chain":
