@@ -50,7 +50,9 @@ def check_library(trt: ModuleType, library: str) -> None:
     assert registry.get_creator("StofAttention", "1", "stof") is None
     handle = registry.load_library(library)
     assert handle is not None, "load_library refused the library"
-    assert len(registry.all_creators) == before + 2
+    assert len(registry.all_creators) == before + 3
+    for name in ("StofAttention", "StofChain", "StofGemm"):
+        assert registry.get_creator(name, "1", "stof") is not None, name
     creator = registry.get_creator("StofAttention", "1", "stof")
     assert creator is not None
     assert (creator.name, creator.plugin_version, creator.plugin_namespace) == ("StofAttention", "1", "stof")

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/trt/fake_backend.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -9,7 +11,9 @@
 #include "cpu/chain.h"
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/gemm.h"
 #include "plugins/core/ops/attention.h"
+#include "tests/cpp/reference.h"
 #include "tests/trt/place.h"
 
 namespace stof {
@@ -130,6 +134,50 @@ Status ReadyChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
   return Status();
 }
 
+double Activated(GemmActivation activation, double x) {
+  switch (activation) {
+    case GemmActivation::kRelu:
+      return std::max(x, 0.0);
+    case GemmActivation::kGelu:
+      return 0.5 * x * (1 + std::erf(x / std::sqrt(2.0)));
+    case GemmActivation::kGeluTanh:
+      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    case GemmActivation::kSilu:
+      return x / (1 + std::exp(-x));
+    default:
+      return x;
+  }
+}
+
+Status Gemm(const GemmArgs& args, const RunContext& context) {
+  LastSeen()->stream = context.stream;
+  const int64_t size = SizeOf(args.dtype);
+  const auto at = [&](const void* base, int64_t i) {
+    return LoadFloat(args.dtype, static_cast<const char*>(base) + i * size);
+  };
+  const auto product = [&](const void* b, const void* bias, int64_t m, int64_t n) {
+    double sum = bias == nullptr ? 0 : at(bias, n);
+    for (int64_t k = 0; k < args.K; ++k) sum += at(args.a, m * args.K + k) * at(b, k * args.stride + n);
+    return sum;
+  };
+  for (int64_t m = 0; m < args.M; ++m) {
+    for (int64_t n = 0; n < args.N; ++n) {
+      double y = Activated(args.activation, product(args.b0, args.bias0, m, n));
+      if (args.b1 != nullptr) y *= product(args.b1, args.bias1, m, n);
+      if (args.scale != nullptr) y *= at(args.scale, n);
+      if (args.row != nullptr) y *= at(args.row, m);
+      if (args.residual != nullptr) y += at(args.residual, m * args.N + n);
+      StoreFloat(args.dtype, y, static_cast<char*>(args.output) + (m * args.N + n) * size);
+    }
+  }
+  return Status();
+}
+
+Status PlanGemm(const GemmArgs&, size_t* workspace) {
+  *workspace = 0;
+  return Status();
+}
+
 // A graph of nothing: what was recorded has run already.
 Status Record(Status (*queue)(void* self, const RunContext& context), void* self, const RunContext& context,
               void** recorded) {
@@ -171,6 +219,11 @@ CudaBackend Fake() {
 
 }  // namespace
 }  // namespace test
+
+const GemmBackend* FindGemmBackend() {
+  static const GemmBackend fake = {test::Gemm, test::PlanGemm};
+  return &fake;
+}
 
 const CudaBackend* FindCudaBackend() {
   static const CudaBackend fake = test::Fake();
