@@ -19,7 +19,7 @@ from stof.errors import UnsupportedError
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.options import Options
 from stof.runtime import has_gemm
-from stof.search.cost import PRODUCT_SHARE, Analytical, Machine, Site
+from stof.search.cost import SHARE_USUAL, Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.rival import rival_seconds
 from stof.search.space import Scheme
@@ -85,15 +85,21 @@ class Predicted:
         apart = 0.0
         for node in products:
             count = elements(node.output[0])
-            read = [n for n in model.graph.node if node.output[0] in n.input and n.op_type not in FREE]
-            chained = any(kind_of_node(n) for n in read)
-            share = PRODUCT_SHARE if chained and self.options.products and has_gemm() else 1.0
+            read = [n for n in model.graph.node if node.output[0] in n.input]
+            chained = _computes(model, node.output[0])
+            share = SHARE_USUAL if chained and self.options.products and has_gemm() else 1.0
             apart += self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner) / share
             if chained and share == 1.0:
-                apart += self.machine.seconds(4 * count)
+                alone = not any(_computes(model, o) for n in read for o in n.output)  # an operator, which is no chain
+                apart += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
         count = sum(elements(n.output[0]) for n in products)
         product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)
         return product + self.machine.seconds(4 * count) < _MERGED * apart
+
+
+def _computes(model: onnx.ModelProto, name: str) -> bool:
+    """Whether a memory-bound operator reads a tensor."""
+    return any(name in n.input and n.op_type not in FREE and kind_of_node(n) for n in model.graph.node)
 
 
 def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:

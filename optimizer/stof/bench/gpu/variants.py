@@ -100,9 +100,9 @@ def _exported(name: str, length: int) -> onnx.ModelProto:
 
 
 def _small(tensor: onnx.TensorProto) -> np.ndarray:
-    around = _module("models/build.py").is_norm(tensor)
-    small: np.ndarray = values(tensor.name, tensor.dims).astype(np.float32) + np.float32(around)
-    return small
+    around = np.float32(_module("models/build.py").is_norm(tensor))
+    found: np.ndarray = values(tensor.name, tensor.dims).astype(np.float32) + around
+    return found
 
 
 def assemble(folder: Path, output: Path) -> list[str]:
