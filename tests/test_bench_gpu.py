@@ -235,8 +235,9 @@ def test_variants(tmp_path: Path) -> None:
     for kind in kinds:
         model = onnx.load(str(tmp_path / "full" / f"{kind}.onnx"))
         operators = {n.op_type for n in model.graph.node}
-        assert ("StofAttention" in operators) == (kind in ("attention", "stof", "tool-stof"))
-        assert ("StofChain" in operators) == (kind in ("chains", "stof", "tool-stof"))
+        assert ("StofAttention" in operators) == (kind in ("attention", "plain", "stof", "tool-stof"))
+        assert ("StofChain" in operators) == (kind in ("chains", "plain", "stof", "tool-stof"))
+        assert kind != "plain" or "StofGemm" not in operators
         assert ("MultiHeadAttention" in operators) == (kind == "mha")
         options = ort.SessionOptions()
         options.log_severity_level = 4

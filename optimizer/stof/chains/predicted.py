@@ -24,6 +24,7 @@ from stof.search.engine import Limits, search
 from stof.search.rival import rival_seconds
 from stof.search.space import Scheme
 from stof.symbolic import Symbolic
+from stof.widen import HALF
 
 LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
@@ -46,7 +47,8 @@ class Predicted:
         whole = site.whole
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
-            if len(self.sizes) == 1 and not graph.of_data(site.places):
+            halves = any(graph.symbolic.dtype(o) in HALF for p in site.places for o in graph.nodes[p].output)
+            if len(self.sizes) == 1 and not halves and not graph.of_data(site.places):
                 return Verdict((), "sizes decide all of it, and they are fixed: a runtime computes it once")
             costs = [Analytical(site, s, self.machine) for s in self.sizes]
             rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
