@@ -78,8 +78,8 @@ if wave 1; then
   suite fp32 75 CudaFp32
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
-  suite gemm 75 CudaGemm
-  suite gemm-8.0 75 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite gemm 120 CudaGemm
+  suite gemm-8.0 120 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then
     suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=lt STOF_CUBLASLT="$cublaslt"
   else

@@ -76,6 +76,7 @@ Status RunOnDevice(const Op& op, const std::vector<Tensor>& inputs, const std::v
   std::vector<Tensor> in, out;
   for (const Tensor& tensor : inputs) in.push_back(put(tensor, 0));
   for (const Tensor& tensor : outputs) out.push_back(put(tensor, kBand));
+  cudaDeviceSynchronize();  // copies from pageable memory may be under way, and the stream does not wait for them
   RunContext context;
   context.on_cuda = true;
   cudaStream_t stream = nullptr;

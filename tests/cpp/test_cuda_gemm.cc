@@ -62,6 +62,8 @@ void RunDevice(const Case& c, int repeats) {
     }
   } scratch{Device(plan.workspace), 0};
   if (plan.workspace > 0) CHECK_CUDA(cudaMemset(scratch.memory.data, 0xff, plan.workspace));
+  // A copy from pageable memory may still be under way when the call returns, and the stream does not wait for it.
+  CHECK_CUDA(cudaDeviceSynchronize());
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   RunContext context;
