@@ -6,16 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(4324, 889, 1080),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3546, 1028, 1164),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1990, 1017, 1321),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2247, 1164, 1334),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1907, 1218, 1520),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3451, 1127, 1611),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(3109, 661, 1171),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1591, 1285, 1797),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2701, 1293, 1662),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3755, 1390, 1785),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2841, 952, 1113),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3788, 1026, 1161),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1980, 954, 1701),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2256, 1216, 1218),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1826, 1311, 1676),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(4124, 1053, 1436),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2695, 668, 1015),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1878, 1288, 1385),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2738, 1275, 1677),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3639, 1688, 1964),
     {},
 };
 

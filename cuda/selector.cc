@@ -201,8 +201,10 @@ Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_byt
 
 const Sm90Kernel* SelectUnseen(const Sm90Kernel* kernels) {
   if (const Sm90Kernel* asked = Asked(kernels)) return asked;
+  // Of a row of eight tiles, half of them partial.
   const auto pair = [](const Sm90Kernel& k) {
-    return static_cast<double>(k.cost.full) / static_cast<double>(k.rows * k.keys * k.workers * k.cost.split);
+    return static_cast<double>(k.cost.row + 4 * k.cost.full + 4 * k.cost.partial) /
+           static_cast<double>(k.rows * k.keys * k.workers * k.cost.split);
   };
   const Sm90Kernel* best = kernels;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
