@@ -6,7 +6,7 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2841, 952, 1113),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2800, 952, 1113),
     sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3788, 1026, 1161),
     sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1980, 954, 1701),
     sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2256, 1216, 1218),
