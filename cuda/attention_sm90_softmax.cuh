@@ -10,7 +10,7 @@ namespace cuda {
 namespace sm90 {
 
 // A row's reference, which its weights are relative to, is the maximum of its first tile, and raised only where a score
-// exceeds it by 2^14: the largest weight that fp16 holds with a factor of two to spare. So the output is rescaled a few
+// exceeds it by 2^14: a weight that fp16 holds with a factor of nearly four to spare. So the output is rescaled a few
 // times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
 constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
 // References below do not take part: scores less them would lose what scores near zero have behind the point.

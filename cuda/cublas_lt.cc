@@ -21,6 +21,7 @@ void CublasLt::Problem::Free() {
   for (void* layout : {a_, b_, y_}) {
     if (layout != nullptr) library_->destroy_layout_(layout);
   }
+  operation_ = a_ = b_ = y_ = nullptr;
   library_ = nullptr;
 }
 

@@ -97,7 +97,7 @@ Status GetFacts(Facts* facts) {
   return Status();
 }
 
-// How many clusters of a kernel the device holds at once; asked once.
+// How many clusters of a kernel the device holds at once, 0 where a part of one is too small for it.
 Status Resident(const GemmSm90Kernel& kernel, int device, int* clusters) {
   static std::mutex mutex;
   static std::map<std::pair<const GemmSm90Kernel*, int>, int> known;
@@ -105,7 +105,6 @@ Status Resident(const GemmSm90Kernel& kernel, int device, int* clusters) {
   int& found = known[{&kernel, device}];
   if (found == 0) {
     STOF_RETURN_IF_ERROR(ToStatus(static_cast<cudaError_t>(kernel.resident(&found)), "clusters of a matrix product"));
-    if (found == 0) return Status::Error("a device of compute capability 9.0 holds no cluster of a matrix product");
   }
   *clusters = found;
   return Status();
@@ -175,6 +174,7 @@ Status FindWays(const GemmArgs& args, bool workspace, const Facts& facts, bool t
       Way way;
       way.kind = Way::Kind::kSm90, way.kernel = kernel;
       STOF_RETURN_IF_ERROR(Resident(*kernel, facts.device, &way.clusters));
+      if (way.clusters == 0) continue;
       way.time = Predict(*kernel, args, way.clusters);
       ways->push_back(way);
     }
@@ -311,7 +311,10 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   int best = 0;
   const double seconds = 1e-6 * std::max({ways[0].time, ways[1].time, 1.0});
   // Where timing fails, the model's choice runs, or says why it cannot.
-  if (!FastestWay(static_cast<int>(ways.size()), queue, context, seconds, &best).ok()) cudaGetLastError();
+  if (!FastestWay(static_cast<int>(ways.size()), queue, context, seconds, &best).ok()) {
+    cudaGetLastError();
+    return Status();
+  }
   *way = ways[static_cast<size_t>(std::max(best, 0))], *found = true;
   timed->known.emplace(key, *way);
   return Status();
@@ -343,7 +346,7 @@ Status Run(const GemmArgs& args, const RunContext& context) {
 }
 
 Status Plan(const GemmArgs&, size_t* workspace) {
-  *workspace = kLtWorkspace;
+  *workspace = kGemmWorkspace;
   return Status();
 }
 

@@ -19,7 +19,7 @@ namespace {
 // nullptr: there is none. Looked for once, and never unloaded.
 CublasLt* Library() {
   static CublasLt* const library = []() -> CublasLt* {
-    const char* const given = std::getenv("STOF_CUBLASLT");
+    const char* const given = secure_getenv("STOF_CUBLASLT");
     if (given != nullptr && std::strcmp(given, "0") == 0) return nullptr;
     auto found = std::make_unique<CublasLt>();
     return found->Open(given == nullptr || *given == '\0' ? nullptr : given) ? found.release() : nullptr;
@@ -93,8 +93,8 @@ uint32_t LtAlignment(const GemmArgs& args) {
 
 size_t LtWorkspace(const GemmArgs& args) {
   // Only products of few tiles are divided along K.
-  constexpr auto kMost = static_cast<int64_t>(kLtWorkspace / 16);
-  return args.M > kMost / std::max<int64_t>(1, args.N) ? 0 : kLtWorkspace;
+  constexpr auto kMost = static_cast<int64_t>(kGemmWorkspace / 16);
+  return args.M > kMost / std::max<int64_t>(1, args.N) ? 0 : kGemmWorkspace;
 }
 
 bool LtFits(const GemmArgs& args) {

@@ -18,9 +18,7 @@ bool LtFits(const GemmArgs& args);
 uint32_t LtAlignment(const GemmArgs& args);
 // How many algorithms it proposes, its own first choice first; 0 where it has none.
 int LtAlgorithms(const GemmArgs& args, bool workspace, int device);
-// Bytes of partial sums that it may ask for at most, for any product; and for one of these sizes. Runtimes plan with
-// the first: what was planned for large sizes, or on another machine, has to do for small ones.
-constexpr size_t kLtWorkspace = size_t{8} << 20;
+// Bytes of partial sums that it may ask for at most.
 size_t LtWorkspace(const GemmArgs& args);
 // Queues the product; *done is false where that algorithm does not compute it or there is no memory for its partial
 // sums.

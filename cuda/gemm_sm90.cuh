@@ -300,7 +300,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
   }
   // No CTA may end while others write into its memory. The producer's one thread comes behind the others of its warp.
   __syncwarp();
-  if constexpr (kCluster > 1) SyncCluster();
+  if constexpr (kCluster > 1) EndCluster();
 #endif
 }
 

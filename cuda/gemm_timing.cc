@@ -17,7 +17,9 @@ struct Handles {
   ~Handles() {
     if (begin != nullptr) cudaEventDestroy(begin);
     if (end != nullptr) cudaEventDestroy(end);
-    if (stream != nullptr) cudaStreamDestroy(stream);
+    if (stream == nullptr) return;
+    cudaStreamSynchronize(stream);  // where timing failed half way, another stream writes the same memory next
+    cudaStreamDestroy(stream);
   }
 };
 struct Graph {

@@ -47,6 +47,10 @@ struct GemmEpilogue {
 // Errors name the line, what was found and what was expected.
 Status ParseGemm(std::string_view text, int64_t pair, GemmEpilogue* epilogue);
 
+// Bytes of partial sums that any product may ask for at most. Runtimes plan with it everywhere: what was planned for
+// large sizes, on another machine or by a build without kernels, has to do.
+constexpr size_t kGemmWorkspace = size_t{8} << 20;
+
 // One product, row-major and dense; of CUDA all addresses are the device's.
 struct GemmArgs {
   int64_t M = 0, N = 0, K = 0;

@@ -60,7 +60,7 @@ bool Fits(int version) {
 }
 
 std::string PluginLibrary() {
-  if (const char* given = std::getenv("STOF_TRT_LIBRARY")) return given;
+  if (const char* given = secure_getenv("STOF_TRT_LIBRARY")) return given;
   Dl_info self;
   if (dladdr(reinterpret_cast<void*>(&Complain), &self) == 0 || self.dli_fname == nullptr) return "libstof_trt.so";
   const std::string path = self.dli_fname;

@@ -84,6 +84,40 @@ def test_other_gemms_stay(attributes: dict[str, float]) -> None:
     assert separated(model, Symbolic(model)) == (model, {})
 
 
+@pytest.mark.parametrize("bias", [(2, N), (2, 1), (1, N)])
+def test_a_bias_of_rows_stays_with_rows_as_they_are_counted(bias: tuple[int, ...]) -> None:
+    b = Builder(FLOAT)
+    x = b.input("input", [2, 1, K])
+    y = b.add("Gemm", b.add("Reshape", x, b.ints(-1, K)), b.weight(K, N), b.weight(*bias))
+    model = b.model(b.add("Gelu", b.add("Reshape", y, b.ints(2, 1, N))))
+    apart, gemms = separated(model, Symbolic(model))
+    (own,) = gemms.values()
+    assert len(own) == (2 if bias[0] == 1 else 1)
+    for made in (apart, joined(apart, gemms)):
+        np.testing.assert_allclose(_run(made, (2, 1, K)), _run(model, (2, 1, K)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", ["rows", "product"])
+def test_what_a_branch_reads_stays(read: str) -> None:
+    model = _gemm(Builder(FLOAT), flat=True)
+    (gemm,) = (n for n in model.graph.node if n.op_type == "Gemm")
+    name = gemm.input[0] if read == "rows" else gemm.output[0]
+    result = onnx.ValueInfoProto(name="branch")
+    branch = onnx.helper.make_graph(
+        [onnx.helper.make_node("ReduceSum", [name], ["branch"], keepdims=0)], "branch", [], [result]
+    )
+    model.graph.node.append(
+        onnx.helper.make_node("If", ["always"], ["sum"], then_branch=branch, else_branch=branch, name="if")
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "always"))
+    model.graph.node.append(onnx.helper.make_node("Add", [model.graph.output[0].name, "sum"], ["all"], name="all"))
+    model.graph.output[0].name = "all"
+    apart, gemms = separated(model, Symbolic(model))
+    assert gemms
+    for made in (apart, joined(apart, gemms)):
+        np.testing.assert_allclose(_run(made, (2, 5, K)), _run(model, (2, 5, K)), rtol=1e-4, atol=1e-4)
+
+
 def _three(b: Builder, *, biased: bool = True) -> onnx.ModelProto:
     x = b.input("input", ["B", "S", K])
     found = [b.add("MatMul", x, b.weight(K, N, seed=i)) for i in range(3)]

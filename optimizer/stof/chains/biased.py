@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
+from stof.graph import node_tensors
 from stof.symbolic import Symbolic
 
 _PLAIN = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
@@ -19,11 +20,11 @@ Gemms = dict[str, list[onnx.NodeProto]]  # by what MatMul writes: the nodes that
 def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelProto, Gemms]:
     """A copy with MatMul and Add in the place of each Gemm that multiplies as MatMul does."""
     graph = model.graph
-    taken = {n for node in graph.node for n in (*node.input, *node.output)} | {o.name for o in graph.output}
+    taken = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
     writer = {o: n for n in graph.node for o in n.output if o}
     readers: dict[str, list[onnx.NodeProto]] = {o.name: [] for o in graph.output}
     for node in graph.node:
-        for name in node.input:
+        for name in node_tensors(node).difference(node.output):
             readers.setdefault(name, []).append(node)
     kept = {o.name for o in graph.output}
     gemms: Gemms = {}
@@ -31,7 +32,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
     gone: set[str] = set()
     for node in graph.node:
         name = f"{node.output[0]}/product" if node.output else ""
-        if not _is_plain(node) or name in taken:
+        if not _is_plain(node) or taken & {name, f"{name}/rows", f"{name}/rows_shape"}:
             if node.output and node.output[0] not in gone:
                 nodes.append(node)
             continue
@@ -39,7 +40,8 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
         before = writer.get(source)
         after = readers.get(target, [])
         own = [node]
-        if before is not None and target not in kept and _is_restored(before, after, symbolic):
+        restored = before is not None and target not in kept and _is_restored(before, after, symbolic)
+        if before is not None and restored and _is_row(node.input[2], symbolic):
             source, target, own = before.input[0], after[0].output[0], [node, after[0]]
             gone.add(target)
             rank = len(symbolic.shape(target) or ())
@@ -56,7 +58,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
 
 def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
     """A copy with Gemm where MatMul and Add are both left; of flattened rows, they stay."""
-    read = {n for node in model.graph.node for n in node.input}
+    read = {n for node in model.graph.node for n in node_tensors(node).difference(node.output)}
     products = {n.output[0] for n in model.graph.node if n.op_type == "MatMul"} & {
         n for n, own in gemms.items() if len(own) == 1
     }
@@ -89,12 +91,23 @@ def _is_restored(before: onnx.NodeProto, after: list[onnx.NodeProto], symbolic: 
     if given is None or flat is None or product is None or restored is None:
         return False
     rows = len(restored) - 1
-    if flat[-1].constant is None or restored[-1:] != product[-1:] or given[:rows] != restored[:-1]:
+    if (
+        len(given) <= rows
+        or flat[-1].constant is None
+        or restored[-1:] != product[-1:]
+        or given[:rows] != restored[:-1]
+    ):
         return False
     width = 1
     for size in given[rows:]:
         width *= size.constant or 0
     return len(flat) == 2 and width == flat[-1].constant
+
+
+def _is_row(name: str, symbolic: Symbolic) -> bool:
+    """Whether a tensor is the same for all rows, however they are counted."""
+    shape = symbolic.shape(name)
+    return shape is not None and all(d.constant == 1 for d in shape[:-1])
 
 
 def _with(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:

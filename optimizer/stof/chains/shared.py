@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from stof.chains.ops import FREE, kind_of_node
-from stof.graph import domain_of
+from stof.graph import domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.widen import HALF
 
@@ -31,7 +31,12 @@ def merged(model: onnx.ModelProto, symbolic: Symbolic, merges: Merges) -> tuple[
     for node in model.graph.node:
         if node.op_type == "MatMul" and not domain_of(node) and node.input[1] in constant:
             found.setdefault(node.input[0], []).append(node)
-    groups = {g[0].output[0]: g for g in found.values() if _fits(g, symbolic) and merges(model, symbolic, g)}
+    taken = {n for node in model.graph.node for n in node_tensors(node)} | constant
+    groups = {
+        g[0].output[0]: g
+        for g in found.values()
+        if _fits(g, symbolic) and not _names(g) & taken and merges(model, symbolic, g)
+    }
     inside = {n.output[0] for g in groups.values() for n in g}
     nodes: list[onnx.NodeProto] = []
     splits: set[str] = set()
@@ -59,6 +64,11 @@ def _fits(group: Products, symbolic: Symbolic) -> bool:
         return False
     shapes = [symbolic.shape(n.input[1]) for n in group]
     return all(s is not None and len(s) == 2 and s[1].constant is not None for s in shapes)
+
+
+def _names(group: Products) -> set[str]:
+    first = f"{group[0].output[0]}/shared"
+    return {first, f"{first}/factor", f"{first}/widths"}
 
 
 def _together(group: Products, symbolic: Symbolic) -> list[onnx.NodeProto]:

@@ -108,7 +108,9 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
     *plan = DevicePlan();
     const GemmBackend* backend = FindGemmBackend();  // engines are built without kernels, too
-    return backend == nullptr ? Status() : backend->plan(ArgsOf(inputs, sizes), &plan->workspace);
+    if (backend != nullptr) STOF_RETURN_IF_ERROR(backend->plan(ArgsOf(inputs, sizes), &plan->workspace));
+    plan->workspace = std::max(plan->workspace, kGemmWorkspace);
+    return Status();
   }
   Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
   // A runtime that makes nodes like this one runs them where the first run of a shape may take its time.

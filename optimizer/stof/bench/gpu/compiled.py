@@ -265,8 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", default="models", help="the folder with paper.py")
     parser.add_argument("--results", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="what processes that time in turns share")
     given = parser.parse_args(argv)
-    lock = Lock(given.results / "device.lock")
+    lock = Lock(given.lock or given.results / "device.lock")
     record = point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
     path = given.results / f"compiled-{given.model}-{given.batch}-{given.length}.json"
     path.write_text(json.dumps(record) + "\n")
