@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention.h"
+#include "cuda/cluster.cuh"
 #include "cuda/mma_sm80.cuh"
 
 namespace stof {
@@ -79,17 +80,6 @@ __device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
 }
 
 // ---- clusters of CTAs: code for 9.0 and later ----
-// All threads of a cluster arrive; what they wrote before is seen by all after the wait.
-__device__ __forceinline__ void ArriveAtCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void AwaitCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
 // To the shared memory of a CTA of this cluster that has begun; `own` is the place in that of this CTA.
 __device__ __forceinline__ void Send4(float4* own, int rank, const float4& x) {
 #if __CUDA_ARCH__ >= 900

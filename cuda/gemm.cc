@@ -102,11 +102,16 @@ Status Resident(const GemmSm90Kernel& kernel, int device, int* clusters) {
   static std::mutex mutex;
   static std::map<std::pair<const GemmSm90Kernel*, int>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  int& found = known[{&kernel, device}];
-  if (found == 0) {
-    STOF_RETURN_IF_ERROR(ToStatus(static_cast<cudaError_t>(kernel.resident(&found)), "clusters of a matrix product"));
+  const auto place = known.try_emplace({&kernel, device}, 0);
+  if (place.second) {
+    const Status asked =
+        ToStatus(static_cast<cudaError_t>(kernel.resident(&place.first->second)), "clusters of a matrix product");
+    if (!asked.ok()) {
+      known.erase(place.first);
+      return asked;
+    }
   }
-  *clusters = found;
+  *clusters = place.first->second;
   return Status();
 }
 
@@ -310,11 +315,9 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   };
   int best = 0;
   const double seconds = 1e-6 * std::max({ways[0].time, ways[1].time, 1.0});
-  // Where timing fails, the model's choice runs, or says why it cannot.
-  if (!FastestWay(static_cast<int>(ways.size()), queue, context, seconds, &best).ok()) {
-    cudaGetLastError();
-    return Status();
-  }
+  // Where timing fails, the model's choice runs, or says why it cannot. It is kept, too: timing waits for the device,
+  // and runs that do so each time would be worse than a choice that is not the best.
+  if (!FastestWay(static_cast<int>(ways.size()), queue, context, seconds, &best).ok()) cudaGetLastError();
   *way = ways[static_cast<size_t>(std::max(best, 0))], *found = true;
   timed->known.emplace(key, *way);
   return Status();

@@ -5,6 +5,7 @@
 #ifndef STOF_CUDA_GEMM_SM90_CUH_
 #define STOF_CUDA_GEMM_SM90_CUH_
 
+#include "cuda/cluster.cuh"
 #include "cuda/gemm_tail.cuh"
 #include "cuda/gemm_wgmma.cuh"
 #include "cuda/launch.cuh"
@@ -298,9 +299,13 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     }
     if (warp == 0 && lane == 0) WaitStores();
   }
-  // No CTA may end while others write into its memory. The producer's one thread comes behind the others of its warp.
+  // No CTA may end while others write into its memory or arrive at its barriers. The producer's one thread comes behind
+  // the others of its warp.
   __syncwarp();
-  if constexpr (kCluster > 1) EndCluster();
+  if constexpr (kCluster > 1) {
+    ArriveAtCluster();
+    AwaitCluster();
+  }
 #endif
 }
 

@@ -61,10 +61,6 @@ __device__ __forceinline__ uint32_t ClusterRank() {
 __device__ __forceinline__ void SyncCluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// What this CTA did to others' memory, arrivals too, is done before any of them goes on.
-__device__ __forceinline__ void EndCluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // The barrier at this address in another CTA of the cluster, or this one. What it orders are reads by products, which
 // have ended; release.cluster would wait for the device's memory at every step (MEMBAR.ALL.GPU: half the speed).
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t cta) {

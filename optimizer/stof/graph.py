@@ -426,6 +426,16 @@ def _umask() -> int:
     return mask
 
 
+def with_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:
+    """A copy of a model with other nodes, which may be its own."""
+    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    del found.graph.node[:]
+    found.graph.node.extend(copies)
+    return found
+
+
 def domain_of(node: onnx.NodeProto) -> str:
     """A node's domain, the standard one by its short name."""
     return "" if node.domain == "ai.onnx" else str(node.domain)

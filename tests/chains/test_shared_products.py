@@ -84,6 +84,13 @@ def test_other_gemms_stay(attributes: dict[str, float]) -> None:
     assert separated(model, Symbolic(model)) == (model, {})
 
 
+def test_a_gemm_of_another_domain_stays() -> None:
+    b = Builder(FLOAT)
+    model = b.model(b.add("Gemm", b.input("input", ["R", N]), b.weight(N, N), b.weight(N)))
+    model.graph.node[-1].domain = "elsewhere"
+    assert separated(model, Symbolic(model)) == (model, {})
+
+
 @pytest.mark.parametrize("bias", [(2, N), (2, 1), (1, N)])
 def test_a_bias_of_rows_stays_with_rows_as_they_are_counted(bias: tuple[int, ...]) -> None:
     b = Builder(FLOAT)

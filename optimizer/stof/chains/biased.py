@@ -10,10 +10,10 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from stof.graph import node_tensors
+from stof.chains.product import is_plain
+from stof.graph import node_tensors, with_nodes
 from stof.symbolic import Symbolic
 
-_PLAIN = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
 Gemms = dict[str, list[onnx.NodeProto]]  # by what MatMul writes: the nodes that Add and it stand for
 
 
@@ -32,7 +32,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
     gone: set[str] = set()
     for node in graph.node:
         name = f"{node.output[0]}/product" if node.output else ""
-        if not _is_plain(node) or taken & {name, f"{name}/rows", f"{name}/rows_shape"}:
+        if not _is_biased(node) or taken & {name, f"{name}/rows", f"{name}/rows_shape"}:
             if node.output and node.output[0] not in gone:
                 nodes.append(node)
             continue
@@ -53,7 +53,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
         gemms[name] = own
         nodes.append(helper.make_node("MatMul", [source, node.input[1]], [name], f"{node.name}/product"))
         nodes.append(helper.make_node("Add", [name, node.input[2]], [target], node.name))
-    return (_with(model, nodes), gemms) if gemms else (model, gemms)
+    return (with_nodes(model, nodes), gemms) if gemms else (model, gemms)
 
 
 def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
@@ -73,13 +73,11 @@ def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
     flat = {own[0].input[0] for own in gemms.values() if len(own) > 1}
     unread = {f for f in flat if f not in read and f not in {o.name for o in model.graph.output}}
     nodes = [n for n in nodes if not set(n.output) & unread]
-    return _with(model, nodes) if gemms else model
+    return with_nodes(model, nodes) if gemms else model
 
 
-def _is_plain(node: onnx.NodeProto) -> bool:
-    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    biased = node.op_type == "Gemm" and len(node.input) > 2 and bool(node.input[2])
-    return biased and all(given.get(k, v) == v for k, v in _PLAIN.items())
+def _is_biased(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Gemm" and is_plain(node) and len(node.input) > 2 and bool(node.input[2])
 
 
 def _is_restored(before: onnx.NodeProto, after: list[onnx.NodeProto], symbolic: Symbolic) -> bool:
@@ -108,12 +106,3 @@ def _is_row(name: str, symbolic: Symbolic) -> bool:
     """Whether a tensor is the same for all rows, however they are counted."""
     shape = symbolic.shape(name)
     return shape is not None and all(d.constant == 1 for d in shape[:-1])
-
-
-def _with(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
-    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
-    del found.graph.node[:]
-    found.graph.node.extend(copies)
-    return found

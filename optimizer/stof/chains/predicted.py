@@ -12,9 +12,8 @@ import onnx
 from stof.chains.apply import Verdict
 from stof.chains.emit import Key
 from stof.chains.find import Graph
-from stof.chains.ops import FREE, kind_of_node
 from stof.chains.region import Chain
-from stof.chains.shared import Products
+from stof.chains.shared import Products, is_computed_with
 from stof.errors import UnsupportedError
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.options import Options
@@ -88,20 +87,17 @@ class Predicted:
         for node in products:
             count = elements(node.output[0])
             read = [n for n in model.graph.node if node.output[0] in n.input]
-            chained = _computes(model, node.output[0])
+            chained = is_computed_with(model, node.output[0])
             share = SHARE_USUAL if chained and self.options.products and has_gemm() else 1.0
             apart += self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner) / share
             if chained and share == 1.0:
-                alone = not any(_computes(model, o) for n in read for o in n.output)  # an operator, which is no chain
+                alone = not any(
+                    is_computed_with(model, o) for n in read for o in n.output
+                )  # an operator, which is no chain
                 apart += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
         count = sum(elements(n.output[0]) for n in products)
         product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)
         return product + self.machine.seconds(4 * count) < _MERGED * apart
-
-
-def _computes(model: onnx.ModelProto, name: str) -> bool:
-    """Whether a memory-bound operator reads a tensor."""
-    return any(name in n.input and n.op_type not in FREE and kind_of_node(n) for n in model.graph.node)
 
 
 def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:

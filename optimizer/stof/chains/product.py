@@ -23,6 +23,7 @@ from stof.symbolic.tensor import Shape
 from stof.widen import HALF
 
 PRODUCTS = frozenset({"MatMul", "Gemm"})
+_AS_THEY_ARE = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
 MOST_INPUTS = 13  # beside the factors
 _STEP = 8  # elements that kernels read at a time
 _ZERO, _ONE = integer(0), integer(1)
@@ -48,16 +49,22 @@ class Product(Chain):
         return 3 if self.pair == 2 else 2
 
 
-def is_product(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
-    """Whether a node multiplies by a matrix as StofGemm does."""
+def is_plain(node: onnx.NodeProto) -> bool:
+    """Whether a node multiplies two matrices as they are."""
     if domain_of(node) or node.op_type not in PRODUCTS:
         return False
-    left, right = (symbolic.shape(n) for n in node.input[:2])
-    if left is None or right is None or len(right) != 2 or len(left) < 2 or right[1].constant is None:
-        return False
     given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
-    return all(given.get(k, v) == v for k, v in plain.items())
+    return all(given.get(k, v) == v for k, v in _AS_THEY_ARE.items())
+
+
+def is_product(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
+    """Whether a node multiplies by a matrix as StofGemm does."""
+    if not is_plain(node):
+        return False
+    left, right = (symbolic.shape(n) for n in node.input[:2])
+    if left is None or right is None:
+        return False
+    return len(left) >= 2 and len(right) == 2 and right[1].constant is not None
 
 
 def product_of(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, forms: Forms) -> Product:

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from stof.chains.ops import FREE, kind_of_node
-from stof.graph import domain_of, node_tensors
+from stof.graph import domain_of, node_tensors, with_nodes
 from stof.symbolic import Symbolic
 from stof.widen import HALF
 
@@ -44,19 +44,18 @@ def merged(model: onnx.ModelProto, symbolic: Symbolic, merges: Merges) -> tuple[
         name = node.output[0] if node.output else ""
         if name in groups:
             nodes += _together(groups[name], symbolic)
-            outputs = set(nodes[-1].output)
-            if any(outputs & set(n.input) and kind_of_node(n) and n.op_type not in FREE for n in model.graph.node):
+            if any(is_computed_with(model, o) for o in nodes[-1].output):
                 splits.add(nodes[-1].name)
         elif name not in inside:
             nodes.append(node)
     if not groups:
         return model, frozenset()
-    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    del result.graph.node[:]
-    result.graph.node.extend(copies)
-    return result, frozenset(splits)
+    return with_nodes(model, nodes), frozenset(splits)
+
+
+def is_computed_with(model: onnx.ModelProto, name: str) -> bool:
+    """Whether a memory-bound operator that computes something reads a tensor."""
+    return any(name in n.input and n.op_type not in FREE and kind_of_node(n) for n in model.graph.node)
 
 
 def _fits(group: Products, symbolic: Symbolic) -> bool:

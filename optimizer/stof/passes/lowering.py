@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex, describe, domain_of, node_tensors, opset_of
+from stof.graph import GraphIndex, describe, domain_of, node_tensors, opset_of, with_nodes
 from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
@@ -200,8 +200,4 @@ def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[o
 
 
 def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    del result.graph.node[:]
-    result.graph.node.extend(expanded(model.graph.node, groups))
-    return result
+    return with_nodes(model, expanded(model.graph.node, groups))

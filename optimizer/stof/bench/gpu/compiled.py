@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's models by torch.compile (max-autotune) in fp16, with the same BigBird mask, as captured graphs.
+"""The paper's models and ModernBERT by torch.compile (max-autotune) in fp16, with the same masks, as captured graphs.
 
 Layers are transformers' own. Four of them are compiled at a time, once for all groups, since a model's worth of code takes
 minutes to compile; what goes before and after them is compiled, too, and the whole model is one captured graph.
 Attention is scaled_dot_product_attention with the mask as a bias that is ready: cuDNN's where it takes the problem, else the
 memory-efficient kernel. Where transformers makes more of a layer than its exported graph has (a bias of zeros in the cross
-attention of T5, its search for infinities in fp16), that is left out.
+attention of T5, its search for infinities in fp16), that is left out. ModernBERT's windows are FlexAttention's, with its
+block mask ready; the layers that attend everything have no mask.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from stof.bench.gpu.lock import Lock
 from stof.bench.runner import require
 
 GROUP = 4  # layers that are compiled as one
+_PERIOD = 3  # the same where every third attends everything
 _ALLOWED = 0.02
 Run = Callable[[], Any]
 
 
 def _attention(torch: Any) -> Callable[..., Any]:
     """Transformers' attention function."""
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
 
     def attend(
         module: Any,
@@ -44,6 +47,9 @@ def _attention(torch: Any) -> Callable[..., Any]:
         bias = mask if position_bias is None else position_bias  # which has the mask in it
         if getattr(module, "sees_everything", False):
             bias = None
+        if isinstance(bias, flex.BlockMask):
+            found = flex.flex_attention(query, key, value, block_mask=bias, scale=scaling)
+            return found.transpose(1, 2).contiguous(), None
         found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
         return found.transpose(1, 2).contiguous(), None
 
@@ -54,10 +60,10 @@ def _first(found: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _groups(layers: Any) -> list[Any]:
+def _groups(layers: Any, size: int = GROUP) -> list[Any]:
     torch: Any = require("torch")
     own = list(layers)
-    return [torch.nn.ModuleList(own[i : i + GROUP]) for i in range(0, len(own), GROUP)]
+    return [torch.nn.ModuleList(own[i : i + size]) for i in range(0, len(own), size)]
 
 
 def bert(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
@@ -122,6 +128,34 @@ def llama(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run
     return run
 
 
+def modernbert(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
+    """ModernBertModel without padding; ``mask`` is that of the windows."""
+    torch: Any = require("torch")
+    masks = {"full_attention": None, "sliding_attention": mask}
+
+    def begin(ids: Any) -> tuple[Any, dict[str, Any]]:
+        x = core.embeddings(input_ids=ids)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        return x, {kind: core.rotary_emb(x, places, kind) for kind in masks}
+
+    def some(layers: Any, x: Any, rotary: dict[str, Any]) -> Any:
+        for layer in layers:
+            kind = layer.attention_type
+            x = _first(layer(x, attention_mask=masks[kind], position_embeddings=rotary[kind]))
+        return x
+
+    embed, middle, last = compiled(begin), compiled(some), compiled(lambda x: core.final_norm(x))
+    groups = _groups(core.layers, _PERIOD)
+
+    def run() -> Any:
+        x, rotary = embed(ids)
+        for group in groups:
+            x = middle(group, x, rotary)
+        return last(x)
+
+    return run
+
+
 def t5(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
     """T5Model with as many tokens for the decoder; the bias of positions holds the mask, made once for a stack."""
     for layer in core.decoder.block:
@@ -174,15 +208,15 @@ def _in_turn(embed: Any, middle: Any, groups: Sequence[Any], last: Any, given: A
     return run
 
 
-_MODELS = {"BertModel": bert, "ViTModel": vit, "GPT2Model": gpt2, "LlamaModel": llama, "T5Model": t5}
+_MODELS = {"ModernBertModel": modernbert, "BertModel": bert, "ViTModel": vit, "GPT2Model": gpt2, "LlamaModel": llama, "T5Model": t5}
 
 
 def made(name: str, shape: tuple[int, int], device: str, dtype: Any, models: str, layers: int = 0) -> tuple[Any, ...]:
     """The model, its input, and its mask as a bias; ``layers``: fewer than it has."""
     torch, transformers = require("torch"), require("transformers")
     sys.path.insert(0, models)
-    paper, bigbird = importlib.import_module("paper"), importlib.import_module("bigbird")
-    what = paper.PAPER[name]
+    paper, first, bigbird = (importlib.import_module(m) for m in ("paper", "first", "bigbird"))
+    what = paper.PAPER[name] if name in paper.PAPER else first.FIRST[name]
     config = getattr(transformers, what.config)(**what.settings)
     for key in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
         if layers and hasattr(config, key):
@@ -198,10 +232,21 @@ def made(name: str, shape: tuple[int, int], device: str, dtype: Any, models: str
             length += 1
         else:
             given = torch.randint(0, 1000, (batch, length))
+        if what.model == "ModernBertModel":
+            return what.model, core, given, _window(config.sliding_window, length, device)
         bigbird.add_weights(core, length)
         allowed = bigbird.mask(core.to(device), length)
         bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
     return what.model, core, given, bias
+
+
+def _window(reach: int, length: int, device: str) -> Any:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+
+    def allowed(_b: Any, _h: Any, q: Any, k: Any) -> Any:
+        return (q - k).abs() <= reach
+
+    return flex.create_block_mask(allowed, None, None, length, length, device=device)
 
 
 def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Lock) -> dict[str, Any]:
