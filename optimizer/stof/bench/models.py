@@ -39,11 +39,12 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
     """Measures every length asked for, prints and stores it."""
     original = _original(arguments.model)
     optimized: Path = arguments.optimized or original.with_name(original.stem + ".stof.onnx")
-    if not optimized.is_file() or optimized.stat().st_mtime < original.stat().st_mtime:
+    tune = arguments.tune
+    if tune or not optimized.is_file() or optimized.stat().st_mtime < original.stat().st_mtime:
         from stof.pipeline import optimize
 
         print(f"optimizing {original.name}", flush=True)
-        optimize(original, optimized)
+        optimize(original, optimized, Options(tune=tune))
     variants = {"optimized": optimized}
     for label, options in (
         (("attention", {"chains": "off"}), ("chains", {"skip": ("*",)})) if arguments.ablation else ()
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
 
         path = original.with_name(f"{original.stem}.{label}.onnx")
         path.unlink(missing_ok=True)
-        optimize(original, path, Options(verify=False, **options))
+        optimize(original, path, Options(verify=False, tune=0.0 if label == "attention" else tune, **options))
         variants[label] = path if path.is_file() else original  # nothing that gains: the original itself
     name = arguments.model.removesuffix(".onnx").rpartition("/")[2]
     for length in arguments.lengths:
