@@ -118,7 +118,8 @@ class Report:
         for group in groups.values():
             first = group[0]
             if first.replaced:
-                gain = "" if first.gain is None else f", measured {first.gain:.2f}x"
+                how = "measured" if first.measured else "predicted"
+                gain = "" if first.gain is None else f", {how} {first.gain:.2f}x"
                 lines.append(f"  {len(group):3d} x chain of {first.operators}{gain}")
             else:
                 lines.append(f"  kept  {len(group)} x {first.operators}: {first.reason}")

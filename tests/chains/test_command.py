@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
@@ -100,6 +100,47 @@ def test_measurements_decide(
     assert [(c.chain, c.replaced) for c in again.chains] == [(c.chain, c.replaced) for c in first.chains]
     if not replaced:
         assert all("of the original's speed" in c.reason for c in again.chains)
+
+
+def test_a_search_that_ended_is_not_made_again(
+    narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
+        asked.append(len(places))
+        return 1e-3 * (len(places) - len(chains) / 2)
+
+    monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    model = narrow("bert.dynamo.sdpa")
+    first = optimize(model, options=Options(tune=60.0, verify=False))
+    number = len(asked)
+    assert number > 0
+    again = optimize(model, options=Options(tune=60.0, verify=False))
+    assert len(asked) == number
+    assert [(c.chain, c.replaced, c.gain) for c in again.chains] == [
+        (c.chain, c.replaced, c.gain) for c in first.chains
+    ]
+    assert all(c.measured for c in again.chains if c.gain is not None)
+
+
+def test_a_search_that_was_cut_off_goes_on_with_more_time(
+    narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
+        asked.append(len(places))
+        return 1e-3 * len(places)
+
+    monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    monkeypatch.setattr(Measured, "_over", lambda self: self.options.tune < 100)
+    model = narrow("bert.dynamo.sdpa")
+    numbers = []
+    for tune in (60.0, 60.0, 120.0, 60.0):
+        optimize(model, options=Options(tune=tune, verify=False))
+        numbers.append(len(asked))
+    assert 0 < numbers[0] == numbers[1] < numbers[2] == numbers[3]
 
 
 def test_what_another_build_measured_counts_for_nothing(narrow: Callable[[str], Path], cache: Path) -> None:

@@ -24,7 +24,9 @@ from stof.symbolic import Symbolic
 
 @dataclass(frozen=True)
 class ChainReport:
-    """One chain, or operators that are none. ``gain`` is measured: the replaced operators' time over the chain's."""
+    """One chain, or operators that are none. ``gain`` is the replaced operators' time over the chain's, ``measured`` or
+    predicted.
+    """
 
     chain: str
     operators: str
@@ -32,6 +34,7 @@ class ChainReport:
     reason: str
     description: str = ""
     gain: float | None = None
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Verdict:
     segments: tuple[tuple[int, int], ...]
     reason: str = ""
     gain: float | None = None
+    measured: bool = False
 
 
 # The number is how many different regions are left to judge, this one among them.
@@ -134,7 +138,9 @@ def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
         wanted += good
         if not good:
             text = chain.description.text
-            reports.append(ChainReport(labels[i], words[i], False, verdict.reason, text, verdict.gain))
+            reports.append(
+                ChainReport(labels[i], words[i], False, verdict.reason, text, verdict.gain, verdict.measured)
+            )
     fitting = [c for own in grouped([c for c, _, _ in wanted]).values() for c in of_common_types(own)[0]]
     if len(fitting) < len(chains) and graph.light:
         fitting = settled(graph, fitting)
@@ -145,7 +151,8 @@ def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
         text = taken.get(own, chain).description.text
         reason = "replaced" if own in taken else _OTHER_TYPES
         name = labels[i] if own == chains[i].region.places else names.of(graph, own)
-        reports.append(ChainReport(name, operators(graph, own), own in taken, reason, text, verdicts[i].gain))
+        gain, measured = verdicts[i].gain, verdicts[i].measured
+        reports.append(ChainReport(name, operators(graph, own), own in taken, reason, text, gain, measured))
         if own in taken:
             segments.setdefault(i, []).append(segment)
     shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}

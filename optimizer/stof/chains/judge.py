@@ -33,6 +33,8 @@ from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
 _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
+_SEARCHED = "searched"  # beside the measurements of a region: the seconds of --tune that its search was given
+_ENDED = 1e9  # the same of a search that ended by itself
 
 
 def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
@@ -126,7 +128,7 @@ class Measured:
         except (KeyError, UnsupportedError, ValueError) as error:
             return Verdict((), f"nothing can be measured: {error}")
         reason = ""
-        if self._left() > 0:
+        if self._left() > 0 and not self._searched(problems):
             try:
                 self._measure(graph, chain, problems)
             except KeyboardInterrupt:
@@ -151,6 +153,10 @@ class Measured:
         words = operators(graph, graph.site(chain.region.places))
         return {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
 
+    def _searched(self, problems: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether other runs, which were given no less time, have searched this region."""
+        return all(self.cache.of(p).get(_SEARCHED, 0.0) >= self.options.tune for p in problems)
+
     def _measure(self, graph: Graph, chain: Chain, problems: Sequence[Mapping[str, Any]]) -> None:
         """Measures candidates: the original, the whole region, and the schemes that the search finds best."""
         site = Site(graph, graph.site(chain.region.places))
@@ -160,11 +166,15 @@ class Measured:
         self._time(site, chain, timers, problems, None)
         self._time(site, chain, timers, problems, whole)
         ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
-        costs = _Costs(site, timers, self)
+        costs = _Costs(site, timers, problems, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
         for scheme in dict.fromkeys([ranked.scheme, found.scheme]):
             if scheme not in (whole, unfused(len(site.places))) and not self._over():
                 self._time(site, chain, timers, problems, scheme)
+        # One that was cut off goes on in a run that is given more time.
+        seconds = _ENDED if found.complete else self.options.tune
+        for problem in problems:
+            self.cache.put(problem, _SEARCHED, seconds)
 
     def _over(self) -> bool:
         number, count = self.place
@@ -206,9 +216,9 @@ class Measured:
         best = max(gains, key=lambda c: (min(gains[c]) >= LEAST_GAIN, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < LEAST_GAIN:
-            return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain)
+            return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         scheme = decode(int(best, 16), count)
-        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
+        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain, True)
 
 
 def _is_scheme(config: str, count: int) -> bool:
@@ -225,6 +235,7 @@ class _Costs:
 
     site: Site
     timers: Sequence[Timer]
+    problems: Sequence[Mapping[str, Any]]
     measured: Measured
     first: list[float] = field(default_factory=list)
 
@@ -233,10 +244,18 @@ class _Costs:
         places = self.site.places[segment[0] : segment[1]]
         chain = self.site.chain(segment) if len(places) > 1 else None
         chains = [chain] if isinstance(chain, Chain) else []
-        outputs = self.site.graph.outputs(places)
         try:
-            found = [t.seconds(places, chains, outputs) for t in self.timers]
+            found = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
         except UnsupportedError:
             return math.inf if chains else 0.0
         self.first = self.first or found
         return sum(f / max(b, 1e-9) for f, b in zip(found, self.first, strict=True)) / len(found)
+
+    def _seconds(self, segment: Segment, timer: Timer, problem: Mapping[str, Any], chains: Sequence[Chain]) -> float:
+        config = f"operators {segment[0]} to {segment[1]}"
+        known = self.measured.cache.of(problem)
+        if config not in known:
+            places = self.site.places[segment[0] : segment[1]]
+            known[config] = timer.seconds(places, chains, self.site.graph.outputs(places))
+            self.measured.cache.put(problem, config, known[config])
+        return known[config]

@@ -282,7 +282,7 @@ class MaskChecker:
         feeds = self._with_computed(mask, feeds, sizes)
         allowed, past = self._allowed(site, mask, feeds, (B, H, S, T))
         for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
-            if not _broadcasts(value, total):
+            if not _broadcasts(value, total.shape):
                 raise _DoesNotRun(f"{term.tensor!r} has shape {value.shape} at {case}, of {total.shape}")
             total += np.broadcast_to(value.astype(np.float64) * term.scale, total.shape)
         return total, allowed, past
@@ -346,14 +346,17 @@ class MaskChecker:
         feeds = _with_numbers(feeds, numbers, seed)
         if not terms:
             raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that depends on more than shapes and inputs")
-        B, H, S, T = _dims(site, sizes)
-        wanted = np.ones((B, H, S, T), bool)
-        left = np.ones((B, H, S, T), bool)  # by terms that stay a bias
-        nulled = np.zeros((B, H, S, T), bool)  # by multiplied masks
-        reached = np.ones((B, H, S, T), bool)  # where no bias is -inf
-        for term, value in zip(terms, self._values(site, terms, feeds, sizes), strict=True):
-            if not _broadcasts(value, wanted):
-                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {wanted.shape}")
+        scores = _dims(site, sizes)
+        values = self._values(site, terms, feeds, sizes)
+        for term, value in zip(terms, values, strict=True):
+            if not _broadcasts(value, scores):
+                raise _DoesNotRun(f"mask tensor {term.tensor!r} has shape {value.shape} at {case}, of {scores}")
+        shape = _, _, S, T = scores if site.row_guard or mask.relative else _differing(mask, values, scores)
+        wanted = np.ones(shape, bool)
+        left = np.ones(shape, bool)  # by terms that stay a bias
+        nulled = np.zeros(shape, bool)  # by multiplied masks
+        reached = np.ones(shape, bool)  # where no bias is -inf
+        for term, value in zip(terms, values, strict=True):
             kept = _kept(term, value, self.symbolic.dtype(term.tensor))
             if term in mask.bias and not stated:
                 left &= kept
@@ -371,7 +374,7 @@ class MaskChecker:
             raise UnsupportedError(
                 f"a mask that scores are multiplied with leaves zeros that nothing forbids at {case}"
             )
-        found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), (B, H, S, T))
+        found, P = self._allowed(site, mask, self._with_computed(mask, feeds, sizes), shape)
         if mask.relative is not None:
             total, _, _ = self.added(site, mask, mask.relative.terms, case, seed)
             table = np.broadcast_to(spread(mask.relative, S, T, P), total.shape)
@@ -476,9 +479,21 @@ def _dims(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int,
     return B, H, S, T
 
 
-def _broadcasts(value: np.ndarray, target: np.ndarray) -> bool:
+def _differing(
+    mask: LiftedMask, values: Sequence[np.ndarray], scores: tuple[int, int, int, int]
+) -> tuple[int, int, int, int]:
+    """The shape of scores with 1 for batches, and for heads, that all have the same mask: what is large may be compared once."""
+    read = set(re.findall(r"\w+", mask.expression))
+    shapes = [(1, 1, 1, 1)[: 4 - v.ndim] + v.shape for v in values]
+    batches = mask.operands or "b" in read or any(s[0] != 1 for s in shapes)
+    heads = "h" in read or any(s[1] != 1 for s in shapes)
+    B, H, S, T = scores
+    return B if batches else min(B, 1), H if heads else min(H, 1), S, T
+
+
+def _broadcasts(value: np.ndarray, target: tuple[int, ...]) -> bool:
     try:
-        return np.broadcast_shapes(value.shape, target.shape) == target.shape
+        return np.broadcast_shapes(value.shape, target) == target
     except ValueError:
         return False
 

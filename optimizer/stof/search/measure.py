@@ -142,7 +142,9 @@ class Timer:
 
     def _drawn(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Random data; bounds and shapes have the values that they have in the model."""
-        drawn = self.rng.standard_normal(shape, np.float32)
+        count = int(np.prod(shape, dtype=np.int64))
+        # A part of a long one is repeated: drawing all numbers would take longer than the timing.
+        drawn = np.resize(self.rng.standard_normal(min(count, _MOST_DRAWN), np.float32), shape)
         if dtype.kind not in "iu":
             return drawn > 0 if dtype.kind == "b" else drawn.astype(dtype)
         value = self.graph.symbolic.value(name)
@@ -167,6 +169,7 @@ class Timer:
         return ort.InferenceSession(model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"])
 
 
+_MOST_DRAWN = 1 << 20  # numbers
 _SMALL = 64  # elements of a constant that stays one
 
 

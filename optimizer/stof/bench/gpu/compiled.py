@@ -145,7 +145,7 @@ def modernbert(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -
         return x
 
     embed, middle, last = compiled(begin), compiled(some), compiled(lambda x: core.final_norm(x))
-    groups = _groups(core.layers, _PERIOD)
+    groups = [*_groups(core.layers[:1]), *_groups(core.layers[1:], _PERIOD)]  # the first one has no norm before it
 
     def run() -> Any:
         x, rotary = embed(ids)
@@ -208,7 +208,14 @@ def _in_turn(embed: Any, middle: Any, groups: Sequence[Any], last: Any, given: A
     return run
 
 
-_MODELS = {"ModernBertModel": modernbert, "BertModel": bert, "ViTModel": vit, "GPT2Model": gpt2, "LlamaModel": llama, "T5Model": t5}
+_MODELS = {
+    "ModernBertModel": modernbert,
+    "BertModel": bert,
+    "ViTModel": vit,
+    "GPT2Model": gpt2,
+    "LlamaModel": llama,
+    "T5Model": t5,
+}
 
 
 def made(name: str, shape: tuple[int, int], device: str, dtype: Any, models: str, layers: int = 0) -> tuple[Any, ...]:
