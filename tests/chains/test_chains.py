@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import pytest
 from onnx import helper
 
 from graphs import CHAINS, FLOAT, HALF, Builder, N, _x
+from stof.chains import check as chain_check
 from stof.chains.check import check_chain
 from stof.chains.emit import emit_chains
 from stof.chains.evaluate import evaluate_chain
@@ -241,6 +243,45 @@ def test_a_description_that_says_something_else_is_refused() -> None:
     assert wrong.text != chain.description.text
     with pytest.raises(UnsupportedError, match="differs from its operators"):
         check_chain(replace(chain, description=wrong), graph.nodes, graph.symbolic, 20)
+
+
+def test_many_rows_of_fixed_size_are_checked_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = Builder()
+    x = b.input("x", [16, 2048, 1536])  # 50 million elements
+    graph, (chain,) = found(b.model(b.add("Mul", b.add("Gelu", b.add("Add", x, b.weight(1536))), b.number(0.5))))
+    drawn: list[int] = []
+    draw = chain_check._drawn
+
+    def small(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+        drawn.append(int(np.prod(shape)))
+        return draw(rng, shape)
+
+    monkeypatch.setattr(chain_check, "_drawn", small)
+    check_chain(chain, graph.nodes, graph.symbolic, 20)
+    assert 1536 <= max(drawn) < 1 << 16
+    wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
+    assert wrong.text != chain.description.text
+    with pytest.raises(UnsupportedError, match="too large to check"):
+        check_chain(replace(chain, description=wrong), graph.nodes, graph.symbolic, 20)
+
+
+def test_rows_that_a_description_counts_are_checked_as_they_are() -> None:
+    text = "axes a = 4096, n = 512\nout y0 f32 [a, n] = x0[4095 - a, n]"
+    chain: Any = None  # nothing of it is asked for
+    shapes = [[4096, 512]]
+    backwards = chain_check._Check(chain, text, ["x"], lambda given: [given["x"][::-1]])
+    assert not backwards.passes_small(shapes, 0)
+    backwards.compare(shapes, 0)
+    forwards = chain_check._Check(chain, text, ["x"], lambda given: [given["x"]])
+    assert not forwards.passes_small(shapes, 0)
+    with pytest.raises(UnsupportedError, match="differs from its operators"):
+        forwards.compare(shapes, 0)
+
+
+def test_sizes_of_columns_and_matrices_stay() -> None:
+    assert chain_check._fewer_rows([[16, 2048, 768], [768, 3072], [3072], [16, 2048, 3072]]) == {16: 3, 2048: 5}
+    assert chain_check._fewer_rows([[4096, 768], [768, 4096], [1, 768]]) == {}
+    assert chain_check._fewer_rows([[2, 12, 512, 512]]) == {12: 5}
 
 
 @pytest.mark.parametrize(

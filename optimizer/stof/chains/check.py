@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ _ROUNDS = 2  # the second one has other sizes
 _TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
 _DRAWN = 1_000_003
 _LARGEST = 1 << 25  # elements of an input: of sizes that are numbers, 16 x 2048 tokens do not fit
+_MANY = 1 << 20  # elements of an input that fewer may stand for
+_FEW = (3, 5, 7)  # sizes of the first axes then
+Shapes = list[list[int]]
 
 
 def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int) -> None:
@@ -39,17 +44,53 @@ def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     if any(d in HALF for d in (*dtypes, *chain.dtypes)):
         model = widen(model)
     text = widened_chain(chain.description.text, HALF)
-    run = _runner(model)
-    tried: list[list[list[int]]] = []
+    check = _Check(chain, text, [v.name for v in model.graph.input], _runner(model))
+    tried: list[Shapes] = []
     for i in range(_ROUNDS):
         shapes = _shapes(chain, symbolic, i)
         if shapes in tried:  # all sizes are numbers
             break
         tried.append(shapes)
-        rng = np.random.default_rng(i)
+        if not check.passes_small(shapes, i):
+            check.compare(shapes, i)
+
+
+@dataclass(frozen=True)
+class _Check:
+    chain: Chain
+    text: str
+    names: Sequence[str]  # of the inputs
+    run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+
+    def passes_small(self, shapes: Shapes, seed: int) -> bool:
+        """Whether many rows, of sizes that are numbers, could be checked by a few: where nothing else depends on how many."""
+        if max(map(_count, shapes)) <= _MANY:
+            return False
+        fewer = _fewer_rows(shapes)
+        axes, line, rest = self.text.partition("\n")
+        axes = re.sub(r"(?<== )\d+", lambda size: str(fewer.get(int(size[0]), size[0])), axes)
+        try:
+            small = replace(self, text=axes + line + rest)
+            small.compare([[fewer.get(d, d) for d in s] for s in shapes], seed)
+        except UnsupportedError:
+            return False
+        return True
+
+    def compare(self, shapes: Shapes, seed: int) -> None:
+        """On inputs of these shapes.
+
+        Raises:
+            UnsupportedError: where the two differ, or one of them cannot be run.
+        """
+        if any(_count(s) > _LARGEST for s in shapes):
+            raise UnsupportedError(
+                f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
+            )
+        chain, text = self.chain, self.text
+        rng = np.random.default_rng(seed)
         given = [_drawn(rng, s) for s in shapes]
         try:
-            found = run({v.name: x for v, x in zip(model.graph.input, given, strict=True)})
+            found = self.run(dict(zip(self.names, given, strict=True)))
             exact = evaluate_product(chain, text, given) if isinstance(chain, Product) else evaluate_chain(text, given)
         except ModelError as error:
             raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
@@ -59,10 +100,28 @@ def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
             _compare(place, own, wanted)
 
 
+def _count(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _fewer_rows(shapes: Shapes) -> dict[int, int]:
+    """Small sizes for those of rows: of all axes but the last of the inputs of the highest rank.
+
+    A size that a last axis or an input of lower rank has, too, stays: it is one of columns, or of matrices.
+    """
+    rank = max(map(len, shapes))
+    kept = {d for s in shapes for d in (s[-1:] if len(s) == rank else s)}
+    found: dict[int, int] = {}
+    for shape in shapes:
+        for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW, strict=False):
+            if size > few and size not in kept:
+                found[size] = few
+    return found
+
+
 def _drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
     """Random numbers; a long tensor repeats a prime number of them, so that no two rows are equal."""
-    count = int(np.prod(shape, dtype=np.int64))
-    return np.resize(rng.standard_normal(min(count, _DRAWN), np.float32), shape)
+    return np.resize(rng.standard_normal(min(_count(shape), _DRAWN), np.float32), shape)
 
 
 def evaluate_product(chain: Product, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -105,7 +164,7 @@ def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
     return list(found)
 
 
-def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> list[list[int]]:
+def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> Shapes:
     known = [symbolic.shape(n) for n in chain.inputs]
     assert all(s is not None for s in known)
     shapes = [s for s in known if s is not None]
@@ -115,8 +174,6 @@ def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> list[list[int]]:
         found = [[evaluate(d, sizes) for d in s] for s in shapes]
         if all(d > 0 for s in found for d in s):
             break
-    if any(int(np.prod(s, dtype=np.int64)) > _LARGEST for s in found):
-        raise UnsupportedError(f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check")
     return found
 
 

@@ -297,7 +297,7 @@ def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Loc
             timed.capture()
             result = timing.interleave([timed], rounds, 0)[0]
     return {
-        "model": name,
+        "model": name if kind == "ModernBertModel" else f"paper-{name}",  # as the tables name it
         "shape": list(shape),
         "us": round(result.median * 1e6, 1),
         "spread_us": [round(result.best * 1e6, 1), round(result.worst * 1e6, 1)],

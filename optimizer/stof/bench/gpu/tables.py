@@ -46,7 +46,7 @@ def parts(folder: Path) -> list[str]:
     found: list[str] = []
     for grid in GRIDS:
         found += _grid(grid, read(folder / f"attention-cuda-{grid}.json"), folder)
-    return [*found, *_models(read(folder / "models-cuda.json"))]
+    return [*found, *_models(read(folder / "models-cuda.json"), read(folder / "compiled.json"))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -167,7 +167,7 @@ def _time(us: float) -> str:
     return f"{us:.1f} µs" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
-def _models(records: Sequence[Record]) -> list[str]:
+def _models(records: Sequence[Record], compiled: Sequence[Record]) -> list[str]:
     if not records:
         return []
     found = [
@@ -179,20 +179,38 @@ def _models(records: Sequence[Record]) -> list[str]:
     ]
     labels = {k: label for r in records for k, label in r["labels"].items()}
     kinds = [k for k in labels if any(k in r["us"] for r in records)]
-    head = ["model", "B", "S", *[labels[k] for k in kinds], "over the best", "quotient"]
+    head = ["model", "B", "S", *[labels[k] for k in kinds], "torch.compile", "over the best", "quotient"]
+    by_torch = {(r["model"], *r["shape"]): r["us"] for r in compiled}
+    gains: dict[str, list[float]] = {}
     rows = []
     for record in records:
         times: dict[str, Any] = record["us"]
+        name, batch, length = record["model"], record["shape"]["B"], record["shape"]["S"]
+        rival = by_torch.get((name.partition(".")[0], batch, length))
+        over = record.get("over_best")
+        if rival and over:
+            over = min(over, rival / times["stof"])
+            if name.startswith("paper-"):
+                gains.setdefault(f"({batch}, {length})", []).append(over)
         quotient = record.get("quotient", {}).get("quotient")
         rows.append(
             [
-                record["model"], str(record["shape"]["B"]), str(record["shape"]["S"]),
+                name, str(batch), str(length),
                 *[f"{times[k] / 1e3:.2f} ms" if k in times else "–" for k in kinds],
-                f"{record['over_best']:.2f}" if record.get("over_best") else "–",
+                f"{rival / 1e3:.2f} ms" if rival else "–",
+                f"{over:.2f}" if over else "–",
                 f"{quotient:.3f}" if quotient else "–",
             ]
         )  # fmt: skip
     found.append(table(head, rows))
+    if gains:
+        means = [f"{shape} {summary.geomean(g):.2f} ({len(g)} models)" for shape, g in gains.items()]
+        every = [x for g in gains.values() for x in g]
+        found.append(
+            "The paper's models over the best of all, torch.compile (max-autotune, `python -m stof.bench.gpu.compiled`) among "
+            f"them, geometric means of those that it was timed for: {', '.join(means)}, all "
+            f"{summary.geomean(every):.2f}, least {min(every):.2f}.\n"
+        )
     found.append(
         "The quotient is the optimized model's time over the time that the original spends outside attention (its kernels in "
         "the runtime's own profile) plus the operators' times measured alone.\n"
