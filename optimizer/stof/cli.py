@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         help="fuse operators around attention; auto: those that a measurement on this device found faster",
     )
     parser.add_argument(
+        "--products",
+        choices=("on", "off"),
+        default="on",
+        help="of chains on CUDA: whether matrix products may take what follows them along",
+    )
+    parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
     )
     parser.add_argument("--allow-tf32", action="store_true", help="round fp32 products as TF32 does, on CUDA")
@@ -145,6 +151,7 @@ def _run(arguments: argparse.Namespace) -> int:
         masks=_pairs(arguments.mask, "--mask"),
         ignore_empty_rows=arguments.empty_rows == "ignore",
         chains=arguments.chains,
+        products=arguments.products == "on",
         tune=arguments.tune or 0.0,
         plan=arguments.plan,
         save_plan=arguments.save_plan,

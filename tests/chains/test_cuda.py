@@ -71,6 +71,7 @@ def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str
     assert report.output is not None
     replaced = [c for c in report.chains if c.replaced]
     assert len(replaced) >= 5
+    assert not any(c.measured for c in report.chains)
     assert all(c.gain is not None and c.gain >= LEAST_PREDICTED for c in replaced)
     assert report.verification is not None
     assert not report.verification.failures

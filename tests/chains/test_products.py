@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ import pytest
 from onnx import TensorProto
 
 from graphs import FLOAT, HALF, Builder, N
+from stof import cli
 from stof.chains.apply import Chained, apply_chains
 from stof.chains.check import check_chain
 from stof.chains.find import Graph, Left, chain_of
@@ -221,3 +223,16 @@ def test_what_no_epilogue_says(make: Callable[[Builder], onnx.ModelProto], words
     _, found = whole(make(Builder(HALF)))
     assert isinstance(found, Left)
     assert words in found.reason
+
+
+@pytest.mark.parametrize(("asked", "some"), [((), True), (("--products", "off"), False)])
+def test_the_command_leaves_products_to_the_runtime_if_asked(
+    tmp_path: Path, asked: tuple[str, ...], some: bool
+) -> None:
+    b = Builder(HALF)
+    x = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 3072))
+    path = tmp_path / "model.onnx"
+    onnx.save(b.model(b.add("Relu", b.add("Add", x, b.weight(3072)))), path)
+    assert cli.main([str(path), "--target", "cuda", "--no-verify", *asked]) == 0
+    made = onnx.load(tmp_path / "model.stof.onnx") if (tmp_path / "model.stof.onnx").exists() else onnx.load(path)
+    assert any(n.op_type == "StofGemm" for n in made.graph.node) == some
