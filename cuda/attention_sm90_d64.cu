@@ -6,16 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(2800, 952, 1113),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3788, 1026, 1161),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1980, 954, 1701),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2256, 1216, 1218),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1826, 1311, 1676),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(4124, 1053, 1436),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2695, 668, 1015),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1878, 1288, 1385),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2738, 1275, 1677),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3639, 1688, 1964),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3079, 887, 1032),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3671, 938, 1082),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1933, 1137, 1373),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(2375, 1038, 1287),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1491, 1260, 1594),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3442, 1166, 1278),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2628, 690, 892),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1894, 1235, 1383),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2642, 1491, 1638),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3623, 1644, 1941),
     {},
 };
 
