@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import stof
 from stof import cli, pipeline
+from stof.mask.check import MaskChecker
 from stof.passes.scopes import emit_scopes
 
 
@@ -120,3 +121,60 @@ def test_sizes_that_overflow_are_refused() -> None:
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     with pytest.raises(Exception, match=r"site.*batch size must be at most"):
         session.run(None, {})
+
+
+def _fixed(path: Path, keep: onnx.NodeProto, kept: list[int], values: dict[str, np.ndarray]) -> Path:
+    """Attention of 2 x 40 tokens, one head of 16, with a boolean mask that a node makes of stored numbers or of ``data``."""
+    shape = [2, 1, 40, 16]
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "kt"], ["s"]),
+        keep,
+        helper.make_node("Where", ["keep", "s", "low"], ["masked"]),
+        helper.make_node("Softmax", ["masked"], ["w"], axis=-1),
+        helper.make_node("MatMul", ["w", "v"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "fixed",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "qkv"]
+        + [helper.make_tensor_value_info("data", TensorProto.FLOAT, [2, 1, 1, 40])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(np.float32(-np.inf), "low")]
+        + [numpy_helper.from_array(a, n) for n, a in values.items()],
+        value_info=[helper.make_tensor_value_info("keep", TensorProto.BOOL, kept)],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsewhere", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+def test_a_mask_that_does_not_run_at_its_only_size_is_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = np.arange(40, dtype=np.int64)
+    keep = helper.make_node("MakeMask", ["rows", "columns"], ["keep"], domain="elsewhere")
+    path = _fixed(tmp_path / "model.onnx", keep, [40, 40], {"rows": rows[:, None], "columns": rows[None]})
+    assert cli.main([str(path), "--no-verify", "--mask", "0=abs(q - k) <= 3"]) != 0
+    assert "does not run" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("of_data", [True, False])
+def test_a_mask_of_data_is_run_on_many_draws(of_data: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of shapes alone, at its only size, once for each kind of padding."""
+    drawn: list[int] = []
+    compare = MaskChecker._compare
+
+    def counted(self: MaskChecker, *arguments: Any, **named: Any) -> None:
+        drawn.append(len(arguments))
+        compare(self, *arguments, **named)
+
+    monkeypatch.setattr(MaskChecker, "_compare", counted)
+    read = "data" if of_data else "stored"
+    keep = helper.make_node("Less", [read, "limit"], ["keep"])
+    stored = np.zeros((2, 1, 1, 40), np.float32)
+    values = {"limit": np.array(100, np.float32), "stored": stored}
+    path = _fixed(tmp_path / "model.onnx", keep, [2, 1, 1, 40], values)
+    assert cli.main([str(path), "--no-verify", "--mask", "0=True"]) == 0
+    assert len(drawn) >= 10 if of_data else len(drawn) == 6  # as stated, and as what is written

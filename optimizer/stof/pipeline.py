@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -220,10 +220,9 @@ def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
         if not mask.expression or window(mask.expression) == (-1, -1):
             continue  # every tile is full, or a bias says which are not
         if mask.expression not in report.pictures and "segment_" not in mask.expression and len(report.pictures) < 6:
-            try:
-                report.pictures[mask.expression] = picture(mask.expression, tables_of(mask))
-            except Exception as error:  # a picture is decoration; a mask of fixed size may not stretch to its length
-                report.pictures[mask.expression] = [f"(no picture: {error})"]
+            length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
+            with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
+                report.pictures[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)
 
 
 def _verify_and_write(
@@ -302,7 +301,7 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
         first = next(c for c in failures if c.site == sites[0])
         return (
             f"verification failed at site {sites[0]!r} (mask {masks.get(sites[0], '')!r}): error {first.difference:.3e}, "
-            f"allowed {first.budget:.3e}; {first.detail}. {len(sites)} faulty site(s): {', '.join(sites)}. Nothing was "
+            f"allowed {first.budget:.3e}{_further(first.detail)}. {len(sites)} faulty site(s): {', '.join(sites)}. Nothing was "
             "written; --skip SITE leaves a site as it is"
         )
     first = failures[0]
@@ -315,7 +314,12 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
             else f"the difference comes when sites {', '.join(names)}{others} are replaced together, not with fewer of them"
         )
         return (
-            f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}; {first.detail}. "
-            f"Every site by itself computes what it should; {words}. Nothing was written; --skip SITE leaves a site as it is"
+            f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}"
+            f"{_further(first.detail)}. Every site by itself computes what it should; {words}. Nothing was "
+            "written; --skip SITE leaves a site as it is"
         )
-    return f"verification failed: {first.what}: {first.detail}. Nothing was written"
+    return f"verification failed: {first.what}{_further(first.detail)}. Nothing was written"
+
+
+def _further(detail: str) -> str:
+    return f"; {detail}" if detail else ""

@@ -99,7 +99,7 @@ class Report:
         elif not self.sites:
             lines.append("nothing to do: the graph has no softmax, so no attention; no file was written")
         elif not self.replaced:
-            lines.append("nothing to do: no attention site can be replaced; no file was written")
+            lines.append("nothing to do: no attention site is replaced; no file was written")
         elif self.dry_run:
             lines.append("dry run: no file was written")
         if any(s.step is Step.LIFT for s in self.sites):

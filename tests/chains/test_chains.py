@@ -278,6 +278,46 @@ def test_rows_that_a_description_counts_are_checked_as_they_are() -> None:
         forwards.compare(shapes, 0)
 
 
+def _rolled(b: Builder) -> str:
+    x = b.input("x", [1024, 1536])
+    return str(b.add("Tanh", b.add("Concat", _rows(b, x, 512, 1024), _rows(b, x, 0, 512), axis=0)))
+
+
+def _halves(b: Builder) -> str:
+    x = b.input("x", [1024, 1536])
+    return str(b.add("Concat", b.add("Tanh", _rows(b, x, 0, 512)), b.add("Exp", _rows(b, x, 512, 1024)), axis=0))
+
+
+def _last(b: Builder) -> str:
+    x, z = b.input("x", [1024, 1536]), b.input("z", [512, 1536])
+    return str(b.add("Tanh", b.add("Add", _rows(b, x, -512, 1 << 40), z)))
+
+
+def _rows(b: Builder, x: str, start: int, end: int) -> str:
+    return str(b.add("Slice", x, b.ints(start), b.ints(end), b.ints(0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "right", "wrong"),
+    [
+        (_rolled, "select(a < 512, x0[a + 512, n], x0[a - 512, n])", "x0[a, n]"),
+        (_halves, "exp(t0)", "exp(3 * t0)"),
+        (_last, "x0[a + 512, n]", "x0[a, n]"),
+    ],
+    ids=["rolled", "halves", "last"],
+)
+def test_rows_that_operators_count_are_checked_as_they_are(
+    make: Callable[[Builder], str], right: str, wrong: str
+) -> None:
+    b = Builder()
+    graph, (chain,) = found(b.model(make(b)))
+    check_chain(chain, graph.nodes, graph.symbolic, 20)
+    assert right in chain.description.text
+    other = replace(chain.description, text=chain.description.text.replace(right, wrong))
+    with pytest.raises(UnsupportedError):
+        check_chain(replace(chain, description=other), graph.nodes, graph.symbolic, 20)
+
+
 def test_sizes_of_columns_and_matrices_stay() -> None:
     assert chain_check._fewer_rows([[16, 2048, 768], [768, 3072], [3072], [16, 2048, 3072]]) == {16: 3, 2048: 5}
     assert chain_check._fewer_rows([[4096, 768], [768, 4096], [1, 768]]) == {}

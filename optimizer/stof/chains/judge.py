@@ -33,7 +33,7 @@ from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
 _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
-_SEARCHED = "searched"  # beside the measurements of a region: the seconds of --tune that its search was given
+_SEARCHED = "searched"  # beside the measurements of a region: its search's share of the seconds of --tune
 _ENDED = 1e9  # the same of a search that ended by itself
 
 
@@ -155,7 +155,11 @@ class Measured:
 
     def _searched(self, problems: Sequence[Mapping[str, Any]]) -> bool:
         """Whether other runs, which were given no less time, have searched this region."""
-        return all(self.cache.of(p).get(_SEARCHED, 0.0) >= self.options.tune for p in problems)
+        return all(self.cache.of(p).get(_SEARCHED, 0.0) >= self._share() for p in problems)
+
+    def _share(self) -> float:
+        """Of a region, if each gets the same: what it gets in fact depends on how long the others take."""
+        return self.options.tune / max(1, self.place[1])
 
     def _measure(self, graph: Graph, chain: Chain, problems: Sequence[Mapping[str, Any]]) -> None:
         """Measures candidates: the original, the whole region, and the schemes that the search finds best."""
@@ -172,7 +176,7 @@ class Measured:
             if scheme not in (whole, unfused(len(site.places))) and not self._over():
                 self._time(site, chain, timers, problems, scheme)
         # One that was cut off goes on in a run that is given more time.
-        seconds = _ENDED if found.complete else self.options.tune
+        seconds = _ENDED if found.complete else self._share()
         for problem in problems:
             self.cache.put(problem, _SEARCHED, seconds)
 

@@ -152,17 +152,21 @@ class MaskChecker:
         compared, limit = 0, _LARGEST + 3
         failure: _DoesNotRun | None = None
         known: set[tuple[object, ...]] = set()
+        inputs = {i.name for i in self.model.graph.input} - set(self.initializers)
+        of_shapes = not mask.operands and not self._behind(site) & inputs
+
+        def compare(case: Case, seed: int) -> None:
+            # Where sizes are numbers, what reads no input is the same again.
+            own = (*sorted(self._sizes(case).items()), case.padding)
+            if own not in known or not of_shapes:
+                self._compare(site, mask, terms, case, seed, stated)
+            known.add(own)
+
         for number, case in enumerate([*cases, *short]):
             if case.length >= limit or (number >= len(cases) and compared >= _ENOUGH):
                 continue
             try:
-                # Where sizes are numbers, a mask that reads no input is the same again.
-                own = (*sorted(self._sizes(case).items()), case.padding)
-                if own in known and not mask.operands:
-                    compared += 1
-                    continue
-                known.add(own)
-                self._compare(site, mask, terms, case, number, stated)
+                compare(case, number)
                 compared += 1
             except _DoesNotRun as error:
                 # Beyond a stored mask nothing runs; below the size of a block, longer inputs may.
@@ -172,7 +176,7 @@ class MaskChecker:
         middle = chosen[len(chosen) // 2]
         for case in [*uneven(site, middle), *without_past(site, middle)]:
             with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
-                self._compare(site, mask, terms, case, 0, stated)
+                compare(case, 0)
         self.passed.add(key)
 
     def assumes(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
@@ -403,7 +407,7 @@ class MaskChecker:
         if wrong.any():
             where = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise UnsupportedError(
-                f"mask {mask.expression!r} differs from the graph at {case}: (b, h, q, k) = {where} is "
+                f"mask {mask.expression!r} differs from the graph at {case}, scores of {list(scores)}: (b, h, q, k) = {where} is "
                 f"{'allowed' if wanted[where] else 'forbidden'} there"
             )
 

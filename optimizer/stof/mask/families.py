@@ -65,7 +65,7 @@ def picture(expression: str, tables: Mapping[str, np.ndarray] | None = None, len
     """
     from stof.runtime import Mask
 
-    shown = " and ".join(p for p in expression.split(" and ") if not p.startswith("pad[")) or "True"
+    shown = " and ".join(p for p in expression.split(" and ") if not p.startswith(("pad[", "not pad["))) or "True"
     numbers = [int(n) for n in re.findall(r"\d+", shown)]
     length = length or min(4096, max(64, 4 * max(numbers, default=16)))
     mask = Mask(shown, tables)
