@@ -63,7 +63,9 @@ class StofGemmOp final : public Op {
   int InputCount() const override {
     return 1 + epilogue_.weights() + std::max(0, epilogue_.chain.inputs - epilogue_.products());
   }
-  bool Takes(int index, DType dtype, DType typed) const override { return index == 0 ? IsFloat(dtype) : dtype == typed; }
+  bool Takes(int index, DType dtype, DType typed) const override {
+    return index == 0 ? IsFloat(dtype) : dtype == typed;
+  }
 
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
     Sizes sizes;
