@@ -318,8 +318,8 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
             f"{_further(first.detail)}. Every site by itself computes what it should; {words}. Nothing was "
             "written; --skip SITE leaves a site as it is"
         )
-    return f"verification failed: {first.what}{_further(first.detail)}. Nothing was written"
+    return f"verification failed: {first.what}{_further(first.detail, ': ')}. Nothing was written"
 
 
-def _further(detail: str) -> str:
-    return f"; {detail}" if detail else ""
+def _further(detail: str, mark: str = "; ") -> str:
+    return f"{mark}{detail}" if detail else ""
