@@ -215,11 +215,13 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
 
 
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
+    tried: set[str] = set()
     for rewrite in rewrites:
         mask = rewrite.mask
         if not mask.expression or window(mask.expression) == (-1, -1):
             continue  # every tile is full, or a bias says which are not
-        if mask.expression not in report.pictures and "segment_" not in mask.expression and len(report.pictures) < 6:
+        if mask.expression not in tried and "segment_" not in mask.expression and len(report.pictures) < 6:
+            tried.add(mask.expression)
             length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
             with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
                 report.pictures[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)

@@ -102,9 +102,9 @@ def test_measurements_decide(
         assert all("of the original's speed" in c.reason for c in again.chains)
 
 
-def test_a_search_that_ended_is_not_made_again(
-    narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operators each measurement was of; a chain saves half of one."""
     asked: list[int] = []
 
     def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
@@ -112,6 +112,10 @@ def test_a_search_that_ended_is_not_made_again(
         return 1e-3 * (len(places) - len(chains) / 2)
 
     monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    return asked
+
+
+def test_a_search_that_ended_is_not_made_again(narrow: Callable[[str], Path], cache: Path, asked: list[int]) -> None:
     model = narrow("bert.dynamo.sdpa")
     first = optimize(model, options=Options(tune=60.0, verify=False))
     number = len(asked)
@@ -125,15 +129,8 @@ def test_a_search_that_ended_is_not_made_again(
 
 
 def test_a_search_that_was_cut_off_goes_on_with_more_time(
-    narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+    narrow: Callable[[str], Path], cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-
-    def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
-        asked.append(len(places))
-        return 1e-3 * len(places)
-
-    monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
     monkeypatch.setattr(Measured, "_over", lambda self: self.options.tune < 100)
     model = narrow("bert.dynamo.sdpa")
     numbers = []

@@ -156,10 +156,10 @@ class MaskChecker:
         of_shapes = not mask.operands and not self._behind(site) & inputs
 
         def compare(case: Case, seed: int) -> None:
-            # Where sizes are numbers, what reads no input is the same again.
-            own = (*sorted(self._sizes(case).items()), case.padding)
-            if own not in known or not of_shapes:
-                self._compare(site, mask, terms, case, seed, stated)
+            own = (*sorted(self._sizes(case).items()), case.padding) if of_shapes else ()
+            if own and own in known:
+                return  # where sizes are numbers, what reads no input is the same again
+            self._compare(site, mask, terms, case, seed, stated)
             known.add(own)
 
         for number, case in enumerate([*cases, *short]):
