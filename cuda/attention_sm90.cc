@@ -81,7 +81,9 @@ bool DescribeTensors(bool bf16, int tile_rows, int tile_keys, Sm90Params* params
          Describe({p.key, p.D, p.T, p.G, p.B, p.key_stride}, half, keys, &params->key, &params->key_step_h,
                   &params->key_step_b) &&
          Describe({p.value, p.Dv, p.T, p.G, p.B, p.value_stride}, half, keys, &params->value, &params->value_step_h,
-                  &params->value_step_b);
+                  &params->value_step_b) &&
+         Describe({p.output, p.Dv, p.S, p.H, p.B, p.output_stride}, half, kQueryRows, &params->output,
+                  &params->output_step_h, &params->output_step_b);
 }
 
 }  // namespace cuda

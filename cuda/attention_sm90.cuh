@@ -119,6 +119,8 @@ class Attention {
   struct Cursor {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
+    Ring<kQueries> query;
+    bool queries_due = false;  // they come after the item's first tile
     int b = 0, g = 0, h = 0, row0 = 0;
   };
 
@@ -165,9 +167,7 @@ class Attention {
 
   __device__ void Produce(const Begin& begin) {
     const AttentionParams& p = p_.attention;
-    const int lane = lane_;
     const int rows = Rows();
-    Ring<kQueries> query;
     Cursor cursor;
     const bool planned = p_.work != nullptr;
     int i = begin.i, tile = begin.tile;
@@ -175,40 +175,48 @@ class Attention {
     // The next item is asked for while this one is worked on.
     WorkItem following = begin.first;
     if (!planned && i < end) following = ItemAt(i, rows);
+    Asked asked = Ask(following, Own());
     while (i < end) {
       const WorkItem work = following;
       i += planned ? 1 : p_.workers;
-      if (i < end) following = ItemAt(i, rows);
+      following = i < end ? ItemAt(i, rows) : WorkItem{};
       const int bh = work.item / rows, row = work.item % rows;
       const int b = bh / p.H, h = bh % p.H;
       cursor.b = b;
       cursor.g = h / (p.H / p.G);
       cursor.h = h;
       cursor.row0 = row * S::kM;
-      Wait(QueryEmpty(query.at), query.phase ^ 1);
-      if (lane == 0) {
-        Items()[query.at] = Item{b, h, row * S::kM, 0};
-        const uint32_t to = base_ + query.at * S::kQueryBytes, full = QueryFull(query.at);
-        ArriveExpect(full, S::kQueryBytes);
-#pragma unroll
-        for (int wg = 0; wg < S::kConsumers; ++wg) {
-#pragma unroll
-          for (int c = 0; c < kHead / kAtom; ++c) {
-            CopyTensor(to + (wg * (kHead / kAtom) + c) * 64 * 128, &p_.query, full, c * kAtom, row * S::kM + 64 * wg,
-                       h * p_.query_step_h, b * p_.query_step_b);
-          }
-        }
-      }
-      query.Next();
+      cursor.queries_due = S::kQueriesLast;
+      if (!S::kQueriesLast) BringQueries(&cursor);
       if (tile >= 0) BringAhead(tile, cursor);
-      Walk(b, work, &cursor, tile >= 0);
+      asked = Walk(work, following, asked, &cursor, tile >= 0);
       tile = -1;
     }
-    Wait(QueryEmpty(query.at), query.phase ^ 1);
-    if (lane == 0) {
-      Items()[query.at].row0 = -1;
-      Arrive(QueryFull(query.at));
+    Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
+    if (lane_ == 0) {
+      Items()[cursor.query.at].row0 = -1;
+      Arrive(QueryFull(cursor.query.at));
     }
+  }
+
+  __device__ __forceinline__ void BringQueries(Cursor* cursor) {
+    const int at = cursor->query.at;
+    Wait(QueryEmpty(at), cursor->query.phase ^ 1);
+    if (lane_ == 0) {
+      Items()[at] = Item{cursor->b, cursor->h, cursor->row0, 0};
+      const uint32_t to = base_ + at * S::kQueryBytes, full = QueryFull(at);
+      ArriveExpect(full, S::kQueryBytes);
+#pragma unroll
+      for (int wg = 0; wg < S::kConsumers; ++wg) {
+#pragma unroll
+        for (int c = 0; c < kHead / kAtom; ++c) {
+          CopyTensor(to + (wg * (kHead / kAtom) + c) * 64 * 128, &p_.query, full, c * kAtom, cursor->row0 + 64 * wg,
+                     cursor->h * p_.query_step_h, cursor->b * p_.query_step_b);
+        }
+      }
+    }
+    cursor->query.Next();
+    cursor->queries_due = false;
   }
 
   __device__ WorkItem ItemAt(int i, int rows) const {
@@ -228,63 +236,90 @@ class Attention {
     return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
   }
 
-  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over. ahead:
-  // the first one is under way.
-  __device__ void Walk(int b, const WorkItem& work, Cursor* cursor, bool ahead) {
-    const int lane = lane_;
-    Entry held{kNothing, kLast, kEvery, -1, {}};
-    for (int at = work.begin + (S::kSplit > 1 ? team_ : 0); at < work.end; at += 32 * S::kSplit) {
-      const Entry own = Look(b, at + S::kSplit * lane, work.end, work.full);
-      uint32_t kept = __ballot_sync(~0u, own.tile >= 0);
-      for (; kept != 0; kept &= kept - 1) {
-        const int from = __ffs(static_cast<int>(kept)) - 1;
-        const int code = __shfl_sync(~0u, own.code, from);
-        if (held.tile >= 0) {
-          held.next = code;
-          Publish(held, cursor, ahead);
-          ahead = false;
-        }
-        held.code = code;
-        held.flags = __shfl_sync(~0u, own.flags, from);
-        held.tile = __shfl_sync(~0u, own.tile, from);
-#pragma unroll
-        for (int w = 0; w < S::kWords; ++w) held.pad[w] = __shfl_sync(~0u, own.pad[w], from);
-      }
+  // What the mask says of a tile: tile -1 beyond an item's end.
+  struct Asked {
+    int tile, code;
+  };
+  // Of an item's tile i, as they are walked.
+  __device__ __forceinline__ Asked Ask(const WorkItem& work, int i) const {
+    Asked asked{-1, kEvery};
+    if (i >= work.end - work.begin) return asked;
+    const int at = EntryAt(work, i);
+    asked.tile = at;
+    if (p_.attention.has_mask != 0) {
+      asked.tile = p_.attention.mask.key_tile[at];
+      if (at < work.full) asked.code = p_.attention.mask.bits_id[at];
     }
-    held.flags |= kLast;
-    held.next = kEvery;
-    Publish(held, cursor, ahead);
+    return asked;
+  }
+  // Of the first 32 tiles this lane's.
+  __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
+
+  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over. asked:
+  // the first 32; what is returned are the first 32 of the item that follows, asked for before this one's last tile has
+  // room. ahead: the first tile is under way.
+  __device__ __forceinline__ Asked Walk(const WorkItem& work, const WorkItem& following, Asked asked, Cursor* cursor,
+                                        bool ahead) {
+    Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
+    uint32_t kept = 0;
+    int i = S::kSplit > 1 ? team_ : 0, from = 0;
+    for (bool found = true; found;) {
+      while (kept == 0 && i < work.end - work.begin) {
+        own = Judge(cursor->b, asked);
+        i += 32 * S::kSplit;
+        if (i < work.end - work.begin) asked = Ask(work, i + S::kSplit * lane_);
+        kept = __ballot_sync(~0u, own.tile >= 0);
+      }
+      found = kept != 0;
+      from = __ffs(static_cast<int>(kept)) - 1;
+      const int code = found ? __shfl_sync(~0u, own.code, from) : kEvery;
+      if (!found) {
+        held.flags |= kLast;
+        asked = Ask(following, Own());
+      }
+      if (held.tile >= 0 || !found) {
+        Publish(held, code, cursor, ahead);
+        ahead = false;
+      }
+      held.code = code;
+      held.flags = __shfl_sync(~0u, own.flags, from);
+      held.tile = __shfl_sync(~0u, own.tile, from);
+      kept &= kept - 1;
+    }
+    return asked;
   }
 
-  // Entry `at` of a row of the mask; tile -1 beyond its end and where no key is left.
-  __device__ Entry Look(int b, int at, int end, int full) const {
+  // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
+  struct Told {
+    int tile, code, flags;
+  };
+  __device__ __forceinline__ Told Judge(int b, const Asked& asked) const {
     const AttentionParams& p = p_.attention;
-    Entry entry{kEvery, 0, kEvery, -1, {}};
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) entry.pad[w] = ~0u;
-    if (at >= end) return entry;
-    entry.tile = at;
-    if (p.has_mask != 0) {
-      entry.tile = p.mask.key_tile[at];
-      if (at < full) entry.code = p.mask.bits_id[at];
-    }
-    const int key0 = entry.tile * S::kN;
-    if (p.pad_bits == nullptr && key0 + S::kN <= p.T) return entry;
-    const int words = (p.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
+    Told told{asked.tile, asked.code, 0};
+    if (told.tile < 0 || (p.pad_bits == nullptr && (told.tile + 1) * S::kN <= p.T)) return told;
     uint32_t all = ~0u, any = 0;
 #pragma unroll
     for (int w = 0; w < S::kWords; ++w) {
-      const int word = key0 / 32 + w;
-      const int keys = min(32, max(0, p.T - 32 * word));
-      entry.pad[w] = keys == 32 ? ~0u : (1u << keys) - 1u;
-      if (p.pad_bits != nullptr) entry.pad[w] = word < words ? p.pad_bits[static_cast<int64_t>(b) * words + word] : 0u;
-      all &= entry.pad[w];
-      any |= entry.pad[w];
+      const uint32_t word = PadWord(b, told.tile, w);
+      all &= word;
+      any |= word;
     }
-    if (all != ~0u) entry.flags = kPads;
-    if (all != ~0u && entry.code == kEvery) entry.code = kPadded;
-    if (any == 0) entry.tile = -1;
-    return entry;
+    if (all != ~0u) told.flags = kPads;
+    if (all != ~0u && told.code == kEvery) told.code = kPadded;
+    if (any == 0) told.tile = -1;
+    return told;
+  }
+
+  // Which of 32 keys of a tile are there and no padding.
+  __device__ __forceinline__ uint32_t PadWord(int b, int tile, int w) const {
+    const AttentionParams& p = p_.attention;
+    const int word = tile * S::kN / 32 + w;
+    if (p.pad_bits != nullptr) {
+      const int words = (p.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
+      return word < words ? p.pad_bits[static_cast<int64_t>(b) * words + word] : 0u;
+    }
+    const int keys = min(32, max(0, p.T - 32 * word));
+    return keys == 32 ? ~0u : (1u << keys) - 1u;
   }
 
   // Asks for what the first tile of all needs before the mask is read.
@@ -294,25 +329,32 @@ class Attention {
     Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
   }
 
-  // ahead: its keys and values are under way.
-  __device__ __forceinline__ void Publish(const Entry& entry, Cursor* cursor, bool ahead) {
+  // next: the code of the tile behind it. ahead: its keys and values are under way.
+  __device__ __forceinline__ void Publish(const Told& told, int next, Cursor* cursor, bool ahead) {
     const int at = cursor->stage.at;
+    Entry& entry = Entries()[cursor->slot.at];
     Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
-    int more = 0, flags = 0;
+    int more = 0, flags = told.flags;
+    if ((flags & kPads) != 0) {
+      if (lane_ < S::kWords) entry.pad[lane_] = PadWord(cursor->b, told.tile, lane_);
+      __syncwarp();  // all of it is written before lane 0 says so
+    }
     if constexpr (S::kExtras) {
-      if (entry.tile >= 0) more = BringBiases(entry.tile, *cursor, &flags);
+      if (told.tile >= 0) more = BringBiases(told.tile, *cursor, &flags);
     }
     if (lane_ == 0) {
-      Entries()[cursor->slot.at] = entry;
-      if constexpr (S::kExtras) Entries()[cursor->slot.at].flags |= flags;
-      Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, entry.tile, p_.key_step_h * cursor->g,
+      entry.code = told.code;
+      entry.flags = flags;
+      entry.next = next;
+      Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, told.tile, p_.key_step_h * cursor->g,
             p_.key_step_b * cursor->b, ahead, more);
     }
     Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
     if (lane_ == 0) {
-      Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, entry.tile,
-            p_.value_step_h * cursor->g, p_.value_step_b * cursor->b, ahead);
+      Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, told.tile, p_.value_step_h * cursor->g,
+            p_.value_step_b * cursor->b, ahead);
     }
+    if (S::kQueriesLast && cursor->queries_due) BringQueries(cursor);
     __syncwarp();
     cursor->stage.Next();
     cursor->slot.Next();
@@ -347,7 +389,7 @@ class Attention {
         least = fminf(least, bias);
         to[i + lane_] = bias == -INFINITY ? bias : MaxOrNan(bias * kLog2E, kLowest);
       }
-      if (__any_sync(~0u, least == -INFINITY) != 0) *flags = kBars;
+      if (__any_sync(~0u, least == -INFINITY) != 0) *flags |= kBars;
     }
     __syncwarp();  // all of this is written before lane 0 says so
     return bytes;
@@ -375,10 +417,13 @@ class Attention {
   static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
   static constexpr int kOutputs = kHead / 2;
   static constexpr int kChains = 4;
+  // Of a warpgroup alone: behind those of the turns.
+  static constexpr int kOwnBarrier = 1 + S::kTeams * S::kConsumers;
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
     scale_ = S::kExtras ? 1.0f : p.scale * kLog2E;
+    more_ = p.sink != nullptr || p.lse != nullptr;
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
@@ -390,7 +435,8 @@ class Attention {
       Work(item, query.at, &keys, &values, &slots);
       query.Next();
     }
-    if (wg_ == 0) TakeTurn();  // what was passed last is taken, so that no barrier is left half full
+    if (wg_ == 0) TakeTurn();                // what was passed last is taken, so that no barrier is left half full
+    if (S::kOwnOutput) WaitStoresRead<0>();  // shared memory goes with the CTA
   }
 
   __device__ __forceinline__ Item ReadItem(int at) {
@@ -411,6 +457,11 @@ class Attention {
     if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
   }
 
+  // Where the output takes their place they are given back after it.
+  __device__ __forceinline__ void ReleaseQueries(int query) const {
+    if (S::kSplit > 1 || S::kOwnOutput) Release(QueryEmpty(query));
+  }
+
   __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
                                        Ring<S::kSlots>* slots) {
     float o[kOutputs], s[kScores], high[2], sum[2];
@@ -428,24 +479,26 @@ class Attention {
       Release(Barrier(kKeyEmpty, keys->at));
       Wait(Barrier(kValueFull, values->at), values->phase);
       Release(Barrier(kValueEmpty, values->at));
-      Release(QueryEmpty(query));
+      ReleaseQueries(query);
       keys->Next();
       values->Next();
       slots->Next();
-      Finish(item, o, high, sum);
+      Finish(item, query, o, high, sum);
       return;
     }
+    if (S::kTurnAtEnds) TakeTurn();
     Hold(s);
     ProductFence();
     Scores(query, keys->at, s);
     ProductCommit();
+    if (S::kTurnAtEnds) PassTurn();
     FetchBits(code, bits);
     ProductWait<0>();
     Hold(s);
     if constexpr (S::kExtras) AddExtras(keys->at, flags, s);
     Release(Barrier(kKeyEmpty, keys->at));
     bool last = (flags & kLast) != 0;
-    if (last) Release(QueryEmpty(query));
+    if (last) ReleaseQueries(query);
     keys->Next();
     float factor[2];
     typename Weights::Begun begun;
@@ -497,21 +550,23 @@ class Attention {
       values->Next();
       last = (Uniform(told[0]) & kLast) != 0;
       next = Uniform(told[1]);
-      if (last) Release(QueryEmpty(query));
+      if (last) ReleaseQueries(query);
       FetchBits(next, bits);
     }
     slots->Next();
     Wait(Barrier(kValueFull, values->at), values->phase);
+    if (S::kTurnAtEnds) TakeTurn();
     Hold(o);
     Hold(weights);
     ProductFence();
     AddValues(values->at, weights, o);
     ProductCommit();
+    if (S::kTurnAtEnds) PassTurn();
     ProductWait<0>();
     Hold(o);
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
-    Finish(item, o, high, sum);
+    Finish(item, query, o, high, sum);
   }
 
   static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
@@ -674,58 +729,77 @@ class Attention {
     for (int i = 0; i < kScores / 2; ++i) weights[i] = cuda::Pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Divides and writes.
-  __device__ __forceinline__ void Finish(const Item& item, float (&o)[kOutputs], const float (&high)[2],
+  // Divides and writes, by way of shared memory and the copy engine, which nobody waits for before the next item's
+  // output is made.
+  __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], const float (&high)[2],
                                          const float (&sum)[2]) const {
     if constexpr (S::kSplit > 1) {
       FinishTogether(item, o, high, sum);
       return;
     }
     const AttentionParams& p = p_.attention;
-    T* const to = static_cast<T*>(p.output) + item.b * p.output_stride.b + item.h * p.output_stride.h;
+    float scale[2];
+    bool empty[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = item.row0 + row_ + 8 * r;
       float total = sum[r];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const bool empty = total == 0.0f;
-      if (!empty) total += Sink(item, high[r]);
-      if (empty) SayEmpty(item, row);
-      if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, row, high[r], total);
+      empty[r] = total == 0.0f;
+      if (more_) {
+        if (!empty[r]) total += Sink(item, high[r]);
+        if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total);
+      }
+      scale[r] = Reciprocal(total);
+    }
+    if (__any_sync(~0u, empty[0] || empty[1]) != 0) {
+      // Whatever the weights of 0 were multiplied with.
       const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
-      const float scale = 1.0f / total;
 #pragma unroll
-      for (int g = 0; g < kHead / 32; ++g) {
-        // Four blocks of 8 columns, of which each of four lanes holds 2: exchanged, so that each has one block whole.
-        uint32_t word[4];
+      for (int r = 0; r < 2; ++r) {
+        if (!empty[r]) continue;
+        SayEmpty(item, item.row0 + row_ + 8 * r);
+        scale[r] = 1.0f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 4 * (4 * g + j) + 2 * r;
-          word[j] = cuda::Pack<T>(empty ? nothing : o[i] * scale, empty ? nothing : o[i + 1] * scale);
-        }
-#pragma unroll
-        for (int step = 1; step <= 2; step *= 2) {
-          const bool upper = (lane_ & step) != 0;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if ((j & step) != 0) continue;
-            const uint32_t got = __shfl_xor_sync(~0u, upper ? word[j] : word[j | step], step);
-            if (upper) {
-              word[j] = got;
-            } else {
-              word[j | step] = got;
-            }
-          }
-        }
-        const int column = 8 * (4 * g + lane_ % 4);
-        if (row < p.S && column < p.Dv) {
-          *reinterpret_cast<uint4*>(to + static_cast<int64_t>(row) * p.output_stride.s + column) =
-              make_uint4(word[0], word[1], word[2], word[3]);
-        }
+        for (int i = 2 * r; i < kOutputs; i += 4) o[i] = o[i + 1] = nothing;
       }
     }
+    // The warpgroup's rows begin here in an atom of 64 columns.
+    constexpr int kAtomBytes = 64 * 128;
+    const uint32_t place =
+        base_ + (S::kOwnOutput ? S::kOutput : query * S::kQueryBytes) + wg_ * (kHead / kAtom * kAtomBytes);
+    // Stores wait for no other than the last, and those of a warpgroup go by one thread: the copy engine takes its time
+    // for each, not for bytes.
+    const bool stores = threadIdx.x % kWarpgroup == 0;
+    if (S::kOwnOutput && stores) WaitStoresRead<0>();
+    SyncOwn();
+    // Of row r of 8, chunk c of 16 bytes lies at c ^ r.
+    const uint32_t own = place + (row_ % 64 - lane_ / 4 + lane_ % 16) * 128 + ((lane_ / 16 ^ lane_ % 8) << 4);
+#pragma unroll
+    for (int j = 0; j < kHead / 8; j += 2) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[i] = cuda::Pack<T>(o[4 * j + 2 * i] * scale[i % 2], o[4 * j + 2 * i + 1] * scale[i % 2]);
+      }
+      StoreMatrix4((own ^ (j % 8 << 4)) + j / 8 * kAtomBytes, word[0], word[1], word[2], word[3]);
+    }
+    FenceForCopies();
+    SyncOwn();
+    if (stores) {
+#pragma unroll
+      for (int c = 0; c < kHead / kAtom; ++c) {
+        StoreTensor(&p_.output, place + c * kAtomBytes, c * kAtom, item.row0 + 64 * wg_, item.h * p_.output_step_h,
+                    item.b * p_.output_step_b);
+      }
+      CommitStores();
+    }
+    if constexpr (!S::kOwnOutput) {
+      if (stores) WaitStoresRead<0>();
+      Release(QueryEmpty(query));
+    }
   }
+  __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
 
   // What the sink adds to the sum of a row with this maximum.
   __device__ __forceinline__ float Sink(const Item& item, float high) const {
@@ -773,10 +847,12 @@ class Attention {
 #pragma unroll
       for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
       empty[r] = total == 0.0f;
-      if (!empty[r]) total += Sink(item, most);
       if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
-      if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
-      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) / total;
+      if (more_) {
+        if (!empty[r]) total += Sink(item, most);
+        if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
+      }
+      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);
     }
     float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
                          wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
@@ -824,6 +900,7 @@ class Attention {
   bool producer_;
   int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
+  bool more_ = false;  // there are sinks, or somebody asks for the sums
 };
 
 template <typename S, typename T>

@@ -14,11 +14,12 @@ namespace stof {
 namespace cuda {
 
 struct Sm90Params {
-  CUtensorMap query, key, value;  // of tensors [B, H or G, S or T, D]
-  CUtensorMap bias;               // [B, H, S, T], where there is one
-  AttentionParams attention;      // its mask has the kernel's tiles
+  CUtensorMap query, key, value, output;  // of tensors [B, H or G, S or T, D]
+  CUtensorMap bias;                       // [B, H, S, T], where there is one
+  AttentionParams attention;              // its mask has the kernel's tiles
   // 0 where one batch or head serves all, else 1: the map has one coordinate there.
   int32_t query_step_b = 1, query_step_h = 1, key_step_b = 1, key_step_h = 1, value_step_b = 1, value_step_h = 1;
+  int32_t output_step_b = 1, output_step_h = 1;
   int32_t bias_step_b = 1, bias_step_h = 1, bias_one_row = 0;  // bias_one_row: all queries share a row
   int32_t workers = 1;                                         // producers with their consumers
   // Worker w has the items of `work` that work_start[w] says; nullptr: every workers-th row, with a mask by falling

@@ -6,12 +6,11 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<128, 128, 160, 2, 1, 1>, T>(3840, 1862, 1890),
-    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1>, T>(3050, 1435, 1460),
-    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1>, T>(5400, 1038, 1038),
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kNone, true>, T>(3050, 1435, 1460),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kNone, true>, T>(5400, 1038, 1038),
     sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2780, 939, 965),
-    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2>, T>(2660, 1000, 1040, 245),
-    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1>, T>(2730, 830, 845),
+    sm90::Describe<sm90::Shape<128, 64, 64, 3, 1, 2>, T>(2660, 1000, 1040, 245),
+    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1, 1, Extras::kNone, true>, T>(2730, 830, 845),
     sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(3150, 1153, 1620),
     {},
 };

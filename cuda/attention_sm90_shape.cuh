@@ -29,10 +29,9 @@ enum Code : int32_t {
 // What the producer says about a key tile.
 struct Entry {
   int32_t code;
-  int32_t flags;  // kLast, kPads
-  int32_t next;   // code of the tile behind it, so that its bits can be asked for early
-  int32_t tile;
-  uint32_t pad[kMostKeys / 32];  // a bit for every key
+  int32_t flags;                 // kLast, kPads
+  int32_t next;                  // code of the tile behind it, so that its bits can be asked for early
+  uint32_t pad[kMostKeys / 32];  // a bit for every key, with kPads alone
 };
 
 enum Flag : int32_t {
@@ -51,8 +50,10 @@ struct Item {
 // consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
 // teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
 template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
-          Extras kExtras_ = Extras::kNone>
+          Extras kExtras_ = Extras::kNone, bool kTurnAtEnds_ = false>
 struct Shape {
+  // The turn also passes for an item's first scores and last product.
+  static constexpr bool kTurnAtEnds = kTurnAtEnds_;
   static constexpr int kHead = kHead_, kM = kRows, kN = kTileKeys_, kStages = kStages_, kTeams = kTeams_;
   static constexpr int kSplit = kSplit_;
   static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
@@ -71,24 +72,35 @@ struct Shape {
   static constexpr int kBiasBytes = kPairs ? 4 * kM * kN : 0;
   static constexpr int kWindow = kExtras ? kM + kN : 0;
   static constexpr int kBiases = kValues + kStages * kTileBytes;
-  static constexpr int kWindows = kBiases + kStages * kBiasBytes;
-  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
+  static constexpr int kOutput = kBiases + kStages * kBiasBytes;
   // One entry more than stages: what a warp still reads of an entry after it gave its keys back stays until it is done.
   static constexpr int kSlots = kStages + 1;
+  // What is small, with what its alignment may cost.
+  static constexpr int kSmall = kStages * 4 * kWindow + kSlots * static_cast<int>(sizeof(Entry)) +
+                                kQueries * static_cast<int>(sizeof(Item)) + 8 * (4 * kStages + 2 * kQueries) + 8;
+  static constexpr int TeamBytes(int output) { return (kOutput + output + kSmall + 1023) / 1024 * 1024; }
+  static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
+  // The output on its way to memory: in a place of its own where there is room, else where the item's queries were.
+  static constexpr bool kOwnOutput = kSplit == 1 && kTeams * TeamBytes(kQueryBytes) + kToAlign <= kMostBytes;
+  // Queries then wait until the output before them has left, which keys and values need not.
+  static constexpr bool kQueriesLast = kQueries == 1 && kSplit == 1 && !kOwnOutput;
+  static constexpr int kWindows = kOutput + (kOwnOutput ? kQueryBytes : 0);
+  static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
   static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
-  static constexpr int kTeamBytes = (kBarriers + 8 * (4 * kStages + 2 * kQueries) + 1023) / 1024 * 1024;
+  static constexpr int kTeamBytes = TeamBytes(kOwnOutput ? kQueryBytes : 0);
+  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries) <= kTeamBytes, "a team's memory");
   // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
   // parts that one team makes and another adds up.
   static constexpr int kParts = kTeams * kTeamBytes;
   static constexpr int kChunk = kHead / 2 / kSplit;  // outputs of a thread that its team adds up
   static constexpr int kStatBytes = kSplit == 1 ? 0 : 8 * kSplit * kM;
   static constexpr int kPartBytes = 4 * kM / 64 * kWarpgroup * kChunk * kSplit * (kSplit - 1);
-  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + 1024;  // 1024: to align the start
-  static_assert(kSharedBytes <= 227 * 1024, "shared memory of a CTA");
+  static constexpr int kSharedBytes = kParts + kStatBytes + kPartBytes + kToAlign;
+  static_assert(kSharedBytes <= kMostBytes, "shared memory of a CTA");
   // Registers of a thread at the start, and what producers and consumers have after an exchange.
   static constexpr int kAtStart = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducer = kAtStart >= 160 ? 40 : kAtStart >= 128 ? 32 : 24;
+  static constexpr int kProducer = kAtStart >= 160 ? 40 : 32;
   static constexpr int kConsumer = (kAtStart * (1 + kTeams * kConsumers) - kProducer) / (kTeams * kConsumers) / 8 * 8;
   // Weights of a thread that are made while it is not known whether the reference stays: their scores stay, too. The
   // first ones are summed, as many as there are registers for beside outputs, scores and weights.

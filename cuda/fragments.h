@@ -11,11 +11,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define STOF_EVERYWHERE __host__ __device__
-#else
-#define STOF_EVERYWHERE
-#endif
+#include "cuda/everywhere.h"
 
 namespace stof {
 namespace cuda {

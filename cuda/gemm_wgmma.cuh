@@ -95,21 +95,7 @@ __device__ __forceinline__ void StoreBox(const CUtensorMap* map, uint32_t from, 
                "r"(from), "r"(column), "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kPending groups have read their memory.
-template <int kPending>
-__device__ __forceinline__ void WaitStoresRead() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
 __device__ __forceinline__ void WaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void FenceForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void StoreMatrix4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
-               "r"(r2), "r"(r3)
-               : "memory");
-}
 
 }  // namespace cuda
 }  // namespace stof

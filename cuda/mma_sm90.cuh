@@ -121,6 +121,30 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
+// From shared memory to the box; what lies beyond the tensor's ends is not written.
+__device__ __forceinline__ void StoreTensor(const CUtensorMap* map, uint32_t from, int d, int s, int h, int b) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(from), "r"(d), "r"(s), "r"(h), "r"(b)
+               : "memory");
+}
+__device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kPending groups have read their memory.
+template <int kPending>
+__device__ __forceinline__ void WaitStoresRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void FenceForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four matrices of 8 x 8 halves: a thread has two neighbours of row lane / 4 of each, and says where row lane % 8 of
+// matrix lane / 8 begins.
+__device__ __forceinline__ void StoreMatrix4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
 // ---- registers of a warpgroup ----
 template <int kCount>
 __device__ __forceinline__ void TakeRegisters() {

@@ -87,10 +87,10 @@ std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask) {
     start.end = plan.begin[worker + 1];
     if (start.begin < start.end) start.first = plan.items[static_cast<size_t>(start.begin)];
     for (int i = 0; i < kFirstTiles; ++i) {
-      const int32_t at = start.first.begin + i;
-      const bool there = at < start.first.end;
-      start.tile[i] = there ? mask.key_tile[static_cast<size_t>(at)] : -1;
-      start.code[i] = there ? mask.bits_id[static_cast<size_t>(at)] : -1;
+      const bool there = i < start.first.end - start.first.begin;
+      const auto at = static_cast<size_t>(there ? EntryAt(start.first, i) : 0);
+      start.tile[i] = there ? mask.key_tile[at] : -1;
+      start.code[i] = there ? mask.bits_id[at] : -1;
     }
     starts.push_back(start);
   }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/everywhere.h"
 #include "plugins/core/block_mask.h"
 
 namespace stof {
@@ -25,13 +26,20 @@ struct WorkItem {
   int32_t begin, full, end;
 };
 
+// The entry of its tile i, as kernels walk them: a full one comes first, for nothing covers the first tile's softmax,
+// and bits take time.
+STOF_EVERYWHERE inline int32_t EntryAt(const WorkItem& work, int32_t i) {
+  if (work.begin == work.full || work.full == work.end) return work.begin + i;
+  return i == 0 ? work.end - 1 : work.begin + i - 1;
+}
+
 constexpr int kFirstTiles = 4;
 
 // All that a worker's start needs, in one place, for a short problem takes as long as its chain of loads.
 struct alignas(64) WorkStart {
   WorkItem first;                                // that of `begin`, if there is one
   int32_t begin, end;                            // its items
-  int32_t tile[kFirstTiles], code[kFirstTiles];  // of the first entries of `first`; tile -1 beyond its end
+  int32_t tile[kFirstTiles], code[kFirstTiles];  // of the first tiles of `first`; tile -1 beyond its end
 };
 
 struct WorkPlan {

@@ -46,9 +46,16 @@ TEST(WorkPlansTakeEveryRowOnce) {
         const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
         CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
         CHECK(start.first.full == first.full && start.first.end == first.end, where);
-        for (int t = 0; t < cuda::kFirstTiles; ++t) {
-          const bool there = first.begin + t < first.end;
-          const auto at = static_cast<size_t>(first.begin + t);
+        // Each entry once, a full one first where there are others, too.
+        std::vector<int32_t> order;
+        for (int32_t t = 0; t < first.end - first.begin; ++t) order.push_back(cuda::EntryAt(first, t));
+        if (first.begin < first.end) CHECK(order[0] >= first.full || first.full == first.end, where);
+        std::vector<int32_t> sorted = order;
+        std::sort(sorted.begin(), sorted.end());
+        for (size_t t = 0; t < sorted.size(); ++t) CHECK(sorted[t] == first.begin + static_cast<int32_t>(t), where);
+        for (size_t t = 0; t < cuda::kFirstTiles; ++t) {
+          const bool there = t < order.size();
+          const auto at = static_cast<size_t>(there ? order[t] : 0);
           CHECK(start.tile[t] == (there ? mask.key_tile[at] : -1), where);
           CHECK(start.code[t] == (there ? mask.bits_id[at] : -1), where);
         }
