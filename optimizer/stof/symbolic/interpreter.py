@@ -433,6 +433,8 @@ def _fold(name: str, fact: Fact) -> Fact:
             return fact
     dtype = helper.tensor_dtype_to_np_dtype(fact.dtype)
     array = np.array(numbers, dtype=np.float64 if kind_of(np.dtype(dtype)) == "f" else dtype).reshape(sizes)
+    with np.errstate(over="ignore"):  # what is too large for the type is infinite in the graph, too
+        constant = array.astype(dtype)
     if array.size and bool(np.all(array == array.reshape(-1)[0])):
-        return Fact(fact.dtype, fact.shape, constant_tensor(name, array.astype(dtype)))
-    return Fact(fact.dtype, fact.shape, replace(value, constant=array.astype(dtype)))
+        return Fact(fact.dtype, fact.shape, constant_tensor(name, constant))
+    return Fact(fact.dtype, fact.shape, replace(value, constant=constant))
