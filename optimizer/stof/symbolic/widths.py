@@ -83,6 +83,15 @@ def fits(value: Int, largest: float, limits: Limits | None = None, *, read: floa
     return -largest <= low and high <= largest
 
 
+def largest(tensor: SymTensor) -> float:
+    """A bound on the absolute values of an integer tensor, for all sizes; inf where it holds what is read or not known."""
+    index, limits = probe(tensor.shape)
+    value = tensor.at(index)
+    if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in parts(value)):
+        return math.inf
+    return max(map(abs, _Bounds(limits, math.inf).integer(value)))
+
+
 def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
     """Variables for the indices of a tensor, and how large they get."""
     sizes = _Bounds({}, LONGEST)
