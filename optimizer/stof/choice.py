@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import onnx
 
@@ -16,6 +17,7 @@ from stof.mask.accept import accept
 from stof.mask.check import MaskChecker
 from stof.mask.levels import equals_in_strength
 from stof.mask.lift import lift, weaker_terms
+from stof.mask.nonempty import RowProver
 from stof.mask.parts import parted
 from stof.mask.relative import with_relative_bias
 from stof.mask.rows import check_rows
@@ -108,16 +110,23 @@ def _known(sites: Sequence[AttentionSite]) -> str:
 
 
 class Chooser:
-    """Decides about the sites of one model."""
+    """Decides about the sites of one model. ``folder``: where its external data lies."""
 
     def __init__(
-        self, model: onnx.ModelProto, symbolic: Symbolic, options: Options, plan: Plan | None, target: Target
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        options: Options,
+        plan: Plan | None,
+        target: Target,
+        folder: Path | None = None,
     ) -> None:
         self.symbolic = symbolic
         self.options = options
         self.plan = plan
         self.target = target
         self.checker = MaskChecker(model, symbolic)
+        self.prover = RowProver(self.checker, folder)
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
 
     def choose(self, site: AttentionSite) -> Choice:
@@ -141,6 +150,8 @@ class Chooser:
             step = Step.LIFT
             site = parted(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
+            if entry is None or not entry.empty_rows:
+                mask = self.prover.settled(site, mask)
             row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
             step = Step.CHECK
             accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)

@@ -103,7 +103,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         tuned_for = target_of(options, str(report.library.get("cpu_isa", "")))
         choices = []
         for scope in scopes:
-            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, tuned_for)
+            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, tuned_for, source.parent)
             choices += [chooser.choose(site) for site in scope.sites]
     report.sites += [c.report for c in choices]
     rewrites = [c.rewrite for c in choices if c.rewrite is not None]

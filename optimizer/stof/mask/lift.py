@@ -42,6 +42,7 @@ _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.F
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 FLOOR = -LOWEST[TensorProto.FLOAT]
+MAY_FORBID = "a bias may forbid as well; a row without any key may differ"
 _WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
@@ -116,7 +117,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -
     notes = [t.note for t in terms if t.note]
     fills = [f for t in terms for f in t.fills]
     if any(t.bias for t in terms) and any(math.isfinite(f) for f in fills):
-        notes.append("a bias may forbid as well; a row without any key may differ")
+        notes.append(MAY_FORBID)
     return LiftedMask(
         expression=expression,
         operands=tuple(operands[role] for role in sorted(operands)),
