@@ -17,7 +17,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLowest = -3.4028234663852886e38f;
 constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
 
-constexpr int kMostKeys = 160;  // of a tile
+constexpr int kMostKeys = 128;  // of a tile
 
 // What is allowed of a tile: the index of its bits in the mask, or
 enum Code : int32_t {

@@ -39,7 +39,9 @@ HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
-_ENTRY = re.compile(r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?>, T>\(([\d, ]+)\)")
+_ENTRY = re.compile(
+    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone, true)?>, T>\(([\d, ]+)\)"
+)
 
 
 @dataclass(frozen=True)
