@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from stof import cli
 from stof.inputs import Padding
-from stof.verify import cases, suspects
+from stof.verify import Verifier, cases, suspects
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -74,3 +76,56 @@ def test_without_time_the_first_and_the_last_case_run(
         "output 'last_hidden_state', batch 1, length 53, padded left",
         "output 'last_hidden_state', batch 4, length 9, padded right",
     ]
+
+
+def on_a_grid(path: Path) -> Path:
+    """A window's attention whose outputs are rounded to multiples of 2^-14: last places that differ make steps."""
+    positions = np.arange(96)
+    near = np.abs(positions[:, None] - positions) <= 8
+    constants = {"near": near, "least": np.float32(-np.inf), "scale": np.float32(0.25), "large": np.float32(1000)}
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["turned"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "turned"], ["products"]),
+        helper.make_node("Mul", ["products", "scale"], ["scaled"]),
+        helper.make_node("Where", ["near", "scaled", "least"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "v"], ["heads"]),
+        helper.make_node("Add", ["heads", "large"], ["far"]),
+        helper.make_node("Sub", ["far", "large"], ["y"]),
+    ]
+    shape = [2, 4, 96, 16]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in ("q", "k", "v", "y")]
+    weights = [numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items()]
+    graph = helper.make_graph(nodes, "grid", values[:3], values[3:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+def test_rounding_that_no_other_run_shows_is_looked_for(tmp_path: Path) -> None:
+    path, report = on_a_grid(tmp_path / "model.onnx"), tmp_path / "report.json"
+    assert cli.main([str(path), "--json", str(report)]) == 0
+    found = [c for c in json.loads(report.read_text())["verification"]["comparisons"] if not c["site"]]
+    # Without a step in one of the runs this would show nothing.
+    assert max(c["difference"] for c in found) >= 2.0**-14
+    assert max(c["budget"] for c in found) < 1e-3
+
+
+def test_rounding_is_no_excuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Verifier.run
+
+    def wrong(self: Verifier, original: Path, emitted: onnx.ModelProto, *rest: Any) -> Any:
+        other = onnx.ModelProto()
+        other.CopyFrom(emitted)
+        last = next(n for n in other.graph.node if n.output[0] == "y")
+        last.output[0] = "right"
+        other.graph.node.append(helper.make_node("Add", ["right", "little"], ["y"]))
+        other.graph.initializer.append(numpy_helper.from_array(np.float32(2e-3), "little"))
+        return run(self, original, other, *rest)
+
+    monkeypatch.setattr(Verifier, "run", wrong)
+    path = on_a_grid(tmp_path / "model.onnx")
+    assert cli.main([str(path)]) != 0
+    assert "verification failed" in capsys.readouterr().err
+    assert not path.with_suffix(".stof.onnx").exists()

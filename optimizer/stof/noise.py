@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding alone does to a quantized model: its roundings to whole numbers make steps of differences in the last place."""
+"""What rounding alone does to a model: a quantized one makes steps of differences in the last place, a deep one large ones."""
 
 from __future__ import annotations
 
