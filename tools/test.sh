@@ -73,7 +73,7 @@ end
 begin sanitizers
 for preset in asan tsan; do
   cmake --preset $preset
-  cmake --build --preset $preset
+  cmake --build --preset $preset --target stof_tests stof_trt_tests
   ctest --preset $preset
 done
 end
