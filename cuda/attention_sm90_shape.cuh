@@ -59,6 +59,7 @@ struct Shape {
   static constexpr bool kExtras = kExtras_ != Extras::kNone, kPairs = kExtras_ == Extras::kPairs;
   static_assert(kSplit == 1 || kSplit == kTeams, "all teams share an item, or none");
   static_assert(kSplit <= kFirstTiles, "a start knows each team's first tile");
+  static_assert(kN <= kMostKeys, "an entry has a bit for every key");
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);

@@ -24,7 +24,7 @@ SMALLEST_OPSET = 13
 DOMAIN = "stof"
 _SMALL_CONSTANT, _LARGEST_TABLE, _MOST_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
 _WHOLE = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
-_ITEM_SIZES = {
+ITEM_SIZES = {
     int(TensorProto.BOOL): 1,
     int(TensorProto.UINT8): 1,
     int(TensorProto.INT8): 1,
@@ -293,7 +293,10 @@ def _check_external(path: Path, model: onnx.ModelProto) -> None:
                 f"{path}: external data {location!r} of constant {tensor.name!r} is missing; put it beside the model"
             )
         try:
-            end = int(entries.get("offset", "0")) + int(entries.get("length", "0"))
+            offset, length = int(entries.get("offset", "0")), int(entries.get("length", "0"))
+            if min(offset, length) < 0:
+                raise ValueError
+            end = offset + length
         except ValueError:
             raise ModelError(f"{path}: constant {tensor.name!r} has a malformed offset or length") from None
         if end > held:
@@ -337,9 +340,9 @@ def _is_constant(tensor: onnx.TensorProto, size: int) -> bool:
 
 def _bytes(tensor: onnx.TensorProto) -> int:
     """The size of external data, -1 for types whose elements share bytes."""
-    if tensor.data_type not in _ITEM_SIZES:
+    if tensor.data_type not in ITEM_SIZES:
         return -1
-    return int(math.prod(tensor.dims) * _ITEM_SIZES[tensor.data_type])
+    return int(math.prod(tensor.dims) * ITEM_SIZES[tensor.data_type])
 
 
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:

@@ -128,6 +128,19 @@ UNBOUNDED: dict[str, onnx.ModelProto] = {
     "integers that wrap around in fp16": graph(
         "a = Sub (zero, one) out = Cast <to = 10> (a)", zero=np.zeros(2, np.uint32), one=np.array([1, 0], np.uint32)
     ),
+    "a difference of unsigned integers, all the same, in fp16": graph(
+        "a = Sub (one, two) out = Cast <to = 10> (a)",
+        one=np.full((7, 4), 1, np.uint32),
+        two=np.full((7, 4), 2, np.uint32),
+    ),
+    "unsigned integers below zero, all the same, in fp16": graph(
+        "a = Cast <to = 12> (whole) out = Cast <to = 10> (a)", whole=np.full((7, 4), -1, np.int32)
+    ),
+    "a larger one of unsigned integers that wrapped around, in fp16": graph(
+        "a = Sub (one, two) b = Max (a, one) out = Cast <to = 10> (b)",
+        one=np.full((7, 4), 1, np.uint32),
+        two=np.full((7, 4), 2, np.uint32),
+    ),
     "a logarithm": graph("out = Log (table)", table=TABLE),
     "a quotient": graph("out = Div (table, table)", table=TABLE),
 }
@@ -160,6 +173,36 @@ def test_external_data_is_read_where_it_lies(entry: float, tmp_path: Path) -> No
     assert bound(model) == math.inf, "without its folder"
     (tmp_path / "weights.bin").unlink()
     assert bound(model, tmp_path) == math.inf, "without the file"
+
+
+@pytest.mark.parametrize(
+    ("dims", "entries"),
+    [
+        ([3, 4], {"offset": "-4"}),
+        ([3, 4], {"offset": "1"}),
+        ([3, -4], {}),
+        ([1 << 62, 4], {"length": "0"}),
+        ([1 << 60, 8], {}),
+        ([3, 5], {}),
+        ([3, 4], {"offset": "none"}),
+        ([3, 4], {"location": "missing.bin"}),
+    ],
+)
+def test_damaged_external_data_has_no_bound(dims: list[int], entries: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(np.ones(12, SINGLE).tobytes())
+    model = graph("out = Identity (table)", table=np.ones((3, 4), SINGLE))
+    (table,) = model.graph.initializer
+    table.ClearField("raw_data")
+    table.data_location = onnx.TensorProto.EXTERNAL
+    del table.external_data[:]
+    table.external_data.add(key="location", value="weights.bin")
+    assert bound(model, tmp_path) == 1.0
+    for key, value in entries.items():
+        for old in [e for e in table.external_data if e.key == key]:
+            table.external_data.remove(old)
+        table.external_data.add(key=key, value=value)
+    table.dims[:] = dims
+    assert bound(model, tmp_path) == math.inf
 
 
 _ENTRIES = st.sampled_from([0.0, 1e-7, 0.3, -1.0, 7.5, 100.0, -30000.0, 65504.0, 1e5, -1e30, 3.4e38, np.inf, np.nan])

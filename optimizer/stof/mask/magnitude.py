@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.graph import GraphIndex
+from stof.graph import ITEM_SIZES, GraphIndex
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.interpreter import dtype_kind
-from stof.symbolic.widths import largest
+from stof.symbolic.widths import extremes
 
 _CHUNK = 1 << 20  # elements of a constant that are looked at together
 # Half a unit in the last place of bfloat16, the coarsest type, and the least number of fp16, below which units are all alike.
@@ -112,9 +112,12 @@ class Magnitudes:
     def _whole(self, tensor: str, dtype: int) -> float:
         """A bound of integers, which wrap around and are never infinite."""
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
-        most = max(float(info.max), -float(info.min))
         value = self.symbolic.value(tensor)
-        return most if value is None else min(most, largest(value))
+        # Values are whole numbers without a type. Unsigned ones leave theirs at 0, wherever something is taken away.
+        low, high = (-math.inf, math.inf) if value is None or info.min == 0 else extremes(value)
+        if info.min <= low and high <= info.max:
+            return max(-low, high)
+        return max(float(info.max), -float(info.min))
 
     def _computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
         operator, inputs = node.op_type, list(node.input)
@@ -171,7 +174,12 @@ def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        mapped = np.memmap(folder / entries["location"], dtype, "r", int(entries.get("offset", "0")), (count,))
+        offset, path = int(entries.get("offset", "0")), folder / entries["location"]
+        # onnx once had numbers of another size for types that NumPy lacks.
+        known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
+        if not known or min(offset, *tensor.dims) < 0 or offset + count * dtype.itemsize > path.stat().st_size:
+            return math.inf
+        mapped = np.memmap(path, dtype, "r", offset, (count,))
     except (KeyError, OSError, TypeError, ValueError):
         return math.inf
     return _most(mapped)

@@ -83,13 +83,13 @@ def fits(value: Int, largest: float, limits: Limits | None = None, *, read: floa
     return -largest <= low and high <= largest
 
 
-def largest(tensor: SymTensor) -> float:
-    """A bound on the absolute values of an integer tensor, for all sizes; inf where it holds what is read or not known."""
+def extremes(tensor: SymTensor) -> Range:
+    """Bounds of the values of an integer tensor, for all sizes; infinite where it holds what is read or not known."""
     index, limits = probe(tensor.shape)
     value = tensor.at(index)
     if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in parts(value)):
-        return math.inf
-    return max(map(abs, _Bounds(limits, math.inf).integer(value)))
+        return -math.inf, math.inf
+    return _Bounds(limits, math.inf).integer(value)
 
 
 def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
