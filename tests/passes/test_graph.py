@@ -153,6 +153,18 @@ def test_external_data_is_not_read_but_checked(source: Path) -> None:
         load(source)
 
 
+@pytest.mark.parametrize(("key", "value"), [("offset", "-8"), ("length", "-1"), ("offset", "eight")])
+def test_external_data_of_no_place_is_refused(key: str, value: str, source: Path) -> None:
+    loaded = onnx.load(str(source), load_external_data=False)
+    data = loaded.graph.initializer[0].external_data
+    for entry in [e for e in data if e.key == key]:
+        data.remove(entry)
+    data.add(key=key, value=value)
+    source.write_bytes(loaded.SerializeToString())
+    with pytest.raises(ModelError, match="constant 'w' has a malformed offset or length"):
+        load(source)
+
+
 def test_external_data_elsewhere_is_refused(source: Path) -> None:
     loaded = onnx.load(str(source), load_external_data=False)
     for location in ("../model.onnx.data", "/etc/passwd", ""):
