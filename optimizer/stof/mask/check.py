@@ -156,7 +156,9 @@ class MaskChecker:
         of_shapes = not mask.operands and not self._behind(site) & inputs
 
         def compare(case: Case, seed: int) -> None:
-            own = (*sorted(self._sizes(case).items()), case.padding) if of_shapes else ()
+            # Padding may show in a guard of rows, which is not among the masks.
+            padding = None if site.row_guard is None else case.padding
+            own = (*sorted(self._sizes(case).items()), padding) if of_shapes else ()
             if own and own in known:
                 return  # where sizes are numbers, what reads no input is the same again
             self._compare(site, mask, terms, case, seed, stated)
