@@ -729,170 +729,14 @@ class Attention {
     for (int i = 0; i < kScores / 2; ++i) weights[i] = cuda::Pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Divides and writes, by way of shared memory and the copy engine, which nobody waits for before the next item's
-  // output is made.
+  // ---- outputs: attention_sm90_output.cuh ----
   __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], const float (&high)[2],
-                                         const float (&sum)[2]) const {
-    if constexpr (S::kSplit > 1) {
-      FinishTogether(item, o, high, sum);
-      return;
-    }
-    const AttentionParams& p = p_.attention;
-    float scale[2];
-    bool empty[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = sum[r];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      empty[r] = total == 0.0f;
-      if (more_) {
-        if (!empty[r]) total += Sink(item, high[r]);
-        if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total);
-      }
-      scale[r] = Reciprocal(total);
-    }
-    if (__any_sync(~0u, empty[0] || empty[1]) != 0) {
-      // Whatever the weights of 0 were multiplied with.
-      const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (!empty[r]) continue;
-        SayEmpty(item, item.row0 + row_ + 8 * r);
-        scale[r] = 1.0f;
-#pragma unroll
-        for (int i = 2 * r; i < kOutputs; i += 4) o[i] = o[i + 1] = nothing;
-      }
-    }
-    // The warpgroup's rows begin here in an atom of 64 columns.
-    constexpr int kAtomBytes = 64 * 128;
-    const uint32_t place =
-        base_ + (S::kOwnOutput ? S::kOutput : query * S::kQueryBytes) + wg_ * (kHead / kAtom * kAtomBytes);
-    // Stores wait for no other than the last, and those of a warpgroup go by one thread: the copy engine takes its time
-    // for each, not for bytes.
-    const bool stores = threadIdx.x % kWarpgroup == 0;
-    if (S::kOwnOutput && stores) WaitStoresRead<0>();
-    SyncOwn();
-    // Of row r of 8, chunk c of 16 bytes lies at c ^ r.
-    const uint32_t own = place + (row_ % 64 - lane_ / 4 + lane_ % 16) * 128 + ((lane_ / 16 ^ lane_ % 8) << 4);
-#pragma unroll
-    for (int j = 0; j < kHead / 8; j += 2) {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        word[i] = cuda::Pack<T>(o[4 * j + 2 * i] * scale[i % 2], o[4 * j + 2 * i + 1] * scale[i % 2]);
-      }
-      StoreMatrix4((own ^ (j % 8 << 4)) + j / 8 * kAtomBytes, word[0], word[1], word[2], word[3]);
-    }
-    FenceForCopies();
-    SyncOwn();
-    if (stores) {
-#pragma unroll
-      for (int c = 0; c < kHead / kAtom; ++c) {
-        StoreTensor(&p_.output, place + c * kAtomBytes, c * kAtom, item.row0 + 64 * wg_, item.h * p_.output_step_h,
-                    item.b * p_.output_step_b);
-      }
-      CommitStores();
-    }
-    if constexpr (!S::kOwnOutput) {
-      if (stores) WaitStoresRead<0>();
-      Release(QueryEmpty(query));
-    }
-  }
-  __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
-
-  // What the sink adds to the sum of a row with this maximum.
-  __device__ __forceinline__ float Sink(const Item& item, float high) const {
-    const AttentionParams& p = p_.attention;
-    if (p.sink == nullptr) return 0.0f;
-    const float logit = p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h]
-                                             : ToFloat(static_cast<const T*>(p.sink)[item.h]);
-    return Exp2(fminf(logit * kLog2E - high, 127.0f));
-  }
-  __device__ __forceinline__ void SayEmpty(const Item& item, int row) const {
-    const AttentionParams& p = p_.attention;
-    if (row >= p.S || p_.redo == nullptr) return;
-    p_.redo[(item.b * p.H + item.h) * ((p.S + 63) / 64) + row / 64] = 1;
-  }
-
-  // The same where the teams share the item: each says its maxima and sums, brings its outputs to the maximum of all,
-  // and adds up one chunk of the columns from all teams.
+                                         const float (&sum)[2]) const;
   __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs], const float (&high)[2],
-                                                 const float (&sum)[2]) const {
-    constexpr int kThreads = S::kSplit * S::kConsumers * kWarpgroup, kFirst = 14, kSecond = 15;
-    const AttentionParams& p = p_.attention;
-    unsigned char* const shared = shared_ - team_ * S::kTeamBytes + S::kParts;
-    float2* const stats = reinterpret_cast<float2*>(shared);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = sum[r];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      if (lane_ % 4 == 0) stats[team_ * S::kM + row_ + 8 * r] = make_float2(high[r], total);
-    }
-    SyncNamed(kFirst, kThreads);
-    float scale[2];
-    bool empty[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float2 part[S::kSplit];
-      float most = -INFINITY;
-#pragma unroll
-      for (int t = 0; t < S::kSplit; ++t) {
-        part[t] = stats[t * S::kM + row_ + 8 * r];
-        most = fmaxf(most, part[t].x);
-      }
-      const float base = most == -INFINITY ? 0.0f : most;
-      float total = 0.0f;
-#pragma unroll
-      for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
-      empty[r] = total == 0.0f;
-      if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
-      if (more_) {
-        if (!empty[r]) total += Sink(item, most);
-        if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
-      }
-      scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);
-    }
-    float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
-                         wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
-    const auto part = [&](int chunk, int other) {
-      return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup;
-    };
-    float own[S::kChunk];
-#pragma unroll
-    for (int chunk = 0; chunk < S::kSplit; ++chunk) {
-      if (chunk == team_) {
-#pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) own[i] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
-      } else {
-        float* const to = part(chunk, team_ - (team_ > chunk ? 1 : 0));
-#pragma unroll
-        for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
-      }
-    }
-    SyncNamed(kSecond, kThreads);
-#pragma unroll
-    for (int other = 0; other < S::kSplit - 1; ++other) {
-      const float* const from = part(team_, other);
-#pragma unroll
-      for (int i = 0; i < S::kChunk; ++i) own[i] += from[i * kWarpgroup];
-    }
-    const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
-    T* const to = static_cast<T*>(p.output) + item.b * p.output_stride.b + item.h * p.output_stride.h;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = item.row0 + row_ + 8 * r;
-#pragma unroll
-      for (int j = 0; j < S::kChunk / 4; ++j) {
-        const int i = 4 * j + 2 * r, column = team_ * 2 * S::kChunk + 8 * j + lane_ % 4 * 2;
-        if (row < p.S && column < p.Dv) {
-          *reinterpret_cast<uint32_t*>(to + static_cast<int64_t>(row) * p.output_stride.s + column) =
-              cuda::Pack<T>(empty[r] ? nothing : own[i], empty[r] ? nothing : own[i + 1]);
-        }
-      }
-    }
-  }
+                                                 const float (&sum)[2]) const;
+  __device__ __forceinline__ float Sink(const Item& item, float high) const;
+  __device__ __forceinline__ void SayEmpty(const Item& item, int row) const;
+  __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
 
   const Sm90Params& p_;
   unsigned char* shared_;
@@ -902,6 +746,14 @@ class Attention {
   float scale_ = 1.0f;
   bool more_ = false;  // there are sinks, or somebody asks for the sums
 };
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace stof
+#include "cuda/attention_sm90_output.cuh"
+namespace stof {
+namespace cuda {
+namespace sm90 {
 
 template <typename S, typename T>
 __global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_constant__ Sm90Params params) {

@@ -10,18 +10,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from stof.graph import all_nodes
-
-_QUANTIZING = frozenset(
-    {"DynamicQuantizeLinear", "QuantizeLinear", "DynamicQuantizeMatMul", "QAttention", "QOrderedMatMul"}
-)
 # Four units in the last place of fp32, about what the operator and the nodes that it replaces differ by.
 _OFF = 2.0**-21
-
-
-def quantizes(model: onnx.ModelProto) -> bool:
-    """Whether a model rounds what it computes to whole numbers."""
-    return any(n.op_type in _QUANTIZING for n in all_nodes(model.graph.node))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _RELATIVE, _ABSOLUTE = 2.0**-8, 2.0**-24
 
 Bound = Callable[[list[float]], float]
 
-# Operators whose results are elements of their first input.
+# Operators whose results are elements of their first input, or zeros.
 _MOVING = frozenset(
     {
         "DepthToSpace",
@@ -44,11 +44,10 @@ _MOVING = frozenset(
         "Squeeze",
         "Tile",
         "Transpose",
+        "Trilu",
         "Unsqueeze",
     }
 )
-# The same, or zeros.
-_CLEARING = frozenset({"Trilu"})
 _COMPUTING: dict[str, Bound] = {
     "Abs": max,
     "Add": sum,
@@ -121,7 +120,7 @@ class Magnitudes:
 
     def _computed(self, node: onnx.NodeProto, kind: str, lowest: float) -> float:
         operator, inputs = node.op_type, list(node.input)
-        if operator in _MOVING or operator in _CLEARING:
+        if operator in _MOVING:
             return self.of(inputs[0])
         match operator:
             case "Concat":
