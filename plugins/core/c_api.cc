@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,19 @@ class ListedAttributes final : public stof::AttributeReader {
     const stof_attribute* found = Find(name, 2);
     if (found != nullptr) *value = found->s;
     return found != nullptr;
+  }
+  bool Ints(const char* name, std::vector<int64_t>* value) const override {
+    const stof_attribute* found = Find(name, 3);
+    if (found == nullptr) return false;
+    std::istringstream text(found->s);
+    std::vector<int64_t> numbers;
+    for (int64_t number = 0; text >> number;) numbers.push_back(number);
+    if (!text.eof()) {  // a word that is no number, or one beyond 64 bits
+      SetMistyped(name);
+      return false;
+    }
+    *value = std::move(numbers);
+    return true;
   }
 
  private:

@@ -64,7 +64,7 @@ STOF_EXPORT void stof_block_mask_cache_stats(int64_t stats[5], int clear);
 /* ---- operators: the same descriptions that the runtime adapters use ---- */
 typedef struct {
   const char* name;
-  int32_t type; /* 0 int, 1 float, 2 string */
+  int32_t type; /* 0 int, 1 float, 2 string, 3 list of ints: decimal numbers in s, separated by blanks */
   int64_t i;
   double f;
   const char* s;

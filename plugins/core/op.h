@@ -49,6 +49,7 @@ class AttributeReader {
   virtual bool Int(const char* name, int64_t* value) const = 0;
   virtual bool Float(const char* name, float* value) const = 0;
   virtual bool String(const char* name, std::string* value) const = 0;
+  virtual bool Ints(const char* name, std::vector<int64_t>* value) const = 0;
   // The first attribute that was asked for and found to be of another type; empty: none.
   const std::string& mistyped() const { return mistyped_; }
 
@@ -145,7 +146,7 @@ class Op {
 };
 
 // Attributes by name and type, for runtimes that want them declared.
-enum class AttributeType : uint8_t { kInt, kFloat, kString };
+enum class AttributeType : uint8_t { kInt, kFloat, kString, kInts };
 struct AttributeDescription {
   const char* name;
   AttributeType type;

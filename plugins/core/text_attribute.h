@@ -5,6 +5,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "plugins/core/op.h"
 
@@ -15,6 +16,7 @@ class TextAttribute final : public AttributeReader {
   TextAttribute(std::string name, std::string text) : name_(std::move(name)), text_(std::move(text)) {}
   bool Int(const char*, int64_t*) const override { return false; }
   bool Float(const char*, float*) const override { return false; }
+  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
   bool String(const char* name, std::string* value) const override {
     if (name_ != name) return false;
     *value = text_;

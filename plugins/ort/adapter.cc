@@ -59,6 +59,19 @@ class KernelAttributes final : public AttributeReader {
     *value = std::move(text);
     return true;
   }
+  bool Ints(const char* name, std::vector<int64_t>* value) const override {
+    size_t count = 0;
+    const auto measure = [this, &count](const char* n) {
+      return api_->KernelInfoGetAttributeArray_int64(info_, n, nullptr, &count);
+    };
+    if (!Get(name, measure)) return false;
+    std::vector<int64_t> numbers(count);
+    if (count > 0 && Failed(api_, api_->KernelInfoGetAttributeArray_int64(info_, name, numbers.data(), &count))) {
+      return false;
+    }
+    *value = std::move(numbers);
+    return true;
+  }
 
  private:
   // The C API reports a missing attribute and one of another type by the same code. The message for a name that no node
@@ -106,6 +119,19 @@ class InferAttributes final : public AttributeReader {
       return false;
     while (!text.empty() && text.back() == '\0') text.pop_back();
     *value = std::move(text);
+    return true;
+  }
+  bool Ints(const char* name, std::vector<int64_t>* value) const override {
+    const OrtOpAttr* attribute = nullptr;
+    size_t size = 0;
+    if (Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
+    // As above.
+    Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &size));
+    std::vector<int64_t> numbers(size / sizeof(int64_t));
+    if (numbers.empty() || Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, numbers.data(), size, &size))) {
+      return false;
+    }
+    *value = std::move(numbers);
     return true;
   }
 

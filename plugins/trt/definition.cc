@@ -31,6 +31,7 @@ uint64_t HashOf(const Fields& fields) {
     hash = HashBytes(field.name.data(), field.name.size(), hash);
     hash = MixHash(MixHash(MixHash(hash, static_cast<uint64_t>(field.kind)), static_cast<uint64_t>(field.i)), bits);
     hash = HashBytes(field.s.data(), field.s.size(), hash);
+    for (const int32_t number : field.numbers) hash = MixHash(hash, static_cast<uint64_t>(number));
   }
   return hash;
 }
@@ -100,6 +101,9 @@ void Definition::Serialize() {
       serialized_.emplace_back(name, &ints_.back(), PluginFieldType::kINT32, 1);
     } else if (field.kind == Field::Kind::kFloat) {
       serialized_.emplace_back(name, &field.f, PluginFieldType::kFLOAT32, 1);
+    } else if (field.kind == Field::Kind::kInts) {
+      serialized_.emplace_back(name, field.numbers.data(), PluginFieldType::kINT32,
+                               static_cast<int32_t>(field.numbers.size()));
     } else if (field.kind == Field::Kind::kString) {
       serialized_.emplace_back(name, field.s.c_str(), PluginFieldType::kCHAR, static_cast<int32_t>(field.s.size() + 1));
     }
@@ -115,6 +119,7 @@ void Definition::Describe() {
     std::string value = field.s;
     if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
     if (field.kind == Field::Kind::kFloat) value = std::to_string(field.f);
+    for (const int32_t number : field.numbers) value += (value.empty() ? "" : " ") + std::to_string(number);
     if (value.empty() || field.name == kFormatName) continue;
     metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);
   }

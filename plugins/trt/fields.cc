@@ -13,6 +13,7 @@ using nvinfer1::PluginFieldType;
 
 constexpr int32_t kMostFields = 256;
 constexpr size_t kMostName = 256;
+constexpr int32_t kMostNumbers = 64;  // of a list
 constexpr int64_t kMostElements = int64_t{1} << 31;
 
 // Data in an engine file may stand at any address.
@@ -35,6 +36,25 @@ Status ReadString(const PluginField& from, Field* field) {
   return Status();
 }
 
+bool Fits(int64_t number) {
+  return number >= std::numeric_limits<int32_t>::min() && number <= std::numeric_limits<int32_t>::max();
+}
+
+Status ReadNumbers(const PluginField& from, Field* field) {
+  const bool wide = from.type == PluginFieldType::kINT64;
+  const size_t size = wide ? sizeof(int64_t) : sizeof(int32_t);
+  for (int32_t i = 0; i < from.length; ++i) {
+    const char* at = static_cast<const char*>(from.data) + static_cast<size_t>(i) * size;
+    const int64_t number = wide ? Load<int64_t>(at) : Load<int32_t>(at);
+    if (!Fits(number)) {
+      return Status::Error("field " + field->name + " has " + std::to_string(number) + ", which does not fit 32 bits");
+    }
+    field->numbers.push_back(static_cast<int32_t>(number));
+  }
+  field->kind = Field::Kind::kInts;
+  return Status();
+}
+
 Status ReadOne(const PluginField& from, Field* field) {
   if (from.name == nullptr) return Status::Error("a plugin field has no name");
   const size_t size = strnlen(from.name, kMostName);
@@ -46,6 +66,10 @@ Status ReadOne(const PluginField& from, Field* field) {
   }
   if (from.type == PluginFieldType::kCHAR) return ReadString(from, field);
   field->kind = Field::Kind::kOther;
+  if (from.length > 1 && from.length <= kMostNumbers &&
+      (from.type == PluginFieldType::kINT32 || from.type == PluginFieldType::kINT64)) {
+    return ReadNumbers(from, field);
+  }
   if (from.length != 1) return Status();
   switch (from.type) {
     case PluginFieldType::kINT8:
@@ -72,7 +96,7 @@ Status ReadOne(const PluginField& from, Field* field) {
       return Status();
   }
   field->kind = Field::Kind::kInt;
-  if (field->i < std::numeric_limits<int32_t>::min() || field->i > std::numeric_limits<int32_t>::max()) {
+  if (!Fits(field->i)) {
     return Status::Error("field " + field->name + " is " + std::to_string(field->i) + ", which does not fit 32 bits");
   }
   return Status();
@@ -234,6 +258,21 @@ bool Fields::String(const char* name, std::string* value) const {
     return false;
   }
   *value = field->s;
+  return true;
+}
+
+bool Fields::Ints(const char* name, std::vector<int64_t>* value) const {
+  const Field* field = Find(name);
+  if (field == nullptr) return false;
+  if (field->kind == Field::Kind::kInt) {  // a list of one number looks like this
+    *value = {field->i};
+    return true;
+  }
+  if (field->kind != Field::Kind::kInts) {
+    SetMistyped(name);
+    return false;
+  }
+  value->assign(field->numbers.begin(), field->numbers.end());
   return true;
 }
 

@@ -14,12 +14,13 @@
 namespace stof::trt {
 
 struct Field {
-  enum class Kind : uint8_t { kInt, kFloat, kString, kOther };
+  enum class Kind : uint8_t { kInt, kFloat, kString, kInts, kOther };
   std::string name;
   Kind kind = Kind::kOther;
   int64_t i = 0;
   float f = 0;
   std::string s;
+  std::vector<int32_t> numbers;  // of kInts: more than one
 };
 
 // Copies of fields, sorted by name.
@@ -31,6 +32,7 @@ class Fields final : public AttributeReader {
   bool Int(const char* name, int64_t* value) const override;
   bool Float(const char* name, float* value) const override;
   bool String(const char* name, std::string* value) const override;
+  bool Ints(const char* name, std::vector<int64_t>* value) const override;
   const Field* Find(const char* name) const;
   void Set(Field field);
   void Remove(const char* name);

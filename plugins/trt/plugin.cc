@@ -420,7 +420,8 @@ int32_t Plugin::enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out,
 Creator::Creator(const OpDescription& description) : description_(description) {
   for (int i = 0; i < description.attribute_count; ++i) {
     const AttributeDescription& attribute = description.attributes[i];
-    const PluginFieldType type = attribute.type == AttributeType::kInt     ? PluginFieldType::kINT32
+    const bool whole = attribute.type == AttributeType::kInt || attribute.type == AttributeType::kInts;
+    const PluginFieldType type = whole                                     ? PluginFieldType::kINT32
                                  : attribute.type == AttributeType::kFloat ? PluginFieldType::kFLOAT32
                                                                            : PluginFieldType::kCHAR;
     fields_.emplace_back(attribute.name, nullptr, type, 1);

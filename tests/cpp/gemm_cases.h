@@ -22,6 +22,7 @@ class Attributes final : public AttributeReader {
     return true;
   }
   bool Float(const char*, float*) const override { return false; }
+  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
   bool String(const char* name, std::string* value) const override {
     if (std::strcmp(name, "epilogue") != 0) return false;
     *value = text_;

@@ -27,7 +27,11 @@
 namespace stof::test {
 namespace {
 
-enum class Arrangement { kBHSD, kBSHD, kGaps };  // kGaps: more between rows, heads and batches than they need
+// kGaps: more between rows, heads and batches than they need. kPacked: as kBSHD, with other heads before and behind in
+// each row.
+enum class Arrangement { kBHSD, kBSHD, kGaps, kPacked };
+const std::vector<Arrangement> kArrangements = {Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps,
+                                                Arrangement::kPacked};
 enum class Pad { kNone, kLeft, kRight, kAll, kRandom };
 // kLowest: some entries are the lowest finite number, and whole rows of them; kForbids: some are -inf, and whole rows;
 // kFarBelow: the first keys have -10000, so that the running maximum begins far below the scores that count.
@@ -72,7 +76,7 @@ std::string Describe(const Case& c) {
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
   std::string layout;
   for (const Arrangement a : c.arrangement)
-    layout += std::string(layout.empty() ? "" : ",") + "DSG"[static_cast<int>(a)];
+    layout += std::string(layout.empty() ? "" : ",") + "DSGP"[static_cast<int>(a)];
   return Text("B ", c.B, " H ", c.H, " G ", c.G, " S ", c.S, " T ", c.T, " D ", c.D, " Dv ", c.Dv, " dtype ",
               static_cast<int>(c.dtype), " layout ", layout, " offset ", c.offset, " mask ", c.mask, " pad ",
               kPads[static_cast<int>(c.pad)], " bias ", kBiases[static_cast<int>(c.bias)], " wide ", c.bias_wide,
@@ -249,6 +253,7 @@ constexpr unsigned char kUntouched = 0xff;  // as fp32, fp16 and bf16 a NaN that
 
 // Memory that ends with the tensor's last element, so that a sanitizer sees what reads beyond it; NaN between rows.
 struct Strided {
+  static constexpr int64_t kBefore = 2, kBehind = 3;  // heads of kPacked
   std::vector<char> bytes;
   char* data = nullptr;
   Strides stride;
@@ -257,6 +262,7 @@ struct Strided {
 
   Strided(const Case& c, int which, int64_t heads, int64_t length, int64_t size)
       : dtype(c.dtype), B(c.B), heads(heads), length(length), size(size) {
+    int64_t first = 0;  // elements before those that are meant
     switch (c.arrangement[which]) {
       case Arrangement::kBHSD:
         stride = {heads * length * size, length * size, size};
@@ -269,12 +275,18 @@ struct Strided {
         stride.h = length * stride.s + (c.cuda ? 16 : 3);
         stride.b = heads * stride.h + (c.cuda ? 8 : 7);
         break;
+      case Arrangement::kPacked:
+        stride.h = size;
+        stride.s = (kBefore + heads + kBehind) * size;
+        stride.b = length * stride.s;
+        first = kBefore * size;
+        break;
     }
     const int64_t item = SizeOfFloat(dtype), shift = c.shifted ? item : 0;
     const int64_t last = (B - 1) * stride.b + (heads - 1) * stride.h + (length - 1) * stride.s + size;
-    bytes.assign(static_cast<size_t>(shift + item * last), static_cast<char>(kUntouched));
+    bytes.assign(static_cast<size_t>(shift + item * (first + last)), static_cast<char>(kUntouched));
     bytes.shrink_to_fit();
-    data = bytes.data() + shift;
+    data = bytes.data() + shift + item * first;
   }
   Strided(const Strided&) = delete;
   Strided& operator=(const Strided&) = delete;
@@ -632,7 +644,7 @@ std::vector<Case> DrawnCases(int count) {
   Deck<int64_t> heads({2, 4, 6}, &random);
   Deck<int64_t> batches({2, 2, 1, 3}, &random);
   Deck<DType> dtypes({DType::kF32, DType::kF32, DType::kF16, DType::kBF16}, &random);
-  Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
+  Deck<Arrangement> arrangements(kArrangements, &random);
   Deck<int> masks({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, &random);
   Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
   Deck<Bias> biases(
@@ -1054,7 +1066,7 @@ void CudaDecode() {
   Deck<int64_t> sizes({8, 40, 64, 72, 128, 128, 200, 256}, &random);
   Deck<std::pair<int64_t, int64_t>> heads({{8, 8}, {8, 2}, {8, 1}, {6, 2}, {2, 2}}, &random);
   Deck<DType> dtypes({DType::kF16, DType::kBF16, DType::kF32}, &random);
-  Deck<Arrangement> arrangements({Arrangement::kBHSD, Arrangement::kBSHD, Arrangement::kGaps}, &random);
+  Deck<Arrangement> arrangements(kArrangements, &random);
   Deck<int> masks({0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13}, &random);
   Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
   Deck<Bias> biases({Bias::kNone, Bias::kNone, Bias::kNone, Bias::kPlain, Bias::kLowest, Bias::kForbids}, &random);

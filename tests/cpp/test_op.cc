@@ -22,9 +22,11 @@ class MapAttributes final : public AttributeReader {
   std::map<std::string, int64_t> ints;
   std::map<std::string, float> floats;
   std::map<std::string, std::string> strings;
+  std::map<std::string, std::vector<int64_t>> lists;
   bool Int(const char* name, int64_t* value) const override { return Find(ints, name, value); }
   bool Float(const char* name, float* value) const override { return Find(floats, name, value); }
   bool String(const char* name, std::string* value) const override { return Find(strings, name, value); }
+  bool Ints(const char* name, std::vector<int64_t>* value) const override { return Find(lists, name, value); }
 
  private:
   template <typename T>
@@ -83,6 +85,7 @@ struct Problem {
   int64_t B = 1, H = 2, G = 2, S = 5, T = 7, D = 8, Dv = 8;
   std::string layouts[4] = {"BHSD", "BHSD", "BHSD", "BHSD"};
   MapAttributes attributes;
+  int64_t before[3] = {}, behind[3] = {};  // heads in the tensor of query, key and value that are not theirs
   DType dtype = DType::kF32;
   std::vector<Array> inputs;  // query, key, value, operands
   bool constant_tables = true;
@@ -98,11 +101,27 @@ std::vector<int64_t> Dims(const std::string& layout, int64_t b, int64_t heads, i
   return {b, length, heads * size};
 }
 
+// That the tensor of query, key or value has.
+int64_t Heads(const Problem& p, int which) { return p.before[which] + (which == 0 ? p.H : p.G) + p.behind[which]; }
+
+// Where an element of query, key or value is.
+int64_t Place(const Problem& p, int which, int64_t b, int64_t h, int64_t s) {
+  return Offset(p.layouts[which], Heads(p, which), which == 0 ? p.S : p.T, which == 2 ? p.Dv : p.D, b,
+                p.before[which] + h, s);
+}
+
 void MakeInputs(Problem* p, Random* random) {
-  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[0], p->B, p->H, p->S, p->D)));
-  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[1], p->B, p->G, p->T, p->D)));
-  p->inputs.push_back(MakeArray(p->dtype, Dims(p->layouts[2], p->B, p->G, p->T, p->Dv)));
-  for (Array& array : p->inputs) FillRandom(&array, random);
+  const int64_t lengths[] = {p->S, p->T, p->T}, sizes[] = {p->D, p->D, p->Dv};
+  for (int i = 0; i < 3; ++i) {
+    const int64_t heads = Heads(*p, i), size = sizes[i];
+    Array array = MakeArray(p->dtype, Dims(p->layouts[i], p->B, heads, lengths[i], size));
+    FillRandom(&array, random);
+    for (int64_t at = 0; at < array.tensor.Elements() && heads > 0; ++at) {
+      const int64_t head = p->layouts[i] == "BHSD" ? at / size / lengths[i] % heads : at / size % heads;
+      if (head < p->before[i] || head >= heads - p->behind[i]) Set(&array, at, std::nanf(""));
+    }
+    p->inputs.push_back(std::move(array));
+  }
   p->attributes.strings["layout"] = p->layouts[0] + " " + p->layouts[1] + " " + p->layouts[2] + " " + p->layouts[3];
   p->attributes.ints["num_heads"] = p->H;
   p->attributes.ints["kv_num_heads"] = p->G;
@@ -170,8 +189,8 @@ std::vector<double> Row(const Problem& p, const Rules& rules, int64_t b, int64_t
     for (int64_t j = 0; j < p.T; ++j) {
       double score = 0;
       for (int64_t d = 0; d < p.D; ++d) {
-        score += static_cast<double>(Get(p.inputs[0], Offset(p.layouts[0], p.H, p.S, p.D, b, h, i) + d)) *
-                 Get(p.inputs[1], Offset(p.layouts[1], p.G, p.T, p.D, b, g, j) + d);
+        score += static_cast<double>(Get(p.inputs[0], Place(p, 0, b, h, i) + d)) *
+                 Get(p.inputs[1], Place(p, 1, b, g, j) + d);
       }
       score *= scale;
       if (softcap > 0) score = softcap * std::tanh(score / softcap);
@@ -203,7 +222,7 @@ std::vector<double> Row(const Problem& p, const Rules& rules, int64_t b, int64_t
     const double w = std::exp(weights[static_cast<size_t>(j)] - top);
     sum += w;
     for (int64_t d = 0; d < p.Dv; ++d) {
-      out[static_cast<size_t>(d)] += w * Get(p.inputs[2], Offset(p.layouts[2], p.G, p.T, p.Dv, b, g, j) + d);
+      out[static_cast<size_t>(d)] += w * Get(p.inputs[2], Place(p, 2, b, g, j) + d);
     }
   }
   for (double& x : out) x /= sum;
@@ -260,6 +279,19 @@ Array MakeBias(const Problem& p, Random* random) {
   return bias;
 }
 
+// Other heads, which hold NaN, in the tensors that may have them.
+void Pack(Problem* p, Random* random) {
+  std::vector<int64_t>& packed = p->attributes.lists["packed"];
+  for (int i = 0; i < 3; ++i) {
+    if (p->layouts[i] == "BSN") {
+      p->before[i] = random->Range(0, 5);
+      p->behind[i] = random->Range(0, 5);
+    }
+    packed.push_back(p->before[i]);
+    packed.push_back(Heads(*p, i));
+  }
+}
+
 void RandomProblem(uint64_t seed, const Parallel& parallel) {
   static const std::vector<std::string> kLayouts = {"BHSD", "BSHD", "BSN"};
   static const std::vector<std::string> kPolicies = {"zero", "nan", "mean", "all"};
@@ -279,6 +311,7 @@ void RandomProblem(uint64_t seed, const Parallel& parallel) {
   p.dtype = random.OneIn(4) ? DType::kBF16 : DType::kF32;
   for (std::string& layout : p.layouts) layout = random.Pick(kLayouts);
   p.constant_tables = random.OneIn(2);
+  if (random.OneIn(3)) Pack(&p, &random);
   MakeInputs(&p, &random);
   RandomMask mask = MakeRandomMask(&random, sizes, true);
   std::string text = mask.text;
@@ -431,6 +464,10 @@ TEST(OpSurvivesDamagedAttributes) {
     }
     if (random.OneIn(3)) p.attributes.ints["num_heads"] = random.Range(-2, 9);
     if (random.OneIn(3)) p.attributes.ints["query_offset"] = random.Range(-1, 2);
+    if (random.OneIn(6)) {
+      std::vector<int64_t>& packed = p.attributes.lists["packed"];
+      for (int64_t n = random.Range(5, 6); n > 0; --n) packed.push_back(random.Range(-1, 4));
+    }
     Array output;
     passed += RunOp(p, Attention(), &output, pool.view()).ok() ? 1 : 0;
   }
@@ -440,13 +477,22 @@ TEST(OpSurvivesDamagedAttributes) {
 
 TEST(OpTakesEmptyTensors) {
   ThreadPool pool(1);
-  for (int axis = 0; axis < 4; ++axis) {
+  for (int axis = 0; axis < 8; ++axis) {
     for (const char* policy : {"zero", "nan", "mean", "all"}) {
       Random random(7);
       Problem p;
-      (axis == 0 ? p.B : axis == 1 ? p.H : axis == 2 ? p.S : p.T) = 0;
+      if (axis >= 4) {            // tensors without elements, whose data may be null, beside packed ones
+        if (axis == 5) continue;  // packed tensors have heads
+        for (std::string& layout : p.layouts) layout = "BSN";
+      }
+      const bool packed = axis >= 4;
+      (axis % 4 == 0 ? p.B : axis == 1 ? p.H : axis % 4 == 2 ? p.S : p.T) = 0;
       if (axis == 1) p.G = 0;
+      if (packed) Pack(&p, &random);
       MakeInputs(&p, &random);
+      for (Array& array : p.inputs) {
+        if (packed && array.tensor.Elements() == 0) array.tensor.data = nullptr;
+      }
       p.attributes.strings["mask"] = "abs(q - k) <= 2";
       p.attributes.strings["empty_rows"] = policy;
       Array output;
@@ -469,6 +515,9 @@ TEST(OpRefuses) {
   const auto add = [](Problem* p, const char* role, Array array) {
     p->attributes.strings["operands"] += std::string(role) + " ";
     p->inputs.push_back(std::move(array));
+  };
+  const auto packed = [](std::vector<int64_t> numbers) {
+    return [numbers](Problem* p) { p->attributes.lists["packed"] = numbers; };
   };
   const auto mask = [](const char* text) { return [text](Problem* p) { p->attributes.strings["mask"] = text; }; };
   const std::vector<Fault> faults = {
@@ -540,6 +589,32 @@ TEST(OpRefuses) {
        [](Problem* p) {
          p->inputs[0] = MakeArray(DType::kF32, {1, 2, 5, 257});
          p->inputs[1] = MakeArray(DType::kF32, {1, 2, 7, 257});
+       }},
+      {"packed has 5 numbers, expected 6", packed({0, 2, 0, 2, 0})},
+      {"packed has 0 numbers, expected 6", packed({})},
+      {"first head -1 of 2 for query", packed({-1, 2, 0, 2, 0, 2})},
+      {"first head 0 of 0 for key", packed({0, 2, 0, 0, 0, 2})},
+      {"first head 0 of 65537 for value", packed({0, 2, 0, 2, 0, 65537})},
+      {"first head 9223372036854775807 of 3 for key", packed({0, 2, INT64_MAX, 3, 0, 2})},
+      {"first head 0 of 9223372036854775807 for key", packed({0, 2, 0, INT64_MAX, 0, 2})},
+      {"for key, expected 2 heads from the first one on",
+       [&](Problem* p) {
+         packed({0, 2, 1, 2, 0, 2})(p);
+         p->attributes.strings["layout"] = "BHSD BSN BHSD BHSD";
+       }},
+      {"for query, expected 0 for layout BHSD", packed({1, 3, 0, 2, 0, 2})},
+      {"expected 3 heads, as attribute packed says", packed({0, 2, 0, 2, 0, 3})},
+      {"expected a last dimension that its number of heads (3) divides",
+       [&](Problem* p) {
+         packed({0, 2, 1, 3, 0, 2})(p);
+         p->attributes.strings["layout"] = "BHSD BSN BHSD BHSD";
+         p->inputs[1] = MakeArray(DType::kF32, {1, 7, 16});
+       }},
+      {"head size",
+       [&](Problem* p) {
+         packed({0, 2, 1, 4, 0, 2})(p);
+         p->attributes.strings["layout"] = "BHSD BSN BHSD BHSD";
+         p->inputs[1] = MakeArray(DType::kF32, {1, 7, 16});
        }},
       {"query_offset",
        [](Problem* p) {

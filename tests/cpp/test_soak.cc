@@ -44,6 +44,7 @@ class VariantAttributes final : public AttributeReader {
     return true;
   }
   bool Float(const char*, float*) const override { return false; }
+  bool Ints(const char*, std::vector<int64_t>*) const override { return false; }
   bool String(const char* name, std::string* value) const override {
     const char* found = std::strcmp(name, "mask") == 0         ? variant_.mask
                         : std::strcmp(name, "operands") == 0   ? variant_.operands

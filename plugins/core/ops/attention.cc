@@ -29,13 +29,16 @@ std::string ShapeText(const Tensor& tensor) {
   return text + "]";
 }
 
-// Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them.
+// Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them from the
+// first element that is meant.
 struct Sized {
   int64_t b = 0, heads = 0, s = 0, d = 0;
   Strides stride;
+  int64_t first = 0;  // elements before it
 };
 
-Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int64_t heads, Sized* sized) {
+Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int64_t heads, const PackedHeads& packed,
+               Sized* sized) {
   const int rank = layout == TensorLayout::kBSN ? 3 : 4;
   if (tensor.rank != rank) {
     return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected rank " +
@@ -44,15 +47,18 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
   const int64_t* dims = tensor.dims;
   Sized& r = *sized;
   r.b = dims[0];
+  int64_t total = 0;  // heads that the tensor has
   if (layout == TensorLayout::kBSN) {
-    if (heads < 1 || dims[2] % heads != 0) {
+    total = packed.total > 0 ? packed.total : heads;
+    if (heads < 1 || dims[2] % total != 0) {
       return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) +
-                           ", expected a last dimension that its number of heads (" + std::to_string(heads) +
+                           ", expected a last dimension that its number of heads (" + std::to_string(total) +
                            ") divides");
     }
     r.s = dims[1];
     r.heads = heads;
-    r.d = dims[2] / heads;
+    r.d = dims[2] / total;
+    r.first = packed.first * r.d;
   } else {
     r.heads = dims[layout == TensorLayout::kBHSD ? 1 : 2];
     r.s = dims[layout == TensorLayout::kBHSD ? 2 : 1];
@@ -61,18 +67,29 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
       return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected " +
                            std::to_string(heads) + " heads");
     }
+    if (packed.total > 0 && r.heads != packed.total) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected " +
+                           std::to_string(packed.total) + " heads, as attribute packed says");
+    }
+    total = r.heads;
   }
   // Limits come later; here nothing may overflow, whatever a runtime claims.
   int64_t elements = std::max<int64_t>(r.d, 1);
-  for (const int64_t size : {r.heads, r.s}) {
+  for (const int64_t size : {total, r.s}) {
     if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
       return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
     }
   }
-  r.stride.b = r.heads * r.s * r.d;
+  r.stride.b = total * r.s * r.d;
   r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
-  r.stride.s = layout == TensorLayout::kBHSD ? r.d : r.heads * r.d;
+  r.stride.s = layout == TensorLayout::kBHSD ? r.d : total * r.d;
   return Status();
+}
+
+// Where the heads that are meant begin; a tensor without elements may have no data.
+const void* Begin(const Tensor& tensor, const Sized& sized) {
+  if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
+  return static_cast<const char*>(tensor.data) + sized.first * SizeOf(tensor.dtype);
 }
 
 void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output) {
@@ -490,7 +507,8 @@ class AttentionOp final : public Op {
                              std::to_string(static_cast<int>(dtype)));
       }
       const int64_t heads = i == 0 ? attributes_.num_heads : attributes_.kv_num_heads;
-      STOF_RETURN_IF_ERROR(Measure(inputs[i], attributes_.layout[i], kTensorNames[i], heads, &sized[i]));
+      STOF_RETURN_IF_ERROR(
+          Measure(inputs[i], attributes_.layout[i], kTensorNames[i], heads, attributes_.packed[i], &sized[i]));
     }
     const Sized& q = sized[0];
     const Sized& k = sized[1];
@@ -523,9 +541,9 @@ class AttentionOp final : public Op {
     args->D = q.d;
     args->Dv = v.d;
     args->dtype = dtype;
-    args->query = inputs[0].data;
-    args->key = inputs[1].data;
-    args->value = inputs[2].data;
+    args->query = Begin(inputs[0], q);
+    args->key = Begin(inputs[1], k);
+    args->value = Begin(inputs[2], v);
     args->query_stride = q.stride;
     args->key_stride = k.stride;
     args->value_stride = v.stride;
@@ -619,10 +637,11 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
   if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
-  // Value's last dimension, or that over its number of heads where heads are packed.
-  const bool packed = parsed.layout[2] == TensorLayout::kBSN;
-  DimRule head_size = packed ? DimRule{2, 2, -1, 1, parsed.kv_num_heads} : DimRule{2, 3, -1};
-  if (packed && parsed.kv_num_heads == 0) head_size = {-1, 0, -1};
+  // Value's last dimension, or that over the heads that lie in it.
+  const bool flat = parsed.layout[2] == TensorLayout::kBSN;
+  const int64_t value_heads = parsed.packed[2].total > 0 ? parsed.packed[2].total : parsed.kv_num_heads;
+  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
+  if (flat && value_heads == 0) head_size = {-1, 0, -1};
   switch (parsed.layout[3]) {
     case TensorLayout::kBHSD:
       return {batch, heads, length, head_size};
@@ -655,13 +674,14 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
 const OpDescription* AttentionDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
-      {"layout", AttributeType::kString},     {"num_heads", AttributeType::kInt},
-      {"kv_num_heads", AttributeType::kInt},  {"query_offset", AttributeType::kInt},
-      {"empty_rows", AttributeType::kString}, {"operands", AttributeType::kString},
-      {"results", AttributeType::kString},    {"allow_tf32", AttributeType::kInt},
-      {"kernel", AttributeType::kString},     {"tile", AttributeType::kString}};
+      {"mask", AttributeType::kString},      {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},      {"softcap", AttributeType::kFloat},
+      {"layout", AttributeType::kString},    {"num_heads", AttributeType::kInt},
+      {"kv_num_heads", AttributeType::kInt}, {"packed", AttributeType::kInts},
+      {"query_offset", AttributeType::kInt}, {"empty_rows", AttributeType::kString},
+      {"operands", AttributeType::kString},  {"results", AttributeType::kString},
+      {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
+      {"tile", AttributeType::kString}};
   static const OpDescription description = {"StofAttention",
                                             kTypedInputs,
                                             kMostOperands,

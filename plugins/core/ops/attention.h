@@ -20,6 +20,12 @@ constexpr int kMostOperands = 13;
 
 enum class TensorLayout : uint8_t { kBHSD, kBSHD, kBSN };
 
+// Which heads of a BSN tensor are meant: as many as the operator has of it, from `first` on, of `total`.
+struct PackedHeads {
+  int64_t first = 0;
+  int64_t total = 0;  // 0: the tensor holds no others
+};
+
 struct AttentionAttributes {
   std::string mask;
   bool has_scale = false;
@@ -28,6 +34,7 @@ struct AttentionAttributes {
   std::array<TensorLayout, 4> layout = {};  // query, key, value, output
   int64_t num_heads = 0;                    // 0: from the shape
   int64_t kv_num_heads = 0;
+  std::array<PackedHeads, 3> packed = {};  // query, key, value
   bool query_offset = false;
   EmptyRows empty_rows = EmptyRows::kZero;
   bool allow_tf32 = false;

@@ -61,6 +61,38 @@ Status CheckRoles(const std::vector<std::string>& roles) {
   return Status();
 }
 
+// [first, total] of query, key and value.
+Status ParsePacked(const AttributeReader& attributes, AttentionAttributes* parsed) {
+  std::vector<int64_t> numbers;
+  if (!attributes.Ints("packed", &numbers)) return Status();
+  if (numbers.size() != 2 * parsed->packed.size()) {
+    return Status::Error("attribute packed has " + std::to_string(numbers.size()) +
+                         " numbers, expected 6: the first head and the number of heads of query, key and value");
+  }
+  static constexpr const char* kNames[] = {"query", "key", "value"};
+  for (size_t i = 0; i < parsed->packed.size(); ++i) {
+    const PackedHeads packed = {numbers[2 * i], numbers[2 * i + 1]};
+    const auto wrong = [&](const std::string& expected) {
+      return Status::Error("attribute packed has first head " + std::to_string(packed.first) + " of " +
+                           std::to_string(packed.total) + " for " + kNames[i] + ", expected " + expected);
+    };
+    if (packed.first < 0 || packed.total < 1 || packed.total > kMaxHeads || packed.first >= packed.total) {
+      return wrong("a head of 1 to 65536, counted from 0");
+    }
+    const bool bsn = parsed->layout[i] == TensorLayout::kBSN;
+    if (!bsn && packed.first != 0) {
+      return wrong("0 for layout " + std::string(kLayoutNames[static_cast<int>(parsed->layout[i])]) +
+                   ": only BSN has others beside its own");
+    }
+    const int64_t heads = i == 0 ? parsed->num_heads : parsed->kv_num_heads;
+    if (heads > 0 && packed.total - packed.first < heads) {
+      return wrong(std::to_string(heads) + " heads from the first one on");
+    }
+    parsed->packed[i] = packed;
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
@@ -89,6 +121,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
       return Status::Error("a number of heads of " + std::to_string(heads) + ", expected 0 to 65536");
     }
   }
+  STOF_RETURN_IF_ERROR(ParsePacked(attributes, &a));
   const auto flag = [&attributes](const char* name, bool* value) {
     int64_t given = 0;
     attributes.Int(name, &given);
