@@ -83,6 +83,7 @@ struct Attributes {
   std::map<std::string, int32_t> ints;
   std::map<std::string, float> floats;
   std::map<std::string, std::string> strings;
+  std::map<std::string, std::vector<int32_t>> lists;
 };
 
 // A collection that owns what it points to, at odd addresses where `odd`, as data in an engine file may be.
@@ -90,6 +91,9 @@ class OwnedFields {
  public:
   explicit OwnedFields(const Attributes& attributes) {
     for (const auto& [name, value] : attributes.ints) Add(name, PluginFieldType::kINT32, 1, &value, 4, false);
+    for (const auto& [name, value] : attributes.lists) {
+      Add(name, PluginFieldType::kINT32, static_cast<int32_t>(value.size()), value.data(), 4 * value.size(), false);
+    }
     for (const auto& [name, value] : attributes.floats) Add(name, PluginFieldType::kFLOAT32, 1, &value, 4, false);
     for (const auto& [name, value] : attributes.strings) {
       Add(name, PluginFieldType::kCHAR, static_cast<int32_t>(value.size() + 1), value.c_str(), value.size() + 1, false);
@@ -102,9 +106,9 @@ class OwnedFields {
       const PluginField& field = from.fields[i];
       CHECK(field.name != nullptr && field.data != nullptr && field.length > 0);
       const bool text = field.type == PluginFieldType::kCHAR;
-      CHECK(text ||
-            ((field.type == PluginFieldType::kINT32 || field.type == PluginFieldType::kFLOAT32) && field.length == 1));
-      Add(field.name, field.type, field.length, field.data, text ? static_cast<size_t>(field.length) : 4, true);
+      CHECK(text || field.type == PluginFieldType::kINT32 ||
+            (field.type == PluginFieldType::kFLOAT32 && field.length == 1));
+      Add(field.name, field.type, field.length, field.data, static_cast<size_t>(field.length) * (text ? 1 : 4), true);
     }
     Finish();
   }

@@ -165,6 +165,8 @@ TEST(TrtRefusesRawFields) {
   };
   const std::string long_name(300, 'n');
   const int64_t wide = int64_t{1} << 40;
+  const int32_t numbers[65] = {0, 2, 0, 2, 0, 2};
+  const int64_t wides[6] = {0, 2, 0, 2, 0, wide};
   const Bad cases[] = {{{nullptr, &number, PluginFieldType::kINT32, 1}, "no name"},
                        {{"", &number, PluginFieldType::kINT32, 1}, "an empty name"},
                        {{long_name.c_str(), &number, PluginFieldType::kINT32, 1}, "a long name"},
@@ -175,6 +177,13 @@ TEST(TrtRefusesRawFields) {
                        {{"num_heads", &number, PluginFieldType::kINT32, 0}, "no number"},
                        {{"num_heads", &number, static_cast<PluginFieldType>(77), 1}, "an unknown type"},
                        {{"scale", &number, PluginFieldType::kINT32, 1}, "an int for a float"},
+                       {{"num_heads", numbers, PluginFieldType::kINT32, 2}, "a list for an int"},
+                       {{"packed", &number, PluginFieldType::kINT32, 1}, "a list of one"},
+                       {{"packed", numbers, PluginFieldType::kINT32, 5}, "a list of five"},
+                       {{"packed", numbers, PluginFieldType::kINT32, 65}, "a list of 65"},
+                       {{"packed", wides, PluginFieldType::kINT64, 6}, "a list of more than 32 bits"},
+                       {{"packed", &real, PluginFieldType::kFLOAT32, 1}, "a float for a list"},
+                       {{"packed", text.data(), PluginFieldType::kCHAR, 6}, "text for a list"},
                        {{"mask", text.data(), PluginFieldType::kUNKNOWN, 6}, "bytes for text"},
                        {{"mask", text.data(), PluginFieldType::kCHAR, 8}, "a NUL inside"}};
   for (const Bad& bad : cases) {
@@ -186,16 +195,20 @@ TEST(TrtRefusesRawFields) {
                               {"operands", nullptr, PluginFieldType::kCHAR, 0}};
   const nvinfer1::PluginFieldCollection collection = {2, good};
   CHECK(Held(CreateRaw(&collection)).plugin != nullptr);
+  const int64_t longs[6] = {0, 2, 0, 2, 0, 2};
+  const PluginField listed = {"packed", longs, PluginFieldType::kINT64, 6};
+  const nvinfer1::PluginFieldCollection lists = {1, &listed};
+  CHECK(Held(CreateRaw(&lists)).plugin != nullptr);
   const PluginField twice[] = {good[0], good[0]};
   const nvinfer1::PluginFieldCollection doubled = {2, twice};
   CHECK(CreateRaw(&doubled) == nullptr);
-  CountCases(static_cast<int64_t>(std::size(cases)) + 2);
+  CountCases(static_cast<int64_t>(std::size(cases)) + 3);
 }
 
 TEST(TrtRandomFields) {
   static const std::vector<std::string> kNames = {"mask",      "mask_id",      "scale",        "softcap",    "layout",
                                                   "num_heads", "kv_num_heads", "query_offset", "empty_rows", "operands",
-                                                  "results",   "constants",    "stof_format",  "other"};
+                                                  "results",   "constants",    "stof_format",  "packed",     "other"};
   static const std::vector<std::string> kTexts = {
       "k <= q", "BSN",           "BHSD BSHD BSN BHSD", "pad",       "table0",     "pad bias sink",
       "mean",   "3 bool 4 Dw==", "pad[b, k]",          "table0[k]", "q // k < 3", ""};
@@ -255,6 +268,11 @@ TEST(TrtRefusesShapes) {
   Held held = Create(packed);
   CHECK(held.build->getOutputShapes(shapes, 3, nullptr, 0, &out, 1, builder) == 0);
   CHECK(FakeBuilder::Values(out) == std::vector<int64_t>({2, 5, 64}));
+  packed.lists["packed"] = {0, 4, 4, 8, 4, 16};
+  const Held wide = Create(packed);
+  nvinfer1::DimsExprs wides[3] = {shapes[0], builder.Dims({2, 5, 128}), builder.Dims({2, 5, 512})};
+  CHECK(wide.build->getOutputShapes(wides, 3, nullptr, 0, &out, 1, builder) == 0);
+  CHECK(FakeBuilder::Values(out) == std::vector<int64_t>({2, 5, 128}));
   CHECK(held.build->getOutputShapes(shapes, 2, nullptr, 0, &out, 1, builder) != 0);
   CHECK(held.build->getOutputShapes(shapes, 3, shapes, 1, &out, 1, builder) != 0);
   shapes[1] = builder.Dims({2, 5, 4, 16});

@@ -36,6 +36,7 @@ TEST(TrtDeclares) {
       bool Int(const char* name, int64_t*) const override { return Seen(name, PluginFieldType::kINT32); }
       bool Float(const char* name, float*) const override { return Seen(name, PluginFieldType::kFLOAT32); }
       bool String(const char* name, std::string*) const override { return Seen(name, PluginFieldType::kCHAR); }
+      bool Ints(const char* name, std::vector<int64_t>*) const override { return Seen(name, PluginFieldType::kINT32); }
 
      private:
       bool Seen(const char* name, PluginFieldType type) const {

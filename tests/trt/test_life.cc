@@ -107,7 +107,7 @@ TEST(TrtContextsOnThreads) {
 
 // One timing serves two layers only where everything but their shapes is equal.
 TEST(TrtTimingIds) {
-  std::vector<Attributes> different(9);
+  std::vector<Attributes> different(11);
   different[1].strings["mask"] = "k <= q";
   different[2].strings["mask"] = "abs(q - k) <= 64";
   different[3].strings["mask"] = "abs(q - k) <= 65";
@@ -118,6 +118,11 @@ TEST(TrtTimingIds) {
     different[i].strings["mask"] = "table0[k]";
     different[i].strings["operands"] = "table0";
     different[i].strings["constants"] = i == 7 ? "3 bool 5 Hw==" : "3 bool 5 Fw==";
+  }
+  for (int i = 9; i < 11; ++i) {
+    different[i].strings["layout"] = "BSN";
+    different[i].ints = {{"num_heads", 2}, {"kv_num_heads", 2}};
+    different[i].lists["packed"] = {0, 6, 2, 6, i == 9 ? 4 : 3, 6};
   }
   std::set<std::string> ids;
   for (const Attributes& attributes : different) {

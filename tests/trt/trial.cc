@@ -70,6 +70,9 @@ void StoreInt(DataType type, int64_t value, void* target) {
   }
 }
 
+// That the tensor of query, key or value has.
+int64_t Heads(const Case& c, int input) { return c.before[input] + (input == 0 ? c.H : c.G) + c.behind[input]; }
+
 }  // namespace
 
 Sizes RandomSizes(Random* random, const Sizes& most) {
@@ -93,6 +96,10 @@ Case RandomCase(Random* random) {
   c.D = size();
   c.Dv = random->OneIn(2) ? c.D : size();
   for (std::string& layout : c.layouts) layout = random->Pick(kLayouts);
+  for (int i = 0; i < 3; ++i) {
+    if (c.layouts[i] != "BSN" || random->OneIn(2)) continue;
+    c.before[i] = random->Range(0, 3), c.behind[i] = random->Range(0, 3);
+  }
   c.offset = random->OneIn(2);
   c.mask = static_cast<int>(random->Range(0, kMasks - 1));
   c.pad = random->OneIn(2) || c.mask == kPadInOr ? static_cast<int>(random->Range(0, kPadTypes - 1)) : -1;
@@ -109,9 +116,10 @@ Case RandomCase(Random* random) {
 
 std::string Describe(const Case& c) {
   return Text("H ", c.H, " G ", c.G, " D ", c.D, " Dv ", c.Dv, " dtype ", static_cast<int>(c.dtype), " layouts ",
-              c.layouts[0], " ", c.layouts[1], " ", c.layouts[2], " ", c.layouts[3], " offset ", c.offset, " mask ",
-              c.mask, " pad ", c.pad, c.one_pad ? " for all" : "", " bias ", c.bias, " sink ", c.sink, " lse ", c.lse,
-              " softcap ", c.softcap, " empty rows ", static_cast<int>(c.empty_rows));
+              c.layouts[0], " ", c.layouts[1], " ", c.layouts[2], " ", c.layouts[3], " before ", c.before[0], " ",
+              c.before[1], " ", c.before[2], " behind ", c.behind[0], " ", c.behind[1], " ", c.behind[2], " offset ",
+              c.offset, " mask ", c.mask, " pad ", c.pad, c.one_pad ? " for all" : "", " bias ", c.bias, " sink ",
+              c.sink, " lse ", c.lse, " softcap ", c.softcap, " empty rows ", static_cast<int>(c.empty_rows));
 }
 
 Attributes AttributesOf(const Case& c, Random* random) {
@@ -142,6 +150,13 @@ Attributes AttributesOf(const Case& c, Random* random) {
   if (c.layouts[1] == "BSN" || c.layouts[2] == "BSN" || random->OneIn(2)) {
     a.ints["kv_num_heads"] = static_cast<int32_t>(c.G);
   }
+  for (int i = 0; i < 3; ++i) {
+    if (c.before[i] + c.behind[i] == 0 || !a.lists["packed"].empty()) continue;
+    for (int j = 0; j < 3; ++j) {
+      a.lists["packed"].push_back(static_cast<int32_t>(c.before[j]));
+      a.lists["packed"].push_back(static_cast<int32_t>(Heads(c, j)));
+    }
+  }
   a.ints["query_offset"] = c.offset ? 1 : 0;
   a.ints["mask_id"] = static_cast<int32_t>(random->Range(0, 3));
   if (c.softcap > 0) a.floats["softcap"] = c.softcap;
@@ -151,9 +166,9 @@ Attributes AttributesOf(const Case& c, Random* random) {
 
 std::vector<Input> InputsOf(const Case& c, const Sizes& n) {
   const DataType typed = TypeOf(c.dtype), ids = c.wide_ids ? DataType::kINT64 : DataType::kINT32;
-  std::vector<Input> inputs = {{typed, DimsOf(c.layouts[0], n.B, c.H, n.S, c.D)},
-                               {typed, DimsOf(c.layouts[1], n.B, c.G, n.T, c.D)},
-                               {typed, DimsOf(c.layouts[2], n.B, c.G, n.T, c.Dv)}};
+  std::vector<Input> inputs = {{typed, DimsOf(c.layouts[0], n.B, Heads(c, 0), n.S, c.D)},
+                               {typed, DimsOf(c.layouts[1], n.B, Heads(c, 1), n.T, c.D)},
+                               {typed, DimsOf(c.layouts[2], n.B, Heads(c, 2), n.T, c.Dv)}};
   if (c.pad >= 0) inputs.push_back({kTypesOfPad[c.pad], {c.one_pad ? 1 : n.B, n.T}});
   if (c.mask == kTableMask) inputs.push_back({DataType::kBOOL, {kTableHeads, kTableKeys}});
   if (c.mask == kDocuments) {
@@ -189,13 +204,16 @@ Trial::Trial(const Case& c, const Sizes& n, uint64_t seed) : case_(c), sizes_(n)
 void Trial::Fill(int input, int64_t heads, int64_t length, int64_t size, Random* random, std::vector<double>* dense) {
   const int64_t item = SizeOfFloat(case_.dtype);
   char* const memory = memory_[static_cast<size_t>(input)].host();
+  // Other heads are NaN.
+  const int64_t total = Heads(case_, input);
+  std::memset(memory, 0xff, static_cast<size_t>(item * sizes_.B * total * length * size));
   for (int64_t b = 0; b < sizes_.B; ++b) {
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t s = 0; s < length; ++s) {
         for (int64_t d = 0; d < size; ++d) {
           const double value = Rounded(case_.dtype, random->Unit());
           dense->push_back(value);
-          const int64_t at = Offset(case_.layouts[input], heads, length, size, b, h, s) + d;
+          const int64_t at = Offset(case_.layouts[input], total, length, size, b, case_.before[input] + h, s) + d;
           StoreFloat(case_.dtype, value, memory + item * at);
         }
       }

@@ -30,6 +30,7 @@ struct Case {
   int64_t H = 2, G = 2, D = 16, Dv = 16;
   DType dtype = DType::kF16;
   std::string layouts[4] = {"BHSD", "BHSD", "BHSD", "BHSD"};
+  int64_t before[3] = {}, behind[3] = {};  // heads in the tensor of query, key and value that are not theirs
   bool offset = false;
   int mask = 0;
   int pad = -1;  // a type of kPadTypes; -1: none
