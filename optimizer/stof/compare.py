@@ -83,6 +83,7 @@ def compare_site(
     arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
     attributes = {**attributes_of(node), "layout": " ".join(layout.value for layout in layouts)}
+    attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
     found = np.full(original.shape, np.nan, original.dtype)
     what = f"site {site.name!r}"
     try:
@@ -162,8 +163,8 @@ def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
     return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
 
 
-def attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str]:
-    found: dict[str, int | float | str] = {}
+def attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
+    found: dict[str, int | float | str | list[int]] = {}
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)
         found[attribute.name] = value.decode() if isinstance(value, bytes) else value

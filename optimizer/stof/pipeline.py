@@ -32,7 +32,7 @@ from stof.passes.scopes import Scope, emit_scopes, search
 from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
-from stof.runtime import build_info
+from stof.runtime import build_info, has_packed
 from stof.site import Finding
 from stof.targets import target_of
 from stof.verify import Verification, Verifier
@@ -132,6 +132,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                     tensorrt=options.target == "tensorrt",
                     separate=on_gpu,
                     merges=merges,
+                    packs=on_gpu and has_packed(),
                 )
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):

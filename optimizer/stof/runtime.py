@@ -139,6 +139,15 @@ def has_gemm() -> bool:
         return False
 
 
+def has_packed() -> bool:
+    """Whether the library's StofAttention reads heads among others; one that knows nothing of it ignores the attribute."""
+    try:
+        Op("StofAttention", {"packed": [0]})
+    except LibraryError as error:
+        return "packed" in str(error)
+    return False
+
+
 def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
     """The form in which the CUDA kernels have an epilogue of StofGemm; empty, and the reason, where they have not."""
     form = ctypes.create_string_buffer(_ERROR_SIZE)
@@ -276,18 +285,19 @@ class Mask:
 class Op:
     """An operator of the library, run without a runtime: for tests, benchmarks and the tuner."""
 
-    def __init__(self, op_type: str, attributes: Mapping[str, int | float | str]) -> None:
+    def __init__(self, op_type: str, attributes: Mapping[str, int | float | str | Sequence[int]]) -> None:
         self._handle = ctypes.c_void_p()
         items = []
         for name, value in attributes.items():
-            kind = 0 if isinstance(value, int) else 1 if isinstance(value, float) else 2
+            kind = next((i for i, t in enumerate((int, float, str)) if isinstance(value, t)), 3)
+            text = " ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
             items.append(
                 _Attribute(
                     name.encode(),
                     kind,
                     value if isinstance(value, int) else 0,
                     value if isinstance(value, float) else 0.0,
-                    value.encode() if isinstance(value, str) else None,
+                    text.encode() if isinstance(text, str) else None,
                 )
             )
         array = (_Attribute * max(1, len(items)))(*items)

@@ -36,7 +36,7 @@ class CudaOp(Op):
     def __init__(
         self,
         op_type: str,
-        attributes: Mapping[str, int | float | str],
+        attributes: Mapping[str, int | float | str | Sequence[int]],
         inputs: int,
         constants: Mapping[int, np.ndarray] | None = None,
     ) -> None:

@@ -18,6 +18,7 @@ from stof.chains.select import Decided, Selection
 from stof.chains.shared import Merges, merged
 from stof.errors import StofError, UnsupportedError
 from stof.graph import all_nodes, opset_of
+from stof.passes.packed import packed
 from stof.plan import ChainPlan
 from stof.symbolic import Symbolic
 
@@ -79,6 +80,7 @@ def apply_chains(
     tensorrt: bool = False,
     separate: bool = False,
     merges: Merges | None = None,
+    packs: bool = False,
 ) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes.
 
@@ -90,17 +92,26 @@ def apply_chains(
         tensorrt: chains become plugins of TensorRT.
         separate: biases of products are looked at by themselves.
         merges: which products of one tensor are to become one, where a chain takes them apart.
+        packs: attention reads its heads where they are, rather than what Split makes of them.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
     """
     selection = selection or Selection()
-    if merges is not None:
-        together, splits = merged(model, Symbolic(model), merges)
-        if together is not model:
-            found = apply_chains(together, judge, selection, forms, tensorrt, separate)
-            if found.replaced and not splits & {n.name for n in found.model.graph.node}:
-                return found
+    # Where no chain takes three products apart, those that nothing has to take apart may still be one.
+    for three in (True, False):
+        if merges is None:
+            break
+        together, splits = merged(model, Symbolic(model), merges, three, packs)
+        if together is model:
+            break
+        found = apply_chains(together, judge, selection, forms, tensorrt, separate, packs=packs)
+        if found.replaced and not splits & {n.name for n in found.model.graph.node}:
+            return found
+        if not splits:
+            break
+    if packs:
+        model = packed(model)
     whole, gemms = separated(model, Symbolic(model)) if separate else (model, {})
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need

@@ -67,16 +67,16 @@ class Predicted:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
         return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
 
-    def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products) -> bool:
-        """Whether products of one tensor gain as one, with a chain behind it, at every size."""
+    def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, apart: bool = True) -> bool:
+        """Whether products of one tensor gain as one, with a chain behind it that takes them ``apart``, at every size."""
         try:
             sizes = self.sizes or sizes_of(model, symbolic, self.options)
-            return all(self._merge_gains(model, symbolic, products, s) for s in sizes)
+            return all(self._merge_gains(model, symbolic, products, s, apart) for s in sizes)
         except (KeyError, UnsupportedError, ValueError):
             return False
 
     def _merge_gains(
-        self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, sizes: Mapping[str, int]
+        self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, sizes: Mapping[str, int], parted: bool
     ) -> bool:
         def elements(name: str) -> int:
             return math.prod(evaluate(d, sizes) for d in symbolic.shape(name) or ())
@@ -97,7 +97,7 @@ class Predicted:
                 apart += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
         count = sum(elements(n.output[0]) for n in products)
         product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)
-        return product + self.machine.seconds(4 * count) < _MERGED * apart
+        return product + (self.machine.seconds(4 * count) if parted else 0.0) < _MERGED * apart
 
 
 def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:

@@ -66,6 +66,49 @@ def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) ->
     return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
 
 
+def packed_function(function: onnx.FunctionProto, layouts: Sequence[str]) -> onnx.FunctionProto:
+    """The same function where calls have attribute ``packed``: it takes their heads from tensors that hold others, too.
+
+    ``layouts`` of query, key and value. Every call has to give the attribute. The slices are nodes of the function's own,
+    as all that read attributes are.
+    """
+    opset = next(e.version for e in function.opset_import if not e.domain)
+    b = Builder(opset, "p_")
+    numbers = b.name()
+    b.nodes.append(_reference(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
+    sliced: dict[str, str] = {}
+    for i, tensor in enumerate(("query", "key", "value")):
+        if layouts[i] != Layout.BSN.value:
+            continue  # holds no others
+        heads = b.name()
+        target = "num_heads" if i == 0 else "kv_num_heads"
+        b.nodes.append(_reference(heads, "value_int", target, onnx.AttributeProto.INT))
+        first, total = (b.add("Gather", [numbers, b.constant(2 * i + j)]) for j in range(2))
+        size = b.add("Div", [_size(b, tensor, 2), total])
+        start = b.add("Mul", [first, size])
+        end = b.add("Mul", [b.add("Add", [first, heads]), size])
+        limits = [b.unsqueeze(limit, [0]) for limit in (start, end)]
+        sliced[tensor] = b.add("Slice", [tensor, *limits, b.constant([2])])
+    found = onnx.FunctionProto()
+    found.CopyFrom(function)
+    for node in found.node:
+        for i, name in enumerate(node.input):
+            node.input[i] = sliced.get(name, name)
+    nodes = [*b.nodes, *(onnx.NodeProto.FromString(n.SerializeToString()) for n in found.node)]
+    del found.node[:]
+    found.node.extend(nodes)
+    found.attribute.append("packed")
+    return found
+
+
+def _reference(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
+    """A constant that is an attribute of the call."""
+    node = helper.make_node("Constant", [], [name], name=name)
+    reference = node.attribute.add()
+    reference.name, reference.ref_attr_name, reference.type = kind, target, type_
+    return node
+
+
 # The attributes that the body reads; every call gives them.
 _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
@@ -114,12 +157,9 @@ class _Frame:
     def attribute(self, target: str) -> str:
         """An attribute of the call as a scalar."""
         name = self.builder.name()
-        node = helper.make_node("Constant", [], [name], name=name)
-        reference = node.attribute.add()
         real = target == "scale"
-        reference.name, reference.ref_attr_name = "value_float" if real else "value_int", target
-        reference.type = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
-        self.builder.nodes.append(node)
+        type_ = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
+        self.builder.nodes.append(_reference(name, "value_float" if real else "value_int", target, type_))
         return name
 
     def scores(self) -> str:

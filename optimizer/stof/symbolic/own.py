@@ -15,8 +15,9 @@ def _attention(context: Context) -> list[Fact] | None:
     heads, groups = (integer(context.number(n, 0)) for n in ("num_heads", "kv_num_heads"))
     if query is None or value is None or len(layouts) != 4:
         return [Fact(dtype)]
-    packed = layouts[2] == "BSN"
-    width = value[2].divide(groups) if packed else value[3]
+    packed = context.attribute("packed")
+    held = integer(int(packed[5])) if isinstance(packed, list) and len(packed) == 6 else groups  # heads in the tensor
+    width = value[2].divide(held) if layouts[2] == "BSN" else value[3]
     rows = query[2] if layouts[0] == "BHSD" else query[1]
     if width is None:
         return [Fact(dtype)]
