@@ -65,10 +65,12 @@ class KernelAttributes final : public AttributeReader {
       return api_->KernelInfoGetAttributeArray_int64(info_, n, nullptr, &count);
     };
     if (!Get(name, measure)) return false;
-    std::vector<int64_t> numbers(count);
-    if (count > 0 && Failed(api_, api_->KernelInfoGetAttributeArray_int64(info_, name, numbers.data(), &count))) {
+    if (count == 0) {  // what an attribute of any other type looks like, since the C API does not look at it
+      SetMistyped(name);
       return false;
     }
+    std::vector<int64_t> numbers(count);
+    if (Failed(api_, api_->KernelInfoGetAttributeArray_int64(info_, name, numbers.data(), &count))) return false;
     *value = std::move(numbers);
     return true;
   }
