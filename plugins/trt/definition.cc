@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/trt/definition.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -13,9 +14,10 @@ namespace {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-// Of the fields in an engine file; raised when one changes its meaning.
+// Of the fields in an engine file; raised when one changes its meaning. The second has lists, which libraries that know
+// the first alone would pass over without a word.
 constexpr char kFormatName[] = "stof_format";
-constexpr int64_t kFormat = 1;
+constexpr int64_t kFormat = 1, kListFormat = 2;
 
 std::string Hex(uint64_t value) {
   char text[17];
@@ -42,7 +44,7 @@ Status Definition::Make(const OpDescription& description, const std::string& lay
                         bool deserialized, std::shared_ptr<const Definition>* definition) {
   if (deserialized) {
     int64_t format = 0;
-    if (!fields.Int(kFormatName, &format) || format != kFormat) {
+    if (!fields.Int(kFormatName, &format) || (format != kFormat && format != kListFormat)) {
       return Status::Error("the engine's plugin data has format " + std::to_string(format) +
                            ", which this library does not read: build the engine again, or take the stof library "
                            "that it was built with");
@@ -64,7 +66,9 @@ Status Definition::Prepare(const Fields& given) {
   // What the operator does not ask for may be of any type; it is not written to an engine file.
   for (int i = 0; i < description_.attribute_count; ++i) {
     const Field* field = fields_.Find(description_.attributes[i].name);
-    if (field != nullptr && field->kind == Field::Kind::kOther) fields_.Remove(description_.attributes[i].name);
+    if (field == nullptr) continue;
+    const bool list = field->kind == Field::Kind::kInts && description_.attributes[i].type != AttributeType::kInts;
+    if (field->kind == Field::Kind::kOther || list) fields_.Remove(description_.attributes[i].name);
   }
   if (const Field* field = given.Find(kSpareOutputs)) {
     if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.lists) {
@@ -91,7 +95,8 @@ void Definition::Serialize() {
   Field format;
   format.name = kFormatName;
   format.kind = Field::Kind::kInt;
-  format.i = kFormat;
+  const auto is_list = [](const Field& field) { return field.kind == Field::Kind::kInts; };
+  format.i = std::any_of(fields_.all().begin(), fields_.all().end(), is_list) ? kListFormat : kFormat;
   fields_.Set(format);
   ints_.reserve(fields_.all().size());  // serialized_ points into it
   for (const Field& field : fields_.all()) {

@@ -94,7 +94,7 @@ TEST(TrtRefusesFields) {
   // An engine's data without our format, and of another one.
   CHECK(CreateRaw(&broken, TensorRTPhase::kRUNTIME) == nullptr);
   Attributes other;
-  other.ints["stof_format"] = 2;
+  other.ints["stof_format"] = 3;
   CHECK(Create(other, TensorRTPhase::kRUNTIME).plugin == nullptr);
   other.ints["stof_format"] = 1;
   CHECK(Create(other, TensorRTPhase::kRUNTIME).plugin != nullptr);

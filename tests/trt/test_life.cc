@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whole lives of a plugin: created from a node's attributes, asked what a builder asks, serialized, created again from
 // the bytes, attached, and run at several shapes on memory of exactly the size that was agreed on.
+#include <map>
 #include <set>
 #include <thread>
 
@@ -133,6 +134,32 @@ TEST(TrtTimingIds) {
   }
   CHECK(ids.size() == different.size());
   CountCases(static_cast<int64_t>(ids.size()));
+}
+
+// An engine file says that it holds lists, which older libraries would not see; one that nobody asks for it does not
+// hold.
+TEST(TrtFormats) {
+  const auto written = [](const Attributes& attributes) {
+    const Held one = Create(attributes);
+    CHECK(one.plugin != nullptr);
+    std::map<std::string, std::vector<int32_t>> found;
+    const nvinfer1::PluginFieldCollection* fields = one.runtime->getFieldsToSerialize();
+    for (int i = 0; i < fields->nbFields; ++i) {
+      const PluginField& field = fields->fields[i];
+      if (field.type != PluginFieldType::kINT32) continue;
+      const auto* numbers = static_cast<const int32_t*>(field.data);
+      found[field.name] = std::vector<int32_t>(numbers, numbers + field.length);
+    }
+    return found;
+  };
+  Attributes attributes;
+  attributes.lists["tile"] = {64, 64};
+  auto fields = written(attributes);
+  CHECK(fields["stof_format"] == std::vector<int32_t>({1}) && fields.count("tile") == 0);
+  attributes.lists["packed"] = {0, 2, 0, 2, 0, 2};
+  fields = written(attributes);
+  CHECK(fields["stof_format"] == std::vector<int32_t>({2}) && fields["packed"] == attributes.lists["packed"]);
+  CountCases(2);
 }
 
 }  // namespace stof::test
