@@ -20,7 +20,7 @@ def by_hand(optimized: onnx.ModelProto) -> onnx.ModelProto:
     A bias is computed once for all layers that share a mask.
 
     Raises:
-        ValueError: for a mask other than padding with or without a window, or another operand.
+        ValueError: for a mask other than padding with or without a window, another operand, or packed heads.
     """
     model = onnx.ModelProto()
     model.CopyFrom(optimized)
@@ -35,6 +35,8 @@ def by_hand(optimized: onnx.ModelProto) -> onnx.ModelProto:
         words = {k: v.decode() if isinstance(v, bytes) else v for k, v in given.items()}
         if words["operands"] != "pad":
             raise ValueError(f"{node.name}: operands {words['operands']!r}, expected pad")
+        if "packed" in words:
+            raise ValueError(f"{node.name}: reads heads among others (packed), expected tensors of its own heads")
         key = (str(words["mask"]), node.input[3])
         if key not in biases:
             biases[key] = f"bias_by_hand_{len(biases)}"
@@ -42,11 +44,7 @@ def by_hand(optimized: onnx.ModelProto) -> onnx.ModelProto:
         layouts = str(words["layout"]).split()
         layouts *= 4 // len(layouts)
         parts = []
-        numbers: Any = given.get("packed", [])
-        for i, (name, layout) in enumerate(zip(node.input[:3], layouts, strict=False)):
-            if numbers and layout == "BSN":
-                heads = int(given["num_heads" if i == 0 else "kv_num_heads"])
-                name = _own_heads(nodes, f"{node.name}/own{i}", name, (numbers[2 * i], heads, numbers[2 * i + 1]))
+        for name, layout in zip(node.input[:3], layouts, strict=False):
             parts.append(_packed(nodes, f"{node.name}/{name}", name, layout))
         output = node.output[0] if layouts[3] == "BSN" else f"{node.name}/bsn"
         nodes.append(
@@ -69,27 +67,6 @@ def by_hand(optimized: onnx.ModelProto) -> onnx.ModelProto:
     del model.opset_import[:]
     model.opset_import.extend([*kept, helper.make_opsetid("com.microsoft", 1)])
     return model
-
-
-def _own_heads(nodes: list[onnx.NodeProto], prefix: str, name: str, heads: tuple[int, int, int]) -> str:
-    """Heads ``(first, count, total)`` of a tensor [B, S, N] that holds others, too."""
-    first, count, total = heads
-
-    def constant(word: str, *values: int) -> str:
-        nodes.append(
-            helper.make_node("Constant", [], [f"{prefix}/{word}"], f"{prefix}/{word}_node", value_ints=list(values))
-        )
-        return f"{prefix}/{word}"
-
-    steps = [
-        ("Reshape", [constant("apart", 0, 0, total, -1)]),
-        ("Slice", [constant("start", first), constant("end", first + count), constant("axis", 2)]),
-        ("Reshape", [constant("together", 0, 0, -1)]),
-    ]
-    for i, (op, given) in enumerate(steps):
-        nodes.append(helper.make_node(op, [name, *given], [f"{prefix}/{i}"], f"{prefix}/{i}_node"))
-        name = f"{prefix}/{i}"
-    return name
 
 
 def _packed(nodes: list[onnx.NodeProto], prefix: str, name: str, layout: str) -> str:
