@@ -54,8 +54,9 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int6
     for (int64_t row = 0; row < mask.rows; ++row) total += CostOf(ItemOf(mask, H, bh, row), cost);
   }
   // Rows that are a large part of a worker's share (those of global tokens, say) come first of all: given out late, one
-  // of them would be the end of the run.
-  const int64_t large = std::max<int64_t>(1, total / workers / 16);
+  // of them would be the end of the run. They come from all heads at once, whose keys and values do not fit the L2
+  // cache together, so no more of them than have to: a sixteenth of a share were all rows of 32 heads of 64 rows each.
+  const int64_t large = std::max<int64_t>(1, total / workers / 4);
   const auto add = [&](int64_t first, int64_t last, bool of_large) {
     for (int64_t bh = first; bh < last; ++bh) {
       for (int64_t row = 0; row < mask.rows; ++row) {

@@ -39,7 +39,7 @@ enum class Bias { kNone, kPlain, kLowest, kForbids, kFarBelow };
 // What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
 enum class Poison { kNone, kForbidden, kOneKey };
 
-constexpr int kMasks = 14;
+constexpr int kMasks = 16;
 
 struct Case {
   int64_t B = 2, H = 4, G = 4, S = 5, T = 7, D = 16, Dv = 16;
@@ -112,7 +112,9 @@ const char* MaskText(int mask) {
                                                  "segment_q[b, q - P] == segment_k[b, k]",
                                                  "k < lengths[b] and abs(q - k) <= 33",
                                                  "k <= q and (k < 3 or pad[b, k])",
-                                                 "k < 0"};
+                                                 "k < 0",
+                                                 "abs(q - k) <= 41 and (q - k) % 2 == 0",
+                                                 "k <= q and k % 3 == q % 3"};
   return kTexts[mask];
 }
 
@@ -147,6 +149,10 @@ bool MaskAllows(const Case& c, const MaskData& data, int64_t b, int64_t h, int64
       return k < at(data.lengths, b) && distance <= 33;
     case 12:
       return k <= q && (k < 3 || at(data.pad, b * c.T + k) != 0);
+    case 14:
+      return distance <= 41 && distance % 2 == 0;
+    case 15:
+      return k <= q && distance % 3 == 0;
     default:
       return false;
   }
@@ -899,7 +905,12 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
   mask.parts = bound.parts;
   // Cases differ in their tables; the seed keeps their masks apart in the cache.
   mask.fixed_hash = mask.parts.fixed.empty() ? 0 : mask.parts.fixed.Hash() ^ (seed << 32);
-  const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
+  ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
+  // As the operator does where the mask comes apart by remainders.
+  std::shared_ptr<const AttentionMask> residues;
+  if (c.mask >= 14 && !mask.parts.pad) CHECK(MakeAttentionMask(MaskText(c.mask), {}, &residues).ok());
+  const bool split = residues != nullptr && SplitByResidue(*residues, &args, &sizes);
+  if (split) mask.parts = residues->of_residue->parts, mask.fixed_hash = residues->of_residue->fixed_hash;
   RunContext context;
   context.on_cuda = true;
   context.allocate = Allocate;
@@ -923,7 +934,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
       CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     }
     // Asked for in one of two runs, whose outputs are the same.
-    const bool asked = (repeat == 0) == (seed % 2 == 0);
+    const bool asked = !split && (repeat == 0) == (seed % 2 == 0);
     args.lse = asked ? device_lse : nullptr;
     lse.Reset();
     CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);

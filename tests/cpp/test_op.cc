@@ -358,6 +358,47 @@ TEST(OpEqualsTheDefinition) {
   CountCases(count);
 }
 
+// Masks of every m-th key, at lengths that m divides and at others.
+TEST(OpComesApartByResidues) {
+  static const std::vector<std::string> kLayouts = {"BHSD", "BSHD", "BSN"};
+  static const std::vector<std::string> kRest = {"", " and k <= q", " and abs(q - k) <= 40", " and k > q + 7"};
+  static const std::vector<std::string> kPolicies = {"zero", "nan", "mean"};
+  ThreadPool pool(2);
+  const int count = Cases(60);
+  for (int i = 0; i < count; ++i) {
+    Random random(static_cast<uint64_t>(1000 + i));
+    Problem p;
+    const int64_t m = random.Range(2, 3);
+    p.B = random.Range(1, 3), p.H = 2, p.G = random.Range(1, 2);
+    p.S = m * random.Range(31, 50) + (random.OneIn(5) ? 1 : 0);
+    p.T = m * random.Range(31, 60) + (random.OneIn(5) ? 1 : 0);
+    p.D = random.Range(1, 9), p.Dv = random.Range(1, 9);
+    p.dtype = random.OneIn(3) ? DType::kBF16 : DType::kF32;
+    const int alike = static_cast<int>(random.Range(0, 2));
+    for (std::string& layout : p.layouts) {
+      layout = alike == 0   ? "BHSD"
+               : alike == 1 ? kLayouts[static_cast<size_t>(random.Range(1, 2))]
+                            : random.Pick(kLayouts);
+    }
+    if (random.OneIn(4)) Pack(&p, &random);
+    MakeInputs(&p, &random);
+    const std::string text = "(q - k) % " + std::to_string(m) + " == 0" + random.Pick(kRest);
+    const bool offset = p.T >= p.S && random.OneIn(2);
+    p.attributes.strings["mask"] = text;
+    p.attributes.strings["empty_rows"] = random.Pick(kPolicies);
+    p.attributes.ints["query_offset"] = offset ? 1 : 0;
+    Rules rules;
+    CHECK(MaskExpr::Parse(text, {}, &rules.expr).ok());
+    rules.sizes = {p.B, p.H, p.S, p.T, offset ? p.T - p.S : 0};
+    Array output;
+    const Status status = RunOp(p, Attention(), &output, pool.view());
+    const std::string where = Text("case ", i, " ", text, " B ", p.B, " S ", p.S, " T ", p.T);
+    CHECK(status.ok(), where, ": ", status.message());
+    Compare(p, rules, output, where);
+  }
+  CountCases(count);
+}
+
 TEST(OpRunsOnSeveralThreadsAtOnce) {
   const int count = Cases(60);
   std::string failures[4];

@@ -280,14 +280,15 @@ class AttentionOp final : public Op {
       args.lse_stride_b = args.H * args.S, args.lse_stride_h = args.S;
     }
     STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
+    if (expected.Elements() == 0) return Status();
+    Tables& given = problem.given;
+    const Tensor* pad = nullptr;
+    STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
+    args.output = outputs[0].data;
+    args.query_position = problem.sizes.P;
+    problem.Split();
     const std::shared_ptr<const AttentionMask>& mask = problem.mask;
     const ExprSizes& sizes = problem.sizes;
-    Tables& given = problem.given;
-    if (expected.Elements() == 0) return Status();
-    const Tensor* pad = nullptr;
-    STOF_RETURN_IF_ERROR(BindOperands(mask->parts, &given, context, &args, &pad));
-    args.output = outputs[0].data;
-    args.query_position = sizes.P;
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoKernels);
@@ -330,6 +331,17 @@ class AttentionOp final : public Op {
     }
     STOF_RETURN_IF_ERROR(
         PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
+    // Runs of other lengths may come apart by remainders.
+    const int64_t m = problem.mask->modulus;
+    if (problem.args.S / m >= kLeastOfResidue && problem.args.T / m >= kLeastOfResidue && m > 1) {
+      AttentionArgs parts = problem.args;
+      parts.B *= m, parts.S = (parts.S + m - 1) / m, parts.T = (parts.T + m - 1) / m;
+      size_t workspace = 0;
+      const ExprSizes sizes = {parts.B, parts.H, parts.S, parts.T, 0};
+      if (PlanCudaAttention(parts, false, *problem.mask->of_residue, sizes, problem.given, &workspace).ok()) {
+        plan->workspace = std::max(plan->workspace, workspace);
+      }
+    }
     // In fp32 keys and values are split into halves first.
     plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
     const CudaBackend* backend = FindCudaBackend();
@@ -362,6 +374,13 @@ class AttentionOp final : public Op {
     Tables given;  // operands by role
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
+
+    // Into parts that its mask keeps from each other, if it does.
+    bool Split() {
+      if (!SplitByResidue(*mask, &args, &sizes)) return false;
+      mask = mask->of_residue;
+      return true;
+    }
   };
 
   Status CheckOutputCount(int count) const {
@@ -405,6 +424,7 @@ class AttentionOp final : public Op {
     Problem problem;
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &problem.args));
     STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
+    if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
     const AttentionArgs& args = problem.args;
     if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
         args.B * args.H > kMostReadyTables) {
@@ -461,6 +481,7 @@ class AttentionOp final : public Op {
     if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
     if (args.B * args.H > kMostReadyTables) return Status();
     args.output = reinterpret_cast<void*>(kSomewhere);
+    if (known && !attributes_.lse) problem.Split();
     RunContext context;
     context.on_cuda = true;
     context.kernel = kernel;

@@ -67,11 +67,21 @@ struct AttentionMask {
   uint64_t fixed_hash = 0;
   ExprOperands tables;
   Remembered compiled;  // cuda/mask_memory.h
+  // plugins/core/residues.h: where modulus exceeds 1, the mask of every modulus-th query and key.
+  int64_t modulus = 1;
+  std::shared_ptr<const AttentionMask> of_residue;
 };
 using Tables = std::vector<std::pair<std::string, Tensor>>;
 // The tensor that was given for an operand of an expression, of its rank and, a vector, of a type that it may have.
 Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor** found);
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
+
+// Queries and keys of a part: with fewer, tiles would be emptier than those of the whole.
+constexpr int64_t kLeastOfResidue = 32;
+// Where a mask falls apart by remainders and the problem allows it, the problem becomes that of the parts side by side:
+// batches or heads of an m-th of the length, whose rows lie m times as far apart. Operands are bound; true where it
+// did.
+bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* sizes);
 
 // The mask of an operator, parsed once: at creation where its tables are constant, else in the first run, and again
 // only when a run brings other tables.

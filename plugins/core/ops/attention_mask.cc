@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/residues.h"
 
 namespace stof {
 
@@ -13,6 +14,13 @@ Status MakeAttentionMask(const std::string& text, const Tables& tables, std::sha
   made->fixed_hash = made->parts.fixed.Hash();
   for (const auto& operand : expr.operands()) {
     if (operand->table) made->tables.push_back(operand);
+  }
+  if (!made->parts.pad && made->parts.dynamic.empty()) {
+    const ResidueMask residues = FindResidues(made->parts.fixed);
+    // Parentheses may make it too deep, and then it stays whole.
+    if (residues.modulus > 1 && MakeAttentionMask(residues.text, {}, &made->of_residue).ok()) {
+      made->modulus = residues.modulus;
+    }
   }
   *mask = std::move(made);
   return Status();
