@@ -424,6 +424,7 @@ class Attention {
     const AttentionParams& p = p_.attention;
     scale_ = S::kExtras ? 1.0f : p.scale * kLog2E;
     more_ = p.sink != nullptr || p.lse != nullptr;
+    passes_ = p.pad_bits == nullptr ? 1 : 0;
     if (wg_ == S::kConsumers - 1) PassTurn();
     Ring<kQueries> query;
     Ring<S::kStages> keys, values;
@@ -473,6 +474,13 @@ class Attention {
 
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
     int code = Uniform(Entries()[slots->at].code);
+    if constexpr (S::kPasses) {
+      while (IsOthers(LeadOf(code))) {
+        Pass(keys, values, slots);
+        Wait(Barrier(kKeyFull, keys->at), keys->phase);
+        code = Uniform(Entries()[slots->at].code);
+      }
+    }
     int flags = Uniform(Entries()[slots->at].flags);
     int next = Uniform(Entries()[slots->at].next);
     if (code == kNothing) {
@@ -497,7 +505,7 @@ class Attention {
     Hold(s);
     if constexpr (S::kExtras) AddExtras(keys->at, flags, s);
     Release(Barrier(kKeyEmpty, keys->at));
-    bool last = (flags & kLast) != 0;
+    bool last = (flags & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
     if (last) ReleaseQueries(query);
     keys->Next();
     float factor[2];
@@ -548,8 +556,8 @@ class Attention {
       Pack(s, weights);
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
-      last = (Uniform(told[0]) & kLast) != 0;
       next = Uniform(told[1]);
+      last = (Uniform(told[0]) & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
       if (last) ReleaseQueries(query);
       FetchBits(next, bits);
     }
@@ -567,6 +575,28 @@ class Attention {
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
     Finish(item, query, o, high, sum);
+    if constexpr (S::kPasses) {
+      while (IsOthers(TrailOf(next))) {
+        Wait(Barrier(kKeyFull, keys->at), keys->phase);
+        next = Uniform(Entries()[slots->at].next);
+        Pass(keys, values, slots);
+      }
+    }
+  }
+
+  // By what a walk says of a tile: whether it is the other warpgroups' alone. Padding may leave a warpgroup none of its
+  // tiles; then it takes part in all.
+  __device__ __forceinline__ bool IsOthers(int32_t groups) const { return (groups >> wg_ & passes_) != 0; }
+  // Lets such a tile's buffers and the turn go on.
+  __device__ __forceinline__ void Pass(Ring<S::kStages>* keys, Ring<S::kStages>* values, Ring<S::kSlots>* slots) const {
+    Release(Barrier(kKeyEmpty, keys->at));
+    TakeTurn();
+    PassTurn();
+    Wait(Barrier(kValueFull, values->at), values->phase);
+    Release(Barrier(kValueEmpty, values->at));
+    keys->Next();
+    values->Next();
+    slots->Next();
   }
 
   static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
@@ -693,7 +723,8 @@ class Attention {
   __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
     if (code < 0) return;
     const uint32_t* from = p_.attention.mask.bits +
-                           (static_cast<int64_t>(code) * S::kConsumers + wg_) * S::kOwnWords * kWarpgroup +
+                           (static_cast<int64_t>(S::kConsumers > 1 ? code & kIdMask : code) * S::kConsumers + wg_) *
+                               S::kOwnWords * kWarpgroup +
                            threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int w = 0; w < S::kOwnWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
@@ -744,7 +775,8 @@ class Attention {
   bool producer_;
   int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
-  bool more_ = false;  // there are sinks, or somebody asks for the sums
+  bool more_ = false;   // there are sinks, or somebody asks for the sums
+  int32_t passes_ = 0;  // 1: tiles may be left to the others
 };
 
 }  // namespace sm90

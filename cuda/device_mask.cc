@@ -102,8 +102,10 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   one_row_ = mask.full_begin.size() == 1;
   if (one_row_) one_row_full_ = mask.full_begin[0];
   WorkPlan plan;
+  Walk walk;
   if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
-    plan = PlanWork(mask, sizes.B, sizes.H, form.workers, form.section, form.cost);
+    walk = WalkOf(mask);
+    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost);
   }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;
@@ -116,9 +118,10 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
     return at;
   };
   const size_t layout = put(mask.layout), row_ptr = put(mask.row_ptr), full = put(mask.full_begin);
-  const size_t tiles = put(mask.key_tile), ids = put(mask.bits_id);
+  const bool planned = !plan.begin.empty();
+  const size_t tiles = put(planned ? walk.key_tile : mask.key_tile), ids = put(planned ? walk.code : mask.bits_id);
   const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
-  const size_t work = put(plan.items), starts = put(StartsOf(plan, mask));
+  const size_t work = put(plan.items), starts = put(StartsOf(plan, walk));
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
@@ -139,7 +142,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.bits_id = reinterpret_cast<const int32_t*>(base + ids);
   view_.bits = reinterpret_cast<const uint32_t*>(base + bits);
   view_.order = reinterpret_cast<const int32_t*>(base + ordered);
-  if (!plan.begin.empty()) {
+  if (planned) {
     work_ = reinterpret_cast<const WorkItem*>(base + work);
     work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
   }

@@ -15,19 +15,96 @@ WorkItem ItemOf(const BlockMask& mask, int64_t H, int64_t bh, int64_t row) {
   return {static_cast<int32_t>(bh * mask.rows + row), mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
 }
 
-int64_t CostOf(const WorkItem& work, const TileCost& cost) {
+// missing: of groups; a tile of which one has nothing takes the others less time.
+int64_t CostOf(const WorkItem& work, int64_t missing, int groups, const TileCost& cost) {
   const int64_t all = (work.end - work.begin + cost.split - 1) / cost.split;
   const int64_t partial = (work.full - work.begin + cost.split - 1) / cost.split;
-  return cost.row + cost.partial * partial + cost.full * (all - partial);
+  return cost.row + cost.partial * partial + cost.full * (all - partial) - cost.partial * missing / (2 * groups);
+}
+
+// Of every tile of bits, the groups of 64 rows that have some.
+std::vector<uint32_t> GroupsOf(const BlockMask& mask) {
+  const size_t group = 64 * static_cast<size_t>(mask.n) / 32, groups = static_cast<size_t>(mask.m) / 64;
+  std::vector<uint32_t> found(mask.bits.size() / (group * groups), 0);
+  for (size_t i = 0; i < found.size(); ++i) {
+    for (size_t g = 0; g < groups; ++g) {
+      const auto begin = mask.bits.begin() + static_cast<std::ptrdiff_t>((i * groups + g) * group);
+      const auto end = begin + static_cast<std::ptrdiff_t>(group);
+      if (std::any_of(begin, end, [](uint32_t word) { return word != 0; })) found[i] |= 1u << g;
+    }
+  }
+  return found;
+}
+
+struct Entry {
+  int32_t key_tile, id;
+  uint32_t groups;
+};
+
+// The lowest group and the highest one together: rows' bands reach the first groups first.
+int PlaceOf(uint32_t groups) {
+  int lowest = 0, highest = 0;
+  for (int g = kMostGroups; g-- > 0;) {
+    if ((groups >> g & 1) != 0) lowest = g;
+  }
+  for (int g = 0; g < kMostGroups; ++g) {
+    if ((groups >> g & 1) != 0) highest = g;
+  }
+  return lowest + highest;
 }
 
 constexpr int64_t kMostPlanned = int64_t{1} << 20;
 
 }  // namespace
 
-bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H) { return B * H * mask.rows <= kMostPlanned; }
+bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H) {
+  const int64_t words = int64_t{mask.m} * mask.n / 32;
+  return B * H * mask.rows <= kMostPlanned && static_cast<int64_t>(mask.bits.size()) / words <= kIdMask;
+}
 
-WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost) {
+Walk WalkOf(const BlockMask& mask) {
+  const int groups = std::min(mask.m / 64, kMostGroups);
+  const uint32_t all = (1u << groups) - 1;
+  Walk walk = {mask.key_tile, mask.bits_id, std::vector<int32_t>(mask.full_begin.size(), 0)};
+  const std::vector<uint32_t> known = groups > 1 ? GroupsOf(mask) : std::vector<uint32_t>();
+  std::vector<Entry> row;
+  for (size_t r = 0; r < mask.full_begin.size(); ++r) {
+    const auto begin = static_cast<size_t>(mask.row_ptr[r]), full = static_cast<size_t>(mask.full_begin[r]);
+    const auto end = static_cast<size_t>(mask.row_ptr[r + 1]);
+    row.clear();
+    if (full < end) row.push_back({mask.key_tile[end - 1], -1, all});
+    uint32_t some = full < end ? all : 0;
+    for (size_t i = begin; i < full; ++i) {
+      const uint32_t own = groups > 1 ? known[static_cast<size_t>(mask.bits_id[i])] : all;
+      row.push_back({mask.key_tile[i], mask.bits_id[i], own});
+      some |= own;
+    }
+    for (size_t i = full; i + 1 < end; ++i) row.push_back({mask.key_tile[i], -1, all});
+    // A group without any pair takes part in everything: it has to end its row, too.
+    for (Entry& entry : row) entry.groups |= all & ~some;
+    std::stable_sort(row.begin(), row.end(),
+                     [](const Entry& a, const Entry& b) { return PlaceOf(a.groups) < PlaceOf(b.groups); });
+    uint32_t before = 0;
+    for (size_t i = 0; i < row.size(); ++i) {
+      before |= row[i].groups;
+      walk.key_tile[begin + i] = row[i].key_tile;
+      walk.code[begin + i] = row[i].id < 0 ? -1 : row[i].id | static_cast<int32_t>((all & ~before) << kIdBits);
+    }
+    uint32_t behind = 0;
+    for (size_t i = row.size(); i-- > 0;) {
+      behind |= row[i].groups;
+      int32_t& code = walk.code[begin + i];
+      if (code < 0) continue;
+      code |= static_cast<int32_t>((all & ~behind) << (kIdBits + kMostGroups));
+      const int32_t none = LeadOf(code) | TrailOf(code);
+      for (int g = 0; g < groups; ++g) walk.missing[r] += none >> g & 1;
+    }
+  }
+  return walk;
+}
+
+WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
+                  const TileCost& cost) {
   struct Work {
     int64_t cost;
     WorkItem item;
@@ -38,6 +115,11 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int6
   std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
   WorkPlan plan;
   std::vector<Work> works;
+  const int groups = std::max(1, mask.m / 64);
+  const auto cost_of = [&](const WorkItem& item, int64_t bh, int64_t row) {
+    const auto at = static_cast<size_t>(mask.TableOf(bh / H, bh % H) * mask.rows + row);
+    return CostOf(item, walk.missing[at], groups, cost);
+  };
   const auto give_out = [&] {
     std::stable_sort(works.begin(), works.end(), [](const Work& a, const Work& b) { return a.cost > b.cost; });
     for (const Work& work : works) {
@@ -46,22 +128,25 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int6
       least.emplace(load + work.cost, worker);
       plan.longest = std::max(plan.longest, load + work.cost);
       taken[static_cast<size_t>(worker)].push_back(work.item);
+      taken[static_cast<size_t>(worker)].back().full = work.item.end;
     }
     works.clear();
   };
   int64_t total = 0;
   for (int64_t bh = 0; bh < B * H; ++bh) {
-    for (int64_t row = 0; row < mask.rows; ++row) total += CostOf(ItemOf(mask, H, bh, row), cost);
+    for (int64_t row = 0; row < mask.rows; ++row) total += cost_of(ItemOf(mask, H, bh, row), bh, row);
   }
-  // Rows that are a large part of a worker's share (those of global tokens, say) come first of all: given out late, one
-  // of them would be the end of the run. They come from all heads at once, whose keys and values do not fit the L2
-  // cache together, so no more of them than have to: a sixteenth of a share were all rows of 32 heads of 64 rows each.
-  const int64_t large = std::max<int64_t>(1, total / workers / 4);
+  // Rows that take longer than a worker's share of a section (those of global tokens, say) come first of all: given out
+  // late, one of them would be the end of the run. They come from all heads at once, whose keys and values the L2 cache
+  // does not hold together, so none does that need not.
+  const int64_t share = total / workers;
+  const int64_t large =
+      std::max({int64_t{1}, share / 16, share * std::min(section, B * H) / std::max<int64_t>(1, B * H)});
   const auto add = [&](int64_t first, int64_t last, bool of_large) {
     for (int64_t bh = first; bh < last; ++bh) {
       for (int64_t row = 0; row < mask.rows; ++row) {
         const WorkItem item = ItemOf(mask, H, bh, row);
-        const int64_t own = CostOf(item, cost);
+        const int64_t own = cost_of(item, bh, row);
         if ((own > large) == of_large) works.push_back({own, item});
       }
     }
@@ -80,7 +165,7 @@ WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int6
   return plan;
 }
 
-std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask) {
+std::vector<WorkStart> StartsOf(const WorkPlan& plan, const Walk& walk) {
   std::vector<WorkStart> starts;
   for (size_t worker = 0; worker + 1 < plan.begin.size(); ++worker) {
     WorkStart start = {};
@@ -89,9 +174,9 @@ std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask) {
     if (start.begin < start.end) start.first = plan.items[static_cast<size_t>(start.begin)];
     for (int i = 0; i < kFirstTiles; ++i) {
       const bool there = i < start.first.end - start.first.begin;
-      const auto at = static_cast<size_t>(there ? EntryAt(start.first, i) : 0);
-      start.tile[i] = there ? mask.key_tile[at] : -1;
-      start.code[i] = there ? mask.bits_id[at] : -1;
+      const auto at = static_cast<size_t>(there ? start.first.begin + i : 0);
+      start.tile[i] = there ? walk.key_tile[at] : -1;
+      start.code[i] = there && walk.code[at] >= 0 ? walk.code[at] & kIdMask : -1;
     }
     starts.push_back(start);
   }

@@ -20,18 +20,36 @@ struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
 };
 
-// One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits.
+// One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
+// entries say of each whether it has bits, `full` is `end`.
 struct WorkItem {
   int32_t item;  // (b * H + h) * rows + row
   int32_t begin, full, end;
 };
 
-// The entry of its tile i, as kernels walk them: a full one comes first, for nothing covers the first tile's softmax,
-// and bits take time.
+// The entry of its tile i, as kernels walk them without a plan: a full one comes first, for nothing covers the first
+// tile's softmax, and bits take time.
 STOF_EVERYWHERE inline int32_t EntryAt(const WorkItem& work, int32_t i) {
   if (work.begin == work.full || work.full == work.end) return work.begin + i;
   return i == 0 ? work.end - 1 : work.begin + i - 1;
 }
+
+// What a walk says of an entry: -1 for a full tile, else which bits it has, and which groups of 64 query rows have no
+// pair in it and in none before it, or in none behind it. Such a group is passed over it at the start or end of its
+// row.
+constexpr int kIdBits = 22, kMostGroups = 4;
+constexpr int32_t kIdMask = (int32_t{1} << kIdBits) - 1;
+STOF_EVERYWHERE inline int32_t LeadOf(int32_t code) { return code < 0 ? 0 : code >> kIdBits & 15; }
+STOF_EVERYWHERE inline int32_t TrailOf(int32_t code) { return code < 0 ? 0 : code >> (kIdBits + kMostGroups) & 15; }
+
+// The entries of a mask in the order in which kernels with a plan walk each row's: tiles of the first groups alone, a
+// full one, partial ones of all, the other full ones, tiles of the last groups alone. A diagonal band gives each group
+// one piece of its row.
+struct Walk {
+  std::vector<int32_t> key_tile, code;  // [nnz]
+  std::vector<int32_t> missing;         // [tables * rows]: groups without a pair in a tile, of all tiles of the row
+};
+Walk WalkOf(const BlockMask& mask);
 
 constexpr int kFirstTiles = 4;
 
@@ -48,15 +66,16 @@ struct WorkPlan {
   int64_t longest = 0;  // nanoseconds of the worker that has most to do
 };
 
-// Whether a plan is worth its time: beyond a million items chance balances.
+// Whether a plan is worth its time: beyond a million items chance balances. A walk also has to name all bits.
 bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 
 // Longest processing time first (Graham 1969): large rows, then sections of `section` heads, whose keys and values fit
 // the L2 cache together; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
-WorkPlan PlanWork(const BlockMask& mask, int64_t B, int64_t H, int workers, int64_t section, const TileCost& cost);
+WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
+                  const TileCost& cost);
 
-// A start for each worker of a plan of that mask.
-std::vector<WorkStart> StartsOf(const WorkPlan& plan, const BlockMask& mask);
+// A start for each worker of a plan of a mask with that walk.
+std::vector<WorkStart> StartsOf(const WorkPlan& plan, const Walk& walk);
 
 }  // namespace cuda
 }  // namespace stof

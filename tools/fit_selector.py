@@ -38,6 +38,7 @@ from stof.runtime import Mask
 HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
+_RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
     r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone, true)?>, T>\(([\d, ]+)\)"
@@ -118,6 +119,11 @@ def points_of(path: Path, head: int) -> Iterator[Point]:
             continue
         expression, tables = named_mask(record["mask_name"], shape["T"])
         sizes = (shape["B"], shape["H"], shape["G"], shape["S"], shape["T"])
+        apart = _RESIDUES.fullmatch(expression)
+        if apart is not None and shape["H"] == shape["G"]:  # plugins/core/ops/attention_residues.cc
+            m = int(apart[2])
+            expression = f"abs(q - k) <= {int(apart[1]) // m}"
+            sizes = (shape["B"] * shape["H"], m, m, shape["S"] // m, shape["T"] // m)
         yield Point(f"{record['mask_name']} {sizes}", sizes, head, expression, tables, us)
 
 
@@ -137,38 +143,67 @@ class Tiles:
     """Numbers of tiles of the points' rows, made once for a tile's shape."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int, int], list[Counter[tuple[int, int]]]] = {}
+        self._known: dict[tuple[str, int, int, int], list[Counter[tuple[int, int, int]]]] = {}
 
-    def of(self, point: Point, m: int, n: int) -> list[Counter[tuple[int, int]]]:
-        """For every section of heads, how many rows have (partial, all) tiles."""
+    def of(self, point: Point, m: int, n: int) -> list[Counter[tuple[int, int, int]]]:
+        """For every section of heads, how many rows have (partial, all) tiles and groups that pass tiles over."""
         key = (point.name, point.head, m, n)
         if key not in self._known:
             self._known[key] = self._make(point, m, n)
         return self._known[key]
 
     @staticmethod
-    def _make(point: Point, m: int, n: int) -> list[Counter[tuple[int, int]]]:
+    def _make(point: Point, m: int, n: int) -> list[Counter[tuple[int, int, int]]]:
         B, H, _, S, T = point.shape
         rows = -(-S // m)
         if not point.expression:
-            heads = [Counter({(0, -(-T // n)): rows})] * (B * H)
+            heads = [Counter({(0, -(-T // n), 0): rows})] * (B * H)
         else:
             block = Mask(point.expression, point.tables).block_mask(B, H, S, T, m, n, T - S)
             every = np.diff(block.row_ptr)
             partial = block.full_begin - block.row_ptr[:-1]
-            tables = [
-                Counter(zip(partial[at : at + rows].tolist(), every[at : at + rows].tolist(), strict=True))
-                for at in range(0, len(every), rows)
-            ]
+            missing = _missing(block, m)
+            each = list(zip(partial.tolist(), every.tolist(), missing, strict=True))
+            tables = [Counter(each[at : at + rows]) for at in range(0, len(each), rows)]
             layout = np.broadcast_to(block.layout, (B, H)).reshape(-1)
             heads = [tables[i] for i in layout]
         sections = []
         for first in range(0, B * H, point.section):
-            total: Counter[tuple[int, int]] = Counter()
+            total: Counter[tuple[int, int, int]] = Counter()
             for head in heads[first : first + point.section]:
                 total += head
             sections.append(total)
         return sections
+
+
+def _missing(block: Any, m: int) -> list[int]:
+    """Of every row, the groups of 64 queries that pass over its tiles, as cuda/work_plan.cc walks them."""
+    groups = m // 64
+    if groups == 1:
+        return [0] * (len(block.row_ptr) - 1)
+    every = (1 << groups) - 1
+    bits = np.asarray(block.bits).reshape(-1, groups, 64 * block.bits.shape[-1])
+    known = (bits.any(axis=2) << np.arange(groups)).sum(axis=1).tolist()
+    low = [(g & -g).bit_length() + g.bit_length() if g else 0 for g in range(every + 1)]
+    found = []
+    for row, begin in enumerate(block.row_ptr[:-1].tolist()):
+        full, end = int(block.full_begin[row]), int(block.row_ptr[row + 1])
+        entries = [known[i] for i in block.bits_id[begin:full].tolist()]
+        some = every if full < end else 0
+        for own in entries:
+            some |= own
+        walk = sorted(
+            [(own | every & ~some, False) for own in entries] + [(every, True)] * (end - full), key=lambda e: low[e[0]]
+        )
+        none, before, behind = [0] * len(walk), 0, 0
+        for i, (own, _) in enumerate(walk):
+            before |= own
+            none[i] |= every & ~before
+        for i in range(len(walk) - 1, -1, -1):
+            behind |= walk[i][0]
+            none[i] |= every & ~behind
+        found.append(sum(n.bit_count() for n, (_, whole) in zip(none, walk, strict=True) if not whole))
+    return found
 
 
 def _deal(loads: list[tuple[float, int]], works: Sequence[tuple[float, int]]) -> None:
@@ -203,13 +238,15 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     sections = []
     for section in tiles.of(point, kernel.rows, kernel.keys):
         costs: Counter[float] = Counter()
-        for (partial, every), count in section.items():
+        for (partial, every, missing), count in section.items():
             some = together(partial)
             cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
+            cost -= kernel.partial * missing / (2 * (kernel.rows // 64))
             costs[round(cost)] += count
         sections.append(costs)
     total = sum(cost * count for own in sections for cost, count in own.items())
-    large = max(1, total // workers // 16)
+    share = total / workers
+    large = max(1, share / 16, share * min(point.section, B * H) / (B * H))
     loads: list[tuple[float, int]] = [(0, workers)]
     _deal(loads, [(c, n) for s in sections for c, n in s.items() if c > large])
     for own in sections:

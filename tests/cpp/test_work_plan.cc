@@ -10,14 +10,58 @@
 namespace stof::test {
 namespace {
 
+using cuda::LeadOf;
 using cuda::PlanWork;
 using cuda::TileCost;
+using cuda::Walk;
+using cuda::WalkOf;
 using cuda::WorkItem;
 using cuda::WorkPlan;
 using cuda::WorkStart;
 
-int64_t CostOf(const WorkItem& item, const TileCost& cost) {
-  return cost.row + cost.partial * (item.full - item.begin) + cost.full * (item.end - item.full);
+int64_t CostOf(const WorkItem& item, int64_t missing, int64_t groups, const TileCost& cost) {
+  return cost.row + cost.partial * (item.full - item.begin) + cost.full * (item.end - item.full) -
+         cost.partial * missing / (2 * groups);
+}
+
+// Whether 64 rows have a pair in a tile of bits; -1 has all.
+bool HasPairs(const BlockMask& mask, int32_t id, int group) {
+  if (id < 0) return true;
+  const auto words = static_cast<size_t>(mask.n / 32), rows = static_cast<size_t>(mask.m);
+  const uint32_t* bits = mask.bits.data() + (static_cast<size_t>(id) * rows + 64 * static_cast<size_t>(group)) * words;
+  return std::any_of(bits, bits + 64 * words, [](uint32_t word) { return word != 0; });
+}
+
+// Each row's entries once; groups are said to be passed over where they have no pair until then, or from then on, and
+// never by all of a row.
+void CheckWalk(const BlockMask& mask, const Walk& walk, const std::string& where) {
+  const int groups = mask.m / 64;
+  for (size_t r = 0; r < mask.full_begin.size(); ++r) {
+    const int32_t begin = mask.row_ptr[r], end = mask.row_ptr[r + 1];
+    std::vector<std::pair<int32_t, int32_t>> given, walked;
+    int64_t missing = 0;
+    for (int32_t i = begin; i < end; ++i) {
+      const auto at = static_cast<size_t>(i);
+      given.emplace_back(mask.key_tile[at], mask.bits_id[at]);
+      walked.emplace_back(walk.key_tile[at], walk.code[at] < 0 ? -1 : walk.code[at] & cuda::kIdMask);
+    }
+    for (int g = 0; g < groups; ++g) {
+      const auto has = [&](const std::pair<int32_t, int32_t>& entry) { return HasPairs(mask, entry.second, g); };
+      const auto first = std::find_if(walked.begin(), walked.end(), has) - walked.begin();
+      const auto last = walked.rend() - std::find_if(walked.rbegin(), walked.rend(), has) - 1;
+      for (int32_t i = 0; i < end - begin; ++i) {
+        const int32_t code = walk.code[static_cast<size_t>(begin + i)];
+        const bool any = first < end - begin;
+        CHECK((cuda::LeadOf(code) >> g & 1) == (any && i < first ? 1 : 0), where, " row ", r, " entry ", i);
+        CHECK((cuda::TrailOf(code) >> g & 1) == (any && i > last ? 1 : 0), where, " row ", r, " entry ", i);
+        if (any && (i < first || i > last)) ++missing;
+      }
+    }
+    CHECK(walk.missing[r] == missing, where, " row ", r);
+    std::sort(given.begin(), given.end());
+    std::sort(walked.begin(), walked.end());
+    CHECK(given == walked, where, " row ", r);
+  }
 }
 
 TEST(WorkPlansTakeEveryRowOnce) {
@@ -33,11 +77,13 @@ TEST(WorkPlansTakeEveryRowOnce) {
       const int workers = static_cast<int>(random.Range(1, 40));
       const int64_t section = random.Range(1, 2 * sizes.H);
       const TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
-      const WorkPlan plan = PlanWork(mask, sizes.B, sizes.H, workers, section, cost);
+      const Walk walk = WalkOf(mask);
+      CheckWalk(mask, walk, text);
+      const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, workers, section, cost);
       const std::string where = Text(text, " S ", sizes.S, " T ", sizes.T, " workers ", workers);
       CHECK(plan.begin.size() == static_cast<size_t>(workers) + 1 && plan.begin[0] == 0, where);
       CHECK(plan.begin.back() == static_cast<int64_t>(plan.items.size()), where);
-      const std::vector<WorkStart> starts = StartsOf(plan, mask);
+      const std::vector<WorkStart> starts = StartsOf(plan, walk);
       CHECK(starts.size() == static_cast<size_t>(workers), where);
       for (size_t w = 0; w < starts.size(); ++w) {
         const WorkStart& start = starts[w];
@@ -46,18 +92,11 @@ TEST(WorkPlansTakeEveryRowOnce) {
         const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
         CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
         CHECK(start.first.full == first.full && start.first.end == first.end, where);
-        // Each entry once, a full one first where there are others, too.
-        std::vector<int32_t> order;
-        for (int32_t t = 0; t < first.end - first.begin; ++t) order.push_back(cuda::EntryAt(first, t));
-        if (first.begin < first.end) CHECK(order[0] >= first.full || first.full == first.end, where);
-        std::vector<int32_t> sorted = order;
-        std::sort(sorted.begin(), sorted.end());
-        for (size_t t = 0; t < sorted.size(); ++t) CHECK(sorted[t] == first.begin + static_cast<int32_t>(t), where);
         for (size_t t = 0; t < cuda::kFirstTiles; ++t) {
-          const bool there = t < order.size();
-          const auto at = static_cast<size_t>(there ? order[t] : 0);
-          CHECK(start.tile[t] == (there ? mask.key_tile[at] : -1), where);
-          CHECK(start.code[t] == (there ? mask.bits_id[at] : -1), where);
+          const bool there = first.begin + static_cast<int32_t>(t) < first.end;
+          const auto at = static_cast<size_t>(there ? first.begin + static_cast<int32_t>(t) : 0);
+          CHECK(start.tile[t] == (there ? walk.key_tile[at] : -1), where);
+          CHECK(start.code[t] == (there && walk.code[at] >= 0 ? walk.code[at] & cuda::kIdMask : -1), where);
         }
       }
       std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
@@ -72,10 +111,11 @@ TEST(WorkPlansTakeEveryRowOnce) {
           const int64_t bh = item.item / mask.rows;
           const auto row =
               static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + item.item % mask.rows);
-          CHECK(item.begin == mask.row_ptr[row] && item.full == mask.full_begin[row], where);
+          CHECK(item.begin == mask.row_ptr[row] && item.full == item.end, where);
           CHECK(item.end == mask.row_ptr[row + 1], where);
-          load += CostOf(item, cost);
-          most = std::max(most, CostOf(item, cost));
+          const int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], m / 64, cost);
+          load += own;
+          most = std::max(most, own);
         }
         total += load;
         longest = std::max(longest, load);
@@ -95,11 +135,30 @@ TEST(WorkPlansBeginWithLargeRows) {
   const ExprSizes sizes = {1, 32, 8192, 8192, 0};
   const BlockMask mask = BuiltMask("abs(q - k) <= 128 or k < 64 or q < 64", sizes, 128, 128);
   const TileCost cost = {2200, 1655, 1900};
-  const WorkPlan plan = PlanWork(mask, sizes.B, sizes.H, 132, 5, cost);
-  const int64_t total = std::accumulate(plan.items.begin(), plan.items.end(), int64_t{0},
-                                        [&](int64_t sum, const WorkItem& item) { return sum + CostOf(item, cost); });
+  const WorkPlan plan = PlanWork(mask, WalkOf(mask), sizes.B, sizes.H, 132, 5, cost);
+  const int64_t total =
+      std::accumulate(plan.items.begin(), plan.items.end(), int64_t{0},
+                      [&](int64_t sum, const WorkItem& item) { return sum + CostOf(item, 0, 1, cost); });
   CHECK(plan.longest * 100 <= total / 132 * 110, plan.longest, " of ", total / 132);
   CountCases(1);
+}
+
+// The diagonal band of a window and a causal one: no group has more than its own tiles and the full ones' turn.
+TEST(WorkPlansPassOverWhatIsOthers) {
+  const ExprSizes sizes = {1, 1, 1024, 1024, 0};
+  for (const auto& [text, missing] : {std::pair("abs(q - k) <= 128", 2), std::pair("k <= q", 1)}) {
+    const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+    const Walk walk = WalkOf(mask);
+    for (size_t r = 2; r + 2 < walk.missing.size(); ++r) {
+      CHECK(walk.missing[r] == missing, text, " row ", r, ": ", walk.missing[r]);
+    }
+  }
+  // Rows of which the first 64 see every key: the others are at work in the window and the global tokens alone.
+  const BlockMask mask = BuiltMask("abs(q - k) <= 128 or k < 64 or q < 64", sizes, 128, 64);
+  const Walk walk = WalkOf(mask);
+  CHECK(walk.missing[0] == 1024 / 64 - 4, walk.missing[0]);
+  CHECK((LeadOf(walk.code[0]) == 2 && LeadOf(walk.code[1024 / 64 - 1]) == 0));
+  CountCases(3);
 }
 
 }  // namespace
