@@ -6,13 +6,13 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kNone, true>, T>(2715, 1335, 1570),
-    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kNone, true>, T>(4574, 966, 1109),
-    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2678, 939, 1013),
-    sm90::Describe<sm90::Shape<128, 64, 64, 3, 1, 2>, T>(3005, 1000, 1000, 195),
-    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1, 1, Extras::kNone, true>, T>(2168, 784, 868),
-    sm90::Describe<sm90::Shape<128, 64, 96, 2, 1, 2>, T>(4547, 1458, 1468),
-    sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(2372, 1141, 1268),
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kNone, true>, T>(2698, 1380, 1476),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kNone, true>, T>(4554, 952, 1040),
+    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2318, 1002, 1002),
+    sm90::Describe<sm90::Shape<128, 64, 64, 3, 1, 2>, T>(2012, 959, 960, 141),
+    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1, 1, Extras::kNone, true>, T>(1504, 840, 908),
+    sm90::Describe<sm90::Shape<128, 64, 96, 2, 1, 2>, T>(2649, 1533, 1580),
+    sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(2260, 1156, 1412),
     {},
 };
 

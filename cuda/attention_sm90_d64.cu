@@ -6,16 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3523, 888, 1030),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3607, 955, 1080),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2371, 1023, 1162),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1645, 1243, 1561),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1547, 1268, 1486),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(4197, 1035, 1276),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2456, 681, 865),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1514, 1300, 1409),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2864, 1430, 1588),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3801, 1523, 1736),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3510, 940, 1030),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3632, 1006, 1080),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2242, 1053, 1159),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1642, 1248, 1541),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1651, 1422, 1453),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3320, 1231, 1525),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2547, 727, 779),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1340, 1398, 1435),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2528, 1496, 1496),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3801, 1468, 1588),
     {},
 };
 

@@ -16,6 +16,18 @@ constexpr unsigned char kUntouched = 0xcd;
 
 void Expect(cudaError_t error, const char* what) { CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error)); }
 
+// Poisons memory and waits for that alone: while a thread of the library records its kernels, nobody may wait for the
+// whole device.
+void Poison(void* block, size_t bytes) {
+  cudaStream_t stream = nullptr;
+  Expect(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  const cudaError_t set = cudaMemsetAsync(block, kUntouched, bytes, stream);
+  const cudaError_t done = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  Expect(set, "poison");
+  Expect(done, "poison");
+}
+
 }  // namespace
 
 Seen* LastSeen() { return nullptr; }
@@ -24,8 +36,7 @@ Seen* LastSeen() { return nullptr; }
 Memory::Memory(size_t bytes) : bytes_(bytes), host_(new char[std::max<size_t>(1, bytes)]) {
   void* block = nullptr;
   Expect(cudaMalloc(&block, bytes + 2 * kBand + 64), "memory");
-  Expect(cudaMemset(block, kUntouched, bytes + 2 * kBand + 64), "poison");
-  Expect(cudaDeviceSynchronize(), "poison");
+  Poison(block, bytes + 2 * kBand + 64);
   address_ = static_cast<char*>(block) + kBand + 64;
   std::memset(host_, kUntouched, bytes);
 }
