@@ -474,15 +474,17 @@ class Attention {
 
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
     int code = Uniform(Entries()[slots->at].code);
+    int flags = Uniform(Entries()[slots->at].flags);
+    int next = Uniform(Entries()[slots->at].next);
     if constexpr (S::kPasses) {
       while (IsOthers(LeadOf(code))) {
         Pass(keys, values, slots);
         Wait(Barrier(kKeyFull, keys->at), keys->phase);
         code = Uniform(Entries()[slots->at].code);
+        flags = Uniform(Entries()[slots->at].flags);
+        next = Uniform(Entries()[slots->at].next);
       }
     }
-    int flags = Uniform(Entries()[slots->at].flags);
-    int next = Uniform(Entries()[slots->at].next);
     if (code == kNothing) {
       Release(Barrier(kKeyEmpty, keys->at));
       Wait(Barrier(kValueFull, values->at), values->phase);
