@@ -3,6 +3,7 @@
 #ifndef STOF_PLUGINS_CORE_GEMM_H_
 #define STOF_PLUGINS_CORE_GEMM_H_
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,6 +84,44 @@ const GemmBackend* FindGemmBackend();
 size_t CpuGemmWorkspace(int threads);
 void CpuGemm(CpuIsa isa, DType dtype, const void* a, const void* b, int64_t stride, int64_t M, int64_t N, int64_t K,
              float* product, void* workspace, const Parallel& parallel);
+
+// GemmForm on the CPU, in fp32: act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual; nullptr where absent.
+struct CpuGemmEpilogue {
+  GemmActivation activation = GemmActivation::kNone;
+  const float *bias0 = nullptr, *bias1 = nullptr, *scale = nullptr;  // [N]
+  const float* row = nullptr;                                        // [M]
+  const float* residual = nullptr;                                   // [M, N]
+};
+
+struct CpuGemmArgs {
+  int64_t M = 0;                              // at least 1
+  const float* a = nullptr;                   // [M, K]
+  float* output[2] = {};                      // [M, N] each; the second one is used without an epilogue alone
+  const CpuGemmEpilogue* epilogue = nullptr;  // nullptr: the products themselves
+};
+
+// A constant factor in fp32, or a pair of them, copied in the order in which the kernels read it.
+class CpuGemmFactor {
+ public:
+  // b0, b1: [K, N], rows `stride` elements apart; b1: nullptr where there is none. False where it is not worth it, or
+  // there is no memory: then take CpuGemm.
+  bool Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);
+  bool packed() const { return panels_ != nullptr; }
+  int64_t N() const { return N_; }
+  int64_t K() const { return K_; }
+
+  // Bytes, 64-byte aligned.
+  static size_t Workspace(int threads);
+  void Run(const CpuGemmArgs& args, void* workspace, const Parallel& parallel) const;
+
+ private:
+  struct Free {
+    void operator()(float* panels) const;
+  };
+  CpuIsa isa_ = CpuIsa::kPortable;
+  int64_t N_ = 0, K_ = 0, products_ = 1;
+  std::unique_ptr<float[], Free> panels_;
+};
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_GEMM_H_

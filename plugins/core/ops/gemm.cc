@@ -59,7 +59,11 @@ class StofGemmOp final : public Op {
  public:
   explicit StofGemmOp(GemmEpilogue epilogue) : epilogue_(std::move(epilogue)) {}
 
-  Status Prepare(const Tensor*, int input_count) override { return CheckInputCount(input_count); }
+  Status Prepare(const Tensor* inputs, int input_count) override {
+    STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
+    PackFactor(inputs);
+    return Status();
+  }
   int InputCount() const override {
     return 1 + epilogue_.weights() + std::max(0, epilogue_.chain.inputs - epilogue_.products());
   }
@@ -268,16 +272,71 @@ class StofGemmOp final : public Op {
     return args;
   }
 
+  // Constant factors in fp32 are copied for the CPU's kernels; what is wrong with them is reported by runs.
+  void PackFactor(const Tensor* inputs) {
+    const Tensor &b0 = inputs[1], &b1 = inputs[epilogue_.weights()];
+    for (const Tensor* b : {&b0, &b1}) {
+      int64_t count = 0;
+      if (b->data == nullptr || b->dtype != DType::kF32 || b->rank != 2 || !Count(*b, "b", &count).ok()) return;
+    }
+    const int64_t K = b0.dims[0], stride = b0.dims[1], N = epilogue_.pair == GemmPair::kHalves ? stride / 2 : stride;
+    if (b1.dims[0] != K || b1.dims[1] != stride || N * epilogue_.products() != stride * epilogue_.weights()) return;
+    const auto* first = static_cast<const float*>(b0.data);
+    const auto* second = epilogue_.pair == GemmPair::kTwo      ? static_cast<const float*>(b1.data)
+                         : epilogue_.pair == GemmPair::kHalves ? first + N
+                                                               : nullptr;
+    if (epilogue_.form.swapped) std::swap(first, second);
+    factor_.Pack(BestCpuIsa(), first, second, stride, N, K);
+  }
+  // Whether a run has the factor that was packed: a runtime that says so of what changes would get wrong results.
+  bool IsPacked(const Tensor* inputs, const Sizes& sizes) const {
+    return factor_.packed() && inputs[0].dtype == DType::kF32 && factor_.N() == sizes.N && factor_.K() == sizes.K;
+  }
+
+  // The epilogue where kernels have it, which takes fp32 alone.
+  bool FusedEpilogue(const Tensor* inputs, CpuGemmEpilogue* fused) const {
+    if (!epilogue_.has_form) return false;
+    const GemmForm& form = epilogue_.form;
+    bool right = true;
+    const auto at = [&](int number) -> const float* {
+      if (number < 0) return nullptr;
+      const Tensor& tensor = inputs[epilogue_.InputOf(number)];
+      right = right && tensor.dtype == DType::kF32;
+      return static_cast<const float*>(tensor.data);
+    };
+    fused->activation = form.activation;
+    fused->bias0 = at(form.bias0), fused->bias1 = at(form.bias1), fused->scale = at(form.scale);
+    fused->row = at(form.row), fused->residual = at(form.residual);
+    return right;
+  }
+
+  Status RunFused(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const CpuGemmEpilogue& fused,
+                  const RunContext& context) const {
+    void* workspace = context.allocate(context.self, CpuGemmFactor::Workspace(context.parallel.threads));
+    if (workspace == nullptr) return Status::Error("no memory for a block of products");
+    CpuGemmArgs args;
+    args.M = sizes.M;
+    args.a = static_cast<const float*>(inputs[0].data);
+    args.output[0] = static_cast<float*>(output.data);
+    args.epilogue = &fused;
+    factor_.Run(args, workspace, context.parallel);
+    return Status();
+  }
+
   // Products of as many rows as fit the caches, then the chain over them.
   Status RunCpu(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const RunContext& context) const {
     constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
+    const bool packed = IsPacked(inputs, sizes);
+    CpuGemmEpilogue fused;
+    if (packed && FusedEpilogue(inputs, &fused)) return RunFused(inputs, output, sizes, fused, context);
     const int threads = std::max(1, context.parallel.threads);
     const int products = epilogue_.products();
     const int64_t rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
     const CpuIsa isa = BestCpuIsa();
     const auto floats = static_cast<size_t>((rows * sizes.N + 15) / 16 * 16);
     auto* product = static_cast<float*>(context.allocate(context.self, 4 * floats * static_cast<size_t>(products)));
-    void* panel = context.allocate(context.self, CpuGemmWorkspace(threads));
+    void* panel =
+        context.allocate(context.self, packed ? CpuGemmFactor::Workspace(threads) : CpuGemmWorkspace(threads));
     if (product == nullptr || panel == nullptr) return Status::Error("no memory for a block of products");
     Chain chain = epilogue_.chain;
     chain.outputs[0].type = output.dtype;
@@ -290,7 +349,15 @@ class StofGemmOp final : public Op {
         b0, epilogue_.pair == GemmPair::kTwo ? static_cast<const char*>(inputs[2].data) : b0 + sizes.N * size};
     for (int64_t m = 0; m < sizes.M; m += rows) {
       const Sizes block = {std::min(rows, sizes.M - m), sizes.N, sizes.K};
-      for (int i = 0; i < products; ++i) {
+      if (packed) {
+        CpuGemmArgs args;
+        args.M = block.M;
+        args.a = static_cast<const float*>(inputs[0].data) + m * sizes.K;
+        args.output[0] = product, args.output[1] = product + floats;
+        if (epilogue_.form.swapped) std::swap(args.output[0], args.output[1]);
+        factor_.Run(args, panel, context.parallel);
+      }
+      for (int i = 0; i < products && !packed; ++i) {
         CpuGemm(isa, output.dtype, static_cast<const char*>(inputs[0].data) + m * sizes.K * size, weight[i],
                 inputs[1].dims[1], block.M, sizes.N, sizes.K, product + static_cast<size_t>(i) * floats, panel,
                 context.parallel);
@@ -330,6 +397,7 @@ class StofGemmOp final : public Op {
   }
 
   const GemmEpilogue epilogue_;
+  CpuGemmFactor factor_;  // where it is constant
   bool may_wait_ = false;
 };
 

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products by panels of a constant factor, and what follows them while they are in the cache. Included once per
+// instruction set, with STOF_TILE_ROWS × STOF_TILE_VECTORS accumulators.
+#ifndef STOF_CPU_GEMM_PACKED_KERNEL_H_
+#define STOF_CPU_GEMM_PACKED_KERNEL_H_
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/chain_simd.h"
+#include "cpu/gemm_packed.h"
+#include STOF_SIMD
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+constexpr int kTileRows = STOF_TILE_ROWS;
+constexpr int kTileVectors = STOF_TILE_VECTORS;
+constexpr int kTileColumns = kTileVectors * Simd::kWidth;
+static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a worker's workspace");
+
+// Lines that the caller wants next, a few for each tile: the factor is read from memory once, and by then it is here.
+struct Ahead {
+  const char* at;
+  const char* end;
+};
+
+// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kTileColumns.
+template <int kRows>
+void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, bool add,
+                Ahead ahead) {
+  Simd::V sum[kRows][kTileVectors];
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kTileVectors; ++j) {
+      sum[i][j] = add ? Simd::Load(c + i * ldc + j * Simd::kWidth) : Simd::Set1(0.0f);
+    }
+  }
+  const float* row[kRows];
+  for (int i = 0; i < kRows; ++i) row[i] = a + i * lda;
+  const auto step = [&](int64_t k, const float* from) __attribute__((always_inline)) {
+    Simd::V x[kTileVectors];
+    for (int j = 0; j < kTileVectors; ++j) x[j] = Simd::Load(from + j * Simd::kWidth);
+    for (int i = 0; i < kRows; ++i) {
+      const Simd::V y = Simd::Set1(row[i][k]);
+      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 4 <= depth; k += 4, b += 4 * kTileColumns) {
+    if (ahead.at < ahead.end) {
+      __builtin_prefetch(ahead.at, 0, 2);
+      ahead.at += 64;
+    }
+    step(k, b);
+    step(k + 1, b + kTileColumns);
+    step(k + 2, b + 2 * kTileColumns);
+    step(k + 3, b + 3 * kTileColumns);
+  }
+  for (; k < depth; ++k, b += kTileColumns) step(k, b);
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kTileVectors; ++j) Simd::Store(c + i * ldc + j * Simd::kWidth, sum[i][j]);
+  }
+}
+
+using TileFunction = void (*)(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc,
+                              bool add, Ahead ahead);
+template <int kRows>
+struct Tiles {
+  static TileFunction Of(int64_t rows) { return rows == kRows ? PackedTile<kRows> : Tiles<kRows - 1>::Of(rows); }
+};
+template <>
+struct Tiles<1> {
+  static TileFunction Of(int64_t) { return PackedTile<1>; }
+};
+
+// c[rows, kTileColumns] = a · panel.
+inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t rows, float* c, int64_t ldc) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
+  const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
+  int64_t k0 = 0;
+  do {
+    const int64_t depth = std::min(most, K - k0);
+    const float* const b = panel + k0 * kTileColumns;
+    const auto* next = reinterpret_cast<const char*>(b + depth * kTileColumns);
+    // A single tile reads everything once: the processor sees that itself.
+    const int64_t lines = tiles > 1 ? (depth * kTileColumns * 4 / 64 + tiles - 1) / tiles : 0;
+    for (int64_t t = 0, m = 0; t < tiles; ++t) {
+      const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
+      Tiles<kTileRows>::Of(count)(a + m * K + k0, K, b, depth, c + m * ldc, ldc, k0 > 0, {next, next + 64 * lines});
+      next += 64 * lines;
+      m += count;
+    }
+    k0 += depth;
+  } while (k0 < K);
+}
+
+struct Block {
+  const float *first, *second;
+  int64_t first_stride, second_stride;
+  float* to;  // rows N apart
+};
+
+template <GemmActivation kActivation>
+inline V Activated(V x) {
+  switch (kActivation) {
+    case GemmActivation::kRelu:
+      return Relu(x);
+    case GemmActivation::kGelu:
+      return Gelu(x);
+    case GemmActivation::kGeluTanh:
+      return GeluTanh(x);
+    case GemmActivation::kSilu:
+      return Silu(x);
+    default:
+      return x;
+  }
+}
+
+template <GemmActivation kActivation>
+void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t n0, int64_t rows, int64_t wide,
+              int64_t N) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* const residual = e.residual != nullptr ? e.residual + (m0 + i) * N + n0 : nullptr;
+    const V row = e.row != nullptr ? Set(e.row[m0 + i]) : V{};
+    for (int64_t n = 0; n < wide; n += kLanes) {
+      const int some = static_cast<int>(std::min<int64_t>(kLanes, wide - n));
+      const auto load = [some](const float* from) { return some == kLanes ? Load(from) : LoadSome(from, some); };
+      V y = Load(block.first + i * block.first_stride + n);
+      if (e.bias0 != nullptr) y = y + load(e.bias0 + n0 + n);
+      y = Activated<kActivation>(y);
+      if (block.second != nullptr) {
+        V other = Load(block.second + i * block.second_stride + n);
+        if (e.bias1 != nullptr) other = other + load(e.bias1 + n0 + n);
+        y = y * other;
+      }
+      if (e.scale != nullptr) y = y * load(e.scale + n0 + n);
+      if (e.row != nullptr) y = y * row;
+      if (residual != nullptr) y = y + load(residual + n);
+      float* const to = block.to + i * N + n;
+      if (some == kLanes) {
+        Store(to, y);
+      } else {
+        StoreSome(to, y, some);
+      }
+    }
+  }
+}
+
+void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
+  const CpuGemmArgs& args = *p.args;
+  const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
+  const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0);
+  float* c[2] = {};
+  int64_t stride[2] = {};
+  for (int64_t i = 0; i < p.products; ++i) {
+    const bool own = wide < kTileColumns || (args.epilogue != nullptr && i == 1);
+    c[i] = own ? workspace + i * kPackedRows * kTileColumns : args.output[i] + m0 * p.N + n0;
+    stride[i] = own ? kTileColumns : p.N;
+    PackedProduct(args.a + m0 * p.K, p.K, p.panels + (panel * p.products + i) * p.K * kTileColumns, rows, c[i],
+                  stride[i]);
+  }
+  if (args.epilogue == nullptr) {
+    for (int64_t i = 0; i < p.products && wide < kTileColumns; ++i) {
+      for (int64_t m = 0; m < rows; ++m) {
+        std::memcpy(args.output[i] + (m0 + m) * p.N + n0, c[i] + m * kTileColumns, static_cast<size_t>(wide) * 4);
+      }
+    }
+    return;
+  }
+  const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
+  const auto finish = [&](auto function) { function(*args.epilogue, block, m0, n0, rows, wide, p.N); };
+  switch (args.epilogue->activation) {
+    case GemmActivation::kRelu:
+      return finish(Epilogue<GemmActivation::kRelu>);
+    case GemmActivation::kGelu:
+      return finish(Epilogue<GemmActivation::kGelu>);
+    case GemmActivation::kGeluTanh:
+      return finish(Epilogue<GemmActivation::kGeluTanh>);
+    case GemmActivation::kSilu:
+      return finish(Epilogue<GemmActivation::kSilu>);
+    default:
+      return finish(Epilogue<GemmActivation::kNone>);
+  }
+}
+
+void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {
+  for (int64_t k = 0; k < K; ++k) {
+    std::memcpy(panel + k * kTileColumns, b + k * stride, static_cast<size_t>(wide) * 4);
+    std::fill(panel + k * kTileColumns + wide, panel + (k + 1) * kTileColumns, 0.0f);
+  }
+}
+
+const PackedKernels kPackedKernels = {kTileColumns, kTileRows, PackPanel, RunPanel};
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_GEMM_PACKED_KERNEL_H_
