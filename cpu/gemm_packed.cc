@@ -2,6 +2,10 @@
 // Packs constant factors, and hands the panels of a product out to workers.
 #include "cpu/gemm_packed.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -10,6 +14,7 @@ namespace stof {
 namespace {
 
 constexpr size_t kAlignment = 64;
+constexpr size_t kHugePage = size_t{1} << 21;
 constexpr int64_t kMostWorkers = 64;
 constexpr double kWorthAWorker = 4e5;  // operations: some 5 us
 
@@ -50,7 +55,7 @@ void Work(void* user, size_t worker) {
 
 }  // namespace
 
-void CpuGemmFactor::Free::operator()(float* panels) const { ::operator delete[](panels, std::align_val_t(kAlignment)); }
+void CpuGemmFactor::Free::operator()(float* panels) const { ::operator delete[](panels, std::align_val_t(kHugePage)); }
 
 bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
   panels_.reset();
@@ -60,8 +65,13 @@ bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t s
   if (N <= 0 || K <= 0 || panels * kernels.columns > 2 * N) return false;
   const int64_t each = K * kernels.columns, products = b1 != nullptr ? 2 : 1;
   const auto bytes = static_cast<size_t>(panels * products * each) * sizeof(float);
-  panels_.reset(static_cast<float*>(::operator new[](bytes, std::align_val_t(kAlignment), std::nothrow)));
-  if (panels_ == nullptr) return false;
+  void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
+  if (memory == nullptr) return false;
+  panels_.reset(static_cast<float*>(memory));
+#if defined(__linux__)
+  // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
+  (void)madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
+#endif
   for (int64_t j = 0; j < panels; ++j) {
     const int64_t n = j * kernels.columns, wide = std::min(kernels.columns, N - n);
     for (int64_t i = 0; i < products; ++i) {

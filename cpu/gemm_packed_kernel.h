@@ -20,46 +20,45 @@ constexpr int kTileVectors = STOF_TILE_VECTORS;
 constexpr int kTileColumns = kTileVectors * Simd::kWidth;
 static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a worker's workspace");
 
-// Lines that the caller wants next, a few for each tile: the factor is read from memory once, and by then it is here.
+// What the caller wants next, `step` bytes for each step of k: the factor is read from memory once, and by then it is
+// here. Addresses beyond the panels do no harm.
 struct Ahead {
   const char* at;
-  const char* end;
+  int64_t step;
 };
 
-// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kTileColumns.
+// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kTileColumns. One loop, not unrolled,
+// and sums that begin as zeros: anything else makes compilers move accumulators through memory.
 template <int kRows>
 void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, bool add,
                 Ahead ahead) {
   Simd::V sum[kRows][kTileVectors];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kTileVectors; ++j) {
-      sum[i][j] = add ? Simd::Load(c + i * ldc + j * Simd::kWidth) : Simd::Set1(0.0f);
-    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
   }
-  const float* row[kRows];
-  for (int i = 0; i < kRows; ++i) row[i] = a + i * lda;
-  const auto step = [&](int64_t k, const float* from) __attribute__((always_inline)) {
+  for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    ahead.at += ahead.step;
     Simd::V x[kTileVectors];
-    for (int j = 0; j < kTileVectors; ++j) x[j] = Simd::Load(from + j * Simd::kWidth);
+#pragma GCC unroll 8
+    for (int j = 0; j < kTileVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
+    b += kTileColumns;
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Simd::V y = Simd::Set1(row[i][k]);
+      const Simd::V y = Simd::Set1(a[i * lda + k]);
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
-  };
-  int64_t k = 0;
-  for (; k + 4 <= depth; k += 4, b += 4 * kTileColumns) {
-    if (ahead.at < ahead.end) {
-      __builtin_prefetch(ahead.at, 0, 2);
-      ahead.at += 64;
-    }
-    step(k, b);
-    step(k + 1, b + kTileColumns);
-    step(k + 2, b + 2 * kTileColumns);
-    step(k + 3, b + 3 * kTileColumns);
   }
-  for (; k < depth; ++k, b += kTileColumns) step(k, b);
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kTileVectors; ++j) Simd::Store(c + i * ldc + j * Simd::kWidth, sum[i][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < kTileVectors; ++j) {
+      float* const to = c + i * ldc + j * Simd::kWidth;
+      Simd::Store(to, add ? Simd::Add(sum[i][j], Simd::Load(to)) : sum[i][j]);
+    }
   }
 }
 
@@ -85,11 +84,11 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     const float* const b = panel + k0 * kTileColumns;
     const auto* next = reinterpret_cast<const char*>(b + depth * kTileColumns);
     // A single tile reads everything once: the processor sees that itself.
-    const int64_t lines = tiles > 1 ? (depth * kTileColumns * 4 / 64 + tiles - 1) / tiles : 0;
+    const int64_t step = tiles > 1 ? (kTileColumns * 4 + tiles - 1) / tiles : 0;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
-      Tiles<kTileRows>::Of(count)(a + m * K + k0, K, b, depth, c + m * ldc, ldc, k0 > 0, {next, next + 64 * lines});
-      next += 64 * lines;
+      Tiles<kTileRows>::Of(count)(a + m * K + k0, K, b, depth, c + m * ldc, ldc, k0 > 0, {next, step});
+      next += step * depth;
       m += count;
     }
     k0 += depth;

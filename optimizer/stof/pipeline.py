@@ -133,6 +133,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                     separate=on_gpu,
                     merges=merges,
                     packs=on_gpu and has_packed(),
+                    on_cpu=options.target == "cpu",
                 )
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):

@@ -158,6 +158,24 @@ def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
     return form.value.decode(), ""
 
 
+def has_cpu_gemm() -> bool:
+    """Whether the library has kernels for products in fp32 by constants on the CPU."""
+    try:
+        return hasattr(_library(), "stof_gemm_cpu_form")
+    except LibraryError:
+        return False
+
+
+def cpu_gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
+    """The form in which the CPU's kernels apply an epilogue to what is in the cache; empty, and the reason, where they do not."""
+    form = ctypes.create_string_buffer(_ERROR_SIZE)
+    try:
+        _call("stof_gemm_cpu_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(_ERROR_SIZE))
+    except LibraryError as error:
+        return "", str(error)
+    return form.value.decode(), ""
+
+
 def fma_rate(threads: int = 1, seconds: float = 0.2) -> float:
     """The fp32 FMA rate of this machine in GFLOP/s."""
     return float(_library().stof_fma_rate(threads, seconds))

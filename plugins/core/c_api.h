@@ -81,6 +81,9 @@ STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_co
  * blanks; 1, and why not, which begins with "CUDA:" where the description itself is right. Needs no device. */
 STOF_EXPORT int stof_gemm_form(const char* epilogue, int pair, char* form, size_t form_size, char* error,
                                size_t error_size);
+/* Likewise whether the CPU's kernels for products in fp32 by constants apply it to what is still in the cache. */
+STOF_EXPORT int stof_gemm_cpu_form(const char* epilogue, int pair, char* form, size_t form_size, char* error,
+                                   size_t error_size);
 
 /* On a CUDA device. First the constants (the tables of a mask), once: all inputs, constant ones with data in host
  * memory, which is copied, the others with dtype 0. */

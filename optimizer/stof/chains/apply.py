@@ -81,6 +81,7 @@ def apply_chains(
     separate: bool = False,
     merges: Merges | None = None,
     packs: bool = False,
+    on_cpu: bool = False,
 ) -> Chained:
     """A copy of a model in which the chains that a judge is for are StofChain nodes.
 
@@ -93,6 +94,7 @@ def apply_chains(
         separate: biases of products are looked at by themselves.
         merges: which products of one tensor are to become one, where a chain takes them apart.
         packs: attention reads its heads where they are, rather than what Split makes of them.
+        on_cpu: products are those that the CPU's kernels are for.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
@@ -116,7 +118,7 @@ def apply_chains(
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            found = _applied(Graph(whole, Symbolic(whole), light, forms, tensorrt), judge, selection)
+            found = _applied(Graph(whole, Symbolic(whole), light, forms, tensorrt, on_cpu), judge, selection)
             return replace(found, model=joined(found.model, gemms))
         except UnsupportedError as error:
             reason = str(error)

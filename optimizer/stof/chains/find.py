@@ -49,6 +49,7 @@ class Graph:
     light: bool = True
     forms: Forms | None = None  # of epilogues, where products become parts of templates
     tensorrt: bool = False  # chains become plugins of TensorRT
+    on_cpu: bool = False  # products are in fp32 by constants, and also templates where nothing follows them
     nodes: Sequence[onnx.NodeProto] = field(init=False)
     place: dict[str, int] = field(init=False)  # of the node that writes a tensor
     readers: dict[str, list[int]] = field(init=False)
@@ -429,7 +430,7 @@ def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
     region = Region(tuple(sorted(places)), graph.outputs(places))
     if graph.forms is None and any(is_product(graph.nodes[p], graph.symbolic) for p in places):
         return Left(region.places, "products stay by themselves")
-    if _worth(graph, places) < 2:
+    if _worth(graph, places) < 2 and not (graph.on_cpu and is_product(graph.nodes[region.places[0]], graph.symbolic)):
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
         return _translated(graph, region)
@@ -446,7 +447,9 @@ def _translated(graph: Graph, region: Region) -> Chain:
                 f"the size of {name!r} comes from a slice by numbers along an axis that may be shorter than they say"
             )
     if graph.forms is not None and any(is_product(graph.nodes[p], graph.symbolic) for p in region.places):
-        chain: Chain = product_of(region, graph.nodes, graph.symbolic, graph.forms)
+        chain: Chain = product_of(
+            region, graph.nodes, graph.symbolic, graph.forms, graph.constant if graph.on_cpu else None
+        )
     else:
         chain = translate(region, graph.nodes, graph.symbolic)
         if graph.tensorrt:

@@ -21,7 +21,7 @@ from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
 from stof.progress import Progress
-from stof.runtime import LibraryError, gemm_form, has_gemm
+from stof.runtime import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.runtime_cuda import device_info
 from stof.search.cache import Cache, cache_path, device_name
 from stof.search.cost import Analytical, Machine, Site
@@ -35,6 +35,7 @@ _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
 _SEARCHED = "searched"  # beside the measurements of a region: its search's share of the seconds of --tune
 _ENDED = 1e9  # the same of a search that ended by itself
+_OWN = "p"  # after a scheme whose products by themselves are StofGemm, too
 
 
 def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
@@ -66,9 +67,12 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
 
 
 def forms_of(options: Options) -> Forms | None:
-    """What the library says of epilogues, where products become parts of templates: on CUDA, by kernels that it has."""
-    asked = options.target == "cuda" and options.chains != "off" and options.products
-    return gemm_form if asked and has_gemm() else None
+    """What the library says of epilogues, where products become parts of templates: by kernels that it has."""
+    if options.chains == "off" or not options.products:
+        return None
+    if options.target == "cpu":
+        return cpu_gemm_form if has_cpu_gemm() else None
+    return gemm_form if options.target == "cuda" and has_gemm() else None
 
 
 def merges_of(judge: Judge | None) -> Merges | None:
@@ -139,7 +143,7 @@ class Measured:
                 self.progress.close()
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
-        return self._decided(problems, len(graph.site(chain.region.places)), reason)
+        return self._decided(problems, Site(graph, graph.site(chain.region.places)), reason)
 
     @property
     def machine(self) -> Machine:
@@ -169,12 +173,17 @@ class Measured:
         whole = site.whole
         self._time(site, chain, timers, problems, None)
         self._time(site, chain, timers, problems, whole)
+        own = bool(site.products())
+        if own:
+            self._time(site, chain, timers, problems, whole, own)
         ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
         costs = _Costs(site, timers, problems, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
         for scheme in dict.fromkeys([ranked.scheme, found.scheme]):
             if scheme not in (whole, unfused(len(site.places))) and not self._over():
                 self._time(site, chain, timers, problems, scheme)
+            if own and scheme != whole and not self._over():
+                self._time(site, chain, timers, problems, scheme, own)
         # One that was cut off goes on in a run that is given more time.
         seconds = _ENDED if found.complete else self._share()
         for problem in problems:
@@ -195,10 +204,11 @@ class Measured:
         timers: Sequence[Timer],
         problems: Sequence[Mapping[str, Any]],
         scheme: Scheme | None,
+        own: bool = False,
     ) -> None:
-        """The whole region as a scheme has it, at every size; None: as it is."""
-        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}"
-        parts = [site.chain(s) for s in scheme or () if s[1] - s[0] > 1]
+        """The whole region as a scheme has it, at every size; None: as it is. ``own``: with products of the library's."""
+        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{_OWN if own else ''}"
+        parts = [site.chain(s) for s in _replaced(scheme or (), site, own)]
         chains = [p for p in parts if isinstance(p, Chain)]
         graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
@@ -206,7 +216,8 @@ class Measured:
                 seconds = timer.seconds(site.places, chains, graph_outputs)
                 self.cache.put(problem, config, seconds)
 
-    def _decided(self, problems: Sequence[Mapping[str, Any]], count: int, reason: str) -> Verdict:
+    def _decided(self, problems: Sequence[Mapping[str, Any]], site: Site, reason: str) -> Verdict:
+        count = len(site.places)
         known = [self.cache.of(p) for p in problems]
         if not all(_ORIGINAL in k for k in known):
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
@@ -221,14 +232,20 @@ class Measured:
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < LEAST_GAIN:
             return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
-        scheme = decode(int(best, 16), count)
-        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain, True)
+        scheme = decode(int(best.removesuffix(_OWN), 16), count)
+        return Verdict(_replaced(scheme, site, best.endswith(_OWN)), "", gain, True)
+
+
+def _replaced(scheme: Scheme, site: Site, own: bool) -> tuple[Segment, ...]:
+    """The segments of a scheme that become operators: those of several, and ``own`` products by themselves."""
+    alone = site.products() if own else ()
+    return tuple(s for s in scheme if s[1] - s[0] > 1 or s in alone)
 
 
 def _is_scheme(config: str, count: int) -> bool:
     """Whether a cached configuration is one of this version's."""
     try:
-        return bool(decode(int(config, 16), count))
+        return bool(decode(int(config.removesuffix(_OWN), 16), count))
     except ValueError:
         return False
 
@@ -246,7 +263,8 @@ class _Costs:
     def __call__(self, segment: Segment, setting: Setting) -> float:
         """The mean over sizes; inf where a segment cannot be run."""
         places = self.site.places[segment[0] : segment[1]]
-        chain = self.site.chain(segment) if len(places) > 1 else None
+        template = len(places) > 1 or segment in self.site.products()
+        chain = self.site.chain(segment) if template else None
         chains = [chain] if isinstance(chain, Chain) else []
         try:
             found = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]

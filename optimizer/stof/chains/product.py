@@ -6,10 +6,11 @@ The templates with compute-bound operators of the search: one product, or two of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx
+from onnx import TensorProto
 
 from stof.chains.expr import REDUCTIONS, Output, Pool, describe_chain
 from stof.chains.ops import TYPES, kind_of_node
@@ -25,7 +26,8 @@ from stof.widen import HALF
 PRODUCTS = frozenset({"MatMul", "Gemm"})
 _AS_THEY_ARE = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
 MOST_INPUTS = 13  # beside the factors
-_STEP = 8  # elements that kernels read at a time
+_STEP = 8  # elements that CUDA kernels read at a time
+_NARROWEST = 24  # columns of a factor that is worth packing, for every instruction set
 _ZERO, _ONE = integer(0), integer(1)
 _M, _N = "m", "n"
 
@@ -67,13 +69,26 @@ def is_product(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
     return len(left) >= 2 and len(right) == 2 and right[1].constant is not None
 
 
-def product_of(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, forms: Forms) -> Product:
+def product_of(
+    region: Region,
+    nodes: Sequence[onnx.NodeProto],
+    symbolic: Symbolic,
+    forms: Forms,
+    packed: Collection[str] | None = None,
+) -> Product:
     """The operator of a region that begins with products.
+
+    Args:
+        region: the products and what follows them.
+        nodes: of the graph.
+        symbolic: of the model.
+        forms: of epilogues.
+        packed: on the CPU, whose kernels are for products in fp32 by constants: the constants. A product alone is one, too.
 
     Raises:
         UnsupportedError: with the first reason found.
     """
-    found = _Epilogue(region, nodes, symbolic).product()
+    found = _Epilogue(region, nodes, symbolic, packed).product()
     form, reason = forms(found.description.text, found.pair)
     if not form:
         raise UnsupportedError(f"no kernel computes it: {reason}")
@@ -81,10 +96,13 @@ def product_of(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbol
 
 
 class _Epilogue:
-    def __init__(self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic) -> None:
+    def __init__(
+        self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, packed: Collection[str] | None
+    ) -> None:
         own = [nodes[p] for p in region.places]
         self.region = region
         self.symbolic = symbolic
+        self.packed = packed
         self.products = [n for n in own if is_product(n, symbolic)]
         self.rest = [n for n in own if not is_product(n, symbolic)]
         self.pool = Pool()
@@ -106,15 +124,11 @@ class _Epilogue:
         puller = Puller(self.symbolic, producers, (_N, shape[-1]), limits)
         root = puller.at(name, index, limits)
         kind = self.symbolic.dtype(name)
-        if kind not in HALF:
-            raise UnsupportedError("products in fp32 stay with the runtime")
-        if any(size.constant is None or size.constant % _STEP for size in (left[-1], shape[-1])):
-            raise UnsupportedError(
-                f"factors of {left[-1]} by {shape[-1]}, expected multiples of {_STEP}: slow otherwise"
-            )
+        factors = [*first.input[:2], *(n.input[1] for n in self.products[1:])]
+        self._check_factors(kind, factors[1:], left[-1], shape[-1])
         reading = _Reading(self, list(puller.inputs), puller.pool, (index, shape), pair)
         term = reading.copied(root)
-        if self.pool.terms[term][0] == "read":
+        if self.pool.terms[term][0] == "read" and self.packed is None:
             raise UnsupportedError("a product alone: nothing to fuse")
         text = describe_chain(
             self.pool,
@@ -122,7 +136,6 @@ class _Epilogue:
             [Output(TYPES[kind], ((_M,), (_N,)), term)],
             len(self.extra) + 1 + bool(pair),
         )
-        factors = [*first.input[:2], *(n.input[1] for n in self.products[1:])]
         if any(self.symbolic.dtype(n) != kind for n in (*factors, *self.extra)):
             raise UnsupportedError("its inputs and its output are of different types")
         if len(self.extra) > MOST_INPUTS:
@@ -143,6 +156,22 @@ class _Epilogue:
         for node in self.rest:
             if kind_of_node(node) not in ("elementwise", "moving"):
                 raise UnsupportedError(f"{describe(node)} is neither element-wise nor moves elements")
+
+    def _check_factors(self, kind: int, factors: Sequence[str], inner: Int, columns: Int) -> None:
+        if self.packed is None:
+            if kind not in HALF:
+                raise UnsupportedError("products in fp32 stay with the runtime")
+            if any(size.constant is None or size.constant % _STEP for size in (inner, columns)):
+                raise UnsupportedError(
+                    f"factors of {inner} by {columns}, expected multiples of {_STEP}: slow otherwise"
+                )
+            return
+        if kind != TensorProto.FLOAT:
+            raise UnsupportedError("products in half precision stay with the runtime on the CPU")
+        if any(f not in self.packed for f in factors):
+            raise UnsupportedError("a factor is no constant, so that it would be packed in every run")
+        if columns.constant is None or columns.constant < _NARROWEST:
+            raise UnsupportedError(f"factors of {inner} by {columns}, expected {_NARROWEST} columns: slow otherwise")
 
     def _shape(self, name: str) -> Shape:
         shape = self.symbolic.shape(name)

@@ -127,6 +127,13 @@ class Site:
         products = sum(not kind_of_node(self.graph.nodes[p]) for p in self.places)
         return products, len(self.places)
 
+    def products(self) -> tuple[Segment, ...]:
+        """The products by themselves that a template computes, too."""
+        if not self.graph.on_cpu:
+            return ()
+        alone = ((i, i + 1) for i in range(self.region[0]))
+        return tuple(s for s in alone if isinstance(self.chain(s), Chain))
+
     @property
     def whole(self) -> Scheme:
         """The scheme with one chain, and products by themselves."""

@@ -63,6 +63,10 @@ def part_model(
         array = graph.symbolic.constant(name)
         if array is not None and array.size <= _SMALL:
             constants.append(onnx.numpy_helper.from_array(array, name))
+        elif graph.on_cpu and name in graph.constant and graph.symbolic.dtype(name) == onnx.TensorProto.FLOAT:
+            # Factors that a runtime may bring into an order of its own once.
+            (shape,) = shapes_of(graph, [name], sizes)
+            constants.append(onnx.numpy_helper.from_array(drawn(np.random.default_rng(0), shape), name))
         else:
             inputs.append(name)
     types = graph.symbolic.dtype
@@ -101,6 +105,12 @@ def shapes_of(graph: Graph, names: Sequence[str], sizes: Mapping[str, int]) -> l
             raise UnsupportedError(f"the shape of {name!r} is not known")
         found.append([evaluate(d, sizes) for d in shape])
     return found
+
+
+def drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Random numbers; a part of many is repeated: drawing all would take longer than the timing."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return np.resize(rng.standard_normal(min(count, _MOST_DRAWN), np.float32), shape)
 
 
 class Timer:
@@ -142,11 +152,9 @@ class Timer:
 
     def _drawn(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Random data; bounds and shapes have the values that they have in the model."""
-        count = int(np.prod(shape, dtype=np.int64))
-        # A part of a long one is repeated: drawing all numbers would take longer than the timing.
-        drawn = np.resize(self.rng.standard_normal(min(count, _MOST_DRAWN), np.float32), shape)
+        numbers = drawn(self.rng, shape)
         if dtype.kind not in "iu":
-            return drawn > 0 if dtype.kind == "b" else drawn.astype(dtype)
+            return numbers > 0 if dtype.kind == "b" else numbers.astype(dtype)
         value = self.graph.symbolic.value(name)
         elements = None if value is None else value.elements()
         if elements is None:
