@@ -187,7 +187,10 @@ def _verdicts(
     """What becomes of each region: equal ones are judged once, those that the user speaks of are not."""
     judge, selection = deciding
     said = [selection.of_chain(i, name) for i, name in enumerate(labels)]
-    keys = [(signature(c, graph.symbolic), w) for c, w in zip(chains, words, strict=True)]
+    keys = [
+        (signature(c, graph.symbolic), (w, *graph.factors(graph.site(c.region.places))))
+        for c, w in zip(chains, words, strict=True)
+    ]
     kinds = {k for k, own in zip(keys, said, strict=True) if own is None}
     known: dict[tuple[object, Decided | None], Verdict] = {}
     found = []

@@ -221,6 +221,15 @@ class Graph:
         before = {q for p in places for q in self.before(p) if is_product(self.nodes[q], self.symbolic)}
         return (*sorted(before - set(places)), *places)
 
+    def factors(self, places: Collection[int]) -> tuple[str, ...]:
+        """The shapes of what products on the CPU multiply by, which what follows them does not say."""
+        if not self.on_cpu:
+            return ()
+        shapes = (
+            self.symbolic.shape(self.nodes[p].input[1]) for p in places if is_product(self.nodes[p], self.symbolic)
+        )
+        return tuple(" x ".join(map(str, s or ())) for s in shapes)
+
     def count(self, name: str) -> Int:
         """How many elements a tensor has."""
         if name not in self._counts:

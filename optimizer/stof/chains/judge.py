@@ -155,7 +155,9 @@ class Measured:
     def _problem(self, graph: Graph, chain: Chain, key: Key, sizes: Mapping[str, int]) -> dict[str, Any]:
         shapes = shapes_of(graph, chain.inputs, sizes)
         words = operators(graph, graph.site(chain.region.places))
-        return {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
+        problem = {"chain": key[0], "types": [*key[1], *key[2]], "operators": words, "shapes": shapes}
+        factors = graph.factors(graph.site(chain.region.places))
+        return {**problem, "factors": factors} if factors else problem
 
     def _searched(self, problems: Sequence[Mapping[str, Any]]) -> bool:
         """Whether other runs, which were given no less time, have searched this region."""
@@ -184,6 +186,8 @@ class Measured:
                 self._time(site, chain, timers, problems, scheme)
             if own and scheme != whole and not self._over():
                 self._time(site, chain, timers, problems, scheme, own)
+        if own:
+            self._time_again(site, timers, problems)
         # One that was cut off goes on in a run that is given more time.
         seconds = _ENDED if found.complete else self._share()
         for problem in problems:
@@ -215,6 +219,13 @@ class Measured:
             if config not in self.cache.of(problem):
                 seconds = timer.seconds(site.places, chains, graph_outputs)
                 self.cache.put(problem, config, seconds)
+
+    def _time_again(self, site: Site, timers: Sequence[Timer], problems: Sequence[Mapping[str, Any]]) -> None:
+        """The region as it is, after all others, and the lesser of its times: what is measured first may have the worst of it."""
+        outputs = site.graph.outputs(site.places)
+        for timer, problem in zip(timers, problems, strict=True):
+            seconds = min(self.cache.of(problem)[_ORIGINAL], timer.seconds(site.places, [], outputs))
+            self.cache.put(problem, _ORIGINAL, seconds)
 
     def _decided(self, problems: Sequence[Mapping[str, Any]], site: Site, reason: str) -> Verdict:
         count = len(site.places)
