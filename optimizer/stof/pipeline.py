@@ -128,7 +128,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                     emitted,
                     judge,
                     selection,
-                    forms_of(options),
+                    forms_of(options, selection.planned),
                     tensorrt=options.target == "tensorrt",
                     separate=on_gpu,
                     merges=merges,

@@ -82,15 +82,24 @@ def test_measurements_decide(
     model = narrow("bert.dynamo.sdpa")
     times = iter(range(10_000))
 
-    def measured(self: Measured, site: object, chain: object, timers: object, problems: object, scheme: object) -> None:
+    def measured(
+        self: Measured,
+        site: object,
+        chain: object,
+        timers: object,
+        problems: object,
+        scheme: object,
+        own: bool = False,
+    ) -> None:
         next(times)
         for problem in problems:  # type: ignore[attr-defined]
             if scheme is None:
                 self.cache.put(problem, "original", gain)
-            elif len(scheme) == 1:  # type: ignore[arg-type]
+            else:
                 self.cache.put(problem, "0", 1.0)
 
     monkeypatch.setattr(Measured, "_time", measured)
+    monkeypatch.setattr(Measured, "_time_again", lambda *_: None)
     monkeypatch.setattr("stof.chains.judge._Costs.__call__", lambda *_: 1.0)
     first = optimize(model, options=Options(tune=30.0, verify=False))
     assert any(c.replaced for c in first.chains) == replaced

@@ -14,12 +14,13 @@ from stof.chains.emit import Key
 from stof.chains.find import Graph
 from stof.chains.predicted import Predicted, sizes_in_use
 from stof.chains.predicted_tensorrt import BesideTensorRt
-from stof.chains.product import Forms
+from stof.chains.product import PRODUCTS, Forms
 from stof.chains.region import Chain
 from stof.chains.shared import Merges
 from stof.errors import ArgumentError, UnsupportedError
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
+from stof.plan import ChainPlan
 from stof.progress import Progress
 from stof.runtime import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.runtime_cuda import device_info
@@ -66,12 +67,18 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     return Measured(options, cache, time.monotonic() + options.tune, otherwise)
 
 
-def forms_of(options: Options) -> Forms | None:
-    """What the library says of epilogues, where products become parts of templates: by kernels that it has."""
+def forms_of(options: Options, planned: Sequence[ChainPlan] | None = None) -> Forms | None:
+    """What the library says of epilogues, where products become parts of templates: by kernels that it has.
+
+    On the CPU only where measurements decide, or did so for the plan.
+    """
     if options.chains == "off" or not options.products:
         return None
     if options.target == "cpu":
-        return cpu_gemm_form if has_cpu_gemm() else None
+        measured = options.chains == "auto" or options.tune > 0
+        if planned is not None:
+            measured = any(not PRODUCTS.isdisjoint(p.operators.split()) for p in planned)
+        return cpu_gemm_form if measured and has_cpu_gemm() else None
     return gemm_form if options.target == "cuda" and has_gemm() else None
 
 
@@ -143,7 +150,8 @@ class Measured:
                 self.progress.close()
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
-        return self._decided(problems, Site(graph, graph.site(chain.region.places)), reason)
+        site = Site(graph, graph.site(chain.region.places))
+        return self._decided(problems, len(site.places), reason, site.products())
 
     @property
     def machine(self) -> Machine:
@@ -212,7 +220,7 @@ class Measured:
     ) -> None:
         """The whole region as a scheme has it, at every size; None: as it is. ``own``: with products of the library's."""
         config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{_OWN if own else ''}"
-        parts = [site.chain(s) for s in _replaced(scheme or (), site, own)]
+        parts = [site.chain(s) for s in _replaced(scheme or (), site.products() if own else ())]
         chains = [p for p in parts if isinstance(p, Chain)]
         graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
@@ -227,15 +235,16 @@ class Measured:
             seconds = min(self.cache.of(problem)[_ORIGINAL], timer.seconds(site.places, [], outputs))
             self.cache.put(problem, _ORIGINAL, seconds)
 
-    def _decided(self, problems: Sequence[Mapping[str, Any]], site: Site, reason: str) -> Verdict:
-        count = len(site.places)
+    def _decided(
+        self, problems: Sequence[Mapping[str, Any]], count: int, reason: str, alone: Sequence[Segment] = ()
+    ) -> Verdict:
         known = [self.cache.of(p) for p in problems]
         if not all(_ORIGINAL in k for k in known):
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
         gains = {
             c: [k[_ORIGINAL] / k[c] for k in known]
             for c in known[0]
-            if _is_scheme(c, count) and all(c in k for k in known)
+            if _is_scheme(c, count) and _segments(c, count, alone) and all(c in k for k in known)
         }
         if not gains:
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
@@ -243,13 +252,17 @@ class Measured:
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < LEAST_GAIN:
             return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
-        scheme = decode(int(best.removesuffix(_OWN), 16), count)
-        return Verdict(_replaced(scheme, site, best.endswith(_OWN)), "", gain, True)
+        return Verdict(_segments(best, count, alone), "", gain, True)
 
 
-def _replaced(scheme: Scheme, site: Site, own: bool) -> tuple[Segment, ...]:
-    """The segments of a scheme that become operators: those of several, and ``own`` products by themselves."""
-    alone = site.products() if own else ()
+def _segments(config: str, count: int, alone: Sequence[Segment]) -> tuple[Segment, ...]:
+    """What a cached configuration replaces."""
+    scheme = decode(int(config.removesuffix(_OWN), 16), count)
+    return _replaced(scheme, alone if config.endswith(_OWN) else ())
+
+
+def _replaced(scheme: Scheme, alone: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments of a scheme that become operators: those of several, and some products by themselves."""
     return tuple(s for s in scheme if s[1] - s[0] > 1 or s in alone)
 
 
