@@ -83,8 +83,8 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     const int64_t depth = std::min(most, K - k0);
     const float* const b = panel + k0 * kTileColumns;
     const auto* next = reinterpret_cast<const char*>(b + depth * kTileColumns);
-    // A single tile reads everything once: the processor sees that itself.
-    const int64_t step = tiles > 1 ? (kTileColumns * 4 + tiles - 1) / tiles : 0;
+    // A few tiles are done before much of it could come: the processor sees by itself what is read in order.
+    const int64_t step = tiles >= 4 ? (kTileColumns * 4 + tiles - 1) / tiles : 0;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
       Tiles<kTileRows>::Of(count)(a + m * K + k0, K, b, depth, c + m * ldc, ldc, k0 > 0, {next, step});

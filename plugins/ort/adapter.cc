@@ -221,8 +221,13 @@ class Scratch {
   std::vector<void*> blocks_, ordered_;
 };
 
-// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call.
-int RunThreads() { return static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads)); }
+// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call. Asked for once:
+// the C library opens a file for it, which takes as long as a small operator.
+int RunThreads() {
+  static const auto threads =
+      static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads));
+  return threads;
+}
 
 struct Pool {
   const OrtApi* api;
