@@ -60,11 +60,11 @@ void CpuGemmFactor::Free::operator()(float* panels) const { ::operator delete[](
 bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
   panels_.reset();
   const cpu::PackedKernels& kernels = KernelsOf(isa);
-  const int64_t panels = (N + kernels.columns - 1) / kernels.columns;
+  const int64_t padded = (N + kernels.vector - 1) / kernels.vector * kernels.vector;
   // A narrow factor would be mostly zeros.
-  if (N <= 0 || K <= 0 || panels * kernels.columns > 2 * N) return false;
-  const int64_t each = K * kernels.columns, products = b1 != nullptr ? 2 : 1;
-  const auto bytes = static_cast<size_t>(panels * products * each) * sizeof(float);
+  if (N <= 0 || K <= 0 || padded > 2 * N) return false;
+  const int64_t products = b1 != nullptr ? 2 : 1;
+  const auto bytes = static_cast<size_t>(padded * products * K) * sizeof(float);
   void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
   if (memory == nullptr) return false;
   panels_.reset(static_cast<float*>(memory));
@@ -72,10 +72,13 @@ bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t s
   // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
   (void)madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
 #endif
-  for (int64_t j = 0; j < panels; ++j) {
-    const int64_t n = j * kernels.columns, wide = std::min(kernels.columns, N - n);
-    for (int64_t i = 0; i < products; ++i) {
-      kernels.pack((i == 0 ? b0 : b1) + n, stride, K, wide, panels_.get() + (j * products + i) * each);
+  float* to = panels_.get();
+  for (int64_t n = 0; n < N; n += kernels.columns) {
+    const int64_t wide = std::min(kernels.columns, N - n), width = std::min(kernels.columns, padded - n);
+    for (const float* b : {b0, b1}) {
+      if (b == nullptr) continue;
+      kernels.pack(b + n, stride, K, wide, to);
+      to += K * width;
     }
   }
   isa_ = isa, N_ = N, K_ = K, products_ = products;

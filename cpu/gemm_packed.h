@@ -20,15 +20,16 @@ constexpr int64_t kPackedFloats = 2 * kPackedRows * kPackedMostColumns;
 
 struct PackedProblem {
   const CpuGemmArgs* args = nullptr;
-  const float* panels = nullptr;  // [panels of columns, products, K, columns]
+  const float* panels = nullptr;  // [panels, products, K, columns of the panel]
   int64_t N = 0, K = 0, products = 1;
   int64_t block = kPackedRows;  // rows of a at a time, at most kPackedRows
 };
 
 struct PackedKernels {
-  int64_t columns;  // of a panel
-  int64_t rows;     // of a tile in registers
-  // panel[K, columns] = b[:, n0 ...], zeros beyond `wide` columns.
+  int64_t columns;  // of a panel; the last one has as many as its own need, in whole vectors
+  int64_t vector;
+  int64_t rows;  // of a tile in registers
+  // panel[K, its columns] = b[:, n0 ...], zeros beyond `wide` columns.
   void (*pack)(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel);
   // Columns of one panel of all products, rows m0 ..., and their epilogue. workspace: kPackedFloats.
   void (*run)(const PackedProblem& problem, int64_t m0, int64_t panel, float* workspace);

@@ -27,35 +27,35 @@ struct Ahead {
   int64_t step;
 };
 
-// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kTileColumns. One loop, not unrolled,
-// and sums that begin as zeros: anything else makes compilers move accumulators through memory.
-template <int kRows>
+// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kVectors vectors. One loop over k, not
+// unrolled, and sums that begin as zeros: anything else makes compilers move accumulators through memory.
+template <int kRows, int kVectors>
 void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, bool add,
                 Ahead ahead) {
-  Simd::V sum[kRows][kTileVectors];
+  Simd::V sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
   }
   for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(ahead.at, 0, 2);
     ahead.at += ahead.step;
-    Simd::V x[kTileVectors];
+    Simd::V x[kVectors];
 #pragma GCC unroll 8
-    for (int j = 0; j < kTileVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
-    b += kTileColumns;
+    for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
+    b += kVectors * Simd::kWidth;
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const Simd::V y = Simd::Set1(a[i * lda + k]);
 #pragma GCC unroll 8
-      for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kTileVectors; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       float* const to = c + i * ldc + j * Simd::kWidth;
       Simd::Store(to, add ? Simd::Add(sum[i][j], Simd::Load(to)) : sum[i][j]);
     }
@@ -64,36 +64,44 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
 
 using TileFunction = void (*)(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc,
                               bool add, Ahead ahead);
-template <int kRows>
+template <int kRows, int kVectors>
 struct Tiles {
-  static TileFunction Of(int64_t rows) { return rows == kRows ? PackedTile<kRows> : Tiles<kRows - 1>::Of(rows); }
+  static TileFunction Of(int64_t rows, int64_t vectors) {
+    if (vectors < kVectors) return Tiles<kRows, (kVectors > 1 ? kVectors - 1 : 1)>::Of(rows, vectors);
+    return rows == kRows ? PackedTile<kRows, kVectors> : Tiles<kRows - 1, kVectors>::Of(rows, vectors);
+  }
 };
-template <>
-struct Tiles<1> {
-  static TileFunction Of(int64_t) { return PackedTile<1>; }
+template <int kVectors>
+struct Tiles<0, kVectors> {
+  static TileFunction Of(int64_t, int64_t) { return nullptr; }
 };
 
-// c[rows, kTileColumns] = a · panel.
-inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t rows, float* c, int64_t ldc) {
+// c[rows, width] = a · panel.
+inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t width, int64_t rows, float* c,
+                          int64_t ldc) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
   const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
   int64_t k0 = 0;
   do {
     const int64_t depth = std::min(most, K - k0);
-    const float* const b = panel + k0 * kTileColumns;
-    const auto* next = reinterpret_cast<const char*>(b + depth * kTileColumns);
+    const float* const b = panel + k0 * width;
+    const auto* next = reinterpret_cast<const char*>(b + depth * width);
     // A few tiles are done before much of it could come: the processor sees by itself what is read in order.
-    const int64_t step = tiles >= 4 ? (kTileColumns * 4 + tiles - 1) / tiles : 0;
+    const int64_t step = tiles >= 4 ? (width * 4 + tiles - 1) / tiles : 0;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
-      Tiles<kTileRows>::Of(count)(a + m * K + k0, K, b, depth, c + m * ldc, ldc, k0 > 0, {next, step});
+      Tiles<kTileRows, kTileVectors>::Of(count, width / Simd::kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
+                                                                      k0 > 0, {next, step});
       next += step * depth;
       m += count;
     }
     k0 += depth;
   } while (k0 < K);
 }
+
+// Of a panel with so many columns that count, in whole vectors.
+inline int64_t PackedWidth(int64_t wide) { return (wide + Simd::kWidth - 1) / Simd::kWidth * Simd::kWidth; }
 
 struct Block {
   const float *first, *second;
@@ -150,18 +158,18 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
 void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
   const CpuGemmArgs& args = *p.args;
   const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
-  const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0);
+  const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
+  const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
   float* c[2] = {};
   int64_t stride[2] = {};
   for (int64_t i = 0; i < p.products; ++i) {
-    const bool own = wide < kTileColumns || (args.epilogue != nullptr && i == 1);
+    const bool own = wide < width || (args.epilogue != nullptr && i == 1);
     c[i] = own ? workspace + i * kPackedRows * kTileColumns : args.output[i] + m0 * p.N + n0;
     stride[i] = own ? kTileColumns : p.N;
-    PackedProduct(args.a + m0 * p.K, p.K, p.panels + (panel * p.products + i) * p.K * kTileColumns, rows, c[i],
-                  stride[i]);
+    PackedProduct(args.a + m0 * p.K, p.K, panels + i * p.K * width, width, rows, c[i], stride[i]);
   }
   if (args.epilogue == nullptr) {
-    for (int64_t i = 0; i < p.products && wide < kTileColumns; ++i) {
+    for (int64_t i = 0; i < p.products && wide < width; ++i) {
       for (int64_t m = 0; m < rows; ++m) {
         std::memcpy(args.output[i] + (m0 + m) * p.N + n0, c[i] + m * kTileColumns, static_cast<size_t>(wide) * 4);
       }
@@ -185,13 +193,14 @@ void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspac
 }
 
 void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {
+  const int64_t width = PackedWidth(wide);
   for (int64_t k = 0; k < K; ++k) {
-    std::memcpy(panel + k * kTileColumns, b + k * stride, static_cast<size_t>(wide) * 4);
-    std::fill(panel + k * kTileColumns + wide, panel + (k + 1) * kTileColumns, 0.0f);
+    std::memcpy(panel + k * width, b + k * stride, static_cast<size_t>(wide) * 4);
+    std::fill(panel + k * width + wide, panel + (k + 1) * width, 0.0f);
   }
 }
 
-const PackedKernels kPackedKernels = {kTileColumns, kTileRows, PackPanel, RunPanel};
+const PackedKernels kPackedKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
 
 }  // namespace STOF_ISA
 }  // namespace cpu

@@ -183,7 +183,7 @@ TEST(PackedRefusesWhatIsNotWorthIt) {
   const std::vector<float> b(64, 1.0f);
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     CpuGemmFactor factor;
-    for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{{1, 8}, {3, 8}, {0, 8}, {8, 0}, {0, 0}}) {
+    for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{{1, 8}, {0, 8}, {8, 0}, {0, 0}}) {
       CHECK(!factor.Pack(static_cast<CpuIsa>(isa), b.data(), nullptr, N, N, K) && !factor.packed());
       CountCases(1);
     }
