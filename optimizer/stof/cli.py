@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--products",
         choices=("on", "off"),
         default="on",
-        help="of chains on CUDA: whether matrix products may take what follows them along",
+        help="whether matrix products may take what follows them along (on CUDA; on the CPU where --tune found a gain)",
     )
     parser.add_argument(
         "--tune", type=_seconds, metavar="SECONDS", help="measure, for so long, instead of predicting: kernels, chains"
