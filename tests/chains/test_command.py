@@ -13,7 +13,7 @@ import pytest
 import stof
 from stof import pipeline
 from stof.chains.apply import Chained
-from stof.chains.judge import LEAST_GAIN, Measured
+from stof.chains.judge import LEAST_GAIN_IN_TURNS, Measured
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.search.cache import Cache
@@ -75,7 +75,7 @@ def test_chains_that_make_outputs_differ_stay_out(
     assert all(not c.replaced and "differs by" in c.reason for c in report.chains)
 
 
-@pytest.mark.parametrize(("gain", "replaced"), [(2.0, True), (LEAST_GAIN - 0.01, False)])
+@pytest.mark.parametrize(("gain", "replaced"), [(2.0, True), (LEAST_GAIN_IN_TURNS - 0.005, False)])
 def test_measurements_decide(
     narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, gain: float, replaced: bool
 ) -> None:
@@ -89,7 +89,6 @@ def test_measurements_decide(
         timers: object,
         problems: object,
         scheme: object,
-        own: bool = False,
     ) -> None:
         next(times)
         for problem in problems:  # type: ignore[attr-defined]
@@ -99,7 +98,7 @@ def test_measurements_decide(
                 self.cache.put(problem, "0", 1.0)
 
     monkeypatch.setattr(Measured, "_time", measured)
-    monkeypatch.setattr(Measured, "_time_again", lambda *_: None)
+    monkeypatch.setattr(Measured, "_time_in_turns", lambda *_: None)
     monkeypatch.setattr("stof.chains.judge._Costs.__call__", lambda *_: 1.0)
     first = optimize(model, options=Options(tune=30.0, verify=False))
     assert any(c.replaced for c in first.chains) == replaced

@@ -89,7 +89,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(len(places))
         return 1e-3 * (len(places) - sum(isinstance(c, Product) for c in chains) / 2)
 
+    def in_turns(
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object
+    ) -> object:
+        return [seconds(self, places, chains, outputs) for chains in candidates]
+
     monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    monkeypatch.setattr("stof.chains.judge.Timer.in_turns", in_turns)
     return asked
 
 

@@ -32,6 +32,7 @@ from stof.search.measure_cuda import has_cuda_provider
 from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
 
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
+LEAST_GAIN_IN_TURNS = 1.01  # where it took turns with the original, from which it differs by whose products it has
 _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
 _SEARCHED = "searched"  # beside the measurements of a region: its search's share of the seconds of --tune
@@ -183,19 +184,15 @@ class Measured:
         whole = site.whole
         self._time(site, chain, timers, problems, None)
         self._time(site, chain, timers, problems, whole)
-        own = bool(site.products())
-        if own:
-            self._time(site, chain, timers, problems, whole, own)
         ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
         costs = _Costs(site, timers, problems, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
-        for scheme in dict.fromkeys([ranked.scheme, found.scheme]):
-            if scheme not in (whole, unfused(len(site.places))) and not self._over():
+        rest = [s for s in dict.fromkeys([ranked.scheme, found.scheme]) if s not in (whole, unfused(len(site.places)))]
+        if site.products():
+            self._time_in_turns(site, timers, problems, [whole, *rest])
+        for scheme in () if site.products() else rest:
+            if not self._over():
                 self._time(site, chain, timers, problems, scheme)
-            if own and scheme != whole and not self._over():
-                self._time(site, chain, timers, problems, scheme, own)
-        if own:
-            self._time_again(site, timers, problems)
         # One that was cut off goes on in a run that is given more time.
         seconds = _ENDED if found.complete else self._share()
         for problem in problems:
@@ -216,11 +213,10 @@ class Measured:
         timers: Sequence[Timer],
         problems: Sequence[Mapping[str, Any]],
         scheme: Scheme | None,
-        own: bool = False,
     ) -> None:
-        """The whole region as a scheme has it, at every size; None: as it is. ``own``: with products of the library's."""
-        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{_OWN if own else ''}"
-        parts = [site.chain(s) for s in _replaced(scheme or (), site.products() if own else ())]
+        """The whole region as a scheme has it, at every size; None: as it is."""
+        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}"
+        parts = [site.chain(s) for s in scheme or () if s[1] - s[0] > 1]
         chains = [p for p in parts if isinstance(p, Chain)]
         graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
@@ -228,12 +224,20 @@ class Measured:
                 seconds = timer.seconds(site.places, chains, graph_outputs)
                 self.cache.put(problem, config, seconds)
 
-    def _time_again(self, site: Site, timers: Sequence[Timer], problems: Sequence[Mapping[str, Any]]) -> None:
-        """The region as it is, after all others, and the lesser of its times: what is measured first may have the worst of it."""
+    def _time_in_turns(
+        self, site: Site, timers: Sequence[Timer], problems: Sequence[Mapping[str, Any]], schemes: Sequence[Scheme]
+    ) -> None:
+        """The region as it is and by schemes, each with the runtime's products by themselves and with the library's.
+
+        The runtime's products are near to what can be reached: differences are small.
+        """
+        own = {f"{encode(s):x}{_OWN}": _replaced(s, site.products()) for s in schemes}
+        segments = {_ORIGINAL: (), **{f"{encode(s):x}": _replaced(s, ()) for s in schemes}, **own}
+        parts = [[c for s in some if isinstance(c := site.chain(s), Chain)] for some in segments.values()]
         outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
-            seconds = min(self.cache.of(problem)[_ORIGINAL], timer.seconds(site.places, [], outputs))
-            self.cache.put(problem, _ORIGINAL, seconds)
+            for config, seconds in zip(segments, timer.in_turns(site.places, parts, outputs), strict=True):
+                self.cache.put(problem, config, seconds)
 
     def _decided(
         self, problems: Sequence[Mapping[str, Any]], count: int, reason: str, alone: Sequence[Segment] = ()
@@ -248,9 +252,10 @@ class Measured:
         }
         if not gains:
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
-        best = max(gains, key=lambda c: (min(gains[c]) >= LEAST_GAIN, math.prod(gains[c]), c))
+        least = LEAST_GAIN_IN_TURNS if alone else LEAST_GAIN
+        best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
-        if min(gains[best]) < LEAST_GAIN:
+        if min(gains[best]) < least:
             return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
         return Verdict(_segments(best, count, alone), "", gain, True)
 
