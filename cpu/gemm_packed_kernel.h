@@ -101,6 +101,7 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
 }
 
 // Of a panel with so many columns that count, in whole vectors.
+static_assert(Simd::kWidth % kLanes == 0, "epilogues read rows of whole vectors");
 inline int64_t PackedWidth(int64_t wide) { return (wide + Simd::kWidth - 1) / Simd::kWidth * Simd::kWidth; }
 
 struct Block {

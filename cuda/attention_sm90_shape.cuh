@@ -64,6 +64,8 @@ struct Shape {
   static constexpr int kConsumers = kM / 64;  // of a team
   static constexpr bool kPasses =
       kConsumers > 1 && !kExtras;  // a warpgroup leaves tiles to others that have all their pairs
+  static_assert(kConsumers <= kMostGroups, "a walk names every warpgroup of a team");
+  static_assert(!kPasses || kSplit == 1, "a team's share of an item may be others' alone");
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);

@@ -95,6 +95,12 @@ MaskEntry::~MaskEntry() {
 }
 
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
+  const size_t tile = static_cast<size_t>(mask.m) * static_cast<size_t>(mask.n) / 32;
+  if (form.fragments && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
+    return Status::Error("the mask has " + std::to_string(mask.bits.size() / tile) +
+                         " different tiles that are neither empty nor full, expected at most " +
+                         std::to_string(kIdMask));
+  }
   empty_rows_ = HasEmptyRows(mask);
   for (size_t row = 0; row + 1 < mask.row_ptr.size(); ++row) {
     longest_row_ = std::max<int64_t>(longest_row_, mask.row_ptr[row + 1] - mask.row_ptr[row]);

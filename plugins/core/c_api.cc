@@ -61,12 +61,21 @@ class ListedAttributes final : public stof::AttributeReader {
   }
   bool String(const char* name, std::string* value) const override {
     const stof_attribute* found = Find(name, 2);
-    if (found != nullptr) *value = found->s;
-    return found != nullptr;
+    if (found == nullptr) return false;
+    if (found->s == nullptr) {
+      SetMistyped(name);
+      return false;
+    }
+    *value = found->s;
+    return true;
   }
   bool Ints(const char* name, std::vector<int64_t>* value) const override {
     const stof_attribute* found = Find(name, 3);
     if (found == nullptr) return false;
+    if (found->s == nullptr) {
+      SetMistyped(name);
+      return false;
+    }
     std::istringstream text(found->s);
     std::vector<int64_t> numbers;
     for (int64_t number = 0; text >> number;) numbers.push_back(number);

@@ -76,6 +76,8 @@ const char* Sign(ExprOp op) {
   }
 }
 
+constexpr int64_t kLeastReach = 6;  // of a window, in keys of one remainder; measured on the CPU (docs/cpu-kernel.md)
+
 class Finder {
  public:
   explicit Finder(const MaskExpr& expr) : nodes_(expr.nodes()) {}
@@ -93,6 +95,17 @@ class Finder {
     // q % m == k % m
     if (left.absolute || right.absolute) return 1;
     return left.m == right.m && Add(right.x, -1, &left.x) && DividesDistance(left.x, m) ? m : 1;
+  }
+
+  // How far a conjunct `abs(q - k) <= n` reaches; -1: it says something else.
+  int64_t ReachOf(int index) const {
+    const ExprNode& node = nodes_[index];
+    if (node.op != ExprOp::kLe && node.op != ExprOp::kLt) return -1;
+    const ExprNode& left = nodes_[node.child[0]];
+    Linear x, limit;
+    if (left.op != ExprOp::kAbs || !LinearOf(left.child[0], &x) || !LinearOf(node.child[1], &limit)) return -1;
+    if (!DividesDistance(x, 1) || !IsConstant(limit) || limit.constant < 1) return -1;
+    return limit.constant - (node.op == ExprOp::kLt ? 1 : 0);
   }
 
   // The text of a node for positions m q' + r and m k' + r; false where it is not the same for every r.
@@ -261,7 +274,8 @@ ResidueMask FindResidues(const MaskExpr& expr) {
     for (const int other : conjuncts) {
       if (other == chosen || !same) continue;
       if (!found.text.empty()) found.text += " and ";
-      same = finder.Fold(other, m, &found.text);
+      const int64_t reach = finder.ReachOf(other);
+      same = (reach < 0 || reach / m >= kLeastReach) && finder.Fold(other, m, &found.text);
     }
     if (same) return found;
   }

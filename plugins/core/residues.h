@@ -18,8 +18,8 @@ struct ResidueMask {
   std::string text;     // with S, T and P of the positions q' and k', an m-th of the whole problem's
 };
 
-// modulus 1 where no conjunct asks for such distances, where the others tell remainders, batches or heads apart, and
-// where they read tables.
+// modulus 1 where no conjunct asks for such distances, where the others tell remainders, batches or heads apart, where
+// they read tables, and where a window leaves a query so few keys that parts have as many tiles as the whole.
 ResidueMask FindResidues(const MaskExpr& expr);
 
 }  // namespace stof

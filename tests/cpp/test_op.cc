@@ -370,8 +370,8 @@ TEST(OpComesApartByResidues) {
     Problem p;
     const int64_t m = random.Range(2, 3);
     p.B = random.Range(1, 3), p.H = 2, p.G = random.Range(1, 2);
-    p.S = m * random.Range(31, 50) + (random.OneIn(5) ? 1 : 0);
-    p.T = m * random.Range(31, 60) + (random.OneIn(5) ? 1 : 0);
+    p.S = m * random.Range(63, 80) + (random.OneIn(5) ? 1 : 0);
+    p.T = m * random.Range(63, 90) + (random.OneIn(5) ? 1 : 0);
     p.D = random.Range(1, 9), p.Dv = random.Range(1, 9);
     p.dtype = random.OneIn(3) ? DType::kBF16 : DType::kF32;
     const int alike = static_cast<int>(random.Range(0, 2));

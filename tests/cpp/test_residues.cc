@@ -38,6 +38,9 @@ TEST(ResiduesAreFound) {
       {"(q - k) % 2 == 0 and q - k < b", 1},           // batches differ
       {"abs(q - 5) % 4 == k % 4", 1},                  // an absolute value of something else
       {"q % 4 == k % 2", 1},
+      {"abs(q - k) <= 12 and (q - k) % 2 == 0", 2},
+      {"abs(q - k) < 12 and (q - k) % 2 == 0", 1},     // a narrow window
+      {"abs(k - q) <= 256 and (q - k) % 64 == 0", 1},  // a narrow window
       {"k <= q", 1},
       {"True", 1},
   };
@@ -50,7 +53,7 @@ TEST(ResiduesSayTheSame) {
   const int count = Cases(3000);
   Random random(11);
   int64_t found = 0;
-  const std::vector<std::string> kRest = {"abs(q - k) <= 11",       "k <= q",           "q - k < S",
+  const std::vector<std::string> kRest = {"abs(q - k) <= 31",       "k <= q",           "q - k < S",
                                           "k - q > -T or q < k",    "not (q - k < 6)",  "max(q - k, k - q) // 3 < 4",
                                           "min(q - k, P) <= P - 1", "-(q - k) % 4 != 1"};
   for (int i = 0; i < count; ++i) {
@@ -104,7 +107,7 @@ TEST(ResiduesKeepTheirPlaces) {
   CHECK(MakeAttentionMask("abs(q - k) <= 50 and (q - k) % 3 == 0", {}, &mask).ok());
   for (const Shape& shape : shapes) {
     AttentionArgs args;
-    args.B = shape.B, args.H = shape.H, args.G = shape.G, args.S = 96, args.T = 192, args.D = args.Dv = 8;
+    args.B = shape.B, args.H = shape.H, args.G = shape.G, args.S = 192, args.T = 384, args.D = args.Dv = 8;
     const auto strides = [&](int i, int64_t heads, int64_t length) {
       return shape.heads_first[i] ? Strides{heads * length * 8, length * 8, 8}
                                   : Strides{heads * length * 8, 8, heads * 8};
@@ -112,10 +115,10 @@ TEST(ResiduesKeepTheirPlaces) {
     args.query_stride = strides(0, args.H, args.S), args.key_stride = strides(1, args.G, args.T);
     args.value_stride = strides(2, args.G, args.T), args.output_stride = strides(3, args.H, args.S);
     const AttentionArgs whole = args;
-    ExprSizes sizes = {args.B, args.H, args.S, args.T, 96};
+    ExprSizes sizes = {args.B, args.H, args.S, args.T, 192};
     CHECK(SplitByResidue(*mask, &args, &sizes) == shape.split);
     if (!shape.split) continue;
-    CHECK(args.S == 32 && args.T == 64 && sizes.S == 32 && sizes.T == 64 && sizes.P == 32);
+    CHECK(args.S == 64 && args.T == 128 && sizes.S == 64 && sizes.T == 128 && sizes.P == 64);
     CHECK(args.B * args.H == 3 * whole.B * whole.H && args.H / args.G == whole.H / whole.G);
     const auto at = [](const Strides& s, int64_t b, int64_t h, int64_t i) { return b * s.b + h * s.h + i * s.s; };
     const int64_t group = args.H / args.G;
@@ -159,9 +162,9 @@ TEST(ResiduesKeepTheirPlaces) {
   float number = 0;
   CHECK(!refuses([](AttentionArgs*, ExprSizes*) {}));
   CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->S = 193; }));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->T = 191; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->T = 190; }));
   CHECK(refuses([](AttentionArgs*, ExprSizes* sizes) { sizes->P = 1; }));
-  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->S = 93; }));
+  CHECK(refuses([](AttentionArgs* args, ExprSizes*) { args->S = 189; }));
   CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->lse = &number; }));
   CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->bias = &number; }));
   CHECK(refuses([&](AttentionArgs* args, ExprSizes*) { args->relative_bias = &number; }));

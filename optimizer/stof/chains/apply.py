@@ -107,8 +107,9 @@ def apply_chains(
         together, splits = merged(model, Symbolic(model), merges, three, packs)
         if together is model:
             break
-        found = apply_chains(together, judge, selection, forms, tensorrt, separate, packs=packs)
-        if found.replaced and not splits & {n.name for n in found.model.graph.node}:
+        found = apply_chains(together, judge, selection, forms, tensorrt, separate, packs=packs, on_cpu=on_cpu)
+        # What attention reads where it is needs no chain.
+        if (found.replaced or not splits) and not splits & {n.name for n in found.model.graph.node}:
             return found
         if not splits:
             break

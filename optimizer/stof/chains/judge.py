@@ -37,6 +37,7 @@ _RANKED = Limits(schemes=256)
 _ORIGINAL = "original"
 _SEARCHED = "searched"  # beside the measurements of a region: its search's share of the seconds of --tune
 _ENDED = 1e9  # the same of a search that ended by itself
+_IN_TURNS = "in turns"  # beside them: the original and whole schemes were timed so
 _OWN = "p"  # after a scheme whose products by themselves are StofGemm, too
 
 
@@ -236,8 +237,9 @@ class Measured:
         parts = [[c for s in some if isinstance(c := site.chain(s), Chain)] for some in segments.values()]
         outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
-            for config, seconds in zip(segments, timer.in_turns(site.places, parts, outputs), strict=True):
+            for config, seconds in zip(segments, timer.in_turns(site.places, parts, outputs, self._over), strict=True):
                 self.cache.put(problem, config, seconds)
+            self.cache.put(problem, _IN_TURNS, 1.0)
 
     def _decided(
         self, problems: Sequence[Mapping[str, Any]], count: int, reason: str, alone: Sequence[Segment] = ()
@@ -252,7 +254,7 @@ class Measured:
         }
         if not gains:
             return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
-        least = LEAST_GAIN_IN_TURNS if alone else LEAST_GAIN
+        least = LEAST_GAIN_IN_TURNS if all(_IN_TURNS in k for k in known) else LEAST_GAIN
         best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < least:

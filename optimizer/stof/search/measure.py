@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from stof.symbolic import Int
 _LEAST, _MOST = 5, 400  # runs
 _SECONDS = 0.04  # of runs, for one measurement
 _TURNS = 2.0  # seconds of candidates that take turns
+_FEWEST = 2  # of these turns, where there is no time
 _OTHER = 1 << 26  # bytes that fill the caches
-_LARGEST = 1 << 28  # bytes of all inputs
+_LARGEST = 1 << 28  # bytes of all inputs and constants
 
 
 def part_model(
@@ -147,21 +148,28 @@ class Timer:
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
     def in_turns(
-        self, places: Sequence[int], candidates: Sequence[Sequence[Chain]], outputs: Sequence[str]
+        self,
+        places: Sequence[int],
+        candidates: Sequence[Sequence[Chain]],
+        outputs: Sequence[str],
+        over: Callable[[], bool] = lambda: False,
     ) -> list[float]:
         """The least times of some nodes with the chains of each candidate, which take turns: what else the machine does
         meets all of them.
 
-        Before each run the caches are filled with something else: in a model, weights come from memory.
+        Before each run the caches are filled with something else: in a model, weights come from memory. ``over``: there is
+        no time for more than two turns.
 
         Raises:
             UnsupportedError: where one cannot be run by itself.
         """
         try:
-            parts = [self._part(places, chains, outputs) for chains in candidates]
-            sessions = [(self._session(model), feeds) for model, feeds in parts]
-            for session, feeds in sessions:
-                session.run(None, feeds)
+            sessions = []
+            for chains in candidates:
+                model, feeds = self._part(places, chains, outputs, len(candidates))
+                sessions.append((self._session(model), feeds))
+                del model  # with its constants, which the session has by itself
+                sessions[-1][0].run(None, feeds)
             best = [float("inf")] * len(sessions)
             other = np.zeros(_OTHER >> 2, np.float32)
             start, turn = time.perf_counter(), 0
@@ -173,6 +181,8 @@ class Timer:
                     sessions[k][0].run(None, sessions[k][1])
                     best[k] = min(best[k], time.perf_counter() - begin)
                 turn += 1
+                if turn >= _FEWEST and over():
+                    break
             return best
         except UnsupportedError:
             raise
@@ -180,14 +190,15 @@ class Timer:
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
     def _part(
-        self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str]
+        self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str], together: int = 1
     ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
         model, inputs = part_model(self.graph, places, chains, outputs, self.sizes)
         shapes = shapes_of(self.graph, inputs, self.sizes)
         dtypes = [helper.tensor_dtype_to_np_dtype(self.graph.symbolic.dtype(n)) for n in inputs]
         total = sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
-        if total > _LARGEST:
-            raise UnsupportedError(f"its inputs have {total} bytes, more than is measured")
+        total += sum(len(t.raw_data) for t in model.graph.initializer)
+        if total * together > _LARGEST:
+            raise UnsupportedError(f"its inputs and constants have {total} bytes, more than is measured")
         return model, {n: self._drawn(n, s, d) for n, s, d in zip(inputs, shapes, dtypes, strict=True)}
 
     def _drawn(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

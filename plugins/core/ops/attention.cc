@@ -411,9 +411,10 @@ class AttentionOp final : public Op {
     ExprSizes sizes;
     CpuAttentionConfig config;
     std::shared_ptr<const BlockMask> mask;
-    bool Suits(const ExprSizes& s, const CpuAttentionConfig& c) const {
-      return mask != nullptr && config.m == c.m && config.n == c.n && sizes.B == s.B && sizes.H == s.H &&
-             sizes.S == s.S && sizes.T == s.T && sizes.P == s.P;
+    uint64_t hash = 0;  // of the expression: a part's, where the mask comes apart
+    bool Suits(uint64_t expression, const ExprSizes& s, const CpuAttentionConfig& c) const {
+      return mask != nullptr && hash == expression && config.m == c.m && config.n == c.n && sizes.B == s.B &&
+             sizes.H == s.H && sizes.S == s.S && sizes.T == s.T && sizes.P == s.P;
     }
   };
 
@@ -431,6 +432,7 @@ class AttentionOp final : public Op {
       return Status();
     }
     ready_.sizes = problem.sizes;
+    ready_.hash = problem.mask->fixed_hash;
     ready_.config = ChooseCpuAttention(args, std::max(1, threads));
     return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
                                         ready_.config.m, ready_.config.n, &ready_.mask);
@@ -624,7 +626,7 @@ class AttentionOp final : public Op {
       if (args->S <= kUncachedRows) {
         STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &direct));
         args->mask = &direct;
-      } else if (ready.Suits(sizes, config)) {
+      } else if (ready.Suits(mask.fixed_hash, sizes, config)) {
         args->mask = ready.mask.get();
       } else {
         STOF_RETURN_IF_ERROR(

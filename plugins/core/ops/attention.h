@@ -77,7 +77,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask);
 
 // Queries and keys of a part: with fewer, tiles would be emptier than those of the whole.
-constexpr int64_t kLeastOfResidue = 32;
+constexpr int64_t kLeastOfResidue = 64;
 // Where a mask falls apart by remainders and the problem allows it, the problem becomes that of the parts side by side:
 // batches or heads of an m-th of the length, whose rows lie m times as far apart. Operands are bound; true where it
 // did.
