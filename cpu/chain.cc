@@ -22,6 +22,7 @@ const ChainKernels& ChainKernelsOf(CpuIsa isa) {
 namespace {
 
 constexpr int64_t kColumns = 4096;
+constexpr int64_t kLongRow = 16;        // from here on rows are used where they lie, with gaps between them
 constexpr double kWorthAThread = 60e3;  // simple operations: some 10 us
 
 struct Job {
@@ -50,7 +51,10 @@ size_t PlaceBytes(const ChainProgram& p) {
   const size_t each = p.bound.reads.size() * 9 + p.bound.outputs.size() * 8 + static_cast<size_t>(p.bound.axes) * 8;
   return (each * static_cast<size_t>(p.batch) + 63) / 64 * 64;
 }
-size_t PointerBytes(const ChainProgram& p) { return (p.registers.size() * sizeof(float*) + 63) / 64 * 64; }
+size_t PointerBytes(const ChainProgram& p) {
+  return (p.registers.size() * (sizeof(float*) + sizeof(int64_t)) + 63) / 64 * 64;
+}
+int64_t BatchesOfRun(const ChainProgram& p) { return (p.run + p.batch - 1) / p.batch; }
 size_t SumBytes(const ChainProgram& p) {
   return (p.reductions.size() * static_cast<size_t>(p.batch) * sizeof(double) + 63) / 64 * 64;
 }
@@ -64,6 +68,7 @@ class Worker {
       return at;
     };
     pointer_ = reinterpret_cast<float**>(take(PointerBytes(p_)));
+    pitch_ = reinterpret_cast<int64_t*>(pointer_ + p_.registers.size());
     sums_ = reinterpret_cast<double*>(take(SumBytes(p_)));
     char* places = take(PlaceBytes(p_));
     const auto batch = static_cast<size_t>(p_.batch);
@@ -78,6 +83,11 @@ class Worker {
     }
     n_ = p_.bound.n;
     outer_ = p_.bound.axes - 1;
+    for (size_t i = 0; i < p_.registers.size(); ++i) {
+      const auto kind = p_.registers[i].kind;
+      const bool whole = kind == ChainRegister::Kind::kWhole || kind == ChainRegister::Kind::kFixed;
+      pitch_[i] = whole ? n_ : kNoPitch;
+    }
   }
 
   void Work() {
@@ -97,8 +107,8 @@ class Worker {
         }
       } else {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t row = i * p_.batch;
-          Locate(row, static_cast<int>(std::min<int64_t>(p_.batch, p_.bound.rows - row)));
+          const int64_t batches = BatchesOfRun(p_), of_run = i % batches * p_.batch;
+          Locate(i / batches * p_.run + of_run, static_cast<int>(std::min<int64_t>(p_.batch, p_.run - of_run)));
           Rows(0, n_);
         }
       }
@@ -137,8 +147,11 @@ class Worker {
     }
     for (int row = 0; row < count; ++row) {
       for (int axis = 0; axis < outer_; ++axis) places_.index[axis * p_.batch + row] = index[axis];
-      for (size_t r = 0; r < b.reads.size(); ++r) LocateRead(r, row, index);
+      for (size_t r = 0; r < b.reads.size(); ++r) {
+        if (row == 0 || p_.read_pitch[r] == kNoPitch) LocateRead(r, row, index);
+      }
       for (size_t o = 0; o < b.outputs.size(); ++o) {
+        if (row > 0 && p_.output_pitch[o] != kNoPitch) continue;
         int64_t at = 0;
         for (int axis = 0; axis < outer_; ++axis) at += index[axis] * b.outputs[o].stride[axis];
         places_.output[static_cast<int64_t>(o) * p_.batch + row] = at;
@@ -147,6 +160,20 @@ class Worker {
         if (++index[axis] < b.size[axis]) break;
         index[axis] = 0;
       }
+    }
+    if (count == 1) return;
+    const auto follow = [&](int64_t* place, int64_t pitch) {
+      for (int row = 1; row < count; ++row) place[row] = place[row - 1] + pitch;
+    };
+    for (size_t r = 0; r < b.reads.size(); ++r) {
+      if (p_.read_pitch[r] == kNoPitch) continue;
+      const auto slot = static_cast<int64_t>(r) * p_.batch;
+      follow(places_.read + slot, p_.read_pitch[r]);
+      std::fill_n(places_.valid + slot + 1, count - 1, places_.valid[slot]);
+    }
+    for (size_t o = 0; o < b.outputs.size(); ++o) {
+      if (p_.output_pitch[o] != kNoPitch)
+        follow(places_.output + static_cast<int64_t>(o) * p_.batch, p_.output_pitch[o]);
     }
   }
   void LocateRead(size_t r, int row, const int64_t* index) const {
@@ -190,12 +217,13 @@ class Worker {
       for (size_t r = 0; r < p_.reductions.size(); ++r) {
         if (p_.reductions[r].phase == static_cast<int>(phase)) Clear(r);
       }
-      const std::vector<ChainStep>& steps = p_.phases[phase].element;
-      if (!steps.empty()) {
-        for (column_ = begin; column_ < end; column_ += width_) {
-          width_ = std::min(p_.strip, end - column_);
+      for (const ChainPiece& piece : p_.phases[phase].pieces) {
+        if (piece.element.empty()) continue;
+        const int64_t last = std::min(end, piece.end);
+        for (column_ = std::max(begin, piece.begin); column_ < last; column_ += width_) {
+          width_ = std::min(p_.strip, last - column_);
           Point();
-          for (const ChainStep& step : steps) Step(step);
+          for (const ChainStep& step : piece.element) Step(step);
         }
       }
       for (size_t r = 0; r < p_.reductions.size(); ++r) {
@@ -210,23 +238,48 @@ class Worker {
     for (const int16_t i : p_.moving) {
       const ChainRegister& r = p_.registers[static_cast<size_t>(i)];
       if (r.kind == ChainRegister::Kind::kWhole || r.kind == ChainRegister::Kind::kFixed) {
-        pointer_[i] = floats_ + r.offset + (p_.batch > 1 ? 0 : column_);
+        pointer_[i] = floats_ + r.offset + column_;
       } else {
         const int64_t* place = places_.output + r.output * p_.batch;
-        bool dense = true;
-        for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * n_;
-        pointer_[i] = dense ? static_cast<float*>(job_.outputs[r.output]) + place[0] + column_ : floats_ + r.offset;
+        pitch_[i] = PitchOf(place, p_.output_pitch[static_cast<size_t>(r.output)]);
+        const bool there = pitch_[i] != kNoPitch;
+        pointer_[i] = there ? static_cast<float*>(job_.outputs[r.output]) + place[0] + column_ : floats_ + r.offset;
       }
     }
+  }
+  // Elements between rows of the batch where they can be used as they lie, else kNoPitch.
+  int64_t PitchOf(const int64_t* place, int64_t known) const {
+    if (count_ == 1) return width_;
+    if (known == kNoPitch) {
+      for (int row = 1; row < count_; ++row) {
+        if (place[row] != place[0] + row * width_) return kNoPitch;
+      }
+      return width_;
+    }
+    // Of short rows, most of the vectors would not be full.
+    return known == width_ || width_ >= kLongRow ? known : kNoPitch;
+  }
+  int64_t Pitch(int reg) const { return reg < 0 || pitch_[reg] == kNoPitch ? width_ : pitch_[reg]; }
+  // f of a strip; as one row where nothing lies between rows.
+  void Apply(const ChainStep& step) {
+    const ChainFunction f = k_.function[step.op][step.mask];
+    ChainRows rows;
+    rows.count = count_;
+    rows.dst = Pitch(step.dst);
+    rows.a = (step.mask & 1) != 0 ? width_ : Pitch(step.a);
+    rows.b = (step.mask & 2) != 0 ? width_ : Pitch(step.b);
+    rows.c = (step.mask & 4) != 0 ? width_ : Pitch(step.c);
+    if (count_ == 1 || (rows.dst == width_ && rows.a == width_ && rows.b == width_ && rows.c == width_)) {
+      return f(pointer_[step.dst], At(step.a), At(step.b), At(step.c), count_ * width_, ChainRows());
+    }
+    f(pointer_[step.dst], At(step.a), At(step.b), At(step.c), width_, rows);
   }
 
   // ---- steps over the elements of a strip ----
   void Step(const ChainStep& step) {
-    const int64_t elements = count_ * width_;
     switch (step.kind) {
       case ChainStep::Kind::kCompute:
-        k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), elements);
-        return;
+        return Apply(step);
       case ChainStep::Kind::kRead:
         return Read(step);
       case ChainStep::Kind::kIndex: {
@@ -240,7 +293,7 @@ class Worker {
         float* dst = pointer_[step.dst];
         const float* from = pointer_[step.a];
         for (int row = 0; row < count_; ++row) {
-          k_.function[kFusedCopy][1](dst + row * width_, from + row, nullptr, nullptr, width_);
+          k_.function[kFusedCopy][1](dst + row * width_, from + row, nullptr, nullptr, width_, ChainRows());
         }
         return;
       }
@@ -261,21 +314,33 @@ class Worker {
     const int64_t size = SizeOf(read.dtype), stride = read.stride[outer_];
     const auto* base = static_cast<const char*>(job_.inputs[read.input]);
     const ChainRegister& reg = p_.registers[static_cast<size_t>(step.dst)];
-    if (p_.linear[r] != 0 && stride == 1 && !read.guarded && !read.never) {
-      bool dense = true;
-      for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * width_;
-      if (dense) {
-        const char* from = base + (place[0] + column_) * size;
-        if (read.dtype == DType::kF32 && reg.kind == ChainRegister::Kind::kStrip) {
-          pointer_[step.dst] = reinterpret_cast<float*>(const_cast<char*>(from));  // only read through it
-        } else {
-          k_.load(from, read.dtype, count_ * width_, pointer_[step.dst]);
-        }
+    if (p_.linear[r] != 0 && stride == 1 && IsAllRead(read, r)) {
+      const int64_t pitch = PitchOf(place, p_.read_pitch[r]);
+      const char* from = base + (place[0] + column_) * size;
+      if (pitch != kNoPitch && read.dtype == DType::kF32 && reg.kind == ChainRegister::Kind::kStrip) {
+        pointer_[step.dst] = reinterpret_cast<float*>(const_cast<char*>(from));  // only read through it
+        pitch_[step.dst] = pitch;
         return;
       }
+      if (pitch == width_ && reg.kind == ChainRegister::Kind::kStrip) {
+        pointer_[step.dst] = floats_ + reg.offset;
+        pitch_[step.dst] = width_;
+        return k_.load(from, read.dtype, count_ * width_, pointer_[step.dst]);
+      }
     }
-    if (reg.kind == ChainRegister::Kind::kStrip) pointer_[step.dst] = floats_ + reg.offset;
-    for (int row = 0; row < count_; ++row) ReadRow(r, row, pointer_[step.dst] + row * width_);
+    if (reg.kind == ChainRegister::Kind::kStrip) {
+      pointer_[step.dst] = floats_ + reg.offset;
+      pitch_[step.dst] = width_;
+    }
+    for (int row = 0; row < count_; ++row) ReadRow(r, row, pointer_[step.dst] + row * Pitch(step.dst));
+  }
+  // No element of the strip stands on the other side of a select.
+  bool IsAllRead(const BoundRead& read, size_t r) const {
+    if (read.never) return false;
+    if (!read.guarded) return true;
+    if (read.first[outer_] > column_ || read.last[outer_] < column_ + width_ - 1) return false;
+    const uint8_t* valid = places_.valid + static_cast<int64_t>(r) * p_.batch;
+    return std::all_of(valid, valid + count_, [](uint8_t one) { return one != 0; });
   }
 
   void ReadRow(size_t r, int row, float* to) {
@@ -357,7 +422,7 @@ class Worker {
   void Reduce(const ChainStep& step) {
     double* sums = sums_ + static_cast<int64_t>(step.which) * p_.batch;
     for (int row = 0; row < count_; ++row) {
-      const float* a = pointer_[step.a] + row * width_;
+      const float* a = pointer_[step.a] + row * Pitch(step.a);
       double& sum = sums[row];
       switch (static_cast<ChainOp>(step.op)) {
         case ChainOp::kMaxOf: {
@@ -371,7 +436,7 @@ class Worker {
           break;
         }
         default:
-          sum += step.b < 0 ? k_.sum(a, width_) : k_.dot(a, pointer_[step.b] + row * width_, width_);
+          sum += step.b < 0 ? k_.sum(a, width_) : k_.dot(a, pointer_[step.b] + row * Pitch(step.b), width_);
       }
     }
   }
@@ -389,22 +454,22 @@ class Worker {
     const int64_t* place = places_.output + static_cast<int64_t>(step.which) * p_.batch;
     auto* base = static_cast<char*>(job_.outputs[step.which]);
     const float* from = pointer_[step.a];
+    const int64_t pitch = Pitch(step.a);
     if (stride == 1) {
-      bool dense = true;
-      for (int row = 1; row < count_; ++row) dense = dense && place[row] == place[0] + row * width_;
-      if (dense) {
-        char* to = base + (place[0] + column_) * size;
-        if (to == reinterpret_cast<const char*>(from)) return;  // computed in place
+      char* to = base + (place[0] + column_) * size;
+      if (to == reinterpret_cast<const char*>(from)) return;  // computed in place
+      if (count_ == 1 ||
+          (pitch == width_ && PitchOf(place, p_.output_pitch[static_cast<size_t>(step.which)]) == width_)) {
         return k_.store(from, output.dtype, count_ * width_, to);
       }
       for (int row = 0; row < count_; ++row) {
-        k_.store(from + row * width_, output.dtype, width_, base + (place[row] + column_) * size);
+        k_.store(from + row * pitch, output.dtype, width_, base + (place[row] + column_) * size);
       }
       return;
     }
     for (int row = 0; row < count_; ++row) {
       char* to = base + (place[row] + column_ * stride) * size;
-      Scatter(from + row * width_, output.dtype, width_, stride, to);
+      Scatter(from + row * pitch, output.dtype, width_, stride, to);
     }
   }
   void Scatter(const float* from, DType dtype, int64_t count, int64_t stride, char* target) const {
@@ -427,7 +492,7 @@ class Worker {
   void RowStep(const ChainStep& step) {
     switch (step.kind) {
       case ChainStep::Kind::kCompute:
-        k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), count_);
+        k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), count_, ChainRows());
         return;
       case ChainStep::Kind::kReadRow: {
         const BoundRead& read = p_.bound.reads[static_cast<size_t>(step.which)];
@@ -463,6 +528,7 @@ class Worker {
   const ChainProgram& p_;
   const ChainKernels& k_;
   float** pointer_ = nullptr;
+  int64_t* pitch_ = nullptr;  // elements between rows of each register; kNoPitch: as many as a row has
   double* sums_ = nullptr;
   Places places_ = {};
   float* floats_ = nullptr;
@@ -475,7 +541,7 @@ class Worker {
 
 int64_t PiecesOf(const ChainProgram& p) {
   if (p.columns) return p.bound.rows * ((p.bound.n + kColumns - 1) / kColumns);
-  return (p.bound.rows + p.batch - 1) / p.batch;
+  return p.bound.rows / p.run * BatchesOfRun(p);
 }
 
 size_t WorkerBytes(const ChainProgram& p) {

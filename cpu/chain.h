@@ -24,9 +24,16 @@ enum FusedOp : int {
   kFusedOps,
 };
 
-// dst[i] = f(a[i], b[i], c[i]), i < n. Elements of each may be the same as dst's. One function for each set of
-// arguments that are one value instead of n.
-using ChainFunction = void (*)(float* dst, const float* a, const float* b, const float* c, int64_t n);
+// Rows of one length, each argument's a stride of its own apart, so that what lies in a tensor needs no copy.
+struct ChainRows {
+  int64_t count = 1;
+  int64_t dst = 0, a = 0, b = 0, c = 0;
+};
+
+// dst[i] = f(a[i], b[i], c[i]), i < n, in each row. Elements of each may be the same as dst's. One function for each
+// set of arguments that are one value instead of n, the same for all rows.
+using ChainFunction = void (*)(float* dst, const float* a, const float* b, const float* c, int64_t n,
+                               const ChainRows& rows);
 
 // The entry points of one instruction set.
 struct ChainKernels {
@@ -80,10 +87,19 @@ struct ChainRegister {
   int64_t offset = 0;  // of its memory in a worker's, in floats
 };
 
-struct ChainPhase {
-  std::vector<ChainStep> row;      // before the elements of the phase
+// Columns begin to end - 1.
+struct ChainPiece {
+  int64_t begin = 0, end = 0;
   std::vector<ChainStep> element;  // for each strip
 };
+
+struct ChainPhase {
+  std::vector<ChainStep> row;  // before the elements of the phase
+  // All columns, or, where a select goes by them, what each side of it needs of its own columns.
+  std::vector<ChainPiece> pieces;
+};
+
+constexpr int64_t kNoPitch = INT64_MIN;
 
 struct ChainReduction {
   ChainOp op = ChainOp::kSum;
@@ -100,11 +116,14 @@ struct ChainProgram {
   std::vector<ChainReduction> reductions;
   std::vector<ChainStep> last;  // rows' values that are outputs
   std::vector<uint8_t> linear;  // of a read: elements of a row have one stride
-  int batch = 1;                // rows at a time; more than 1 only where a row is one strip
-  int64_t strip = 1;            // elements of a row at a time
-  bool columns = false;         // pieces of rows may go to different workers
-  double cost = 1.0;            // of an element, in simple operations
-  int64_t floats = 0;           // of a worker's memory
+  // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
+  std::vector<int64_t> read_pitch, output_pitch;
+  int64_t run = 1;       // consecutive rows, of which batches are taken
+  int batch = 1;         // rows at a time; more than 1 only where a row is one strip
+  int64_t strip = 1;     // elements of a row at a time
+  bool columns = false;  // pieces of rows may go to different workers
+  double cost = 1.0;     // of an element, in simple operations
+  int64_t floats = 0;    // of a worker's memory
 };
 
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);

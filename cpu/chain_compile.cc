@@ -17,6 +17,9 @@ constexpr int64_t kBatchRow = 512;      // rows up to this are taken several at 
 constexpr int64_t kKeptRow = 64 << 10;  // of longer ones nothing is kept between passes: it would leave the cache
 constexpr int64_t kColumns = 4096;      // elements of a piece of a row
 constexpr int kMostFixed = 24;
+constexpr int64_t kRunElements = 256;  // of a run with fewer, batches of rows from several runs are worth copying
+constexpr int64_t kPieceColumns = 16;  // the least of a piece: two vectors
+constexpr size_t kMostPieces = 8;
 
 // In simple operations of one element, roughly.
 double CostOf(int op) {
@@ -58,6 +61,7 @@ class Compiler {
     Plan();
     Choose();
     p_.phases.resize(static_cast<size_t>(phases_));
+    for (const ChainOutput& output : chain_.outputs) output_.push_back(output.node);
     for (phase_ = 0; phase_ < phases_; ++phase_) Phase();
     for (size_t i = 0; i < chain_.outputs.size(); ++i) RowOutput(static_cast<int>(i));
     Place();
@@ -150,6 +154,7 @@ class Compiler {
       p_.batch = static_cast<int>(std::min<int64_t>(std::min<int64_t>(rows, 256), kStrip / n));
       p_.batch = std::max(p_.batch, 1);
     }
+    ChooseRun();
     const int64_t strips = n <= kStrip + kStrip / 2 ? 1 : (n + kStrip - 1) / kStrip;
     p_.strip = ((n + strips - 1) / strips + 15) / 16 * 16;
     p_.columns = phases_ == 1 && p_.batch == 1 && n >= 2 * kColumns && rows < 8 * threads_;
@@ -186,6 +191,63 @@ class Compiler {
       whole_[i] = p_.fixed.back().dst;
     }
   }
+
+  // Elements between neighbours of the rows of axes first and beyond, seen as one axis.
+  template <typename Stride>
+  int64_t Pitch(int first, Stride stride) const {
+    uint64_t pitch = 0, span = 0;
+    bool any = false;
+    for (int axis = chain_.last(); axis-- > first;) {
+      if (bound_.size[axis] == 1) continue;
+      const auto own = static_cast<uint64_t>(stride(axis));
+      if (any && own != span) return kNoPitch;
+      if (!any) pitch = own;
+      any = true;
+      span = own * static_cast<uint64_t>(bound_.size[axis]);
+    }
+    return static_cast<int64_t>(pitch);
+  }
+  int64_t ReadPitch(const BoundRead& read, int first) const {
+    for (int axis = first; axis < chain_.last(); ++axis) {
+      if (read.guarded && (read.first[axis] > 0 || read.last[axis] < bound_.size[axis] - 1)) return kNoPitch;
+      for (const BoundRead::Part& part : read.parts) {
+        if (part.index.coefficient[axis] != 0) return kNoPitch;
+      }
+    }
+    return Pitch(first, [&](int axis) { return read.stride[axis]; });
+  }
+  void Pitches(int first) {
+    p_.read_pitch.clear(), p_.output_pitch.clear();
+    for (const BoundRead& read : bound_.reads) p_.read_pitch.push_back(read.never ? kNoPitch : ReadPitch(read, first));
+    for (const BoundOutput& output : bound_.outputs) {
+      p_.output_pitch.push_back(Pitch(first, [&](int axis) { return output.stride[axis]; }));
+    }
+  }
+  // As many of the outer axes, from the last, as every tensor walks through in steps of one length; batches end with
+  // them, so that tensors are used where they lie.
+  void ChooseRun() {
+    p_.run = std::max<int64_t>(1, bound_.rows);
+    int first = chain_.last();
+    Pitches(first);
+    if (p_.batch > 1) {
+      int64_t run = 1;
+      const auto straight = [](const std::vector<int64_t>& pitch) {
+        return pitch.size() - static_cast<size_t>(std::count(pitch.begin(), pitch.end(), kNoPitch));
+      };
+      while (first > 0) {
+        const size_t before = straight(p_.read_pitch) + straight(p_.output_pitch);
+        Pitches(first - 1);
+        if (run > 1 && straight(p_.read_pitch) + straight(p_.output_pitch) < before) break;
+        run *= bound_.size[--first];
+      }
+      if (run * bound_.n < kRunElements) first = 0, run = p_.run;
+      Pitches(first);
+      p_.run = run;
+      const int64_t batches = (run + p_.batch - 1) / p_.batch;
+      p_.batch = static_cast<int>((run + batches - 1) / batches);
+    }
+  }
+
   // A read whose elements are used where they lie.
   bool IsDirect(int node) const {
     if (Node(node).op != ChainOp::kRead) return false;
@@ -350,8 +412,9 @@ class Compiler {
         Want(n.arg[0]);
       }
     }
-    for (const ChainOutput& output : chain_.outputs) {
-      if (Node(output.node).level == phase && StoresElements(output)) Want(output.node);
+    for (size_t i = 0; i < output_.size(); ++i) {
+      if (output_[i] < 0 || !StoresElements(chain_.outputs[i])) continue;
+      if (Node(output_[i]).level == phase) Want(output_[i]);
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
       if (wanted_[i] != 0) computed_.insert({static_cast<int>(i), phase});
@@ -368,10 +431,140 @@ class Compiler {
         }
       }
     }
+    const std::vector<int64_t> ends = Ends();
+    if (ends.size() < 2) {
+      Piece(0, bound_.n);
+      return;
+    }
+    const std::vector<ChainNode> nodes = nodes_;
+    const std::vector<int> uses = uses_, output = output_;
+    // Copies of a read have no sides.
+    bool copies = false;
+    for (int& node : output_) {
+      if (Node(node).op == ChainOp::kRead) {
+        copies = true;
+      } else {
+        node = -1;
+      }
+    }
+    if (copies) Piece(0, bound_.n);
+    int64_t begin = 0;
+    for (const int64_t end : ends) {
+      for (size_t i = 0; i < output_.size(); ++i) {
+        output_[i] = Node(output[i]).op == ChainOp::kRead ? -1 : output[i];
+      }
+      computed_.clear();  // by the piece before
+      Take(begin);
+      Piece(begin, end);
+      nodes_ = nodes;
+      begin = end;
+    }
+    uses_ = uses;
+    output_ = output;
+  }
+
+  // ---- columns by columns ----
+  // Whether a select asks for the column alone, and which side of a comparison the column is then.
+  bool GoesByColumn(int node) const {
+    if (Node(node).op != ChainOp::kSelect || fixed_[static_cast<size_t>(node)] != 0) return false;
+    const ChainNode& condition = Node(Node(node).arg[0]);
+    if (condition.op < ChainOp::kLt || condition.op > ChainOp::kGe) return false;
+    const auto is_column = [this](int arg) {
+      return Node(arg).op == ChainOp::kAxis && Node(arg).which == chain_.last();
+    };
+    return (is_column(condition.arg[0]) && IsConstant(condition.arg[1])) ||
+           (is_column(condition.arg[1]) && IsConstant(condition.arg[0]));
+  }
+  bool Holds(int condition, int64_t column) const {
+    const ChainNode& n = Node(condition);
+    const auto value = [&](int arg) { return IsConstant(arg) ? Node(arg).value : static_cast<float>(column); };
+    const float x = value(n.arg[0]), y = value(n.arg[1]);
+    switch (n.op) {
+      case ChainOp::kLt:
+        return x < y;
+      case ChainOp::kLe:
+        return x <= y;
+      case ChainOp::kGt:
+        return x > y;
+      default:
+        return x >= y;
+    }
+  }
+  // Of the pieces in which every such select takes one side.
+  std::vector<int64_t> Ends() const {
+    std::vector<int64_t> ends = {bound_.n};
+    if (phases_ > 1) return ends;
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (uses_[i] == 0) continue;
+      if (IsReduction(nodes_[i].op)) return {bound_.n};
+      if (!GoesByColumn(static_cast<int>(i))) continue;
+      const int condition = nodes_[i].arg[0];
+      int64_t low = 0, high = bound_.n;  // the first column that differs from column 0
+      while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (Holds(condition, middle) == Holds(condition, 0)) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      ends.push_back(low);
+    }
+    if (ends.size() == 1) return ends;
+    std::sort(ends.begin(), ends.end());
+    ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+    int64_t begin = 0;
+    for (const int64_t end : ends) {
+      if (end - begin < kPieceColumns) return {bound_.n};
+      begin = end;
+    }
+    return ends.size() > kMostPieces ? std::vector<int64_t>{bound_.n} : ends;
+  }
+  // Nodes as they are in the piece from column `begin` on.
+  void Take(int64_t begin) {
+    std::vector<int> same(nodes_.size());
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      same[i] = static_cast<int>(i);
+      ChainNode& n = nodes_[i];
+      if (GoesByColumn(static_cast<int>(i))) same[i] = same[static_cast<size_t>(n.arg[Holds(n.arg[0], begin) ? 1 : 2])];
+      for (int a = 0; a < ArityOf(n.op); ++a) n.arg[a] = same[static_cast<size_t>(n.arg[a])];
+    }
+    for (int& node : output_) node = node < 0 ? -1 : same[static_cast<size_t>(node)];
+    Count();
+    // x + -y * z is x - y * z to the bit.
+    for (ChainNode& n : nodes_) {
+      if (n.op != ChainOp::kAdd) continue;
+      for (int a = 0; a < 2 && n.op == ChainOp::kAdd; ++a) {
+        if (!CanFuse(n.arg[a])) continue;
+        ChainNode& product = nodes_[static_cast<size_t>(n.arg[a])];
+        for (int& factor : product.arg) {
+          if (&factor == &product.arg[2] || n.op != ChainOp::kAdd || Node(factor).op != ChainOp::kNeg) continue;
+          factor = Node(factor).arg[0];
+          n.op = ChainOp::kSub;
+        }
+        if (n.op == ChainOp::kSub && a == 0) std::swap(n.arg[0], n.arg[1]);
+      }
+    }
+    Count();
+  }
+  void Count() {
+    uses_.assign(nodes_.size(), 0);
+    for (const int node : output_) {
+      if (node >= 0) uses_[static_cast<size_t>(node)] += 2;
+    }
+    for (size_t i = nodes_.size(); i-- > 0;) {
+      for (int a = 0; uses_[i] > 0 && a < ArityOf(nodes_[i].op); ++a) ++uses_[static_cast<size_t>(nodes_[i].arg[a])];
+    }
+  }
+
+  void Piece(int64_t begin, int64_t end) {
     WantAll(phase_);
     ChainPhase& phase = p_.phases[static_cast<size_t>(phase_)];
+    phase.pieces.emplace_back();
+    ChainPiece& piece = phase.pieces.back();
+    piece.begin = begin, piece.end = end;
     row_ = &phase.row;
-    element_ = &phase.element;
+    element_ = &piece.element;
     value_.assign(nodes_.size(), -1);
     expanded_.clear();
     OwnOutputs();
@@ -382,16 +575,17 @@ class Compiler {
       if (uses_[i] > 0 && IsReduction(n.op) && IsElement(n.arg[0]) && Node(n.arg[0]).level == phase_) Reduce(node);
     }
     for (size_t i = 0; i < chain_.outputs.size(); ++i) StoreElements(static_cast<int>(i));
-    Reuse(&phase);
+    Reuse(&piece.element);
   }
 
   // Values that are computed where they are wanted: in a dense fp32 output.
   void OwnOutputs() {
     own_.assign(nodes_.size(), -1);
     for (size_t i = 0; i < chain_.outputs.size(); ++i) {
-      const int node = chain_.outputs[i].node;
+      const int node = output_[i];
       const BoundOutput& out = bound_.outputs[i];
-      if (Node(node).level != phase_ || out.dtype != DType::kF32 || !StoresElements(chain_.outputs[i])) continue;
+      if (node < 0 || Node(node).level != phase_ || out.dtype != DType::kF32 || !StoresElements(chain_.outputs[i]))
+        continue;
       if (out.stride[chain_.last()] != 1 || !IsElement(node) || whole_[static_cast<size_t>(node)] >= 0) continue;
       if (Node(node).op == ChainOp::kRead) continue;
       own_[static_cast<size_t>(node)] = static_cast<int>(i);
@@ -465,8 +659,9 @@ class Compiler {
 
   void StoreElements(int which) {
     const ChainOutput& output = chain_.outputs[static_cast<size_t>(which)];
-    if (!StoresElements(output) || Node(output.node).level != phase_) return;
-    int from = Element(output.node);
+    const int node = output_[static_cast<size_t>(which)];
+    if (node < 0 || !StoresElements(output) || Node(node).level != phase_) return;
+    int from = Element(node);
     if (IsSingle(from, false)) {
       ChainStep copy;
       copy.op = kFusedCopy;
@@ -483,8 +678,8 @@ class Compiler {
   }
 
   // Strips that are no longer needed give their memory to later ones: the first-level cache holds what is in use.
-  void Reuse(ChainPhase* phase) {
-    std::vector<ChainStep>& steps = phase->element;
+  void Reuse(std::vector<ChainStep>* element) {
+    std::vector<ChainStep>& steps = *element;
     std::map<int, size_t> last;
     for (size_t i = 0; i < steps.size(); ++i) {
       for (int reg : {steps[i].a, steps[i].b, steps[i].c, steps[i].dst}) {
@@ -558,6 +753,7 @@ class Compiler {
   const int threads_;
   std::vector<ChainNode> nodes_;
   std::vector<int> uses_;
+  std::vector<int> output_;  // node of each output; -1: not in this piece
   int phases_ = 1, phase_ = 0;
   bool keep_ = true;
   std::vector<uint8_t> fixed_, wanted_;

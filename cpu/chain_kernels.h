@@ -12,33 +12,41 @@ namespace cpu {
 namespace STOF_ISA {
 
 template <int kArity, int kSingle, typename F>
-inline void Map(float* dst, const float* a, const float* b, const float* c, int64_t n, F f) {
+inline void Map(float* dst, const float* a, const float* b, const float* c, int64_t n, const ChainRows& rows, F f) {
   V va = {}, vb = {}, vc = {};
   if ((kSingle & 1) != 0) va = Set(*a);
   if (kArity > 1 && (kSingle & 2) != 0) vb = Set(*b);
   if (kArity > 2 && (kSingle & 4) != 0) vc = Set(*c);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    if ((kSingle & 1) == 0) va = Load(a + i);
-    if (kArity > 1 && (kSingle & 2) == 0) vb = Load(b + i);
-    if (kArity > 2 && (kSingle & 4) == 0) vc = Load(c + i);
-    Store(dst + i, f(va, vb, vc));
+  for (int64_t row = 0;;) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      if ((kSingle & 1) == 0) va = Load(a + i);
+      if (kArity > 1 && (kSingle & 2) == 0) vb = Load(b + i);
+      if (kArity > 2 && (kSingle & 4) == 0) vc = Load(c + i);
+      Store(dst + i, f(va, vb, vc));
+    }
+    if (i < n) {
+      const int rest = static_cast<int>(n - i);
+      if ((kSingle & 1) == 0) va = LoadSome(a + i, rest);
+      if (kArity > 1 && (kSingle & 2) == 0) vb = LoadSome(b + i, rest);
+      if (kArity > 2 && (kSingle & 4) == 0) vc = LoadSome(c + i, rest);
+      StoreSome(dst + i, f(va, vb, vc), rest);
+    }
+    if (++row >= rows.count) return;
+    dst += rows.dst;
+    if ((kSingle & 1) == 0) a += rows.a;
+    if (kArity > 1 && (kSingle & 2) == 0) b += rows.b;
+    if (kArity > 2 && (kSingle & 4) == 0) c += rows.c;
   }
-  if (i == n) return;
-  const int rest = static_cast<int>(n - i);
-  if ((kSingle & 1) == 0) va = LoadSome(a + i, rest);
-  if (kArity > 1 && (kSingle & 2) == 0) vb = LoadSome(b + i, rest);
-  if (kArity > 2 && (kSingle & 4) == 0) vc = LoadSome(c + i, rest);
-  StoreSome(dst + i, f(va, vb, vc), rest);
 }
 
-#define STOF_CHAIN_OP(name, arity, expression)                                              \
-  template <int kSingle>                                                                    \
-  void name##Strip(float* dst, const float* a, const float* b, const float* c, int64_t n) { \
-    Map<arity, kSingle>(dst, a, b, c, n, [](V x, V y, V z) -> V {                           \
-      (void)y, (void)z;                                                                     \
-      return expression;                                                                    \
-    });                                                                                     \
+#define STOF_CHAIN_OP(name, arity, expression)                                                                     \
+  template <int kSingle>                                                                                           \
+  void name##Strip(float* dst, const float* a, const float* b, const float* c, int64_t n, const ChainRows& rows) { \
+    Map<arity, kSingle>(dst, a, b, c, n, rows, [](V x, V y, V z) -> V {                                            \
+      (void)y, (void)z;                                                                                            \
+      return expression;                                                                                           \
+    });                                                                                                            \
   }
 #define STOF_CHAIN_TRUTH(condition) ((condition) ? Set(1.0f) : V{})
 STOF_CHAIN_OP(Neg, 1, -x)

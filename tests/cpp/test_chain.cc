@@ -328,6 +328,83 @@ TEST(ChainRandom) {
   CountCases(cases);
 }
 
+// Rows in pieces, with a side of a select each, of tensors with gaps between rows that are used where they lie.
+TEST(ChainPieces) {
+  const int cases = Cases(300);
+  for (int i = 0; i < cases; ++i) {
+    if (!Mine(i)) continue;
+    Random random(5000 + static_cast<uint64_t>(i));
+    const auto number = [](int64_t value) { return std::to_string(value); };
+    const int64_t n = random.Pick<int64_t>({16, 31, 32, 33, 40, 64, 80, 128, 200, 256, 513, 1100, 9000});
+    const int64_t most = n > 1000 ? 2 : n > 100 ? 5 : 14;
+    const int64_t a = random.Range(1, 2), b = random.Range(1, most), c = random.Range(1, most);
+    const int64_t cut = random.OneIn(4) ? random.Range(0, n) : n / 2, other = random.Range(1, n - 1);
+    const auto less = [&](int64_t at) {  // n < at, in other words
+      switch (random.Range(0, 3)) {
+        case 0:
+          return "n <= " + number(at - 1);
+        case 1:
+          return number(at) + " > n";
+        case 2:
+          return "n < " + number(at) + ".0";
+        default:
+          return "n < " + number(at);
+      }
+    };
+    const bool packed = random.OneIn(2);
+    const auto part = [&](int64_t offset) {  // a row of the third that begins at `offset`
+      if (packed) return "x0[a, b, " + number(n) + " * c + n + " + number(offset) + "]";
+      return "x0[a, c, b, n + " + number(offset) + "]";
+    };
+    const auto turned = [&](int64_t begin) {
+      const std::string sign = random.OneIn(3) ? "" : "-";
+      const std::string low = sign + part(begin + n - cut), high = random.OneIn(3) ? sign + part(begin) : part(begin);
+      // What lies below `cut` takes the row's end, the rest takes its begin.
+      const std::string shifted = packed ? "x0[a, b, " + number(n) + " * c + n + " + number(begin - cut) + "]"
+                                         : "x0[a, c, b, n + " + number(begin - cut) + "]";
+      return random.OneIn(4) ? "select(n >= " + number(cut) + ", " + shifted + ", " + low + ")"
+                             : "select(" + less(cut) + ", " + low + ", " + shifted + ")";
+    };
+    const std::string table = random.OneIn(2) ? "x1[b, n]" : random.OneIn(2) ? "x1[b, 0]" : "x1[0, n]";
+    const int64_t third = packed ? n * c : n;
+    const std::string types[] = {"f32", NameOf(random.Pick<DType>({DType::kF32, DType::kF16, DType::kBF16}))};
+    const auto output = [&](int which) {
+      const std::string dims = random.Pick<std::string>({"a, b, c, n", "a, c, b, n", "a, b, (c n)", "c, a, b, n"});
+      return "\nout y" + number(which) + " " + types[random.OneIn(3) ? 1 : 0] + " [" + dims + "] = ";
+    };
+    std::string text = "axes a = " + number(a) + ", b = " + number(b) + ", c = " + number(c) + ", n = " + number(n) +
+                       "\nlet t = " + table + "\nlet u = " + turned(third);
+    text += output(0) + part(0) + (random.OneIn(2) ? "" : " * 0.125");
+    text += output(1) + part(third) + " * t + u * x2[b, n]";
+    switch (random.Range(0, 5)) {
+      case 0:
+        text += output(2) + "t - u * select(" + less(other) + ", 2, t)";
+        break;
+      case 1:
+        text += output(2) + "select(" + less(other) + ", exp(u), c + n * 0.25)";
+        break;
+      case 2:
+        text += output(2) + "u - mean(u)";
+        break;
+      case 3:
+        text += output(2) + "select(" + less(other) + ", select(" + less(other / 2) + ", 3, x1[b, 0]), -x2[b, n])";
+        break;
+      default:
+        text += output(2) + "-u * -t + " + turned(2 * third) + " * x2[b, n]";
+    }
+    const DType dtype = random.OneIn(2) ? DType::kF32 : random.Pick<DType>({DType::kF32, DType::kF16, DType::kBF16});
+    const std::vector<int64_t> dims =
+        packed ? std::vector<int64_t>{a, b, 3 * n * c + n} : std::vector<int64_t>{a, c, b, 4 * n};
+    try {
+      Check(text, {Array(&random, dtype, dims), Array(&random, DType::kF32, {b, n}), Array(&random, dtype, {b, n})},
+            random.OneIn(3) ? 2 : 1);
+    } catch (const Failure& failure) {
+      Fail(__FILE__, __LINE__, "case " + std::to_string(i) + ": " + failure.message);
+    }
+  }
+  CountCases(cases);
+}
+
 TEST(ChainEmpty) {
   Random random(5);
   for (const std::vector<int64_t>& dims : std::vector<std::vector<int64_t>>{{0, 3}, {3, 0}, {0, 0}}) {
@@ -447,7 +524,8 @@ TEST(ChainFunctionsInUlps) {
           }
         }
         x[0] = 0.0f, x[1] = -0.0f, x[2] = INFINITY, x[3] = -INFINITY, x[4] = NAN, x[5] = 1.0f, x[6] = -1.0f;
-        kernels.function[static_cast<int>(measured.op)][0](y.data(), x.data(), nullptr, nullptr, 1001);
+        kernels.function[static_cast<int>(measured.op)][0](y.data(), x.data(), nullptr, nullptr, 1001,
+                                                           cpu::ChainRows());
         for (size_t i = 0; i < x.size(); ++i) {
           const double want = measured.exact(x[i]);
           double off = UlpsOff(y[i], want);
@@ -473,8 +551,8 @@ TEST(ChainSingleOperands) {
     for (const float one : {-0.0f, 0.0f, -1.5f, INFINITY, -INFINITY, 1e-45f}) {
       const std::vector<float> x(37, 3.0f), strip(37, one);
       std::vector<float> y(37), want(37);
-      divide[0](want.data(), x.data(), strip.data(), nullptr, 37);
-      divide[2](y.data(), x.data(), &one, nullptr, 37);
+      divide[0](want.data(), x.data(), strip.data(), nullptr, 37, cpu::ChainRows());
+      divide[2](y.data(), x.data(), &one, nullptr, 37, cpu::ChainRows());
       for (size_t i = 0; i < y.size(); ++i) CHECK(y[i] == want[i], "3 / ", one, " is ", y[i], ", expected ", want[i]);
     }
   }
