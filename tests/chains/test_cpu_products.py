@@ -17,8 +17,10 @@ from stof import runtime
 from stof.chains.check import check_chain
 from stof.chains.find import Graph, Left, chain_of
 from stof.chains.product import Product
+from stof.errors import UnsupportedError
 from stof.options import Options
 from stof.pipeline import optimize
+from stof.search.measure import Timer
 from stof.symbolic import Symbolic
 
 K = 8
@@ -90,7 +92,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return 1e-3 * (len(places) - sum(isinstance(c, Product) for c in chains) / 2)
 
     def in_turns(
-        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object, over: object
     ) -> object:
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
@@ -173,3 +175,47 @@ def test_a_plan_gives_the_same_products_again(tmp_path: Path, timed: list[int]) 
     operators = [[n.op_type for n in onnx.load(r.output).graph.node] for r in (first, again) if r.output is not None]
     assert operators[0] == operators[1]
     assert operators[0].count("StofGemm") == 6
+
+
+def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stof.search.measure._TURNS", 0.0)
+    model = bias_gelu(Builder(FLOAT))
+    graph, product = found_in(model)
+    assert isinstance(product, Product)
+    timer = Timer(graph, {"B": 1, "S": 5})
+    places, outputs = range(len(graph.nodes)), [o.name for o in model.graph.output]
+    runs: list[object] = []
+    session = ort.InferenceSession.run
+    monkeypatch.setattr(ort.InferenceSession, "run", lambda *a, **k: (runs.append(a[0]), session(*a, **k))[1])
+    found = timer.in_turns(places, [[], [product]], outputs)
+    assert len(found) == 2
+    assert all(0.0 < seconds < 10.0 for seconds in found)
+    assert [runs.count(r) for r in dict.fromkeys(runs)] == [6, 6]  # one to warm up and five turns
+    runs.clear()
+    timer.in_turns(places, [[], [product]], outputs, lambda: True)
+    assert [runs.count(r) for r in dict.fromkeys(runs)] == [3, 3]
+    monkeypatch.setattr("stof.search.measure._LARGEST", 64)
+    with pytest.raises(UnsupportedError, match="inputs and constants have"):
+        timer.in_turns(places, [[], [product]], outputs)
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_what_is_near_to_the_original_has_to_have_taken_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turns: bool
+) -> None:
+    def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
+        return 1.0 if chains else 1.02
+
+    def turns(
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object, over: object
+    ) -> list[float]:
+        if not in_turns:
+            raise UnsupportedError("one of them cannot be run")
+        return [seconds(self, places, chains, outputs) for chains in candidates]
+
+    monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    monkeypatch.setattr("stof.chains.judge.Timer.in_turns", turns)
+    model = bias_gelu(Builder(FLOAT))
+    onnx.save(model, tmp_path / "model.onnx")
+    report = optimize(tmp_path / "model.onnx", options=Options(tune=60.0, verify=False))
+    assert bool(report.output) == in_turns

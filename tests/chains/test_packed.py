@@ -395,6 +395,17 @@ def test_without_a_chain_for_three_the_others_are_one() -> None:
     same(model, made.model, 3e-2)
 
 
+def test_what_attention_reads_needs_no_chain_to_be_one() -> None:
+    b = Builder(HALF)
+    _, results = layers(b, 3)
+    model = finish(b, results[-1])
+    made = apply_chains(model, lambda *_: Verdict((), "no"), merges=always, packs=True)
+    assert not made.replaced
+    assert ops(made.model)["MatMul"] == 4
+    assert len(numbers(made.model)) == 3
+    same(model, made.model, 2e-2, T=7)
+
+
 # ---- all of it ----
 
 
