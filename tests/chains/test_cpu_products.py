@@ -178,7 +178,7 @@ def test_a_plan_gives_the_same_products_again(tmp_path: Path, timed: list[int]) 
 
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.search.measure._TURNS", 0.0)
+    monkeypatch.setattr("stof.search.measure._TURNS", 0.3)
     model = bias_gelu(Builder(FLOAT))
     graph, product = found_in(model)
     assert isinstance(product, Product)
@@ -190,10 +190,12 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = timer.in_turns(places, [[], [product]], outputs)
     assert len(found) == 2
     assert all(0.0 < seconds < 10.0 for seconds in found)
-    assert [runs.count(r) for r in dict.fromkeys(runs)] == [6, 6]  # one to warm up and five turns
+    turns = [runs.count(r) for r in dict.fromkeys(runs)]
+    assert len(turns) == 2
+    assert turns[0] == turns[1] > 6
     runs.clear()
     timer.in_turns(places, [[], [product]], outputs, lambda: True)
-    assert [runs.count(r) for r in dict.fromkeys(runs)] == [3, 3]
+    assert [runs.count(r) for r in dict.fromkeys(runs)] == [6, 6]  # one to warm up and five turns
     monkeypatch.setattr("stof.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
         timer.in_turns(places, [[], [product]], outputs)

@@ -237,7 +237,9 @@ class Measured:
         parts = [[c for s in some if isinstance(c := site.chain(s), Chain)] for some in segments.values()]
         outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
-            for config, seconds in zip(segments, timer.in_turns(site.places, parts, outputs, self._over), strict=True):
+            # Not the region's own share, which its search has used up: few turns tell noise from 1 % no better than none.
+            times = timer.in_turns(site.places, parts, outputs, lambda: self._left() <= 0.0)
+            for config, seconds in zip(segments, times, strict=True):
                 self.cache.put(problem, config, seconds)
             self.cache.put(problem, _IN_TURNS, 1.0)
 

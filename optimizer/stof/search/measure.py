@@ -24,7 +24,6 @@ from stof.symbolic import Int
 _LEAST, _MOST = 5, 400  # runs
 _SECONDS = 0.04  # of runs, for one measurement
 _TURNS = 2.0  # seconds of candidates that take turns
-_FEWEST = 2  # of these turns, where there is no time
 _OTHER = 1 << 26  # bytes that fill the caches
 _LARGEST = 1 << 28  # bytes of all inputs and constants
 
@@ -158,18 +157,16 @@ class Timer:
         meets all of them.
 
         Before each run the caches are filled with something else: in a model, weights come from memory. ``over``: there is
-        no time for more than two turns.
+        no time for more turns than it takes at least.
 
         Raises:
             UnsupportedError: where one cannot be run by itself.
         """
         try:
-            sessions = []
-            for chains in candidates:
-                model, feeds = self._part(places, chains, outputs, len(candidates))
-                sessions.append((self._session(model), feeds))
-                del model  # with its constants, which the session has by itself
-                sessions[-1][0].run(None, feeds)
+            parts = [self._part(places, chains, outputs, len(candidates)) for chains in candidates]
+            sessions = [(self._session(model), feeds) for model, feeds in parts]
+            for session, feeds in sessions:
+                session.run(None, feeds)
             best = [float("inf")] * len(sessions)
             other = np.zeros(_OTHER >> 2, np.float32)
             start, turn = time.perf_counter(), 0
@@ -181,7 +178,7 @@ class Timer:
                     sessions[k][0].run(None, sessions[k][1])
                     best[k] = min(best[k], time.perf_counter() - begin)
                 turn += 1
-                if turn >= _FEWEST and over():
+                if turn >= _LEAST and over():
                     break
             return best
         except UnsupportedError:
@@ -219,6 +216,8 @@ class Timer:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
+        # Threads of one session that spin after its run would take the next one's processors.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         register(options)
         return options
 
