@@ -6,39 +6,6 @@
 #include "plugins/core/hash.h"
 
 namespace stof {
-namespace {
-
-// Binding strength for minimal parentheses, following the grammar's levels.
-int Level(const ExprNode& node) {
-  switch (node.op) {
-    case ExprOp::kOr:
-      return 0;
-    case ExprOp::kAnd:
-      return 1;
-    case ExprOp::kNot:
-      return 2;
-    case ExprOp::kLt:
-    case ExprOp::kLe:
-    case ExprOp::kGt:
-    case ExprOp::kGe:
-    case ExprOp::kEq:
-    case ExprOp::kNe:
-      return 3;
-    case ExprOp::kAdd:
-    case ExprOp::kSub:
-      return 4;
-    case ExprOp::kMul:
-    case ExprOp::kDiv:
-    case ExprOp::kMod:
-      return 5;
-    case ExprOp::kNeg:
-      return 6;
-    case ExprOp::kConst:
-      return node.value < 0 ? 6 : 7;
-    default:
-      return 7;
-  }
-}
 
 const char* Symbol(ExprOp op) {
   switch (op) {
@@ -94,6 +61,40 @@ const char* Symbol(ExprOp op) {
       return "max";
     default:
       return "";
+  }
+}
+
+namespace {
+
+// Binding strength for minimal parentheses, following the grammar's levels.
+int Level(const ExprNode& node) {
+  switch (node.op) {
+    case ExprOp::kOr:
+      return 0;
+    case ExprOp::kAnd:
+      return 1;
+    case ExprOp::kNot:
+      return 2;
+    case ExprOp::kLt:
+    case ExprOp::kLe:
+    case ExprOp::kGt:
+    case ExprOp::kGe:
+    case ExprOp::kEq:
+    case ExprOp::kNe:
+      return 3;
+    case ExprOp::kAdd:
+    case ExprOp::kSub:
+      return 4;
+    case ExprOp::kMul:
+    case ExprOp::kDiv:
+    case ExprOp::kMod:
+      return 5;
+    case ExprOp::kNeg:
+      return 6;
+    case ExprOp::kConst:
+      return node.value < 0 ? 6 : 7;
+    default:
+      return 7;
   }
 }
 

@@ -46,6 +46,9 @@ enum class ExprOp : uint8_t {
   kLookup,  // operand[index, ...]
 };
 
+// How an operation or a number is written, with blanks around it where it stands between two; "" where it has no word.
+const char* Symbol(ExprOp op);
+
 // One node; children precede their parents, so a program is a plain array walked upwards.
 struct ExprNode {
   ExprOp op = ExprOp::kConst;

@@ -43,39 +43,6 @@ bool IsComparison(ExprOp op) {
   }
 }
 
-const char* Sign(ExprOp op) {
-  switch (op) {
-    case ExprOp::kAnd:
-      return " and ";
-    case ExprOp::kOr:
-      return " or ";
-    case ExprOp::kLt:
-      return " < ";
-    case ExprOp::kLe:
-      return " <= ";
-    case ExprOp::kGt:
-      return " > ";
-    case ExprOp::kGe:
-      return " >= ";
-    case ExprOp::kEq:
-      return " == ";
-    case ExprOp::kNe:
-      return " != ";
-    case ExprOp::kAdd:
-      return " + ";
-    case ExprOp::kSub:
-      return " - ";
-    case ExprOp::kMul:
-      return " * ";
-    case ExprOp::kDiv:
-      return " // ";
-    case ExprOp::kMod:
-      return " % ";
-    default:
-      return nullptr;
-  }
-}
-
 constexpr int64_t kLeastReach = 6;  // of a window, in keys of one remainder; measured on the CPU (docs/cpu-kernel.md)
 
 class Finder {
@@ -114,7 +81,7 @@ class Finder {
     Linear x;
     if (!node.boolean && LinearOf(index, &x)) return Print(x, m, text);
     if (node.op == ExprOp::kTrue || node.op == ExprOp::kFalse) {
-      *text += node.op == ExprOp::kTrue ? "True" : "False";
+      *text += Symbol(node.op);
       return true;
     }
     if (IsComparison(node.op)) {
@@ -123,7 +90,7 @@ class Finder {
       if (LinearOf(node.child[0], &x) && LinearOf(node.child[1], &y) && Add(y, -1, &x)) {
         *text += '(';
         if (!Print(x, m, text)) return false;
-        *text += std::string(Sign(node.op)) + "0)";
+        *text += std::string(Symbol(node.op)) + "0)";
         return true;
       }
     }
@@ -133,19 +100,16 @@ class Finder {
       case ExprOp::kNeg:
         return Called("-(", node, m, text);
       case ExprOp::kAbs:
-        return Called("abs(", node, m, text);
       case ExprOp::kMin:
-        return Called("min(", node, m, text);
       case ExprOp::kMax:
-        return Called("max(", node, m, text);
+        return Called(std::string(Symbol(node.op)) + "(", node, m, text);
       default:
         break;
     }
-    const char* sign = Sign(node.op);
-    if (sign == nullptr || node.arity != 2) return false;  // tables, for one
+    if (node.op == ExprOp::kLookup || node.arity != 2) return false;
     *text += '(';
     if (!Fold(node.child[0], m, text)) return false;
-    *text += sign;
+    *text += Symbol(node.op);
     if (!Fold(node.child[1], m, text)) return false;
     *text += ')';
     return true;
@@ -248,7 +212,7 @@ class Finder {
     return x.constant <= MaskExpr::kMaxConstant && x.constant >= -MaskExpr::kMaxConstant;
   }
 
-  bool Called(const char* name, const ExprNode& node, int64_t m, std::string* text) const {
+  bool Called(const std::string& name, const ExprNode& node, int64_t m, std::string* text) const {
     *text += name;
     for (int i = 0; i < node.arity; ++i) {
       if (i > 0) *text += ", ";
