@@ -90,6 +90,19 @@ def _named(value: Int) -> Int:
     return total
 
 
+@pytest.mark.parametrize("number", [-6, -1, 0, 1, 2, 3])
+def test_numbers_times_polynomials_and_their_quotients(number: int) -> None:
+    value, n = S * T * integer(6) - S * integer(12) + integer(18), integer(number)
+    sizes = {"S": 5, "T": 7}
+    assert value * n == n * value
+    assert evaluate(value * n, sizes) == number * evaluate(value, sizes)
+    assert value - value * n == value * (ONE - n)
+    assert value + integer(0) == value - integer(0) == value == integer(0) - -value
+    assert integer(0) - value == -value
+    assert (value * n).divide(n) == (value if number else None)
+    assert (value + ONE).divide(n) == {1: value + ONE, -1: -value - ONE}.get(number)
+
+
 def test_a_size_may_be_0() -> None:
     """Row q of the queries behind an empty past is position q, so ``q + P < 1`` holds for the first one."""
     q, past = var("q"), size("P")

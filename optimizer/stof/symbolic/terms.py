@@ -70,9 +70,13 @@ class Atom(_Shared):
         return _atom_key(self)
 
 
-@lru_cache(maxsize=200_000)
 def _atom_key(atom: Atom) -> str:
-    return f"{atom.kind}({','.join(_key(a) for a in atom.args)})"
+    known = atom.__dict__.get("_key")
+    if known is None:
+        known = f"{atom.kind}({','.join(_key(a) for a in atom.args)})"
+        atom.__dict__["_key"] = known
+    assert isinstance(known, str)
+    return known
 
 
 def _key(value: object) -> str:
@@ -94,15 +98,24 @@ class Int(_Shared):
         return "+".join(parts) or "0"
 
     def __add__(self, other: Int) -> Int:
+        if not (self.terms and other.terms):
+            return self if self.terms else other
         return _collect([*self.terms, *other.terms])
 
     def __sub__(self, other: Int) -> Int:
-        return self + other * integer(-1)
+        return _collect([*self.terms, *((m, -c) for m, c in other.terms)]) if other.terms else self
 
     def __neg__(self) -> Int:
-        return self * integer(-1)
+        return self._times(-1)
+
+    def _times(self, factor: int) -> Int:
+        """A product with a number, which leaves the terms in their order."""
+        return Int(tuple((m, c * factor) for m, c in self.terms)) if factor else Int(())
 
     def __mul__(self, other: Int) -> Int:
+        for one, number in ((self, other.constant), (other, self.constant)):
+            if number is not None:
+                return one if number == 1 else one._times(number)
         if len(self.terms) * len(other.terms) > _MOST_TERMS:
             return Int((((Atom("opaque", ("a term too large", next(_fresh))),), 1),))
         return _collect(
@@ -138,6 +151,10 @@ class Int(_Shared):
         """The exact quotient, or None."""
         if not other.terms:
             return None
+        if (number := other.constant) is not None:
+            return (
+                None if any(c % number for _, c in self.terms) else Int(tuple((m, c // number) for m, c in self.terms))
+            )
         quotient, rest = self.divmod(other)
         return None if rest.terms else quotient
 
@@ -173,7 +190,8 @@ def _collect(terms: Iterable[tuple[Monomial, int]]) -> Int:
     for m, c in terms:
         total[m] = total.get(m, 0) + c
     kept = [(m, c) for m, c in total.items() if c]
-    kept.sort(key=lambda t: [_atom_key(a) for a in t[0]])
+    if len(kept) > 1:
+        kept.sort(key=lambda t: [_atom_key(a) for a in t[0]])
     return Int(tuple(kept))
 
 
