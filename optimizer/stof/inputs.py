@@ -114,6 +114,7 @@ class InputMaker:
         segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
         forbidding: of the padding, what is true where a key may not be attended.
         added: tensors that are added to scores: inputs that are, or are moved to these, are masks of a caller.
+        index: of the model's graph, where there is one already.
     """
 
     def __init__(
@@ -125,12 +126,13 @@ class InputMaker:
         segments: frozenset[str] = frozenset(),
         forbidding: frozenset[str] = frozenset(),
         added: frozenset[str] = frozenset(),
+        index: GraphIndex | None = None,
     ) -> None:
         self.model = model
         self.symbolic = symbolic
         self.limits = limits or {}
         self._divides: bool | None = None
-        index = GraphIndex(model.graph)
+        index = index or GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}

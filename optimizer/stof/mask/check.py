@@ -188,7 +188,7 @@ class MaskChecker:
         """
         key = self.key(site, mask)
         if key not in self.assumed:
-            read = InputMaker(self.model, self.symbolic, *read_by([(site, mask)])).pads
+            read = InputMaker(self.model, self.symbolic, *read_by([(site, mask)]), index=self.index).pads
             found = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
             terms = [t for t in site.terms if t not in mask.bias]
             try:
@@ -336,7 +336,7 @@ class MaskChecker:
 
     def _sizes(self, case: Case) -> dict[str, int]:
         try:
-            return InputMaker(self.model, self.symbolic, frozenset()).sizes(case)
+            return InputMaker(self.model, self.symbolic, frozenset(), index=self.index).sizes(case)
         except ValueError as error:
             raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
 
@@ -344,7 +344,8 @@ class MaskChecker:
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         pads, limits, segments, forbidding = read_by([(site, mask)])
-        maker = InputMaker(self.model, self.symbolic, pads | self._float_vectors(site), limits, segments, forbidding)
+        pads |= self._float_vectors(site)
+        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, index=self.index)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:
@@ -535,8 +536,8 @@ def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarr
 
 def _check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:
     """What neither forbids nor is 0 would be lost with the tensor."""
-    if term.kind is TermKind.ADD and np.any(value[kept] != 0):
-        entry = value[kept][value[kept] != 0][0]
+    if term.kind is TermKind.ADD and (added := kept & _is_not_zero(value)).any():
+        entry = value[added][0]
         raise UnsupportedError(
             f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids"
         )
@@ -547,9 +548,33 @@ def _kept(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
         return value.astype(bool)
     if term.kind is TermKind.DROP:
         return ~value.astype(bool)
+    if (ends := _both(value)) is not None:
+        allowed: np.ndarray = _allowed_by(term, ends[0], dtype)[ends[1].view(np.uint8)]
+        return allowed
+    return _allowed_by(term, value, dtype)
+
+
+def _both(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The two numbers of a tensor that holds no others, as most masks do, and where the second one is."""
+    if not value.size:
+        return None
+    bits = value.view(f"u{value.dtype.itemsize}")
+    ends = np.array([bits.min(), bits.max()])
+    second = bits == ends[1]
+    return (ends.view(value.dtype), second) if (second | (bits == ends[0])).all() else None
+
+
+def _is_not_zero(value: np.ndarray) -> np.ndarray:
+    # NumPy compares numbers in half precision ten times as slowly as their bits, of which the first is the sign.
+    found: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
+    return found
+
+
+def _allowed_by(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+    """Where numbers that are added leave a pair allowed."""
     scaled = value.astype(np.float64) * term.scale
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
-    others = np.unique(value[value != 0].astype(np.float64))
+    others = value[_is_not_zero(value)]
     soft = bool(others.size) and forbids_softly([float(others.min()), float(others.max())], term.scale)
     kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))
     return kept
