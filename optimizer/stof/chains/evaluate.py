@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from onnx import TensorProto, helper
 
+from stof.chains.erf import erf
 from stof.chains.expr import REDUCTIONS
 from stof.chains.parse import Index, Node, Parsed, parse_chain
 from stof.errors import ModelError
@@ -19,11 +20,6 @@ _TYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)),
 }
-_erfs = np.vectorize(math.erf, otypes=[np.float64])
-
-
-def _erf(x: Array) -> Array:
-    return np.asarray(_erfs(x)) if x.size else x
 
 
 def _sigmoid(x: Array) -> Array:
@@ -44,7 +40,7 @@ _UNARY: dict[str, Callable[[Array], Array]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "reciprocal": lambda x: 1 / x,
     "tanh": np.tanh,
-    "erf": _erf,
+    "erf": erf,
     "sigmoid": _sigmoid,
     "softplus": lambda x: np.logaddexp(0.0, x),
     "sin": np.sin,
@@ -54,7 +50,7 @@ _UNARY: dict[str, Callable[[Array], Array]] = {
     "round": np.rint,
     "relu": lambda x: np.where(np.isnan(x), x, np.maximum(x, 0)),
     "silu": lambda x: x * _sigmoid(x),
-    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
     "gelu_tanh": _gelu_tanh,
     **{name: lambda x, t=dtype: x.astype(t).astype(np.float64) for name, dtype in _TYPES.items()},  # type: ignore[misc]
 }
