@@ -100,11 +100,12 @@ def apply_chains(
         ArgumentError: when the selection names chains that the model does not have.
     """
     selection = selection or Selection()
+    symbolic = Symbolic(model)
     # Where no chain takes three products apart, those that nothing has to take apart may still be one.
     for three in (True, False):
         if merges is None:
             break
-        together, splits = merged(model, Symbolic(model), merges, three, packs)
+        together, splits = merged(model, symbolic, merges, three, packs)
         if together is model:
             break
         found = apply_chains(together, judge, selection, forms, tensorrt, separate, packs=packs, on_cpu=on_cpu)
@@ -114,12 +115,15 @@ def apply_chains(
         if not splits:
             break
     if packs:
-        model = packed(model)
-    whole, gemms = separated(model, Symbolic(model)) if separate else (model, {})
+        joint = packed(model, symbolic)
+        symbolic = symbolic if joint is model else Symbolic(joint)
+        model = joint
+    whole, gemms = separated(model, symbolic) if separate else (model, {})
+    symbolic = symbolic if whole is model else Symbolic(whole)
     reason = ""
     for light in (True, False):  # light: shapes that chains are taken not to need
         try:
-            found = _applied(Graph(whole, Symbolic(whole), light, forms, tensorrt, on_cpu), judge, selection)
+            found = _applied(Graph(whole, symbolic, light, forms, tensorrt, on_cpu), judge, selection)
             return replace(found, model=joined(found.model, gemms))
         except UnsupportedError as error:
             reason = str(error)

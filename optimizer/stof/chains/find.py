@@ -58,6 +58,7 @@ class Graph:
     doubtful: set[str] = field(init=False)  # tensors whose stated size a slice may fall short of, and what they decide
     memory_bound: list[int] = field(init=False)
     _counts: dict[str, Int] = field(default_factory=dict)
+    known: dict[Region, Chain | Left] = field(default_factory=dict)
     _data: set[str] | None = None
 
     def __post_init__(self) -> None:
@@ -437,6 +438,14 @@ def settled(graph: Graph, chains: Sequence[Chain]) -> list[Chain]:
 def chain_of(graph: Graph, places: Collection[int]) -> Chain | Left:
     """The chain of some nodes, or why there is none."""
     region = Region(tuple(sorted(places)), graph.outputs(places))
+    # Of readers, a region's outputs alone depend on who else is part of a chain: it is translated once.
+    if region not in graph.known:
+        graph.known[region] = _chain_of(graph, region)
+    return graph.known[region]
+
+
+def _chain_of(graph: Graph, region: Region) -> Chain | Left:
+    places = region.places
     if graph.forms is None and any(is_product(graph.nodes[p], graph.symbolic) for p in places):
         return Left(region.places, "products stay by themselves")
     if _worth(graph, places) < 2 and not (graph.on_cpu and is_product(graph.nodes[region.places[0]], graph.symbolic)):

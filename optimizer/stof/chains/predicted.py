@@ -13,7 +13,7 @@ from stof.chains.apply import Verdict
 from stof.chains.emit import Key
 from stof.chains.find import Graph
 from stof.chains.region import Chain
-from stof.chains.shared import Products, is_computed_with
+from stof.chains.shared import Products, computed_with
 from stof.errors import UnsupportedError
 from stof.inputs import Case, InputMaker, Padding, evaluate
 from stof.options import Options
@@ -32,6 +32,16 @@ _MERGED = 0.97  # of what three products and what follows take, that one and a c
 _RANKED = Limits(schemes=256)
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What every question about products of one model needs."""
+
+    symbolic: Symbolic
+    sizes: list[dict[str, int]]
+    readers: dict[str, list[onnx.NodeProto]]
+    computed: frozenset[str]  # tensors that memory-bound operators compute with
+
+
 @dataclass
 class Predicted:
     """Decides by the analytical model of a machine."""
@@ -39,6 +49,7 @@ class Predicted:
     options: Options
     machine: Machine
     sizes: list[dict[str, int]] = field(default_factory=list)
+    known: _Model | None = None  # the last one that was asked about
 
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """The whole region where it gains at every size; else the scheme that is predicted to be best, where that does."""
@@ -70,14 +81,24 @@ class Predicted:
     def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, apart: bool = True) -> bool:
         """Whether products of one tensor gain as one, with a chain behind it that takes them ``apart``, at every size."""
         try:
-            sizes = self.sizes or sizes_of(model, symbolic, self.options)
-            return all(self._merge_gains(model, symbolic, products, s, apart) for s in sizes)
+            known = self._known(model, symbolic)
+            return all(self._merge_gains(known, products, s, apart) for s in known.sizes)
         except (KeyError, UnsupportedError, ValueError):
             return False
 
-    def _merge_gains(
-        self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, sizes: Mapping[str, int], parted: bool
-    ) -> bool:
+    def _known(self, model: onnx.ModelProto, symbolic: Symbolic) -> _Model:
+        if self.known is None or self.known.symbolic is not symbolic:
+            readers: dict[str, list[onnx.NodeProto]] = {}
+            for node in model.graph.node:
+                for name in dict.fromkeys(node.input):
+                    readers.setdefault(name, []).append(node)
+            sizes = self.sizes or sizes_of(model, symbolic, self.options)
+            self.known = _Model(symbolic, sizes, readers, computed_with(model))
+        return self.known
+
+    def _merge_gains(self, known: _Model, products: Products, sizes: Mapping[str, int], parted: bool) -> bool:
+        symbolic = known.symbolic
+
         def elements(name: str) -> int:
             return math.prod(evaluate(d, sizes) for d in symbolic.shape(name) or ())
 
@@ -86,14 +107,12 @@ class Predicted:
         apart = 0.0
         for node in products:
             count = elements(node.output[0])
-            read = [n for n in model.graph.node if node.output[0] in n.input]
-            chained = is_computed_with(model, node.output[0])
+            read = known.readers.get(node.output[0], [])
+            chained = node.output[0] in known.computed
             share = SHARE_USUAL if chained and self.options.products and has_gemm() else 1.0
             apart += self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner) / share
             if chained and share == 1.0:
-                alone = not any(
-                    is_computed_with(model, o) for n in read for o in n.output
-                )  # an operator, which is no chain
+                alone = not any(o in known.computed for n in read for o in n.output)  # an operator, which is no chain
                 apart += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
         count = sum(elements(n.output[0]) for n in products)
         product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)

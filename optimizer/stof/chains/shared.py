@@ -55,11 +55,12 @@ def merged(
     inside = {n.output[0] for g in groups.values() for n in g}
     nodes: list[onnx.NodeProto] = []
     splits: set[str] = set()
+    computed = computed_with(model) if groups else frozenset()
     for node in model.graph.node:
         name = node.output[0] if node.output else ""
         if name in groups:
             nodes += _together(groups[name], symbolic)
-            if any(is_computed_with(model, o) for o in nodes[-1].output):
+            if not computed.isdisjoint(nodes[-1].output):
                 splits.add(nodes[-1].name)
         elif name not in inside:
             nodes.append(node)
@@ -68,9 +69,9 @@ def merged(
     return with_nodes(model, nodes), frozenset(splits)
 
 
-def is_computed_with(model: onnx.ModelProto, name: str) -> bool:
-    """Whether a memory-bound operator that computes something reads a tensor."""
-    return any(name in n.input and n.op_type not in FREE and kind_of_node(n) for n in model.graph.node)
+def computed_with(model: onnx.ModelProto) -> frozenset[str]:
+    """The tensors that memory-bound operators which compute something read."""
+    return frozenset(i for n in model.graph.node if n.op_type not in FREE and kind_of_node(n) for i in n.input)
 
 
 Readers = dict[str, list[tuple[onnx.NodeProto, int]]]  # of a tensor: nodes, and as which input

@@ -48,17 +48,17 @@ def heads_read(node: onnx.NodeProto, i: int) -> Heads | None:
     return _heads(node, i) if _layouts(node)[i] == "BSN" else None
 
 
-def packed(model: onnx.ModelProto) -> onnx.ModelProto:
+def packed(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.ModelProto:
     """A copy in which attention reads what Split nodes took apart, without those that nobody reads then.
 
-    The model itself where there is nothing to be done.
+    The model itself where there is nothing to be done. ``symbolic``: its shapes, where they are known already.
     """
     splits = {o: n for n in model.graph.node if n.op_type == "Split" and not domain_of(n) for o in n.output}
     if not any(is_attention(n) and not splits.keys().isdisjoint(n.input[:INPUTS]) for n in model.graph.node):
         return model
     if not heads_known(model):
         return model
-    symbolic = Symbolic(model)
+    symbolic = symbolic or Symbolic(model)
     passed: list[onnx.NodeProto] = []
     changed: dict[int, onnx.NodeProto] = {}
     for place, node in enumerate(model.graph.node):
