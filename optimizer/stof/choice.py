@@ -26,7 +26,7 @@ from stof.options import CHAIN, Options
 from stof.passes.emit import Rewrite
 from stof.plan import ChainPlan, Plan, SitePlan
 from stof.report import SiteReport, Step
-from stof.site import AttentionSite, EmptyRows, Finding, LiftedMask
+from stof.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.symbolic import Int, Symbolic
 from stof.targets import Target, Use
 
@@ -127,6 +127,9 @@ class Chooser:
         self.target = target
         self.checker = MaskChecker(model, symbolic)
         self.prover = RowProver(self.checker, folder)
+        self.lifted: dict[
+            AttentionSite, LiftedMask
+        ] = {}  # of sites that differ in no more than their place in the graph
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
 
     def choose(self, site: AttentionSite) -> Choice:
@@ -219,6 +222,12 @@ class Chooser:
         return mask
 
     def _lifted(self, site: AttentionSite) -> LiftedMask:
+        key = _unplaced(site)
+        if key not in self.lifted:
+            self.lifted[key] = self._lift(site)
+        return self.lifted[key]
+
+    def _lift(self, site: AttentionSite) -> LiftedMask:
         mask = lift(self.symbolic, site)
         if self.options.ignore_empty_rows:
             return mask
@@ -263,6 +272,17 @@ class Chooser:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
         return tuple(sorted({least, (least + most) // 4 if least < most else least, most}))
+
+
+_NO_OPERAND = Operand("", Layout.BHSD)
+
+
+def _unplaced(site: AttentionSite) -> AttentionSite:
+    """What a site's mask is made of: layers share the tensors of their masks, and differ in all that is left out here."""
+    none = _NO_OPERAND
+    return replace(
+        site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None
+    )  # fmt: skip
 
 
 def _length(size: Int, options: Options, end: int) -> int:
