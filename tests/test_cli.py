@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -398,3 +400,12 @@ def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:
     onnx.save(broken, tmp_path / "model.onnx")
     with pytest.raises(stof.errors.ModelError, match="a nameless Softmax node has 0 outputs"):
         stof.optimize(tmp_path / "model.onnx")
+
+
+def test_what_a_run_may_not_need_is_not_imported_before_it() -> None:
+    """Imports are a third of a run that decides from what was measured before."""
+    heavy = ["onnxruntime", "onnx.reference", "stof.verify", "sympy", "scipy", "torch"]
+    script = f"import stof.choice, stof.cli, stof.pipeline, sys; print([m for m in {heavy} if m in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert found.stdout.strip() == "[]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from stof.errors import ArgumentError, StofError
 from stof.options import Options
 
+_GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _LATER = {
     "sparsify": "--sparsify is not in this version; it optimizes the masks that a model already has",
     "sparse_mlp": "--sparse-mlp is not in this version; it optimizes attention only",
@@ -169,6 +171,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    # Graphs are many small objects and few of them are garbage: to look for it often takes as long as some of the steps.
+    gc.set_threshold(_GARBAGE)
     with contextlib.suppress(ValueError):  # only the main thread may set handlers
         # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -35,6 +36,7 @@ ITEM_SIZES = {
     int(TensorProto.INT64): 8,
     int(TensorProto.DOUBLE): 8,
 }
+_GRAPH = int(onnx.AttributeProto.GRAPH)
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
 
 
@@ -77,8 +79,11 @@ class GraphIndex:
 
 def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """The graphs in a node's attributes."""
-    found = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return found + [g for a in node.attribute for g in a.graphs]
+    attributes = node.attribute
+    if not attributes:
+        return []
+    found = [a.g for a in attributes if a.type == _GRAPH]
+    return found + [g for a in attributes for g in a.graphs]
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -102,9 +107,12 @@ def _captures(node: onnx.NodeProto) -> set[str]:
 
 def node_tensors(node: onnx.NodeProto) -> set[str]:
     """All tensor names in a node and its subgraphs."""
-    return {*node.input, *node.output, *(n for g in subgraphs(node) for i in g.node for n in node_tensors(i))} | {
-        o.name for g in subgraphs(node) for o in g.output
-    }
+    found = {*node.input, *node.output}
+    for graph in subgraphs(node):
+        found.update(o.name for o in graph.output)
+        for inner in graph.node:
+            found |= node_tensors(inner)
+    return found
 
 
 def load(path: Path) -> onnx.ModelProto:
@@ -153,19 +161,41 @@ def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
             raise ModelError(f"{path}: {describe(node)} is of domain {node.domain!r}, which the model does not import")
 
 
+@dataclass(frozen=True)
+class _Arity:
+    """What an operator takes: least and most inputs and outputs, and attributes that have to be there."""
+
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    required: tuple[str, ...]
+
+
+def _arity(kind: str, opset: int) -> _Arity | None:
+    """That of an operator of the standard domain; None of one that is newer than the onnx package, or a runtime's own."""
+    try:
+        schema = onnx.defs.get_schema(kind, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+    required = tuple(name for name, attribute in schema.attributes.items() if attribute.required)
+    return _Arity((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), required)
+
+
 def _check_arities(path: Path, model: onnx.ModelProto) -> None:
     """Nodes of the standard domain have as many inputs and outputs as the operator takes."""
     opset = opset_of(model)
+    known: dict[str, _Arity | None] = {}  # asking onnx takes as long as checking many nodes
     for node in model.graph.node:
         if node.domain not in ("", "ai.onnx"):
             continue
-        try:
-            schema = onnx.defs.get_schema(node.op_type, opset, "")
-        except onnx.defs.SchemaError:  # newer than the onnx package, or a runtime's own
+        kind = node.op_type
+        if kind not in known:
+            known[kind] = _arity(kind, opset)
+        arity = known[kind]
+        if arity is None:
             continue
-        for words, count, least, most in (
-            ("inputs", len(node.input), schema.min_input, schema.max_input),
-            ("outputs", len(node.output), schema.min_output, schema.max_output),
+        for words, count, (least, most) in (
+            ("inputs", len(node.input), arity.inputs),
+            ("outputs", len(node.output), arity.outputs),
         ):
             if not least <= count <= most:
                 expected = (
@@ -175,8 +205,8 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
                     f"{path}: {describe(node)} has {count} {words}, but {node.op_type} of opset {opset} has {expected}"
                 )
         given = {a.name for a in node.attribute}
-        for name, attribute in schema.attributes.items():
-            if attribute.required and name not in given:
+        for name in arity.required:
+            if name not in given:
                 raise ModelError(f"{path}: {describe(node)} has no attribute {name!r}, which {node.op_type} needs")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -35,7 +36,9 @@ from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
 from stof.site import Finding
 from stof.targets import target_of
-from stof.verify import Verification, Verifier
+
+if TYPE_CHECKING:
+    from stof.verify import Verification
 
 _LONGEST_REASON = 300
 
@@ -283,6 +286,8 @@ def _verified(
     target: Path,
     options: Options,
 ) -> Verification:
+    from stof.verify import Verifier  # a tenth of all imports, which --no-verify and --dry-run do not need
+
     emitted, chained = made
     try:
         with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:

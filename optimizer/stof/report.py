@@ -8,10 +8,12 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stof.chains.apply import ChainReport
-from stof.verify import Verification
+
+if TYPE_CHECKING:
+    from stof.verify import Verification
 
 
 class Step(str, enum.Enum):
