@@ -141,18 +141,21 @@ GemmTail TailOf(const GemmArgs& args) {
 }
 
 // Microseconds that a kernel is expected to take. CTAs that share a multiprocessor share its tensor cores: their steps
-// count one after the other, what comes behind them once.
+// count one after the other, what comes behind them once. Warpgroups that take tiles by turns have that behind the last
+// tile alone, unless it takes longer than a tile's steps: then a tile comes every half of both.
 double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters) {
   constexpr double kStart = 2.0;
   const int64_t tiles =
       Over(args.M, int64_t{kernel.rows} * kernel.cluster_m) * Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
-  const auto steps = static_cast<double>(Over(args.K, kDepth) * Over(tiles * kernel.ctas, clusters));
+  const int64_t waves = Over(tiles, clusters);
   const double activation = args.activation == GemmActivation::kNone   ? 0.0
                             : args.activation == GemmActivation::kRelu ? 0.15
                                                                        : 1.0;
   const double tile =
       kernel.tile + kernel.gelu * activation + (args.residual == nullptr ? 0.0 : double{kernel.residual});
-  return kStart + kernel.step * steps + tile * static_cast<double>(Over(tiles, clusters));
+  const double steps = kernel.step * static_cast<double>(Over(args.K, kDepth));
+  if (kernel.turns) return kStart + steps + tile + std::max(steps, (steps + tile) / 2) * static_cast<double>(waves - 1);
+  return kStart + steps * static_cast<double>(Over(tiles * kernel.ctas, clusters)) + tile * static_cast<double>(waves);
 }
 
 // A way to compute a product: one of the 9.0 kernels, an algorithm of cuBLASLt, or the 8.0 kernel.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products with an epilogue for compute capability 9.0a: persistent CTAs of a producer warpgroup, whose one
-// thread has the copy engine bring tiles, and consumer warpgroups of 64 rows each, which multiply with wgmma.
-// docs/gemm-kernel.md says why.
+// thread has the copy engine bring tiles, and consumer warpgroups, which multiply with wgmma: 64 rows of one tile each,
+// or a tile each, by turns: one finishes its tile while the other multiplies. docs/gemm-kernel.md says why.
 #ifndef STOF_CUDA_GEMM_SM90_CUH_
 #define STOF_CUDA_GEMM_SM90_CUH_
 
@@ -16,29 +16,42 @@ namespace gemm90 {
 
 constexpr int kDepth = 64;            // of a step: rows of 128 bytes
 constexpr uint32_t kAtom = 64 * 128;  // bytes of 64 columns of b in a step, and of a warpgroup's output
+// Hardware barriers: a warpgroup's own, from 1 on, and those that let it multiply when the other one has.
+constexpr int kTurnBarrier = 4;
 
 // groups x 64 rows by `columns` of each of `products`; stages of tiles; clusters of cm x cn CTAs, of which those of one
-// column share b and those of one row share a; so many CTAs a multiprocessor.
+// column share b and those of one row share a; so many CTAs a multiprocessor. turns: above 0, the warpgroups take tiles
+// by turns, of so many blocks of 64 rows.
 template <int kGroupCount, int kColumnCount, int kProductCount, int kStageCount, int kClusterM, int kClusterN,
-          int kPerSm>
+          int kPerSm, int kTurnBlocks = 0>
 struct Shape {
   static constexpr int kGroups = kGroupCount, kColumns = kColumnCount, kProducts = kProductCount;
   static constexpr int kStages = kStageCount, kCm = kClusterM, kCn = kClusterN, kCtas = kPerSm;
-  static constexpr int kRows = 64 * kGroups;
+  static constexpr bool kTurns = kTurnBlocks > 0;
+  static constexpr int kBlocks = kTurns ? kTurnBlocks : 1;  // of 64 rows, of a warpgroup
+  static constexpr int kRows = 64 * (kTurns ? kBlocks : kGroups);
   static constexpr int kTotal = kProducts * kColumns;
   // Registers by role: a producer of a whole warpgroup gives back what the consumers take. Two CTAs leave too few for
   // that (ptxas wants 96 for everybody then), and have a producer of one warp instead.
   static constexpr bool kMoves = kGroups > 1 && kCtas == 1;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kConsumerRegisters = kTurns ? 240 : kGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kTurns ? 24 : 32;
   static constexpr int kThreads = kGroups * kWarpgroup + (kMoves ? kWarpgroup : 32);
   static constexpr uint32_t kBytesA = kRows * 128, kBytesB = kTotal / 64 * kAtom, kBytes = kBytesA + kBytesB;
-  static constexpr int kBuffers = kCtas == 1 && kColumns / 64 > 1 ? 2 : 1;  // of a warpgroup's output
   static constexpr uint32_t kStaging = kStages * kBytes;
+  static constexpr int kChunks = kColumns / 64;  // of a block's output
+  // Of a warpgroup's output: two where there is room.
+  static constexpr bool kRoom = kStaging + 2 * kGroups * kAtom + 2048 <= 228 * 1024;
+  static constexpr int kBuffers = kCtas == 1 && kBlocks * kChunks > 1 && kRoom ? 2 : 1;
   static constexpr uint32_t kBarriers = kStaging + kGroups * kBuffers * kAtom;
   static constexpr uint32_t kShared = kBarriers + 16 * kStages;
-  static constexpr bool kAhead = kCtas == 1;  // vectors and residual are read a chunk ahead
+  static constexpr bool kAhead = kCtas == 1 && !kTurns;  // vectors and residual are read a chunk ahead
+  // By turns they are read anew when they have been used, where accumulators leave registers for that; else late, under
+  // the other warpgroup's products.
+  static constexpr bool kRenews = kTurns && kBlocks * kTotal / 2 <= 128;
   static_assert((kShared + 1024) * kCtas <= 228 * 1024, "shared memory");
   static_assert(kColumns % 64 == 0 && (kCm == 1 || kCm == 2) && (kCn == 1 || kCn == 2), "tiles");
+  static_assert(!kTurns || (kGroups == 2 && kCtas == 1), "turns");
 };
 
 // Where a tile stands.
@@ -71,9 +84,9 @@ struct Consumer {
       if (column < p.N) r[j] = LoadPair(from, column);
     }
   }
-  // Of a chunk of the residual: of every block of 8 columns two in either row.
+  // Of a chunk of the residual: of every block of 8 columns two in either row. m: of the block.
   __device__ __forceinline__ void LoadResidual(uint32_t (&r)[16], int m, int n) const {
-    const int row = m + 64 * group + 16 * warp + lane / 4;
+    const int row = m + 16 * warp + lane / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t base = static_cast<int64_t>(row + 8 * i) * p.N;
@@ -105,10 +118,17 @@ struct Consumer {
     if ((p.tail.has & kHasResidual) != 0) LoadResidual(operands.residual, m, n);
   }
 
-  // Writes the tile whose products are in c. operands: of the first chunk where they are read ahead.
-  __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], Operands& operands, const Place& place) const {
+  // The first row of a block of this warpgroup.
+  __device__ __forceinline__ int RowOf(const Place& place, int block) const {
+    return place.m + 64 * (S::kTurns ? block : group);
+  }
+
+  // Writes the block of the tile whose products are in c. operands: of the first chunk where they are read ahead, and
+  // then of the next block's.
+  __device__ __forceinline__ void Finish(float (&c)[S::kTotal / 2], int block, Operands& operands,
+                                         const Place& place) const {
     const GemmTail& tail = p.tail;
-    const int row = place.m + 64 * group + 16 * warp + lane / 4;
+    const int m = RowOf(place, block), row = m + 16 * warp + lane / 4;
     float of_row[2] = {1.0f, 1.0f};
     if ((tail.has & kHasRow) != 0) {
 #pragma unroll
@@ -117,20 +137,20 @@ struct Consumer {
       }
     }
 #pragma unroll
-    for (int chunk = 0; chunk < S::kColumns / kChunk; ++chunk) {
+    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
       const int n = place.n + kChunk * chunk;
       auto& v = reinterpret_cast<float (&)[32]>(c[32 * chunk]);
       Operands next;
-      if (S::kAhead && chunk + 1 < S::kColumns / kChunk) Load(next, place.m, n + kChunk);
+      if (S::kAhead && chunk + 1 < S::kChunks) Load(next, m, n + kChunk);
       if ((tail.has & kHasBias0) != 0) {
-        if constexpr (!S::kAhead) LoadColumns(operands.bias0, tail.bias0, n);
+        if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias0, tail.bias0, n);
         AddColumns(v, operands.bias0);
       }
       Activate(tail.activation, v);
       if constexpr (S::kProducts == 2) {
         auto& u = reinterpret_cast<float (&)[32]>(c[S::kColumns / 2 + 32 * chunk]);
         if ((tail.has & kHasBias1) != 0) {
-          if constexpr (!S::kAhead) LoadColumns(operands.bias1, tail.bias1, n);
+          if constexpr (!S::kAhead && !S::kRenews) LoadColumns(operands.bias1, tail.bias1, n);
           AddColumns(u, operands.bias1);
         }
 #pragma unroll
@@ -138,7 +158,7 @@ struct Consumer {
       }
       if ((tail.has & (kHasScale | kHasRow)) != 0) Scale(v, of_row, n);
       if ((tail.has & kHasResidual) != 0) {
-        if constexpr (!S::kAhead) LoadResidual(operands.residual, place.m, n);
+        if constexpr (!S::kAhead && !S::kRenews) LoadResidual(operands.residual, m, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -150,7 +170,12 @@ struct Consumer {
         }
       }
       if constexpr (S::kAhead) operands = next;
-      Store(v, chunk, place.m + 64 * group, n);
+      if (S::kRenews && (chunk + 1 < S::kChunks || block + 1 < S::kBlocks)) {
+        // While this chunk is stored, the next one's come.
+        const bool end = chunk + 1 == S::kChunks;
+        Load(operands, end ? m + 64 : m, end ? place.n : n + kChunk);
+      }
+      Store(v, S::kChunks * block + chunk, m, n);
     }
   }
 
@@ -169,16 +194,24 @@ struct Consumer {
   // By a buffer in shared memory, rows of 128 bytes whose 16-byte pieces are exchanged by the row.
   __device__ __forceinline__ void Store(const float (&v)[32], int chunk, int row, int column) const {
     const uint32_t buffer = staging + static_cast<uint32_t>(chunk % S::kBuffers) * kAtom;
-    // Until the store before the last one has read the buffer.
-    if (warp == 0 && lane == 0) WaitStoresRead<S::kBuffers - 1>();
+    // Until the store before the last one has read the buffer; where a tile has an odd number of chunks, its first one
+    // takes the buffer of the last one before.
+    constexpr bool kUneven = S::kBlocks * S::kChunks % S::kBuffers != 0;
+    if (warp == 0 && lane == 0) {
+      if (kUneven && chunk == 0) {
+        WaitStoresRead<0>();
+      } else {
+        WaitStoresRead<S::kBuffers - 1>();
+      }
+    }
     SyncNamed(1 + group, kWarpgroup);
     const int at = 16 * warp + lane % 16;  // the row that this lane has the address of
-    const uint32_t line = buffer + static_cast<uint32_t>(at) * 128;
+    const uint32_t first = buffer + static_cast<uint32_t>(128 * at + 16 * (lane / 16 ^ at % 8));
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      const uint32_t piece = static_cast<uint32_t>((j + lane / 16) ^ (at % 8));
-      StoreMatrix4(line + 16 * piece, Pack<T>(v[4 * j], v[4 * j + 1]), Pack<T>(v[4 * j + 2], v[4 * j + 3]),
-                   Pack<T>(v[4 * j + 4], v[4 * j + 5]), Pack<T>(v[4 * j + 6], v[4 * j + 7]));
+      StoreMatrix4(first ^ static_cast<uint32_t>(16 * j), Pack<T>(v[4 * j], v[4 * j + 1]),
+                   Pack<T>(v[4 * j + 2], v[4 * j + 3]), Pack<T>(v[4 * j + 4], v[4 * j + 5]),
+                   Pack<T>(v[4 * j + 6], v[4 * j + 7]));
     }
     FenceForCopies();
     SyncNamed(1 + group, kWarpgroup);
@@ -211,8 +244,8 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     if (S::kProducts == 2) PrefetchMap(&p.b1);
     for (int i = 0; i < S::kStages; ++i) {
       InitBarrier(full + 8 * i, 1);
-      // Every warp of every CTA that this one brings tiles to.
-      InitBarrier(empty + 8 * i, (S::kCm + S::kCn - 1) * S::kGroups * 4);
+      // Every warp that reads the stage of every CTA that this one brings tiles to.
+      InitBarrier(empty + 8 * i, (S::kCm + S::kCn - 1) * (S::kTurns ? 1 : S::kGroups) * 4);
     }
     FenceBarrierInit();
   }
@@ -224,7 +257,7 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
   WaitForPrevious();
 
   if (group == S::kGroups) {
-    if constexpr (S::kMoves) GiveRegisters<32>();
+    if constexpr (S::kMoves) GiveRegisters<S::kProducerRegisters>();
     if (warp == 0 && lane == 0) {
       // CTAs of this one's row and column of the cluster.
       const auto row_ctas = static_cast<uint16_t>(S::kCn == 1 ? 1u << rank : (1u | 1u << S::kCm) << cm);
@@ -268,20 +301,36 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
     const bool tells = lane == 0 || (lane == 1 && S::kCm == 2) || (lane == 2 && S::kCn == 2);
     const auto told = static_cast<uint32_t>(lane == 0 ? rank : lane == 1 ? rank ^ 1 : rank ^ S::kCm);
     uint32_t stage = 0, parity = 0;
-    for (int tile = first; tile < tiles; tile += clusters) {
+    const auto pass = [&](int steps) {  // over those of another warpgroup's tile
+      const auto whole = static_cast<uint32_t>(steps) / S::kStages;
+      stage += static_cast<uint32_t>(steps) - whole * S::kStages;
+      parity ^= whole & 1;
+      if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
+    };
+    const int own_first = S::kTurns ? first + group * clusters : first, stride = S::kTurns ? 2 * clusters : clusters;
+    if (S::kTurns && group == 1) pass(p.steps);
+    for (int tile = own_first; tile < tiles; tile += stride) {
       const Place place = PlaceOf<S>(p, tile, cm, cn);
       typename Consumer<T, S>::Operands operands;
-      if constexpr (S::kAhead) consumer.Load(operands, place.m, place.n);  // and comes while the products are made
-      float c[S::kTotal / 2];
+      // They come while the products are made.
+      if constexpr (S::kAhead || S::kRenews) consumer.Load(operands, consumer.RowOf(place, 0), place.n);
+      // Until the other warpgroup has begun all products of the tile before. Its stages are full then, and a wait for
+      // one of this tile cannot take an earlier phase of the same parity for its own.
+      if (S::kTurns && tile != first) SyncNamed(kTurnBarrier + group, 2 * kWarpgroup);
+      float c[S::kBlocks][S::kTotal / 2];
       for (int step = 0; step < p.steps; ++step) {
         const uint32_t a = own + stage * S::kBytes;
-        const uint32_t rows = DescribeInner(a + group * 64 * 128), columns = DescribeAcross(a + S::kBytesA, kAtom);
+        const uint32_t rows = DescribeInner(S::kTurns ? a : a + group * 64 * 128);
+        const uint32_t columns = DescribeAcross(a + S::kBytesA, kAtom);
         Wait(full + 8 * stage, parity);
         ProductFence();
 #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i) {
-          WgmmaAcross<T>::Run(c, Operand(rows + i * (32 >> 4)), Operand(columns + i * (16 * 128 >> 4)),
-                              step + i > 0 ? 1 : 0);
+#pragma unroll
+          for (int block = 0; block < S::kBlocks; ++block) {
+            WgmmaAcross<T>::Run(c[block], Operand(rows + block * (64 * 128 >> 4) + i * (32 >> 4)),
+                                Operand(columns + i * (16 * 128 >> 4)), step + i > 0 ? 1 : 0);
+          }
         }
         ProductCommit();
         if (step > 0) {
@@ -291,11 +340,15 @@ __global__ void __cluster_dims__(S::kCm* S::kCn, 1, 1) __launch_bounds__(S::kThr
         }
         if (++stage == S::kStages) stage = 0, parity ^= 1;
       }
+      if (S::kTurns && tile + clusters < tiles) ArriveNamed(kTurnBarrier + 1 - group, 2 * kWarpgroup);
       ProductWait<0>();
-      Hold(c);
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) Hold(c[block]);
       const uint32_t last = stage == 0 ? S::kStages - 1 : stage - 1;
       if (tells) ArriveAt(empty + 8 * last, told);
-      consumer.Finish(c, operands, place);
+      if (S::kTurns) pass(p.steps);
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) consumer.Finish(c[block], block, operands, place);
     }
     if (warp == 0 && lane == 0) WaitStores();
   }
@@ -338,9 +391,9 @@ constexpr GemmSm90Kernel Describe(float step, float tile, float gelu, float resi
   return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
           S::kRows,     S::kColumns,
           S::kCm,       S::kCn,
-          S::kCtas,     step,
-          tile,         gelu,
-          residual};
+          S::kCtas,     S::kTurns,
+          step,         tile,
+          gelu,         residual};
 }
 
 }  // namespace gemm90

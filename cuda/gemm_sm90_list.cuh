@@ -19,6 +19,10 @@ constexpr GemmSm90Kernel kGemmSingles[] = {
     gemm90::Describe<T, gemm90::Shape<1, 64, 1, 6, 1, 1, 2>>(0.228f, 0.00f, 0.29f, 0.00f),
     gemm90::Describe<T, gemm90::Shape<2, 128, 1, 3, 1, 1, 2>>(0.494f, 0.00f, 0.38f, 0.00f),
     gemm90::Describe<T, gemm90::Shape<1, 192, 1, 4, 1, 1, 1>>(0.375f, 0.28f, 1.52f, 0.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 128, 1, 6, 2, 1, 1, 2>>(0.400f, 1.70f, 2.00f, 2.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 128, 1, 6, 2, 2, 1, 2>>(0.400f, 1.70f, 2.00f, 2.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 192, 1, 5, 2, 1, 1, 2>>(0.510f, 2.50f, 3.00f, 3.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 192, 1, 5, 2, 2, 1, 2>>(0.510f, 2.50f, 3.00f, 3.00f),
     {},
 };
 
@@ -30,6 +34,9 @@ constexpr GemmSm90Kernel kGemmPairs[] = {
     gemm90::Describe<T, gemm90::Shape<3, 64, 2, 4, 2, 1, 1>>(0.636f, 0.00f, 0.00f, 0.00f),
     gemm90::Describe<T, gemm90::Shape<1, 64, 2, 4, 1, 1, 2>>(0.326f, 0.00f, 0.00f, 0.00f),
     gemm90::Describe<T, gemm90::Shape<2, 64, 2, 3, 1, 1, 2>>(0.471f, 0.00f, 0.00f, 0.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 64, 2, 6, 2, 1, 1, 2>>(0.400f, 1.20f, 1.00f, 1.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 64, 2, 6, 2, 2, 1, 2>>(0.400f, 1.20f, 1.00f, 1.00f),
+    gemm90::Describe<T, gemm90::Shape<2, 64, 2, 5, 2, 1, 1, 3>>(0.560f, 1.80f, 1.50f, 1.50f),
     {},
 };
 

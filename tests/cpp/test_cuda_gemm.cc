@@ -157,6 +157,29 @@ TEST(CudaGemmPlainEpilogues) {
   }
 }
 
+// More tiles than a device holds at once, an odd number of them for some CTAs, with fewer steps than stages and more.
+void RunWaves(uint64_t seed, int pair) {
+  for (int64_t M : {2600, 9100}) {
+    for (int64_t K : {8, 64, 200, 328, 776}) {
+      Case c;
+      c.seed = ++seed;
+      if (!IsTaken(seed)) continue;
+      c.dtype = seed % 2 == 0 ? DType::kF16 : DType::kBF16;
+      c.pair = pair;
+      c.lead = {M};
+      c.N = pair == 0 ? 1544 : 584, c.K = K;
+      if (K % 64 != 0) c.activation = pair == 0 ? GemmActivation::kGeluTanh : GemmActivation::kGelu;
+      c.has[Part::kBias0] = true, c.has[Part::kResidual] = K % 64 == 0;
+      RunDevice(c, 5);
+    }
+  }
+}
+TEST(CudaGemmPlainWaves) { RunWaves(30000, 0); }
+TEST(CudaGemmEqualsWaves) {
+  RunWaves(31000, 1);
+  RunWaves(32000, 2);
+}
+
 // One product of nothing, and one without rows.
 TEST(CudaGemmEdges) {
   for (int64_t K : {0, 8}) {
