@@ -196,11 +196,12 @@ double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
   return error / largest;
 }
 
-// Microseconds of one call, by the 9.0 kernel of that number; -1: the selector's choice. Calls take the sets of inputs
-// in turn.
+// Microseconds of one call, by the 9.0 kernel of that number; -1: what STOF_CUDA_KERNEL says, else the selector's
+// choice. Calls take the sets of inputs in turn.
 double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
             const stof::ExprSizes& sizes, Workspace* space, int kernel) {
-  stof::cuda::TakeKernel(kernel);
+  const int taken = stof::cuda::TakenKernel();
+  if (kernel >= 0) stof::cuda::TakeKernel(kernel);
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   stof::RunContext context;
@@ -220,7 +221,7 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
   };
   const double us = TimeGraph(stream, calls, run);
   CHECK_CUDA(cudaStreamDestroy(stream));
-  stof::cuda::TakeKernel(-1);
+  stof::cuda::TakeKernel(taken);
   return us;
 }
 

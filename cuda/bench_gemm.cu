@@ -22,7 +22,8 @@
 namespace stof {
 namespace cuda {
 void TakeGemmKernel(int index);
-}
+int LastGemmKernel();
+}  // namespace cuda
 }  // namespace stof
 
 namespace {
@@ -249,6 +250,7 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   }
   args.may_wait = true;
   const float off = error();
+  const int chosen = stof::cuda::LastGemmKernel();
 
   // cuBLASLt: the product alone, and with the epilogue where it has one, by the best of its eight first algorithms; and
   // by the one that the library takes.
@@ -326,21 +328,23 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   const double mine = median(time_ours), unfused = median(time_unfused);
   plain = median(time_plain), fused = median(time_fused), own_lt = median(time_own_lt);
   std::printf(
-      " model %.1f | stof %.2f us %.0f TFLOPS | Lt %.2f #%d, epilogue %.2f #%d, + kernel %.2f (%.2f) | %.3f %.3f %.3f "
+      " model %.1f | stof #%d %.2f us %.0f TFLOPS | Lt %.2f #%d, epilogue %.2f #%d, + kernel %.2f (%.2f) | %.3f %.3f "
+      "%.3f "
       "| by Lt %.2f "
       "| err %.2f %.2f\n",
-      by_model, mine, flops / mine * 1e-6, plain, static_cast<int>(best_plain), fused, static_cast<int>(best_fused),
-      unfused, behind, plain / mine, fused / mine, unfused / mine, own_lt, static_cast<double>(off),
-      static_cast<double>(off_lt));
+      by_model, chosen, mine, flops / mine * 1e-6, plain, static_cast<int>(best_plain), fused,
+      static_cast<int>(best_fused), unfused, behind, plain / mine, fused / mine, unfused / mine, own_lt,
+      static_cast<double>(off), static_cast<double>(off_lt));
   std::fflush(stdout);
   if (report != nullptr) {
-    std::fprintf(report,
-                 "%s\n  {\"name\": \"%s\", \"type\": \"%s\", \"M\": %lld, \"N\": %lld, \"K\": %lld, \"pair\": %d, "
-                 "\"stof_us\": %.3f, \"lt_us\": %.3f, \"lt_epilogue_us\": %.3f, \"lt_and_kernel_us\": %.3f, "
-                 "\"kernel_us\": %.3f, \"by_lt_us\": %.3f, \"error\": %.3f}",
-                 *first ? "[" : ",", row.name, kBf16 ? "bf16" : "fp16", static_cast<long long>(row.M),
-                 static_cast<long long>(row.N), static_cast<long long>(row.K), row.pair ? 1 : 0, mine, plain, fused,
-                 unfused, behind, own_lt, static_cast<double>(off));
+    std::fprintf(
+        report,
+        "%s\n  {\"name\": \"%s\", \"type\": \"%s\", \"M\": %lld, \"N\": %lld, \"K\": %lld, \"pair\": %d, \"way\": %d, "
+        "\"stof_us\": %.3f, \"lt_us\": %.3f, \"lt_epilogue_us\": %.3f, \"lt_and_kernel_us\": %.3f, "
+        "\"kernel_us\": %.3f, \"by_lt_us\": %.3f, \"error\": %.3f}",
+        *first ? "[" : ",", row.name, kBf16 ? "bf16" : "fp16", static_cast<long long>(row.M),
+        static_cast<long long>(row.N), static_cast<long long>(row.K), row.pair ? 1 : 0, chosen, mine, plain, fused,
+        unfused, behind, own_lt, static_cast<double>(off));
     *first = false;
   }
   free_all();

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <map>
@@ -45,6 +46,9 @@ static int taken_kernel = [] {
   return text == nullptr ? -1 : std::atoi(text);
 }();
 void TakeGemmKernel(int index) { taken_kernel = index; }
+// And which one ran last: its number in the list, kTakeLt and the algorithm's, or -1 for the 8.0 kernel.
+static std::atomic<int> last_kernel{-1};
+int LastGemmKernel() { return last_kernel.load(std::memory_order_relaxed); }
 
 namespace {
 
@@ -141,21 +145,18 @@ GemmTail TailOf(const GemmArgs& args) {
 }
 
 // Microseconds that a kernel is expected to take. CTAs that share a multiprocessor share its tensor cores: their steps
-// count one after the other, what comes behind them once. Warpgroups that take tiles by turns have that behind the last
-// tile alone, unless it takes longer than a tile's steps: then a tile comes every half of both.
+// count one after the other, what comes behind them once.
 double Predict(const GemmSm90Kernel& kernel, const GemmArgs& args, int clusters) {
   constexpr double kStart = 2.0;
   const int64_t tiles =
       Over(args.M, int64_t{kernel.rows} * kernel.cluster_m) * Over(args.N, int64_t{kernel.columns} * kernel.cluster_n);
-  const int64_t waves = Over(tiles, clusters);
+  const auto steps = static_cast<double>(Over(args.K, kDepth) * Over(tiles * kernel.ctas, clusters));
   const double activation = args.activation == GemmActivation::kNone   ? 0.0
                             : args.activation == GemmActivation::kRelu ? 0.15
                                                                        : 1.0;
   const double tile =
       kernel.tile + kernel.gelu * activation + (args.residual == nullptr ? 0.0 : double{kernel.residual});
-  const double steps = kernel.step * static_cast<double>(Over(args.K, kDepth));
-  if (kernel.turns) return kStart + steps + tile + std::max(steps, (steps + tile) / 2) * static_cast<double>(waves - 1);
-  return kStart + steps * static_cast<double>(Over(tiles * kernel.ctas, clusters)) + tile * static_cast<double>(waves);
+  return kStart + kernel.step * steps + tile * static_cast<double>(Over(tiles, clusters));
 }
 
 // A way to compute a product: one of the 9.0 kernels, an algorithm of cuBLASLt, or the 8.0 kernel.
@@ -250,6 +251,11 @@ Status RunSm80(const GemmArgs& args, void* stream) {
 
 Status RunWay(const GemmArgs& args, const Way& way, const RunContext& context, int device, bool* done) {
   *done = true;
+  const GemmSm90Kernel* const listed = FindGemmSm90(args.dtype == DType::kBF16, args.b1 != nullptr);
+  last_kernel.store(way.kind == Way::Kind::kSm90 ? static_cast<int>(way.kernel - listed)
+                    : way.kind == Way::Kind::kLt ? kTakeLt + way.algorithm
+                                                 : -1,
+                    std::memory_order_relaxed);
   if (way.kind == Way::Kind::kSm90) return RunSm90(args, way, context.stream, done);
   if (way.kind == Way::Kind::kLt) return RunLt(args, context, device, way.algorithm, done);
   return RunSm80(args, context.stream);

@@ -55,7 +55,6 @@ struct GemmSm90Kernel {
   int rows = 0, columns = 0;                 // of a CTA's tile; columns of the output
   int cluster_m = 1, cluster_n = 1;          // CTAs of a cluster
   int ctas = 1;                              // of a multiprocessor
-  bool turns = false;                        // a CTA's next tile is multiplied while one is finished
   // Microseconds of a step of 64 of K, of a tile, of a tile's GELU and residual.
   float step = 0, tile = 0, gelu = 0, residual = 0;
 };

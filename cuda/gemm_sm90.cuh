@@ -391,9 +391,9 @@ constexpr GemmSm90Kernel Describe(float step, float tile, float gelu, float resi
   return {Launch<T, S>, ResidentOf<GemmKernel<T, S>, S::kCm * S::kCn, S::kThreads, S::kShared>,
           S::kRows,     S::kColumns,
           S::kCm,       S::kCn,
-          S::kCtas,     S::kTurns,
-          step,         tile,
-          gelu,         residual};
+          S::kCtas,     step,
+          tile,         gelu,
+          residual};
 }
 
 }  // namespace gemm90

@@ -248,14 +248,14 @@ class Measured:
     ) -> Verdict:
         known = [self.cache.of(p) for p in problems]
         if not all(_ORIGINAL in k for k in known):
-            return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
+            return Verdict((), reason or "was not measured on this device: --tune SECONDS measures")
         gains = {
             c: [k[_ORIGINAL] / k[c] for k in known]
             for c in known[0]
             if _is_scheme(c, count) and _segments(c, count, alone) and all(c in k for k in known)
         }
         if not gains:
-            return Verdict((), reason or "no gain was measured on this device: --tune SECONDS measures")
+            return Verdict((), reason or "no chain of it was measured on this device: --tune SECONDS measures")
         least = LEAST_GAIN_IN_TURNS if all(_IN_TURNS in k for k in known) else LEAST_GAIN
         best = max(gains, key=lambda c: (min(gains[c]) >= least, math.prod(gains[c]), c))
         gain = math.prod(gains[best]) ** (1 / len(known))
