@@ -323,7 +323,10 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
     return RunWay(args, ways[static_cast<size_t>(index)], given, facts.device, done);
   };
   int best = 0;
-  const double seconds = 1e-6 * std::max({ways[0].time, ways[1].time, 1.0});
+  // What no model knows takes at least as long as at 500 TFLOPS.
+  const double factors = 2.0 * static_cast<double>(args.M) * static_cast<double>(args.N) * static_cast<double>(args.K);
+  const double at_least = factors * (args.b1 == nullptr ? 1 : 2) / 5e14;
+  const double seconds = std::max({1e-6 * ways[0].time, 1e-6 * ways[1].time, 1e-6, at_least});
   // Where timing fails, the model's choice runs, or says why it cannot. It is kept, too: timing waits for the device,
   // and runs that do so each time would be worse than a choice that is not the best.
   if (!FastestWay(static_cast<int>(ways.size()), queue, context, seconds, &best).ok()) cudaGetLastError();

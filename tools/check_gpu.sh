@@ -87,6 +87,7 @@ if wave 1; then
   fi
   if [ "$capability" = 9.0 ]; then
     for kernel in 0 1 2 3 4; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
+    for kernel in 0 1 2 3 4; do suite "gemm-9.0-waves-$kernel" 75 CudaGemmPlainWaves STOF_CUDA_GEMM=$kernel; done
     for kernel in 5 6 7; do  # pairs have none of these
       suite "gemm-9.0-kernel-$kernel" 75 CudaGemmPlain STOF_CUDA_GEMM=$kernel
     done

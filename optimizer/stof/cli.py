@@ -172,6 +172,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     # Graphs are many small objects and few of them are garbage: to look for it often takes as long as some of the steps.
+    before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
     with contextlib.suppress(ValueError):  # only the main thread may set handlers
         # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
@@ -184,6 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stof-optimize: interrupted; nothing was written", file=sys.stderr)
         return 130
+    finally:
+        gc.set_threshold(*before)
 
 
 if __name__ == "__main__":

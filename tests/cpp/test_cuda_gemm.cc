@@ -160,7 +160,7 @@ TEST(CudaGemmPlainEpilogues) {
 // More tiles than a device holds at once, an odd number of them for some CTAs, with fewer steps than stages and more.
 void RunWaves(uint64_t seed, int pair) {
   for (int64_t M : {2600, 9100}) {
-    for (int64_t K : {8, 64, 200, 328, 776}) {
+    for (int64_t K : {8, 64, 200, 320, 328, 768, 776}) {
       Case c;
       c.seed = ++seed;
       if (!IsTaken(seed)) continue;
@@ -170,6 +170,7 @@ void RunWaves(uint64_t seed, int pair) {
       c.N = pair == 0 ? 1544 : 584, c.K = K;
       if (K % 64 != 0) c.activation = pair == 0 ? GemmActivation::kGeluTanh : GemmActivation::kGelu;
       c.has[Part::kBias0] = true, c.has[Part::kResidual] = K % 64 == 0;
+      c.has[Part::kScale] = c.has[Part::kRow] = K == 328;
       RunDevice(c, 5);
     }
   }

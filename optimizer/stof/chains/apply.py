@@ -100,7 +100,12 @@ def apply_chains(
         ArgumentError: when the selection names chains that the model does not have.
     """
     selection = selection or Selection()
-    symbolic = Symbolic(model)
+    try:
+        symbolic = Symbolic(model)
+    except StofError:
+        raise
+    except Exception as error:  # what is not found costs speed; attention that was found stays
+        return _nothing(model, _cannot(error))
     # Where no chain takes three products apart, those that nothing has to take apart may still be one.
     for three in (True, False):
         if merges is None:
@@ -130,8 +135,16 @@ def apply_chains(
         except StofError:
             raise
         except Exception as error:  # what is not found costs speed; attention that was found stays
-            reason = f"chains cannot be looked for ({type(error).__name__}: {error}); please report this model"
+            reason = _cannot(error)
             break
+    return _nothing(model, reason)
+
+
+def _cannot(error: Exception) -> str:
+    return f"chains cannot be looked for ({type(error).__name__}: {error}); please report this model"
+
+
+def _nothing(model: onnx.ModelProto, reason: str) -> Chained:
     return Chained(model, (ChainReport("-", "all operators", False, reason),))
 
 

@@ -131,7 +131,7 @@ def _fewer_rows(shapes: Shapes) -> dict[int, int]:
 
 
 def _drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
-    """Random numbers; a long tensor repeats a prime number of them, so that no two rows are equal."""
+    """Random numbers; a long tensor repeats a prime number of them, so that no two rows of 128 and more are equal."""
     return np.resize(rng.standard_normal(min(_count(shape), _DRAWN), np.float32), shape)
 
 
