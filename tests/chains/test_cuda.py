@@ -103,3 +103,26 @@ def test_copies_for_a_measurement_compute_the_same() -> None:
     for x, own in zip(feeds, together, strict=True):
         np.testing.assert_array_equal(own, run(model, {"input": x})[0])
     assert {a.name for a in many.graph.initializer} == {a.name for a in model.graph.initializer}
+
+
+def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> None:
+    """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
+    b = Builder(HALF)
+    product = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
+    total = b.add("Add", product, b.input("residual", ["B", "S", 768]))
+    normed = b.add("LayerNormalization", total, b.weight(768), b.weight(768), axis=-1)
+    model = b.model(b.add("MatMul", normed, b.weight(768, 768)), total)
+    long = Options(target="cuda", shapes={"B": (16, 16), "S": (2048, 2048)})
+    found = apply_chains(model, Predicted(long, Machine.cuda(2.6e12, 620e12)), forms=_takes_all)
+    assert [n.op_type for n in found.model.graph.node] == ["StofGemm", "StofChain", "MatMul"]
+
+
+def test_a_short_norm_alone_stays() -> None:
+    b = Builder(HALF)
+    normed = b.add("LayerNormalization", _x(b), b.weight(N), b.weight(N), axis=-1)
+    found = apply_chains(b.model(normed), Predicted(Options(target="cuda"), MACHINE), forms=_takes_all)
+    assert "StofChain" not in [n.op_type for n in found.model.graph.node]
+
+
+def _takes_all(text: str, pair: int) -> tuple[str, str]:
+    return "residual", ""

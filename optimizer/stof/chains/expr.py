@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from stof.chains.gelu import gelu_of
 from stof.errors import UnsupportedError
 from stof.symbolic.terms import Atom, Int
 
@@ -44,6 +45,10 @@ class Pool:
                 if isinstance(other, int) and self.terms[other] == ("sigmoid", (one,)):
                     op, args = "silu", (one,)
                     break
+        if op == "mul":
+            gelu = gelu_of(self.terms, (_int(args[0]), _int(args[1])))
+            if gelu is not None:
+                op, args = gelu[0], gelu[1:]
         key = (op, args)
         if key not in self._known:
             self._known[key] = len(self.terms)

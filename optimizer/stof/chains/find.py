@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from stof.chains.body import make_branch
 from stof.chains.expr import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
-from stof.chains.ops import FREE, TYPES, as_number, data_inputs, kind_of_node
+from stof.chains.ops import FREE, NORMS, TYPES, as_number, data_inputs, kind_of_node
 from stof.chains.plugin import check_plugin
 from stof.chains.product import Forms, is_product, product_of
 from stof.chains.region import Chain, Region, translate
@@ -448,12 +448,19 @@ def _chain_of(graph: Graph, region: Region) -> Chain | Left:
     places = region.places
     if graph.forms is None and any(is_product(graph.nodes[p], graph.symbolic) for p in places):
         return Left(region.places, "products stay by themselves")
-    if _worth(graph, places) < 2 and not (graph.on_cpu and is_product(graph.nodes[region.places[0]], graph.symbolic)):
+    if _worth(graph, places) < 2 and not _is_worth_it_alone(graph, graph.nodes[region.places[0]]):
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
         return _translated(graph, region)
     except UnsupportedError as error:
         return Left(region.places, str(error))
+
+
+def _is_worth_it_alone(graph: Graph, node: onnx.NodeProto) -> bool:
+    """A product on the CPU, a norm on CUDA: there the library's kernel may be faster than the runtime's."""
+    if graph.on_cpu:
+        return is_product(node, graph.symbolic)
+    return graph.forms is not None and node.op_type in NORMS
 
 
 def _translated(graph: Graph, region: Region) -> Chain:

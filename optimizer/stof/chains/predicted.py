@@ -60,7 +60,8 @@ class Predicted:
             halves = any(graph.symbolic.dtype(o) in HALF for p in site.places for o in graph.nodes[p].output)
             if len(self.sizes) == 1 and not halves and not graph.of_data(site.places):
                 return Verdict((), "sizes decide all of it, and they are fixed: a runtime computes it once")
-            costs = [Analytical(site, s, self.machine) for s in self.sizes]
+            norms = frozenset(site.norms())
+            costs = [Analytical(site, s, self.machine, norms) for s in self.sizes]
             rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
             if min(rival) <= 0.0:
                 return Verdict((), "ONNX Runtime computes it with the product before it")
@@ -76,7 +77,7 @@ class Predicted:
         gain = math.prod(gains) ** (1 / len(gains))
         if min(gains) < least:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
-        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1), "", gain)
+        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1 or s in norms), "", gain)
 
     def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, apart: bool = True) -> bool:
         """Whether products of one tensor gain as one, with a chain behind it that takes them ``apart``, at every size."""

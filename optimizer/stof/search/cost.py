@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from stof.chains.find import Graph, Left, chain_of
-from stof.chains.ops import FREE, TYPES, kind_of_node
+from stof.chains.ops import FREE, NORMS, TYPES, kind_of_node
 from stof.chains.region import Chain
 from stof.inputs import evaluate
 from stof.search.space import Scheme, Segment, Setting, Space
@@ -134,6 +134,12 @@ class Site:
         alone = ((i, i + 1) for i in range(self.region[0]))
         return tuple(s for s in alone if isinstance(self.chain(s), Chain))
 
+    def norms(self) -> tuple[Segment, ...]:
+        """The norms, which a chain may compute by themselves: the runtime's kernels reach half of its rate."""
+        alone = ((i, i + 1) for i in range(self.region[0], len(self.places)))
+        kinds = {s: self.graph.nodes[self.places[s[0]]].op_type for s in alone}
+        return tuple(s for s, kind in kinds.items() if kind in NORMS and isinstance(self.chain(s), Chain))
+
     @property
     def whole(self) -> Scheme:
         """The scheme with one chain, and products by themselves."""
@@ -143,11 +149,12 @@ class Site:
 
 @dataclass
 class Analytical:
-    """The cost of a site's segments at given sizes."""
+    """The cost of a site's segments at given sizes; ``alone`` are operators that are chains by themselves."""
 
     site: Site
     sizes: Mapping[str, int]
     machine: Machine = field(default_factory=Machine)
+    alone: frozenset[Segment] = frozenset()
 
     def __call__(self, segment: Segment, setting: Setting = ()) -> float:
         """Seconds, about."""
@@ -164,7 +171,8 @@ class Analytical:
             written = self.bytes_of(graph.nodes[places[0]].output[0])
             biased = len(places) == 1 and is_biased(graph.nodes[places[0]])
             return seconds + (self.machine.bias_seconds(written) if biased else 0.0)
-        kernel = self.machine.runtime_seconds if len(places) == 1 else self.machine.seconds
+        chained = len(places) > 1 or segment in self.alone
+        kernel = self.machine.seconds if chained else self.machine.runtime_seconds
         return kernel(touched, sum(self._work(p) for p in places))
 
     def products(self) -> float:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GELU made of primitives, as exporters for older opsets and conversions to half precision write it."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+_MOST_FACTORS = 6
+_MOST_POWER = 3
+_ROOT_HALF, _ROOT_TWO_OVER_PI, _CUBE = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
+
+Terms = Sequence[tuple[str, tuple[object, ...]]]
+
+
+def gelu_of(terms: Terms, factors: tuple[int, int]) -> tuple[str, int] | None:
+    """Whether the product of two terms is GELU of another one.
+
+    0.5 x (1 + erf(x / sqrt(2))), or 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with factors in any order; their
+    numbers may have been rounded to fp16, in which the difference is below what a result is rounded by.
+
+    Returns:
+        The function's name in the format and the term that it is of; None where it is neither.
+    """
+    found = _factors(terms, factors)
+    if found is None:
+        return None
+    scale, rest = found
+    if len(rest) != 2 or not _is(scale, 0.5):
+        return None
+    for x, other in (rest, rest[::-1]):
+        inner = _plus_one(terms, other)
+        if inner is None:
+            continue
+        op, args = terms[inner]
+        if op not in ("erf", "tanh") or not isinstance(args[0], int):
+            continue
+        powers = _powers(terms, args[0], x)
+        if op == "erf" and powers is not None and set(powers) == {1} and _is(powers[1], _ROOT_HALF):
+            return "gelu", x
+        cubic = op == "tanh" and powers is not None and set(powers) == {1, 3}
+        if cubic and powers and _is(powers[1], _ROOT_TWO_OVER_PI) and _is(powers[3] / powers[1], _CUBE):
+            return "gelu_tanh", x
+    return None
+
+
+def _is(value: float, exact: float) -> bool:
+    """Whether a number is this one, or that rounded to fp16."""
+    return any(math.isclose(value, n, rel_tol=1e-6) for n in (exact, _rounded(exact), 1 / _rounded(1 / exact)))
+
+
+@cache
+def _rounded(value: float) -> float:
+    return float(struct.unpack("<e", struct.pack("<e", value))[0])
+
+
+def _number(terms: Terms, term: int) -> float | None:
+    op, args = terms[term]
+    return args[0] if op == "num" and isinstance(args[0], float) else None
+
+
+def _factors(terms: Terms, pending: Sequence[int]) -> tuple[float, list[int]] | None:
+    """A product as a number and other terms; None where these are many, or there is nothing to find."""
+    scale, found, left = 1.0, [], list(pending)
+    while left:
+        term = left.pop()
+        op, args = terms[term]
+        number = _number(terms, term)
+        if number is not None:
+            scale *= number
+        elif op == "mul":
+            left += [a for a in args if isinstance(a, int)]
+        elif op == "div" and isinstance(args[1], int) and _number(terms, args[1]):
+            scale /= _number(terms, args[1]) or 1.0
+            left += [a for a in args[:1] if isinstance(a, int)]
+        else:
+            found.append(term)
+        if len(found) > _MOST_FACTORS or not math.isfinite(scale):
+            return None
+    return scale, found
+
+
+def _plus_one(terms: Terms, term: int) -> int | None:
+    op, args = terms[term]
+    if op != "add":
+        return None
+    for one, other in (args, args[::-1]):
+        if isinstance(one, int) and isinstance(other, int) and _number(terms, one) == 1.0:
+            return other
+    return None
+
+
+def _powers(terms: Terms, term: int, x: int) -> dict[int, float] | None:
+    """A polynomial of x as the factors of its powers; None where it is none, or of a higher degree than GELU's."""
+    if term == x:
+        return {1: 1.0}
+    op, args = terms[term]
+    number = _number(terms, term)
+    if number is not None:
+        return {0: number}
+    if op not in ("add", "mul", "div", "pow"):
+        return None
+    sides = [_powers(terms, a, x) if isinstance(a, int) else None for a in args]
+    left, right = sides
+    if left is None or right is None:
+        return None
+    if op == "add":
+        return {p: left.get(p, 0.0) + right.get(p, 0.0) for p in sorted({*left, *right})}
+    if op == "mul":
+        return _multiplied(left, right)
+    if set(right) != {0} or right[0] == 0.0:
+        return None
+    if op == "div":
+        return {p: c / right[0] for p, c in left.items()}
+    power = right[0]
+    if power not in (2.0, 3.0):
+        return None
+    found: dict[int, float] | None = left
+    for _ in range(int(power) - 1):
+        found = None if found is None else _multiplied(found, left)
+    return found
+
+
+def _multiplied(left: dict[int, float], right: dict[int, float]) -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    for p, c in left.items():
+        for q, d in right.items():
+            if p + q > _MOST_POWER:
+                return None
+            found[p + q] = found.get(p + q, 0.0) + c * d
+    return found
