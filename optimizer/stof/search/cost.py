@@ -39,8 +39,8 @@ _HEAVY = {
 # docs/results/h100/models-cuda.json), where a copy reaches 2.6 and chains are taken to reach 0.9 of that.
 _RUNTIME = 0.67
 _NEGLIGIBLE = 1e-9  # of two schemes that cost the same, the one of fewer operators
-# Of the runtime's products that a template's reach, its epilogue included: means of 23, 7 and 8 products on an H100
-# (docs/gemm-kernel.md, stof beside cuBLASLt alone), of which none was slower than cuBLASLt and a kernel.
+# Of the runtime's products that a template's reach, its epilogue included: of means of 23, 7 and 8 products on an H100 in two
+# runs (0.95; 0.94 and 0.96; 0.86 and 0.87; docs/gemm-kernel.md, stof beside cuBLASLt alone) the lower, rounded down.
 SHARE_USUAL, _SHARE_PAIR, _SHARE_OWN = 0.94, 0.94, 0.86
 _OWN = ("gelu(", "silu(", "sigmoid(")  # cuBLASLt has GELU by tanh alone
 # A product of 128 rows takes this much longer for each 64 of its inner dimension (4.1 us at 768, 6.8 at 3072).
