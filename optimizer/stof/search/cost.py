@@ -73,9 +73,12 @@ class Machine:
 
     def seconds(self, touched: float, work: float = 0.0) -> float:
         """One operator that touches so many bytes, of which some stay near, and computes so much."""
+        return self.launch + max(self.moving_seconds(touched), work / self.operations)
+
+    def moving_seconds(self, touched: float) -> float:
+        """So many bytes alone."""
         near = min(touched, self.cached)
-        moved = near / self.cache + (touched - near) / self.memory
-        return self.launch + max(moved, work / self.operations)
+        return near / self.cache + (touched - near) / self.memory
 
     def runtime_seconds(self, touched: float, work: float = 0.0) -> float:
         """The same by one of the runtime's own kernels; on a GPU they are no faster where bytes are near."""
@@ -168,6 +171,7 @@ class Analytical:
             seconds = self._product_seconds(
                 products, touched, 1.0 if len(places) == 1 else _share(self.site.chain(segment))
             )
+            seconds += self.machine.moving_seconds(self._added(places, products))
             written = self.bytes_of(graph.nodes[places[0]].output[0])
             biased = len(places) == 1 and is_biased(graph.nodes[places[0]])
             return seconds + (self.machine.bias_seconds(written) if biased else 0.0)
@@ -189,6 +193,15 @@ class Analytical:
         multiplications = sum(self._multiplications(p) for p in places)
         seconds = self.machine.product_seconds(multiplications, max(self._inner(p) for p in places)) / share
         return max(self.machine.seconds(touched), self.machine.launch + seconds)
+
+    def _added(self, places: Sequence[int], products: Sequence[int]) -> int:
+        """Bytes of what an epilogue reads for each element: nothing covers them (docs/gemm-kernel.md, residuals)."""
+        graph = self.site.graph
+        factors = {n for p in products for n in graph.nodes[p].input}
+        elements = self.elements(graph.nodes[products[0]].output[0])
+        return sum(
+            self.bytes_of(n) for n in set(graph.inputs(places)) if n not in factors and self.elements(n) == elements
+        )
 
     def _multiplications(self, place: int) -> float:
         return 2.0 * self.elements(self.site.graph.nodes[place].output[0]) * self._inner(place)
