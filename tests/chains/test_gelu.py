@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tests.chains.graphs import FLOAT, HALF, Builder, N, _x
 
@@ -101,3 +102,33 @@ def test_of_another_argument_it_is_no_gelu() -> None:
         return _last(b, x, raised)
 
     assert "gelu" not in _text(make, FLOAT)
+
+
+def test_rounded_numbers_in_fp32_are_no_gelu() -> None:
+    half, root, cube = (float(np.float16(v)) for v in (math.sqrt(2), ROOT, CUBE))
+
+    def divided(b: Builder, x: str) -> str:
+        return _last(b, x, b.add("Erf", b.add("Div", x, b.number(half))))
+
+    assert "gelu" not in _text(divided, FLOAT)
+    assert "gelu" not in _text(_with(root, cube, 0.5, 1.0), FLOAT)
+
+
+def test_small_results_in_halves_are_within_the_check() -> None:
+    def low(b: Builder, x: str) -> str:
+        return erf_divided(b, b.add("Min", x, b.number(-1.0)))
+
+    assert "gelu(" in _text(low, HALF)
+
+
+@pytest.mark.parametrize("op", ["Add", "Mul"])
+def test_many_doublings_come_to_an_end(op: str) -> None:
+    """What is walked again at every use would be walked 2^40 times."""
+
+    def doubled(b: Builder, x: str) -> str:
+        y = x
+        for _ in range(40):
+            y = b.add(op, y, y) if op == "Add" else b.add("Tanh", b.add("Mul", y, y))
+        return _last(b, x, b.add("Tanh", y))
+
+    assert "gelu" not in _text(doubled, FLOAT)

@@ -27,11 +27,12 @@ class Pool:
 
     ``num`` (float); ``read`` (input, indices as :class:`Int` over axes); ``below`` (axis, limit, yes, no): a select on an
     axis; every other name is one of the grammar, with terms as arguments. ``partial``: reads and selects that are in range
-    only on the side of a select around them.
+    only on the side of a select around them. ``halves``: the graph's numbers may have been rounded to fp16.
     """
 
     terms: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     partial: set[int] = field(default_factory=set)
+    halves: bool = False
     _known: dict[tuple[str, tuple[object, ...]], int] = field(default_factory=dict)
 
     def make(self, op: str, *args: object) -> int:
@@ -46,7 +47,7 @@ class Pool:
                     op, args = "silu", (one,)
                     break
         if op == "mul":
-            gelu = gelu_of(self.terms, (_int(args[0]), _int(args[1])))
+            gelu = gelu_of(self.terms, (_int(args[0]), _int(args[1])), self.halves)
             if gelu is not None:
                 op, args = gelu[0], gelu[1:]
         key = (op, args)

@@ -448,7 +448,7 @@ def _chain_of(graph: Graph, region: Region) -> Chain | Left:
     places = region.places
     if graph.forms is None and any(is_product(graph.nodes[p], graph.symbolic) for p in places):
         return Left(region.places, "products stay by themselves")
-    if _worth(graph, places) < 2 and not _is_worth_it_alone(graph, graph.nodes[region.places[0]]):
+    if _worth(graph, places) < 2 and not _is_worth_it_alone(graph, places):
         return Left(region.places, "one operator alone: nothing to fuse")
     try:
         return _translated(graph, region)
@@ -456,11 +456,11 @@ def _chain_of(graph: Graph, region: Region) -> Chain | Left:
         return Left(region.places, str(error))
 
 
-def _is_worth_it_alone(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_worth_it_alone(graph: Graph, places: Sequence[int]) -> bool:
     """A product on the CPU, a norm on CUDA: there the library's kernel may be faster than the runtime's."""
     if graph.on_cpu:
-        return is_product(node, graph.symbolic)
-    return graph.forms is not None and node.op_type in NORMS
+        return is_product(graph.nodes[places[0]], graph.symbolic)
+    return graph.forms is not None and any(graph.nodes[p].op_type in NORMS for p in places)
 
 
 def _translated(graph: Graph, region: Region) -> Chain:

@@ -8,18 +8,24 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 
-_MOST_FACTORS = 6
+_MOST_FACTORS, _MOST_STEPS = 6, 48  # what is longer is no GELU
 _MOST_POWER = 3
 _ROOT_HALF, _ROOT_TWO_OVER_PI, _CUBE = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 
 Terms = Sequence[tuple[str, tuple[object, ...]]]
 
 
-def gelu_of(terms: Terms, factors: tuple[int, int]) -> tuple[str, int] | None:
+def gelu_of(terms: Terms, factors: tuple[int, int], rounded: bool) -> tuple[str, int] | None:
     """Whether the product of two terms is GELU of another one.
 
-    0.5 x (1 + erf(x / sqrt(2))), or 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with factors in any order; their
-    numbers may have been rounded to fp16, in which the difference is below what a result is rounded by.
+    0.5 x (1 + erf(x / sqrt(2))), or 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with factors in any order; x is no
+    product itself.
+
+    Args:
+        terms: of the pool.
+        factors: the two terms.
+        rounded: whether numbers may have been rounded to fp16. Results differ by 3.2e-5 at most then, an eighth of what
+            one in fp16 near 1 is rounded by.
 
     Returns:
         The function's name in the format and the term that it is of; None where it is neither.
@@ -28,7 +34,7 @@ def gelu_of(terms: Terms, factors: tuple[int, int]) -> tuple[str, int] | None:
     if found is None:
         return None
     scale, rest = found
-    if len(rest) != 2 or not _is(scale, 0.5):
+    if len(rest) != 2 or scale != 0.5:
         return None
     for x, other in (rest, rest[::-1]):
         inner = _plus_one(terms, other)
@@ -37,18 +43,20 @@ def gelu_of(terms: Terms, factors: tuple[int, int]) -> tuple[str, int] | None:
         op, args = terms[inner]
         if op not in ("erf", "tanh") or not isinstance(args[0], int):
             continue
-        powers = _powers(terms, args[0], x)
-        if op == "erf" and powers is not None and set(powers) == {1} and _is(powers[1], _ROOT_HALF):
+        powers = _powers(terms, args[0], x, {})
+        if op == "erf" and powers is not None and set(powers) == {1} and _is(powers[1], _ROOT_HALF, rounded):
             return "gelu", x
-        cubic = op == "tanh" and powers is not None and set(powers) == {1, 3}
-        if cubic and powers and _is(powers[1], _ROOT_TWO_OVER_PI) and _is(powers[3] / powers[1], _CUBE):
-            return "gelu_tanh", x
+        if op == "tanh" and powers is not None and set(powers) == {1, 3}:
+            root, cube = powers[1], powers[3] / (powers[1] or math.nan)
+            if _is(root, _ROOT_TWO_OVER_PI, rounded) and _is(cube, _CUBE, rounded):
+                return "gelu_tanh", x
     return None
 
 
-def _is(value: float, exact: float) -> bool:
+def _is(value: float, exact: float, rounded: bool) -> bool:
     """Whether a number is this one, or that rounded to fp16."""
-    return any(math.isclose(value, n, rel_tol=1e-6) for n in (exact, _rounded(exact), 1 / _rounded(1 / exact)))
+    near = (exact, _rounded(exact), 1 / _rounded(1 / exact)) if rounded else (exact,)
+    return any(math.isclose(value, n, rel_tol=1e-6) for n in near)
 
 
 @cache
@@ -63,9 +71,9 @@ def _number(terms: Terms, term: int) -> float | None:
 
 def _factors(terms: Terms, pending: Sequence[int]) -> tuple[float, list[int]] | None:
     """A product as a number and other terms; None where these are many, or there is nothing to find."""
-    scale, found, left = 1.0, [], list(pending)
+    scale, found, left, steps = 1.0, [], list(pending), 0
     while left:
-        term = left.pop()
+        term, steps = left.pop(), steps + 1
         op, args = terms[term]
         number = _number(terms, term)
         if number is not None:
@@ -77,7 +85,7 @@ def _factors(terms: Terms, pending: Sequence[int]) -> tuple[float, list[int]] | 
             left += [a for a in args[:1] if isinstance(a, int)]
         else:
             found.append(term)
-        if len(found) > _MOST_FACTORS or not math.isfinite(scale):
+        if len(found) > _MOST_FACTORS or steps > _MOST_STEPS or not math.isfinite(scale):
             return None
     return scale, found
 
@@ -92,18 +100,27 @@ def _plus_one(terms: Terms, term: int) -> int | None:
     return None
 
 
-def _powers(terms: Terms, term: int, x: int) -> dict[int, float] | None:
-    """A polynomial of x as the factors of its powers; None where it is none, or of a higher degree than GELU's."""
+_Powers = dict[int, float]
+
+
+def _powers(terms: Terms, term: int, x: int, known: dict[int, _Powers | None]) -> _Powers | None:
+    """A polynomial of x as the factors of its powers; None where it is none, of a higher degree than GELU's, or long."""
     if term == x:
         return {1: 1.0}
+    if term not in known:
+        known[term] = None  # counts while its arguments are looked at
+        known[term] = _polynomial(terms, term, x, known) if len(known) <= _MOST_STEPS else None
+    return known[term]
+
+
+def _polynomial(terms: Terms, term: int, x: int, known: dict[int, _Powers | None]) -> _Powers | None:
     op, args = terms[term]
     number = _number(terms, term)
     if number is not None:
         return {0: number}
     if op not in ("add", "mul", "div", "pow"):
         return None
-    sides = [_powers(terms, a, x) if isinstance(a, int) else None for a in args]
-    left, right = sides
+    left, right = (_powers(terms, a, x, known) if isinstance(a, int) else None for a in args)
     if left is None or right is None:
         return None
     if op == "add":
@@ -114,17 +131,16 @@ def _powers(terms: Terms, term: int, x: int) -> dict[int, float] | None:
         return None
     if op == "div":
         return {p: c / right[0] for p, c in left.items()}
-    power = right[0]
-    if power not in (2.0, 3.0):
+    if right[0] not in (2.0, 3.0):
         return None
-    found: dict[int, float] | None = left
-    for _ in range(int(power) - 1):
+    found: _Powers | None = left
+    for _ in range(int(right[0]) - 1):
         found = None if found is None else _multiplied(found, left)
     return found
 
 
-def _multiplied(left: dict[int, float], right: dict[int, float]) -> dict[int, float] | None:
-    found: dict[int, float] = {}
+def _multiplied(left: _Powers, right: _Powers) -> _Powers | None:
+    found: _Powers = {}
     for p, c in left.items():
         for q, d in right.items():
             if p + q > _MOST_POWER:

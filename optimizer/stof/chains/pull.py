@@ -74,6 +74,9 @@ class Puller:
     _moves: dict[str, list[Fact]] = field(default_factory=dict)
     _proven: dict[tuple[Int, Int, Limits], bool] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.pool.halves = any(self.symbolic.dtype(t) == TensorProto.FLOAT16 for t in self.producers)
+
     def at(self, tensor: str, index: Index, limits: Limits, exact: bool = False) -> int:
         """The term of a tensor's element; ``exact``: rounded at every step to the types that the graph has.
 

@@ -171,7 +171,8 @@ class Analytical:
             seconds = self._product_seconds(
                 products, touched, 1.0 if len(places) == 1 else _share(self.site.chain(segment))
             )
-            seconds += self.machine.moving_seconds(self._added(places, products))
+            if self.machine.runtime != 1.0:
+                seconds += self.machine.moving_seconds(self._added(places, products))
             written = self.bytes_of(graph.nodes[places[0]].output[0])
             biased = len(places) == 1 and is_biased(graph.nodes[places[0]])
             return seconds + (self.machine.bias_seconds(written) if biased else 0.0)
@@ -197,11 +198,9 @@ class Analytical:
     def _added(self, places: Sequence[int], products: Sequence[int]) -> int:
         """Bytes of what an epilogue reads for each element: nothing covers them (docs/gemm-kernel.md, residuals)."""
         graph = self.site.graph
-        factors = {n for p in products for n in graph.nodes[p].input}
+        behind = {n for p in places if p not in products for n in graph.nodes[p].input}
         elements = self.elements(graph.nodes[products[0]].output[0])
-        return sum(
-            self.bytes_of(n) for n in set(graph.inputs(places)) if n not in factors and self.elements(n) == elements
-        )
+        return sum(self.bytes_of(n) for n in behind & set(graph.inputs(places)) if self.elements(n) == elements)
 
     def _multiplications(self, place: int) -> float:
         return 2.0 * self.elements(self.site.graph.nodes[place].output[0]) * self._inner(place)
