@@ -156,25 +156,22 @@ class Worker {
         for (int axis = 0; axis < outer_; ++axis) at += index[axis] * b.outputs[o].stride[axis];
         places_.output[static_cast<int64_t>(o) * p_.batch + row] = at;
       }
+      if (p_.straight) return;
       for (int axis = outer_; axis-- > 0;) {
         if (++index[axis] < b.size[axis]) break;
         index[axis] = 0;
       }
     }
-    if (count == 1) return;
-    const auto follow = [&](int64_t* place, int64_t pitch) {
-      for (int row = 1; row < count; ++row) place[row] = place[row - 1] + pitch;
-    };
-    for (size_t r = 0; r < b.reads.size(); ++r) {
-      if (p_.read_pitch[r] == kNoPitch) continue;
-      const auto slot = static_cast<int64_t>(r) * p_.batch;
-      follow(places_.read + slot, p_.read_pitch[r]);
-      std::fill_n(places_.valid + slot + 1, count - 1, places_.valid[slot]);
-    }
-    for (size_t o = 0; o < b.outputs.size(); ++o) {
-      if (p_.output_pitch[o] != kNoPitch)
-        follow(places_.output + static_cast<int64_t>(o) * p_.batch, p_.output_pitch[o]);
-    }
+  }
+  // Of a row of the batch: what has a pitch is known of the first one alone.
+  int64_t ReadPlace(size_t r, int row) const { return Place(places_.read, r, p_.read_pitch[r], row); }
+  int64_t OutputPlace(size_t o, int row) const { return Place(places_.output, o, p_.output_pitch[o], row); }
+  int64_t Place(const int64_t* places, size_t which, int64_t pitch, int row) const {
+    const int64_t* place = places + static_cast<int64_t>(which) * p_.batch;
+    return pitch == kNoPitch ? place[row] : place[0] + row * pitch;
+  }
+  bool IsValid(size_t r, int row) const {
+    return places_.valid[static_cast<int64_t>(r) * p_.batch + (p_.read_pitch[r] == kNoPitch ? row : 0)] != 0;
   }
   void LocateRead(size_t r, int row, const int64_t* index) const {
     const BoundRead& read = p_.bound.reads[r];
@@ -339,25 +336,26 @@ class Worker {
     if (read.never) return false;
     if (!read.guarded) return true;
     if (read.first[outer_] > column_ || read.last[outer_] < column_ + width_ - 1) return false;
+    if (p_.read_pitch[r] != kNoPitch) return IsValid(r, 0);
     const uint8_t* valid = places_.valid + static_cast<int64_t>(r) * p_.batch;
     return std::all_of(valid, valid + count_, [](uint8_t one) { return one != 0; });
   }
 
   void ReadRow(size_t r, int row, float* to) {
     const BoundRead& read = p_.bound.reads[r];
-    const int64_t slot = static_cast<int64_t>(r) * p_.batch + row;
+    const int64_t place = ReadPlace(r, row);
     int64_t first = column_, end = column_ + width_;
     if (read.guarded) {
       first = std::max(first, read.first[outer_]);
       end = std::min(end, read.last[outer_] + 1);
     }
-    if (places_.valid[slot] == 0 || first >= end) first = end = column_ + width_;
+    if (!IsValid(r, row) || first >= end) first = end = column_ + width_;
     std::fill(to, to + (first - column_), 0.0f);
     if (end > first) {
       if (p_.linear[r] != 0) {
-        Gather(read, places_.read[slot], first, read.stride[outer_], end - first, to + (first - column_));
+        Gather(read, place, first, read.stride[outer_], end - first, to + (first - column_));
       } else {
-        Pieces(read, row, places_.read[slot], first, end, to + (first - column_));
+        Pieces(read, row, place, first, end, to + (first - column_));
       }
     }
     std::fill(to + (end - column_), to + width_, 0.0f);
@@ -449,26 +447,26 @@ class Worker {
   }
 
   void Store(const ChainStep& step) {
-    const BoundOutput& output = p_.bound.outputs[static_cast<size_t>(step.which)];
+    const auto o = static_cast<size_t>(step.which);
+    const BoundOutput& output = p_.bound.outputs[o];
     const int64_t size = SizeOf(output.dtype), stride = output.stride[outer_];
-    const int64_t* place = places_.output + static_cast<int64_t>(step.which) * p_.batch;
+    const int64_t* place = places_.output + static_cast<int64_t>(o) * p_.batch;
     auto* base = static_cast<char*>(job_.outputs[step.which]);
     const float* from = pointer_[step.a];
     const int64_t pitch = Pitch(step.a);
     if (stride == 1) {
       char* to = base + (place[0] + column_) * size;
       if (to == reinterpret_cast<const char*>(from)) return;  // computed in place
-      if (count_ == 1 ||
-          (pitch == width_ && PitchOf(place, p_.output_pitch[static_cast<size_t>(step.which)]) == width_)) {
+      if (count_ == 1 || (pitch == width_ && PitchOf(place, p_.output_pitch[o]) == width_)) {
         return k_.store(from, output.dtype, count_ * width_, to);
       }
       for (int row = 0; row < count_; ++row) {
-        k_.store(from + row * pitch, output.dtype, width_, base + (place[row] + column_) * size);
+        k_.store(from + row * pitch, output.dtype, width_, base + (OutputPlace(o, row) + column_) * size);
       }
       return;
     }
     for (int row = 0; row < count_; ++row) {
-      char* to = base + (place[row] + column_ * stride) * size;
+      char* to = base + (OutputPlace(o, row) + column_ * stride) * size;
       Scatter(from + row * pitch, output.dtype, width_, stride, to);
     }
   }
@@ -495,12 +493,11 @@ class Worker {
         k_.function[step.op][step.mask](pointer_[step.dst], At(step.a), At(step.b), At(step.c), count_, ChainRows());
         return;
       case ChainStep::Kind::kReadRow: {
-        const BoundRead& read = p_.bound.reads[static_cast<size_t>(step.which)];
-        const int64_t slot = static_cast<int64_t>(step.which) * p_.batch;
+        const auto r = static_cast<size_t>(step.which);
         for (int row = 0; row < count_; ++row) {
           float* to = pointer_[step.dst] + row;
           *to = 0.0f;
-          if (places_.valid[slot + row] != 0) Gather(read, places_.read[slot + row], 0, 0, 1, to);
+          if (IsValid(r, row)) Gather(p_.bound.reads[r], ReadPlace(r, row), 0, 0, 1, to);
         }
         return;
       }
@@ -510,12 +507,11 @@ class Worker {
         }
         return;
       case ChainStep::Kind::kStoreRow: {
-        const BoundOutput& output = p_.bound.outputs[static_cast<size_t>(step.which)];
-        const int64_t* place = places_.output + static_cast<int64_t>(step.which) * p_.batch;
+        const auto o = static_cast<size_t>(step.which);
+        const DType dtype = p_.bound.outputs[o].dtype;
         auto* base = static_cast<char*>(job_.outputs[step.which]);
         for (int row = 0; row < count_; ++row) {
-          k_.store(pointer_[step.a] + (step.mask != 0 ? 0 : row), output.dtype, 1,
-                   base + place[row] * SizeOf(output.dtype));
+          k_.store(pointer_[step.a] + (step.mask != 0 ? 0 : row), dtype, 1, base + OutputPlace(o, row) * SizeOf(dtype));
         }
         return;
       }

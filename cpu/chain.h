@@ -118,12 +118,13 @@ struct ChainProgram {
   std::vector<uint8_t> linear;  // of a read: elements of a row have one stride
   // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
   std::vector<int64_t> read_pitch, output_pitch;
-  int64_t run = 1;       // consecutive rows, of which batches are taken
-  int batch = 1;         // rows at a time; more than 1 only where a row is one strip
-  int64_t strip = 1;     // elements of a row at a time
-  bool columns = false;  // pieces of rows may go to different workers
-  double cost = 1.0;     // of an element, in simple operations
-  int64_t floats = 0;    // of a worker's memory
+  bool straight = false;  // of a batch the first row's places tell all others
+  int64_t run = 1;        // consecutive rows, of which batches are taken
+  int batch = 1;          // rows at a time; more than 1 only where a row is one strip
+  int64_t strip = 1;      // elements of a row at a time
+  bool columns = false;   // pieces of rows may go to different workers
+  double cost = 1.0;      // of an element, in simple operations
+  int64_t floats = 0;     // of a worker's memory
 };
 
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);

@@ -182,6 +182,7 @@ class Compiler {
         if (part.index.coefficient[chain_.last()] != 0) p_.linear[i] = 0;
       }
     }
+    p_.straight = IsStraight();
     register_.assign(nodes_.size(), -1);
     whole_.assign(nodes_.size(), -1);
     for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -190,6 +191,17 @@ class Compiler {
       p_.fixed.back().dst = static_cast<int16_t>(New(ChainRegister::Kind::kFixed));
       whole_[i] = p_.fixed.back().dst;
     }
+  }
+
+  // Whether nothing depends on a row of a batch but by its distance from the first one.
+  bool IsStraight() const {
+    const auto has_pitch = [](int64_t pitch) { return pitch != kNoPitch; };
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (uses_[i] > 0 && nodes_[i].op == ChainOp::kAxis && nodes_[i].which != chain_.last()) return false;
+    }
+    return std::all_of(p_.read_pitch.begin(), p_.read_pitch.end(), has_pitch) &&
+           std::all_of(p_.output_pitch.begin(), p_.output_pitch.end(), has_pitch) &&
+           std::all_of(p_.linear.begin(), p_.linear.end(), [](uint8_t linear) { return linear != 0; });
   }
 
   // Elements between neighbours of the rows of axes first and beyond, seen as one axis.

@@ -27,11 +27,28 @@ struct Ahead {
   int64_t step;
 };
 
-// c = a · b, or c + a · b. a: rows `lda` apart, read where they are; b: rows of kVectors vectors. One loop over k, not
+// What is added to a product before it leaves the registers: rows `stride` apart, 0 for the same one.
+struct Addend {
+  const float* at = nullptr;
+  int64_t stride = 0;
+  Addend Rows(int64_t rows) const { return {at == nullptr ? nullptr : at + rows * stride, stride}; }
+};
+struct Addends {
+  Addend one, other;
+  Addends Rows(int64_t rows) const { return {one.Rows(rows), other.Rows(rows)}; }
+};
+
+// c = a · b and addends. a: rows `lda` apart, read where they are; b: rows of kVectors vectors. One loop over k, not
 // unrolled, and sums that begin as zeros: anything else makes compilers move accumulators through memory.
 template <int kRows, int kVectors>
-void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, bool add,
+void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, const Addends& plus,
                 Ahead ahead) {
+  // Rows far apart, which the processor does not see coming.
+  if (plus.other.at != nullptr) {
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kVectors; ++j) __builtin_prefetch(plus.other.at + i * plus.other.stride + j * Simd::kWidth);
+    }
+  }
   Simd::V sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
@@ -52,18 +69,25 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
       for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
   }
+  for (const Addend& addend : {plus.one, plus.other}) {
+    if (addend.at == nullptr) continue;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) {
+        sum[i][j] = Simd::Add(sum[i][j], Simd::Load(addend.at + i * addend.stride + j * Simd::kWidth));
+      }
+    }
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) {
-      float* const to = c + i * ldc + j * Simd::kWidth;
-      Simd::Store(to, add ? Simd::Add(sum[i][j], Simd::Load(to)) : sum[i][j]);
-    }
+    for (int j = 0; j < kVectors; ++j) Simd::Store(c + i * ldc + j * Simd::kWidth, sum[i][j]);
   }
 }
 
 using TileFunction = void (*)(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc,
-                              bool add, Ahead ahead);
+                              const Addends& plus, Ahead ahead);
 template <int kRows, int kVectors>
 struct Tiles {
   static TileFunction Of(int64_t rows, int64_t vectors) {
@@ -76,9 +100,9 @@ struct Tiles<0, kVectors> {
   static TileFunction Of(int64_t, int64_t) { return nullptr; }
 };
 
-// c[rows, width] = a · panel.
+// c[rows, width] = a · panel and addends.
 inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t width, int64_t rows, float* c,
-                          int64_t ldc) {
+                          int64_t ldc, Addends plus) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
   const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
@@ -92,11 +116,12 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
       Tiles<kTileRows, kTileVectors>::Of(count, width / Simd::kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
-                                                                      k0 > 0, {next, step});
+                                                                      plus.Rows(m), {next, step});
       next += step * depth;
       m += count;
     }
     k0 += depth;
+    plus = {{c, ldc}, {}};
   } while (k0 < K);
 }
 
@@ -156,20 +181,33 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
   }
 }
 
+// What an epilogue adds, where it does nothing else.
+inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
+  Addends plus;
+  if (e.bias0 != nullptr) plus.one = {e.bias0 + n0, 0};
+  if (e.residual != nullptr) plus.other = {e.residual + m0 * N + n0, N};
+  return plus;
+}
+
 void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
   const CpuGemmArgs& args = *p.args;
   const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
   const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
   const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
+  const CpuGemmEpilogue* const e = args.epilogue;
+  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == GemmActivation::kNone &&
+                    e->scale == nullptr && e->row == nullptr;
+  const Addends plus = adds ? Added(*e, m0, n0, p.N) : Addends();
   float* c[2] = {};
   int64_t stride[2] = {};
   for (int64_t i = 0; i < p.products; ++i) {
-    const bool own = wide < width || (args.epilogue != nullptr && i == 1);
+    const bool own = wide < width || (e != nullptr && i == 1);
     c[i] = own ? workspace + i * kPackedRows * kTileColumns : args.output[i] + m0 * p.N + n0;
     stride[i] = own ? kTileColumns : p.N;
-    PackedProduct(args.a + m0 * p.K, p.K, panels + i * p.K * width, width, rows, c[i], stride[i]);
+    PackedProduct(args.a + m0 * p.K, p.K, panels + i * p.K * width, width, rows, c[i], stride[i], plus);
   }
-  if (args.epilogue == nullptr) {
+  if (adds) return;
+  if (e == nullptr) {
     for (int64_t i = 0; i < p.products && wide < width; ++i) {
       for (int64_t m = 0; m < rows; ++m) {
         std::memcpy(args.output[i] + (m0 + m) * p.N + n0, c[i] + m * kTileColumns, static_cast<size_t>(wide) * 4);
@@ -178,8 +216,8 @@ void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspac
     return;
   }
   const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
-  const auto finish = [&](auto function) { function(*args.epilogue, block, m0, n0, rows, wide, p.N); };
-  switch (args.epilogue->activation) {
+  const auto finish = [&](auto function) { function(*e, block, m0, n0, rows, wide, p.N); };
+  switch (e->activation) {
     case GemmActivation::kRelu:
       return finish(Epilogue<GemmActivation::kRelu>);
     case GemmActivation::kGelu:

@@ -135,7 +135,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                     tensorrt=options.target == "tensorrt",
                     separate=on_gpu,
                     merges=merges,
-                    packs=on_gpu and has_packed(),
+                    packs=options.target != "tensorrt" and has_packed(),
                     on_cpu=options.target == "cpu",
                 )
         report.chains = list(chained.reports)

@@ -18,13 +18,13 @@ import stof
 from graphs import FLOAT, HALF, Builder
 from stof.chains.apply import Verdict, apply_chains
 from stof.chains.find import Graph
+from stof.chains.packed import Heads, packed
 from stof.chains.predicted import Predicted
 from stof.chains.region import Chain
 from stof.chains.shared import merged
 from stof.graph import DOMAIN
 from stof.options import Options
 from stof.passes.body import OP, Variant, make_function
-from stof.passes.packed import Heads, packed
 from stof.search.cost import Machine
 from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic
@@ -235,12 +235,128 @@ def test_what_stays(why: str) -> None:
     assert packed(model) is model
 
 
-def test_other_layouts_stay() -> None:
+# ---- heads that views brought into other layouts ----
+
+
+def heads_of(b: Builder, wide: str, first: int, count: int, layout: str, how: str) -> str:
+    """``count`` heads from ``first`` on of a tensor [B, S, N], in a layout with an axis of heads."""
+    if how == "split":
+        heads = b.add("Reshape", wide, b.ints(0, 0, -1, D))
+        parts = split(b, heads, first, count, TOTAL - first - count, axis=2)
+        found = parts[1]
+    elif how == "slice":
+        heads = b.add("Reshape", wide, b.ints(0, 0, -1, D))
+        found = b.add("Slice", heads, b.ints(first), b.ints(first + count), b.ints(2))
+    else:  # query, key and value beside each other, as [B, S, parts, H, D]
+        parts = b.add("Reshape", wide, b.ints(0, 0, -1, count, D))
+        part = b.add("Slice", parts, b.ints(first // count), b.ints(first // count + 1), b.ints(2))
+        found = b.add("Squeeze", part, b.ints(2))
+    return str(b.add("Transpose", found, perm=[0, 2, 1, 3])) if layout == "BHSD" else str(found)
+
+
+TOTAL = 4 * H
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+@pytest.mark.parametrize("how", ["split", "slice", "parts"])
+@pytest.mark.parametrize("opset", [13, 20])
+@pytest.mark.parametrize("batch", ["B", 1, 2])
+def test_heads_in_other_layouts(layout: str, how: str, opset: int, batch: int | str) -> None:
+    b = Builder(FLOAT, opset)
+    wide = product(b, b.input("x", [batch, "S", K]), TOTAL * D)
+    q, k, v = (heads_of(b, wide, first, H, layout, how) for first in (H, 0, 2 * H))
+    model = finish(b, attention(b, q, k, v, layouts=layout), layout=Layout(layout))
+    found = packed(model)
+    assert ops(found) == {"MatMul": 1, OP: 1}
+    assert numbers(found) == [[H, TOTAL, 0, TOTAL, 2 * H, TOTAL]]
+    assert not numbers(model)  # which stays as it was
+    (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
+    assert layouts == f"BSN BSN BSN {layout}"
+    same(model, found)
+    assert packed(found) is found
+
+
+def test_an_input_that_is_computed_keeps_its_layout() -> None:
+    b = Builder(HALF)
+    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    q, k, v = (heads_of(b, wide, first, H, "BSHD", "slice") for first in (0, H, 2 * H))
+    model = finish(b, attention(b, b.add("Sin", q), b.add("Cos", k), v, layouts="BSHD"), layout=Layout.BSHD)
+    found = packed(model)
+    assert numbers(found) == [[0, H, 0, H, 2 * H, TOTAL]]
+    (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
+    assert layouts == "BSHD BSHD BSN BSHD"
+    assert ops(found)["Slice"] == 2
+    same(model, found, 2e-2)
+
+
+def test_one_head() -> None:
     b = Builder(FLOAT)
-    x = b.add("Reshape", product(b, b.input("x", ["B", "S", K]), 3 * W), b.ints(0, 0, 3 * H, D))
-    q, k, v = split(b, x, H, H, H, axis=2)
-    model = finish(b, attention(b, q, k, v, layouts="BSHD"), layout=Layout.BSHD)
+    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    key, value = (heads_of(b, wide, first, 1, "BHSD", "slice") for first in (3, 5))
+    query = heads_of(b, wide, 8, H, "BHSD", "slice")
+    model = finish(b, attention(b, query, key, value, 1, "BHSD"), grouped=True, layout=Layout.BHSD)
+    found = packed(model)
+    assert numbers(found) == [[8, TOTAL, 3, TOTAL, 5, TOTAL]]
+    same(model, found)
+
+
+@pytest.mark.parametrize("where", ["graph", "branch"])
+def test_calls_share_their_layouts(where: str) -> None:
+    """What one call cannot read elsewhere no call does."""
+    b = Builder(FLOAT)
+    x = b.input("x", ["B", "S", K])
+    wide = product(b, x, TOTAL * D)
+    q, k, v = (heads_of(b, wide, first, H, "BSHD", "slice") for first in (0, H, 2 * H))
+    outputs = [attention(b, q, k, v, layouts="BSHD")]
+    inner = Builder(FLOAT, count=1000) if where == "branch" else b
+    outputs.append(attention(inner, q, inner.add("Cos", k), v, layouts="BSHD"))
+    if where == "branch":
+        result = onnx.ValueInfoProto(name=outputs.pop())
+        branch = helper.make_graph(inner.nodes, "branch", [], [result])
+        outputs.append(
+            b.add("If", b.input("chosen", [], onnx.TensorProto.BOOL), then_branch=branch, else_branch=branch)
+        )
+    model = finish(b, *outputs, layout=Layout.BSHD)
+    found = packed(model)
+    if where == "branch":
+        assert found is model
+        return
+    assert numbers(found) == [[0, TOTAL, 0, H, 2 * H, TOTAL]] * 2
+    assert ops(found)["Slice"] == 1
+    same(model, found)
+
+
+@pytest.mark.parametrize("why", ["rows", "batches", "channels", "order", "rank", "no copy", "concat", "batch of one"])
+def test_heads_that_lie_otherwise_stay(why: str) -> None:
+    b = Builder(FLOAT)
+    x = b.input("x", ["B", 6, K]) if why != "batch of one" else b.input("x", [2, 6, K])
+    wide = product(b, x, TOTAL * D)
+    heads = b.add("Reshape", wide, b.ints(0, 0, -1, D))
+    if why == "rank":  # the product wrote rows of all batches one after the other
+        rows = b.add("Reshape", b.input("y", ["B", 6, K]), b.ints(-1, K))
+        heads = b.add("Reshape", product(b, rows, TOTAL * D), b.ints(-1, 6, TOTAL, D))
+    parts = [b.add("Slice", heads, b.ints(i * H), b.ints(i * H + H), b.ints(2)) for i in range(3)]
+    if why == "rows":
+        parts = [b.add("Slice", p, b.ints(1), b.ints(6), b.ints(1)) for p in parts]
+    elif why in ("batches", "batch of one"):
+        parts = [b.add("Slice", p, b.ints(0), b.ints(1), b.ints(0)) for p in parts]
+    elif why == "channels":  # every second one
+        both = b.add("Reshape", wide, b.ints(0, 0, -1, 2 * D))
+        parts = [
+            b.add("Slice", both, b.ints(i * H, i), b.ints(i * H + H, 2 * D), b.ints(2, 3), b.ints(1, 2)) for i in (0, 1)
+        ]
+        parts.append(parts[0])
+    elif why == "order":  # a head's channels beside each other's
+        apart = b.add("Transpose", b.add("Reshape", wide, b.ints(0, 0, D, -1)), perm=[0, 1, 3, 2])
+        parts = [b.add("Slice", apart, b.ints(i * H), b.ints(i * H + H), b.ints(2)) for i in range(3)]
+    elif why == "no copy":
+        parts = [b.add("Reshape", product(b, x, W, i), b.ints(0, 0, -1, D)) for i in range(3)]
+    elif why == "concat":
+        parts = [b.add("Concat", b.add("Slice", p, b.ints(0), b.ints(2), b.ints(2)), p, axis=2) for p in parts]
+        parts = [b.add("Slice", p, b.ints(0), b.ints(H), b.ints(2)) for p in parts]
+    model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
     assert packed(model) is model
+    assert all(np.isfinite(y).all() for y in run(model, True))
 
 
 def test_heads_of_a_part() -> None:

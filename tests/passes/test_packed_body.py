@@ -87,7 +87,7 @@ def function_of(problem: Problem, layouts: tuple[str, ...], opset: int, others: 
         helper.np_dtype_to_tensor_dtype(problem.q.dtype),
     )
     variants = [own, *(replace(own, expression=f"q - k <= {i}") for i in range(others))]
-    return packed_function(make_function(variants, opset), layouts)
+    return packed_function(make_function(variants, opset), layouts, layouts)
 
 
 def session(

@@ -12,13 +12,13 @@ from stof.chains.biased import joined, separated
 from stof.chains.check import check_chain
 from stof.chains.emit import Key, emit_chains, grouped, of_common_types, signature
 from stof.chains.find import Graph, Left, chain_of, find_chains, settled
+from stof.chains.packed import packed
 from stof.chains.product import Forms
 from stof.chains.region import Chain
 from stof.chains.select import Decided, Selection
 from stof.chains.shared import Merges, merged
 from stof.errors import StofError, UnsupportedError
 from stof.graph import all_nodes, opset_of
-from stof.passes.packed import packed
 from stof.plan import ChainPlan
 from stof.symbolic import Symbolic
 

@@ -18,6 +18,7 @@ from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import DOMAIN, describe, node_tensors, opset_of
 from stof.passes.tensorrt import name_nodes
+from stof.passes.unneeded import drop_unneeded
 from stof.symbolic import Symbolic
 from stof.symbolic.dims import declared
 
@@ -108,10 +109,9 @@ def emit_chains(
         result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
     gone = {p for c in chains for p in c.region.places}
     kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
-    before = _live(model.graph)
     del result.graph.node[:]
     result.graph.node.extend(_sorted(kept))
-    _drop(result.graph, before, {o for n in nodes for o in n.output})
+    drop_unneeded(result.graph, model.graph)
     _check(result.graph)
     _declare(result.graph, symbolic, chains)
     if not any(e.domain == DOMAIN for e in result.opset_import):
@@ -204,36 +204,3 @@ def _sorted(nodes: Sequence[tuple[int, onnx.NodeProto]]) -> list[onnx.NodeProto]
     if len(order) < len(nodes):
         raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
     return order
-
-
-def _live(graph: onnx.GraphProto) -> set[str]:
-    """What the outputs need."""
-    producer = {o: n for n in graph.node for o in n.output if o}
-    pending = [o.name for o in graph.output]
-    found: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in found:
-            continue
-        found.add(name)
-        if name in producer:
-            pending.extend(node_tensors(producer[name]) - found)
-    return found
-
-
-def _drop(graph: onnx.GraphProto, before: set[str], written: set[str]) -> None:
-    """Removes what was needed and is not any more: shapes, constants, and what nodes inside of chains wrote."""
-    live = _live(graph)
-    gone = before - live
-    for i in reversed(range(len(graph.node))):
-        if not live.intersection(graph.node[i].output):  # also what nothing ever read: it may read what is gone
-            del graph.node[i]
-    inputs = {i.name for i in graph.input}
-    still = {o for n in graph.node for o in n.output}
-    for entries, dead in (
-        (graph.initializer, gone - inputs),
-        (graph.value_info, gone | (written - still)),
-    ):
-        for i in reversed(range(len(entries))):
-            if entries[i].name in dead:
-                del entries[i]

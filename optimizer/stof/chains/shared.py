@@ -14,8 +14,8 @@ import onnx
 from onnx import helper
 
 from stof.chains.ops import FREE, kind_of_node
+from stof.chains.packed import INPUTS, heads_known, heads_read, is_attention
 from stof.graph import domain_of, node_tensors, with_nodes
-from stof.passes.packed import INPUTS, heads_known, heads_read, is_attention
 from stof.symbolic import Symbolic
 from stof.widen import HALF
 

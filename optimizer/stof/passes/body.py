@@ -66,11 +66,11 @@ def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) ->
     return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
 
 
-def packed_function(function: onnx.FunctionProto, layouts: Sequence[str]) -> onnx.FunctionProto:
+def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]) -> onnx.FunctionProto:
     """The same function where calls have attribute ``packed``: it takes their heads from tensors that hold others, too.
 
-    ``layouts`` of query, key and value. Every call has to give the attribute. The slices are nodes of the function's own,
-    as all that read attributes are.
+    ``layouts`` of query, key and value as calls give them from now on, ``before`` as the function takes them. Every call
+    has to give the attribute. The slices are nodes of the function's own, as all that read attributes are.
     """
     opset = next(e.version for e in function.opset_import if not e.domain)
     b = Builder(opset, "p_")
@@ -89,6 +89,10 @@ def packed_function(function: onnx.FunctionProto, layouts: Sequence[str]) -> onn
         end = b.add("Mul", [b.add("Add", [first, heads]), size])
         limits = [b.unsqueeze(limit, [0]) for limit in (start, end)]
         sliced[tensor] = b.add("Slice", [tensor, *limits, b.constant([2])])
+        if before[i] != Layout.BSN.value:
+            sliced[tensor] = b.add("Reshape", [sliced[tensor], _shape(b, [0, 0], heads, size)])
+        if before[i] == Layout.BHSD.value:
+            sliced[tensor] = b.add("Transpose", [sliced[tensor]], perm=[0, 2, 1, 3])
     found = onnx.FunctionProto()
     found.CopyFrom(function)
     for node in found.node:
