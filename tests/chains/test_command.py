@@ -85,10 +85,10 @@ def test_measurements_decide(
     def measured(
         self: Measured,
         site: object,
-        chain: object,
         timers: object,
         problems: object,
         scheme: object,
+        end: str = "",
     ) -> None:
         next(times)
         for problem in problems:  # type: ignore[attr-defined]
@@ -159,10 +159,11 @@ def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
     """A file that another version, or somebody else, has written to."""
     problem = {"chain": ""}
     own = Cache(cache, "device", "build")
-    for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5)):
+    for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5), ("2n", 0.1), ("2p", 0.4)):
         own.put(problem, config, seconds)
-    verdict = Measured(Options(), own, 0.0)._decided([problem], 3, "")
-    assert verdict.segments == ((0, 3),)
+    judge = Measured(Options(), own, 0.0)
+    assert judge._decided([problem], 3, "", {"": ()}).segments == ((0, 3),)
+    assert judge._decided([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
 
 
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path) -> None:

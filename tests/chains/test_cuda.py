@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,13 @@ import pytest
 
 from graphs import HALF, Builder, N, _x, split_gate
 from stof.chains.apply import apply_chains
-from stof.chains.judge import judge_of
+from stof.chains.judge import Measured, judge_of
 from stof.chains.predicted import LEAST_PREDICTED, Predicted
+from stof.chains.product import Product
+from stof.chains.region import Chain
 from stof.options import Options
 from stof.pipeline import optimize
+from stof.search.cache import Cache
 from stof.search.cost import Machine
 from stof.search.measure_cuda import repeated
 from stof.search.rival import rival_seconds
@@ -105,16 +110,59 @@ def test_copies_for_a_measurement_compute_the_same() -> None:
     assert {a.name for a in many.graph.initializer} == {a.name for a in model.graph.initializer}
 
 
-def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> None:
-    """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
+def normed_product() -> onnx.ModelProto:
     b = Builder(HALF)
     product = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
     total = b.add("Add", product, b.input("residual", ["B", "S", 768]))
     normed = b.add("LayerNormalization", total, b.weight(768), b.weight(768), axis=-1)
-    model = b.model(b.add("MatMul", normed, b.weight(768, 768)), total)
-    long = Options(target="cuda", shapes={"B": (16, 16), "S": (2048, 2048)})
-    found = apply_chains(model, Predicted(long, Machine.cuda(2.6e12, 620e12)), forms=_takes_all)
+    return b.model(b.add("MatMul", normed, b.weight(768, 768)), total)
+
+
+LONG = Options(target="cuda", shapes={"B": (16, 16), "S": (2048, 2048)})
+
+
+def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> None:
+    """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
+    found = apply_chains(normed_product(), Predicted(LONG, Machine.cuda(2.6e12, 620e12)), forms=_takes_all)
     assert [n.op_type for n in found.model.graph.node] == ["StofGemm", "StofChain", "MatMul"]
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize(("norm_gains", "sum_gains"), [(True, True), (True, False), (False, True), (False, False)])
+def test_norms_alone_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm_gains: bool, sum_gains: bool, target: str
+) -> None:
+    """Each operator takes a second, what a product takes in with it nothing, a norm that gains half of one."""
+
+    def seconds(self: object, places: Sequence[int], chains: Sequence[Chain], outputs: object) -> float:
+        total = float(len(places))
+        for chain in chains:
+            if len(chain.region.places) == 1:
+                total -= 0.5 if norm_gains else -0.1
+            elif len(chain.region.places) == 2 and isinstance(chain, Product):
+                total -= 1.0 if sum_gains else -0.1
+            else:
+                total += 2.0
+        return total
+
+    def turns(
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[Chain]], outputs: object, over: object
+    ) -> list[float]:
+        return [seconds(self, places, chains, outputs) for chains in candidates]
+
+    monkeypatch.setattr("stof.chains.judge.Timer.seconds", seconds)
+    monkeypatch.setattr("stof.chains.judge.Timer.in_turns", turns)
+    options = replace(LONG, target=target, tune=60.0)
+    cache = Cache(tmp_path / "cache.sqlite", "device", "build")
+    found = []
+    for deadline in (time.monotonic() + 60.0, 0.0):  # measured, then from the cache
+        judge = Measured(options, cache, deadline)
+        made = apply_chains(normed_product(), judge, forms=_takes_all)
+        found.append([n.op_type for n in made.model.graph.node])
+    norm_taken = norm_gains and target == "cuda"
+    wanted = ["StofGemm"] if sum_gains else ["MatMul", "Add"]
+    wanted += ["StofChain" if norm_taken else "LayerNormalization", "MatMul"]
+    assert found == [wanted, wanted]
 
 
 def test_a_short_norm_alone_stays() -> None:

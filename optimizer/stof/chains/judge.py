@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
 from stof.search.measure_cuda import has_cuda_provider
-from stof.search.space import Scheme, Segment, Setting, decode, encode, unfused
+from stof.search.space import Scheme, Segment, Setting, decode, encode
 
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
 LEAST_GAIN_IN_TURNS = 1.01  # where it took turns with the original, from which it differs by whose products it has
@@ -38,7 +39,10 @@ _ORIGINAL = "original"
 _SEARCHED = "searched"  # beside the measurements of a region: its search's share of the seconds of --tune
 _ENDED = 1e9  # the same of a search that ended by itself
 _IN_TURNS = "in turns"  # beside them: the original and whole schemes were timed so
-_OWN = "p"  # after a scheme whose products by themselves are StofGemm, too
+# After a scheme: what is by itself in it becomes an operator of the library, too.
+_PRODUCTS = "p"
+_NORMS = "n"
+_CONFIG = re.compile(f"([0-9a-f]+)({_PRODUCTS}?{_NORMS}?)")
 
 
 def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
@@ -155,11 +159,34 @@ class Measured:
         if self.otherwise is not None and not all(_ORIGINAL in self.cache.of(p) for p in problems):
             return self.otherwise(graph, chain, key, left)
         site = Site(graph, graph.site(chain.region.places))
-        return self._decided(problems, len(site.places), reason, site.products())
+        return self._decided(problems, len(site.places), reason, self.alone(site))
 
     @property
     def machine(self) -> Machine:
         return self.otherwise.machine if isinstance(self.otherwise, Predicted) else Machine()
+
+    def norms(self, site: Site) -> tuple[Segment, ...]:
+        """Norms that may be a chain by themselves: on the CPU the runtime's own are faster."""
+        return site.norms() if self.options.target == "cuda" else ()
+
+    def alone(self, site: Site) -> dict[str, tuple[Segment, ...]]:
+        """What may become an operator by itself, by what a scheme's configuration ends with."""
+        products, norms = site.products(), self.norms(site)
+        found: dict[str, tuple[Segment, ...]] = {"": ()}
+        if products:
+            found[_PRODUCTS] = products
+        if norms:
+            found |= {end + _NORMS: (*own, *norms) for end, own in found.items()}
+        return found
+
+    def _variants(self, site: Site, schemes: Sequence[Scheme]) -> dict[tuple[Segment, ...], tuple[Scheme, str]]:
+        """What schemes replace, each once, with how a configuration says it."""
+        found: dict[tuple[Segment, ...], tuple[Scheme, str]] = {}
+        for end, own in self.alone(site).items():
+            for scheme in schemes:
+                found.setdefault(_replaced(scheme, own), (scheme, end))
+        found.pop((), None)  # the original
+        return found
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()
@@ -185,17 +212,20 @@ class Measured:
         provider = "CUDA" if self.options.target == "cuda" else "CPU"
         timers = [Timer(graph, s, provider) for s in self.sizes]
         whole = site.whole
-        self._time(site, chain, timers, problems, None)
-        self._time(site, chain, timers, problems, whole)
-        ranked = search(site.space(), Analytical(site, self.sizes[-1], self.machine), [whole], _RANKED, self._over)
+        self._time(site, timers, problems, None)
+        self._time(site, timers, problems, whole)
+        norms = frozenset(self.norms(site))
+        analytical = Analytical(site, self.sizes[-1], self.machine, norms)
+        ranked = search(site.space(), analytical, [whole], _RANKED, self._over)
         costs = _Costs(site, timers, problems, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
-        rest = [s for s in dict.fromkeys([ranked.scheme, found.scheme]) if s not in (whole, unfused(len(site.places)))]
+        schemes = list(dict.fromkeys([whole, ranked.scheme, found.scheme]))
         if site.products():
-            self._time_in_turns(site, timers, problems, [whole, *rest])
-        for scheme in () if site.products() else rest:
-            if not self._over():
-                self._time(site, chain, timers, problems, scheme)
+            self._time_in_turns(site, timers, problems, schemes)
+        else:
+            for scheme, end in self._variants(site, schemes).values():
+                if not self._over():
+                    self._time(site, timers, problems, scheme, end)
         # One that was cut off goes on in a run that is given more time.
         seconds = _ENDED if found.complete else self._share()
         for problem in problems:
@@ -212,15 +242,14 @@ class Measured:
     def _time(
         self,
         site: Site,
-        chain: Chain,
         timers: Sequence[Timer],
         problems: Sequence[Mapping[str, Any]],
         scheme: Scheme | None,
+        end: str = "",
     ) -> None:
-        """The whole region as a scheme has it, at every size; None: as it is."""
-        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}"
-        parts = [site.chain(s) for s in scheme or () if s[1] - s[0] > 1]
-        chains = [p for p in parts if isinstance(p, Chain)]
+        """The whole region as a scheme has it, at every size; None: as it is. ``end``: of the configuration."""
+        config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{end}"
+        chains = _chains(site, _replaced(scheme or (), self.alone(site)[end]))
         graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
             if config not in self.cache.of(problem):
@@ -230,13 +259,14 @@ class Measured:
     def _time_in_turns(
         self, site: Site, timers: Sequence[Timer], problems: Sequence[Mapping[str, Any]], schemes: Sequence[Scheme]
     ) -> None:
-        """The region as it is and by schemes, each with the runtime's products by themselves and with the library's.
+        """The region as it is and by schemes, each with the runtime's products and norms by themselves and the library's.
 
         The runtime's products are near to what can be reached: differences are small.
         """
-        own = {f"{encode(s):x}{_OWN}": _replaced(s, site.products()) for s in schemes}
-        segments = {_ORIGINAL: (), **{f"{encode(s):x}": _replaced(s, ()) for s in schemes}, **own}
-        parts = [[c for s in some if isinstance(c := site.chain(s), Chain)] for some in segments.values()]
+        segments: dict[str, tuple[Segment, ...]] = {_ORIGINAL: ()}
+        for own, (scheme, end) in self._variants(site, schemes).items():
+            segments[f"{encode(scheme):x}{end}"] = own
+        parts = [_chains(site, some) for some in segments.values()]
         outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
             # Not the region's own share, which its search has used up: few turns tell noise from 1 % no better than none.
@@ -246,16 +276,13 @@ class Measured:
             self.cache.put(problem, _IN_TURNS, 1.0)
 
     def _decided(
-        self, problems: Sequence[Mapping[str, Any]], count: int, reason: str, alone: Sequence[Segment] = ()
+        self, problems: Sequence[Mapping[str, Any]], count: int, reason: str, alone: Mapping[str, Sequence[Segment]]
     ) -> Verdict:
         known = [self.cache.of(p) for p in problems]
         if not all(_ORIGINAL in k for k in known):
             return Verdict((), reason or "was not measured on this device: --tune SECONDS measures")
-        gains = {
-            c: [k[_ORIGINAL] / k[c] for k in known]
-            for c in known[0]
-            if _is_scheme(c, count) and _segments(c, count, alone) and all(c in k for k in known)
-        }
+        segments = {c: _segments(c, count, alone) for c in known[0] if all(c in k for k in known)}
+        gains = {c: [k[_ORIGINAL] / k[c] for k in known] for c, own in segments.items() if own}
         if not gains:
             return Verdict((), reason or "no chain of it was measured on this device: --tune SECONDS measures")
         least = LEAST_GAIN_IN_TURNS if all(_IN_TURNS in k for k in known) else LEAST_GAIN
@@ -263,26 +290,27 @@ class Measured:
         gain = math.prod(gains[best]) ** (1 / len(known))
         if min(gains[best]) < least:
             return Verdict((), f"measured {min(gains[best]):.2f}x of the original's speed", gain, True)
-        return Verdict(_segments(best, count, alone), "", gain, True)
+        return Verdict(segments[best], "", gain, True)
 
 
-def _segments(config: str, count: int, alone: Sequence[Segment]) -> tuple[Segment, ...]:
-    """What a cached configuration replaces."""
-    scheme = decode(int(config.removesuffix(_OWN), 16), count)
-    return _replaced(scheme, alone if config.endswith(_OWN) else ())
+def _segments(config: str, count: int, alone: Mapping[str, Sequence[Segment]]) -> tuple[Segment, ...]:
+    """What a cached configuration replaces; nothing where it is none of a scheme, or of another version's."""
+    found = _CONFIG.fullmatch(config)
+    if found is None or found[2] not in alone:
+        return ()
+    try:
+        return _replaced(decode(int(found[1], 16), count), alone[found[2]])
+    except ValueError:
+        return ()
 
 
 def _replaced(scheme: Scheme, alone: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments of a scheme that become operators: those of several, and some products by themselves."""
+    """The segments of a scheme that become operators: those of several, and some by themselves."""
     return tuple(s for s in scheme if s[1] - s[0] > 1 or s in alone)
 
 
-def _is_scheme(config: str, count: int) -> bool:
-    """Whether a cached configuration is one of this version's."""
-    try:
-        return bool(decode(int(config.removesuffix(_OWN), 16), count))
-    except ValueError:
-        return False
+def _chains(site: Site, segments: Sequence[Segment]) -> list[Chain]:
+    return [c for s in segments if isinstance(c := site.chain(s), Chain)]
 
 
 @dataclass
@@ -297,10 +325,14 @@ class _Costs:
 
     def __call__(self, segment: Segment, setting: Setting) -> float:
         """The mean over sizes; inf where a segment cannot be run."""
-        places = self.site.places[segment[0] : segment[1]]
-        template = len(places) > 1 or segment in self.site.products()
-        chain = self.site.chain(segment) if template else None
-        chains = [chain] if isinstance(chain, Chain) else []
+        ways = [segment[1] - segment[0] > 1 or segment in self.site.products()]
+        if segment in self.measured.norms(self.site):
+            ways = [False, True]
+        return min(self._mean(segment, fused) for fused in ways)
+
+    def _mean(self, segment: Segment, fused: bool) -> float:
+        """As one operator of the library, or as the runtime's."""
+        chains = _chains(self.site, [segment] if fused else [])
         try:
             found = [self._seconds(segment, t, p, chains) for t, p in zip(self.timers, self.problems, strict=True)]
         except UnsupportedError:
@@ -310,6 +342,8 @@ class _Costs:
 
     def _seconds(self, segment: Segment, timer: Timer, problem: Mapping[str, Any], chains: Sequence[Chain]) -> float:
         config = f"operators {segment[0]} to {segment[1]}"
+        if chains and segment in self.measured.norms(self.site):
+            config += " by themselves as a chain"
         known = self.measured.cache.of(problem)
         if config not in known:
             places = self.site.places[segment[0] : segment[1]]
