@@ -101,10 +101,10 @@ if wave 1; then
   suite masks-captured 75 CudaMasksInCaptured
   suite masks-broken 75 CudaVectors
   suite no-keys 75 CudaWithoutKeys
-  suite chains-interpreted 75 Chain STOF_CHAIN_KERNELS=interpret
+  suite chains-interpreted 150 Chain STOF_CHAIN_KERNELS=interpret
   # Compiling takes the time: 8 processes share the cases.
   for shard in 0 1 2 3 4 5 6 7; do
-    suite "chains-$shard" 75 Chain STOF_SHARD=$shard/8 STOF_CHAIN_KERNELS=made STOF_CHAIN_CACHE="$logs/chains"
+    suite "chains-$shard" 150 Chain STOF_SHARD=$shard/8 STOF_CHAIN_KERNELS=made STOF_CHAIN_CACHE="$logs/chains"
   done
   suite non-finite 75 CudaNonFinite
   suite padding 75 CudaPadding

@@ -111,7 +111,7 @@ def _attention(records: Sequence[Record]) -> list[str]:
                     *cells,
                 ]
             )
-        masks = sorted({r["mask"] for r in group}, key=len)
+        masks = sorted({r["mask"] for r in group}, key=lambda m: (len(m), m))
         shown = masks[0] if len(masks) == 1 else f"{masks[0]} (the numbers grow with S)"
         parts += [
             f"#### {name}, {threads} thread{'s' if threads > 1 else ''}",

@@ -129,7 +129,7 @@ def _not_measured(grid: str, records: Sequence[Record]) -> list[str]:
 
 
 def _mask(records: Sequence[Record]) -> str:
-    masks = sorted({r["mask"] for r in records}, key=len)
+    masks = sorted({r["mask"] for r in records}, key=lambda m: (len(m), m))
     return f"`{masks[0]}`" + (" (the numbers grow with the length)" if len(masks) > 1 else "")
 
 
@@ -220,6 +220,13 @@ def _models(records: Sequence[Record], compiled: Sequence[Record]) -> list[str]:
 
 
 def _model_machine(records: Sequence[Record]) -> str:
-    machine = records[0]["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in sorted(machine["versions"].items()))
-    return f"{machine['device']}; library build {machine['library']}; {versions}; {machine['date']}.\n"
+    machines = [r["machine"] for r in records]
+    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for m in machines for v in m["versions"].items()}))
+    libraries: dict[str, list[str]] = {}
+    for record in records:
+        libraries.setdefault(record["machine"]["library"], []).append(record["machine"]["date"])
+    builds = "; ".join(
+        f"library build {build}, {len(dates)} points, {min(dates)} to {max(dates)}"
+        for build, dates in libraries.items()
+    )
+    return f"{machines[0]['device']}; {versions}; {builds}.\n"
