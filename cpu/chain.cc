@@ -12,8 +12,8 @@ namespace cpu {
 
 const ChainKernels& ChainKernelsOf(CpuIsa isa) {
 #if defined(__x86_64__)
-  // A build for AVX-512 is no faster: strips are short, and wait for memory.
-  if (isa == CpuIsa::kAvx512 || isa == CpuIsa::kAvx2) return avx2::kChainKernels;
+  if (isa == CpuIsa::kAvx512) return avx512::kChainKernels;
+  if (isa == CpuIsa::kAvx2) return avx2::kChainKernels;
 #endif
   (void)isa;
   return portable::kChainKernels;

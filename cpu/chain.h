@@ -51,6 +51,9 @@ extern const ChainKernels kChainKernels;
 namespace avx2 {
 extern const ChainKernels kChainKernels;
 }
+namespace avx512 {
+extern const ChainKernels kChainKernels;
+}
 const ChainKernels& ChainKernelsOf(CpuIsa isa);
 
 struct ChainStep {
