@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stof.search.space import Space, competed, decode, encode, expanded, seized, unfused
+from stof.search.space import Space, competed, decode, encode, expanded, longest, seized, unfused
 
 
 @given(st.integers(1, 14).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, 2 ** (n - 1) - 1))))
@@ -32,6 +32,14 @@ def test_the_encoding_of_stofs_example() -> None:
 def test_bits_that_encode_nothing(bits: int, count: int) -> None:
     with pytest.raises(ValueError, match="encodes no scheme"):
         decode(bits, count)
+
+
+def test_longest_segments_first() -> None:
+    """A product takes two of three, what is left is one by itself; the limit of compute-bound operators holds."""
+    assert longest(Space("CMMM", lambda s: s[0] > 0 or s[1] <= 3)) == ((0, 3), (3, 4))
+    assert longest(Space("MMMM", lambda _: True)) == ((0, 4),)
+    assert longest(Space("CMCMCM", lambda _: True)) == ((0, 4), (4, 6))
+    assert longest(Space("CMM", lambda _: False)) == unfused(3)
 
 
 def test_every_scheme_once() -> None:

@@ -30,7 +30,7 @@ from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
 from stof.search.measure_cuda import has_cuda_provider
-from stof.search.space import Scheme, Segment, Setting, decode, encode
+from stof.search.space import Scheme, Segment, Setting, decode, encode, longest
 
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
 LEAST_GAIN_IN_TURNS = 1.01  # where it took turns with the original, from which it differs by whose products it has
@@ -219,7 +219,8 @@ class Measured:
         ranked = search(site.space(), analytical, [whole], _RANKED, self._over)
         costs = _Costs(site, timers, problems, self)
         found = search(site.space(), costs, [whole, ranked.scheme], _RANKED, self._over)
-        schemes = list(dict.fromkeys([whole, ranked.scheme, found.scheme]))
+        # One that no measured segment has a part in, too: noise in one of them may hide the best scheme.
+        schemes = list(dict.fromkeys([whole, ranked.scheme, found.scheme, longest(site.space())]))
         if site.products():
             self._time_in_turns(site, timers, problems, schemes)
         else:

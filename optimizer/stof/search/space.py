@@ -105,6 +105,17 @@ class Space:
         return min(ways[0], most)
 
 
+def longest(space: Space) -> Scheme:
+    """The scheme whose segments, from the first operator on, are each as long as a template computes."""
+    count, start = len(space.kinds), 0
+    found: list[Segment] = []
+    while start < count:
+        end = next(e for e in range(count, start, -1) if space.valid((start, e)))
+        found.append((start, end))
+        start = end
+    return tuple(found)
+
+
 def expanded(space: Space, scheme: Scheme) -> Iterator[Scheme]:
     """*Expand*: neighbours become one segment; others stay as they are."""
     for first in range(len(scheme)):
