@@ -34,8 +34,8 @@ struct Addend {
   Addend Rows(int64_t rows) const { return {at == nullptr ? nullptr : at + rows * stride, stride}; }
 };
 struct Addends {
-  Addend one, other;
-  Addends Rows(int64_t rows) const { return {one.Rows(rows), other.Rows(rows)}; }
+  Addend before, bias, residual;  // in the order in which they are added; before: what a product has so far
+  Addends Rows(int64_t rows) const { return {before.Rows(rows), bias.Rows(rows), residual.Rows(rows)}; }
 };
 
 // c = a · b and addends. a: rows `lda` apart, read where they are; b: rows of kVectors vectors. One loop over k, not
@@ -44,9 +44,10 @@ template <int kRows, int kVectors>
 void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, const Addends& plus,
                 Ahead ahead) {
   // Rows far apart, which the processor does not see coming.
-  if (plus.other.at != nullptr) {
+  if (plus.residual.at != nullptr) {
     for (int i = 0; i < kRows; ++i) {
-      for (int j = 0; j < kVectors; ++j) __builtin_prefetch(plus.other.at + i * plus.other.stride + j * Simd::kWidth);
+      for (int j = 0; j < kVectors; ++j)
+        __builtin_prefetch(plus.residual.at + i * plus.residual.stride + j * Simd::kWidth);
     }
   }
   Simd::V sum[kRows][kVectors];
@@ -69,7 +70,7 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
       for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
   }
-  for (const Addend& addend : {plus.one, plus.other}) {
+  for (const Addend& addend : {plus.before, plus.bias, plus.residual}) {
     if (addend.at == nullptr) continue;
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
@@ -102,13 +103,15 @@ struct Tiles<0, kVectors> {
 
 // c[rows, width] = a · panel and addends.
 inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t width, int64_t rows, float* c,
-                          int64_t ldc, Addends plus) {
+                          int64_t ldc, const Addends& plus) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
   const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
   int64_t k0 = 0;
   do {
     const int64_t depth = std::min(most, K - k0);
+    Addends addends = k0 + depth < K ? Addends() : plus;
+    if (k0 > 0) addends.before = {c, ldc};
     const float* const b = panel + k0 * width;
     const auto* next = reinterpret_cast<const char*>(b + depth * width);
     // A few tiles are done before much of it could come: the processor sees by itself what is read in order.
@@ -116,12 +119,11 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
       Tiles<kTileRows, kTileVectors>::Of(count, width / Simd::kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
-                                                                      plus.Rows(m), {next, step});
+                                                                      addends.Rows(m), {next, step});
       next += step * depth;
       m += count;
     }
     k0 += depth;
-    plus = {{c, ldc}, {}};
   } while (k0 < K);
 }
 
@@ -184,8 +186,8 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
 // What an epilogue adds, where it does nothing else.
 inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
   Addends plus;
-  if (e.bias0 != nullptr) plus.one = {e.bias0 + n0, 0};
-  if (e.residual != nullptr) plus.other = {e.residual + m0 * N + n0, N};
+  if (e.bias0 != nullptr) plus.bias = {e.bias0 + n0, 0};
+  if (e.residual != nullptr) plus.residual = {e.residual + m0 * N + n0, N};
   return plus;
 }
 

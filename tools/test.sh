@@ -76,10 +76,12 @@ for preset in asan tsan; do
   cmake --build --preset $preset --target stof_tests stof_trt_tests
 done
 # Side by side: most of either runs on one core.
-ctest --preset asan &
-asan=$!
-ctest --preset tsan
-wait $asan
+ctest --preset asan > build/asan/ctest.log 2>&1 &
+asan=$! failed=0
+ctest --preset tsan || failed=1
+wait $asan || failed=1
+cat build/asan/ctest.log
+[ $failed = 0 ]
 end
 
 # Optimized models, built by TensorRT for RTX with the plugin library and without.

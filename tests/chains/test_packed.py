@@ -300,6 +300,107 @@ def test_one_head() -> None:
     same(model, found)
 
 
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+def test_one_head_of_all(layout: str, size: int) -> None:
+    """Dimensions of 1 have no place of their own in an index."""
+    b = Builder(FLOAT)
+    wide = product(b, b.input("x", ["B", "S", K]), 3 * size)
+    heads = []
+    for part in split(b, wide, size, size, size):
+        head = b.add("Reshape", part, b.ints(0, 0, 1, size))
+        heads.append(b.add("Transpose", head, perm=[0, 2, 1, 3]) if layout == "BHSD" else head)
+    attention(b, *heads, groups=1, layouts=layout)
+    for attribute in b.nodes[-1].attribute:
+        if attribute.name == "num_heads":
+            attribute.i = 1
+    model = finish(b, b.nodes[-1].output[0], layout=Layout(layout))
+    found = packed(model)
+    assert numbers(found) == [[0, 3, 1, 3, 2, 3]]
+    same(model, found)
+
+
+@pytest.mark.parametrize("to", ["rows", "batches"])
+def test_rows_that_may_be_repeated_stay(to: str) -> None:
+    """Sizes of different names need not be the same in a run: one may be 1."""
+    b = Builder(FLOAT)
+    x = b.input("x", ["B", "S", K])
+    other = b.input("other", ["C", "T", W])
+    parts = split(b, product(b, x, 3 * W), W, W, W)
+    start = ("batches", "rows").index(to)
+    size = b.add("Shape", other, start=start, end=start + 1)
+    shape = [size, b.ints(1), b.ints(1)] if to == "batches" else [b.ints(1), size, b.ints(1)]
+    parts = [b.add("Expand", p, b.add("Concat", *shape, axis=0)) for p in parts]
+    model = finish(b, attention(b, *parts))
+    assert packed(model) is model
+
+
+def test_only_so_many_steps_are_looked_at() -> None:
+    b = Builder(FLOAT)
+    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    parts = [heads_of(b, wide, i * H, H, "BSHD", "slice") for i in range(3)]
+    for _ in range(20):
+        parts = [b.add("Transpose", p, perm=[0, 2, 1, 3]) for p in parts]
+    model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
+    assert packed(model) is model
+    same(model, packed(model))
+
+
+@pytest.mark.parametrize("how", ["raises", "wrong"])
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
+    how: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of this step costs the step."""
+
+    def broken(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.ModelProto:
+        if how == "raises":
+            raise RuntimeError("a fault")
+        found = packed(model, symbolic)
+        assert found is not model
+        for call in found.graph.node:
+            for attribute in call.attribute:
+                if attribute.name == "packed":
+                    attribute.ints[4] = 0  # queries for values
+        return found
+
+    monkeypatch.setattr("stof.chains.apply.packed", broken)
+    onnx.save(_dense_model(), tmp_path / "model.onnx")
+    settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
+    report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))
+    assert report.replaced == 1
+    assert report.verification is not None
+    assert not report.verification.failures
+    found = onnx.load(tmp_path / "model.stof.onnx")
+    assert not numbers(found)
+    for own, wanted in zip(run(found, True), run(_dense_model(), True), strict=True):
+        np.testing.assert_allclose(own.astype(np.float32), wanted.astype(np.float32), rtol=2e-2, atol=2e-2)
+
+
+def _dense_model() -> onnx.ModelProto:
+    """Attention over a Split of one product."""
+    b = Builder(HALF)
+    x = b.input("x", ["B", "S", W])
+    far = b.add("Greater", b.add("Abs", _distance(b, x, x)), b.array(np.array(9)))
+    mask = b.add("Where", far, b.number(-np.inf), b.number(0.0))
+    own = split(b, b.add("MatMul", x, factor(b, W, 3 * W, 1)), W, W, W)
+    model = b.model(b.add("MatMul", _dense(b, *own, mask), factor(b, W, W, 2)))
+    for info in model.graph.output:
+        info.CopyFrom(helper.make_tensor_value_info(info.name, HALF, ["B", "S", W]))
+    return model
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_heads_are_read_in_place_for_both_targets(target: str, tmp_path: Path) -> None:
+    onnx.save(_dense_model(), tmp_path / "model.onnx")
+    settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
+    stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))
+    found = onnx.load(tmp_path / "model.stof.onnx")
+    assert numbers(found) == [[0, 12, 4, 12, 8, 12]]
+    assert "Split" not in ops(found)
+    same(_dense_model(), found, 2e-2)
+
+
 @pytest.mark.parametrize("where", ["graph", "branch"])
 def test_calls_share_their_layouts(where: str) -> None:
     """What one call cannot read elsewhere no call does."""

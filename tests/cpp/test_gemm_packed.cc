@@ -124,7 +124,26 @@ bool Same(const std::vector<float>& x, const std::vector<float>& y, size_t count
   return std::memcmp(x.data() + kAround, y.data() + kAround, count * sizeof(float)) == 0;
 }
 
-// One instruction set: also that threads, and how many other rows there are, make no difference.
+// Also that threads, and how many other rows there are, make no difference.
+void RunCase(CpuIsa isa, const Packed& p, Random* random) {
+  const std::string where = Text("isa ", static_cast<int>(isa), " ", p.Text());
+  CpuGemmFactor factor;
+  if (!factor.Pack(isa, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
+    CHECK(p.N < 25, where, " was not packed");
+    return;
+  }
+  const Outputs one = Run(p, factor, p.M, 1), three = Run(p, factor, p.M, 3), two = Run(p, factor, p.M, 2);
+  Check(p, one, where);
+  const int64_t some = random->Range(1, p.M);
+  const Outputs fewer = Run(p, factor, some, 1);
+  for (size_t o = 0; o < one.size(); ++o) {
+    const auto all = static_cast<size_t>(p.M * p.N);
+    CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
+    CHECK(Same(one[o], fewer[o], static_cast<size_t>(some * p.N)), where, ": other rows change the result");
+  }
+  CountCases(1);
+}
+
 void RunIsa(CpuIsa isa) {
   if (isa > BestCpuIsa()) return;
   const int64_t rows[] = {1, 2, 5, 6, 7, 8, 9, 13, 16, 127, 128, 129, 137, 260};
@@ -134,28 +153,35 @@ void RunIsa(CpuIsa isa) {
   const int cases = Cases(120);
   for (int i = 0; i < cases; ++i) {
     const Packed p(rows[random.Range(0, 13)], columns[random.Range(0, 13)], depths[random.Range(0, 11)], &random);
-    const std::string where = Text("isa ", static_cast<int>(isa), " ", p.Text());
-    CpuGemmFactor factor;
-    if (!factor.Pack(isa, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
-      CHECK(p.N < 25, where, " was not packed");
-      continue;
-    }
-    const Outputs one = Run(p, factor, p.M, 1), three = Run(p, factor, p.M, 3), two = Run(p, factor, p.M, 2);
-    Check(p, one, where);
-    const int64_t some = random.Range(1, p.M);
-    const Outputs fewer = Run(p, factor, some, 1);
-    for (size_t o = 0; o < one.size(); ++o) {
-      const auto all = static_cast<size_t>(p.M * p.N);
-      CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
-      CHECK(Same(one[o], fewer[o], static_cast<size_t>(some * p.N)), where, ": other rows change the result");
-    }
-    CountCases(1);
+    RunCase(isa, p, &random);
   }
 }
 
 TEST(PackedPortable) { RunIsa(CpuIsa::kPortable); }
 TEST(PackedAvx2) { RunIsa(CpuIsa::kAvx2); }
 TEST(PackedAvx512) { RunIsa(CpuIsa::kAvx512); }
+
+// What is added to a product that nothing else is done with is added in registers, by the last slab of K.
+TEST(PackedAddsInRegisters) {
+  Random random(11);
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+    for (int64_t M : {1, 7, 130}) {
+      for (int64_t N : {48, 97, 192}) {
+        for (int64_t K : {5, 768, 1537}) {
+          for (int added = 0; added < 4; ++added) {
+            Packed p(M, N, K, &random);
+            p.pair = false, p.has_epilogue = true;
+            p.bias[0] = Drawn(N, 1, &random), p.residual = Drawn(M * N, 1, &random);
+            p.epilogue = {};
+            if ((added & 1) != 0) p.epilogue.bias0 = p.bias[0].data();
+            if ((added & 2) != 0) p.epilogue.residual = p.residual.data();
+            RunCase(static_cast<CpuIsa>(isa), p, &random);
+          }
+        }
+      }
+    }
+  }
+}
 
 // A row with an infinity or a NaN is its own affair.
 TEST(PackedRowsAreIndependent) {

@@ -120,9 +120,7 @@ def apply_chains(
         if not splits:
             break
     if packs:
-        joint = packed(model, symbolic)
-        symbolic = symbolic if joint is model else Symbolic(joint)
-        model = joint
+        model, symbolic = _packed(model, symbolic)
     whole, gemms = separated(model, symbolic) if separate else (model, {})
     symbolic = symbolic if whole is model else Symbolic(whole)
     reason = ""
@@ -138,6 +136,16 @@ def apply_chains(
             reason = _cannot(error)
             break
     return _nothing(model, reason)
+
+
+def _packed(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelProto, Symbolic]:
+    try:
+        joint = packed(model, symbolic)
+        return (model, symbolic) if joint is model else (joint, Symbolic(joint))
+    except StofError:
+        raise
+    except Exception:  # copies stay; attention that was found does, too
+        return model, symbolic
 
 
 def _cannot(error: Exception) -> str:

@@ -138,7 +138,7 @@ class Measured:
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """What was measured to be best at every size; each region gets an equal part of the time that is left."""
         if self.otherwise is not None and len(graph.site(chain.region.places)) == 1:
-            return self.otherwise(graph, chain, key, left)  # a norm by itself: schemes have none to measure
+            return self.otherwise(graph, chain, key, left)  # a norm by itself
         self.own = time.monotonic() + self._left() / max(1, left)
         self.place = (self.place[0] + 1, max(self.place[1], left))
         try:
@@ -272,6 +272,9 @@ class Measured:
         for timer, problem in zip(timers, problems, strict=True):
             # Not the region's own share, which its search has used up: few turns tell noise from 1 % no better than none.
             times = timer.in_turns(site.places, parts, outputs, lambda: self._left() <= 0.0)
+            for config in [*self.cache.of(problem)]:
+                if config not in segments and _CONFIG.fullmatch(config):
+                    self.cache.put(problem, config, math.inf)  # timed beside another original
             for config, seconds in zip(segments, times, strict=True):
                 self.cache.put(problem, config, seconds)
             self.cache.put(problem, _IN_TURNS, 1.0)

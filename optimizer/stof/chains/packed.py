@@ -20,6 +20,7 @@ from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
 _MOST_HEADS = 65536  # of a tensor: docs/operators.md
+_MOST_MOVERS = 16  # from a product to attention; exports have up to five
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def packed(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.Mod
     reads an input in another layout now, that is changed for all calls or for none: they share a function. The model
     itself where there is nothing to be done. ``symbolic``: its shapes, where they are known already.
     """
-    movers = {o: n for n in model.graph.node if _moves(n) for o in n.output}
+    movers = {o: n for n in model.graph.node if _moves(n) for o in n.output if o}
     if not any(is_attention(n) and not movers.keys().isdisjoint(n.input[:INPUTS]) for n in model.graph.node):
         return model
     if not heads_known(model):
@@ -154,7 +155,9 @@ class _Views:
         found = None
         inside: dict[str, onnx.NodeProto] = {}
         source, copies = name, False
-        while source in self._movers:
+        for _ in range(_MOST_MOVERS):
+            if source not in self._movers:
+                break
             mover = self._movers[source]
             inside |= dict.fromkeys(mover.output, mover)
             copies = copies or mover.op_type not in FREE
@@ -200,7 +203,8 @@ class _Views:
 
 
 def _moves(node: onnx.NodeProto) -> bool:
-    return kind_of_node(node) == "moving" and node.op_type != "Concat"
+    """Whether a node brings heads elsewhere; one that may repeat them, or drop some, has them not there any more."""
+    return kind_of_node(node) == "moving" and node.op_type not in ("Concat", "Expand", "Dropout")
 
 
 def _has(call: onnx.NodeProto) -> bool:
