@@ -54,8 +54,8 @@ class Selection:
         for entry in self.planned or ():
             if entry.chain not in own:
                 raise ArgumentError(
-                    f"the plan has chain {entry.chain!r}, which the model does not have: it is of another model or made by "
-                    f"another version, then save it again; {_known(names)}"
+                    f"the plan has chain {entry.chain!r}, which the model does not have: the plan is of another model or "
+                    f"made by another version; save it again; {_known(names)}"
                 )
             if entry.operators != own[entry.chain]:
                 raise ArgumentError(
