@@ -377,6 +377,36 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
         np.testing.assert_allclose(own.astype(np.float32), wanted.astype(np.float32), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("to", ["rows", "batches"])
+def test_queries_that_a_run_repeats(to: str, target: str, tmp_path: Path) -> None:
+    """An Expand between sizes of different names does nothing in most runs, and all in one where its own is 1."""
+    b = Builder(FLOAT)
+    x, other = b.input("x", ["B", "S", K]), b.input("other", ["C", "T", W])
+    query, _ = split(b, product(b, x, 2 * W), W, W)
+    start = ("batches", "rows").index(to)
+    size = b.add("Shape", other, start=start, end=start + 1)
+    shape = [size, b.ints(1), b.ints(1)] if to == "batches" else [b.ints(1), size, b.ints(1)]
+    query = b.add("Expand", query, b.add("Concat", *shape, axis=0))
+    length = b.input("z", ["C" if to == "batches" else "B", "T", K])
+    key, value = split(b, product(b, length, 2 * W, 1), W, W)
+    far = b.add("Greater", b.add("Abs", _distance(b, other, length)), b.array(np.array(9)))
+    own = b.add("Where", far, b.number(-np.inf), b.number(0.0))
+    model = b.model(_dense(b, query, key, value, own if to == "rows" else b.number(0.0)))
+    for info in model.graph.output:
+        info.CopyFrom(helper.make_tensor_value_info(info.name, FLOAT, ["D", "R", W]))
+    onnx.save(model, tmp_path / "model.onnx")
+    settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
+    report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))
+    assert report.replaced == 1
+    found = onnx.load(tmp_path / "model.stof.onnx")
+    sizes = {"B": 1, "S": 5, "C": 2, "T": 7} if to == "batches" else {"B": 2, "S": 1, "C": 2, "T": 7}
+    for library in (True, False):
+        for own_y, wanted in zip(run(found, library, **sizes), run(model, library, **sizes), strict=True):
+            assert wanted.shape[("batches", "rows").index(to)] == (2, 7)[start]
+            np.testing.assert_allclose(own_y, wanted, rtol=1e-5, atol=1e-5)
+
+
 def _dense_model() -> onnx.ModelProto:
     """Attention over a Split of one product."""
     b = Builder(HALF)

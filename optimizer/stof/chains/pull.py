@@ -28,6 +28,7 @@ from stof.chains.ops import (
 )
 from stof.errors import UnsupportedError
 from stof.graph import describe, domain_of
+from stof.passes.views import may_repeat
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
 from stof.symbolic.interpreter import Fact
 from stof.symbolic.tensor import Index, Shape, input_tensor
@@ -192,6 +193,10 @@ class Puller:
         place = list(node.output).index(tensor)
         if node.op_type == "Dropout" and place:
             raise UnsupportedError(f"the mask of {describe(node)} is used")
+        if node.op_type == "Expand" and may_repeat(self.symbolic, node):
+            raise UnsupportedError(
+                f"{describe(node)} has sizes that are not known to be equal; one of two may be 1 in a run"
+            )
         if node.output[0] not in self._moves:
             given = {}
             for i in data_inputs(node):

@@ -152,7 +152,7 @@ def _move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[In
         perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(axes)))[::-1])
         return tuple(axes[p] for p in perm)
     if node.op_type == "Expand":
-        if len(result) < len(axes):
+        if len(result) < len(axes) or may_repeat(symbolic, node):
             return None
         padded: Axes = ((),) * (len(result) - len(axes)) + axes
         place = len({a.part for group in axes for a in group if a.axis == -1})
@@ -167,6 +167,16 @@ def _move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[In
                 return None
         return tuple(grown)
     return _regroup(axes, result)
+
+
+def may_repeat(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether sizes of different names meet in an Expand: one may be 1 in a run, and the other not."""
+    own, value = symbolic.shape(node.input[0]), symbolic.value(node.input[1])
+    wanted = None if value is None else value.elements()
+    if own is None or wanted is None:
+        return True
+    pairs = zip(reversed(own), reversed(wanted), strict=False)
+    return any(ONE not in (size, other) and size != other for size, other in pairs)
 
 
 def _product(group: Sequence[AxisAtom]) -> Int:
