@@ -243,7 +243,6 @@ def _verify_and_write(
 ) -> Chained:
     """``made``: the model with attention replaced, and the same with chains replaced. What was written in the end."""
     emitted, chained = made
-    unverified = True
     if options.verify and chained.model is not emitted:
         # A difference that comes with the chains, or with where attention reads its heads, is no reason against the rest.
         try:
@@ -256,13 +255,12 @@ def _verify_and_write(
         if not wrong:
             report.verification = verification
             report.seconds["verify"] = verification.seconds
-            unverified = False
         else:
             chained = chained.without(emitted, wrong)
             report.chains = list(chained.reports)
             if not rewrites:
                 return chained
-    if options.verify and unverified:
+    if options.verify and report.verification is None:
         verification = _verified(scopes, rewrites, (emitted, chained), source, target, options)
         report.verification = verification
         report.seconds["verify"] = report.seconds.get("verify", 0.0) + verification.seconds

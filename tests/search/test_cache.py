@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sqlite3
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -32,22 +33,31 @@ def test_another_device_build_or_problem_is_another_entry(tmp_path: Path) -> Non
     assert Cache(path, "cpu", "b1").of({**PROBLEM, "shapes": [[2, 4]]}) == {}
 
 
-def _write(path: Path, worker: int) -> None:
-    cache = Cache(path, "cpu", "b1")
-    for i in range(40):
-        cache.put(PROBLEM, f"{worker}-{i}", float(i + 1))
+ROUNDS = 20
+WORKERS = 4
+WRITES = 10
+
+
+def _write(folder: Path, worker: int, start: Barrier) -> None:
+    for i in range(ROUNDS):
+        start.wait(60)  # all make the same new file at once
+        cache = Cache(folder / f"{i}.sqlite", "cpu", "b1")
+        for j in range(WRITES):
+            cache.put(PROBLEM, f"{worker}-{j}", float(j + 1))
 
 
 def test_several_processes(tmp_path: Path) -> None:
-    path = tmp_path / "own" / "tuning.sqlite"
+    folder = tmp_path / "own"
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_write, args=(path, w)) for w in range(4)]
+    start = context.Barrier(WORKERS)
+    workers = [context.Process(target=_write, args=(folder, w, start)) for w in range(WORKERS)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
-    assert [w.exitcode for w in workers] == [0] * 4
-    assert len(Cache(path, "cpu", "b1").of(PROBLEM)) == 160
+        worker.join(120)
+    assert [w.exitcode for w in workers] == [0] * WORKERS
+    for i in range(ROUNDS):
+        assert len(Cache(folder / f"{i}.sqlite", "cpu", "b1").of(PROBLEM)) == WORKERS * WRITES
 
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
 from stof.search.measure_cuda import has_cuda_provider
-from stof.search.space import Scheme, Segment, Setting, decode, encode, longest
+from stof.search.space import Scheme, Segment, Setting, decode, encode, longest, replaced
 
 LEAST_GAIN = 1.03  # that a chain has to show at every size that was measured
 LEAST_GAIN_IN_TURNS = 1.01  # where it took turns with the original, from which it differs by whose products it has
@@ -184,7 +184,7 @@ class Measured:
         found: dict[tuple[Segment, ...], tuple[Scheme, str]] = {}
         for end, own in self.alone(site).items():
             for scheme in schemes:
-                found.setdefault(_replaced(scheme, own), (scheme, end))
+                found.setdefault(replaced(scheme, own), (scheme, end))
         found.pop((), None)  # the original
         return found
 
@@ -250,7 +250,7 @@ class Measured:
     ) -> None:
         """The whole region as a scheme has it, at every size; None: as it is. ``end``: of the configuration."""
         config = _ORIGINAL if scheme is None else f"{encode(scheme):x}{end}"
-        chains = _chains(site, _replaced(scheme or (), self.alone(site)[end]))
+        chains = _chains(site, replaced(scheme or (), self.alone(site)[end]))
         graph_outputs = site.graph.outputs(site.places)
         for timer, problem in zip(timers, problems, strict=True):
             if config not in self.cache.of(problem):
@@ -303,14 +303,9 @@ def _segments(config: str, count: int, alone: Mapping[str, Sequence[Segment]]) -
     if found is None or found[2] not in alone:
         return ()
     try:
-        return _replaced(decode(int(found[1], 16), count), alone[found[2]])
+        return replaced(decode(int(found[1], 16), count), alone[found[2]])
     except ValueError:
         return ()
-
-
-def _replaced(scheme: Scheme, alone: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments of a scheme that become operators: those of several, and some by themselves."""
-    return tuple(s for s in scheme if s[1] - s[0] > 1 or s in alone)
 
 
 def _chains(site: Site, segments: Sequence[Segment]) -> list[Chain]:

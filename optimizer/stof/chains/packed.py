@@ -91,14 +91,12 @@ def _rewritten(
             result.graph.node[place].input[i] = view[0]
     for place, node in enumerate(result.graph.node):
         if is_attention(node):
-            heads = [view[1] if (view := found[place, i]) else _heads(node, i) for i in range(INPUTS)]
-            _set(node, "packed", [n for h in heads if h is not None for n in (h.first, h.total)])
+            _give(node, [view[1] if (view := found[place, i]) else _heads(node, i) for i in range(INPUTS)])
             if joined != layouts:
                 _set(node, "layout", " ".join(joined))
     for call in _calls(result):
         if not _has(call):  # in a branch or a function; reads all heads of its tensors
-            heads = [_heads(call, i) for i in range(INPUTS)]
-            _set(call, "packed", [n for h in heads if h is not None for n in (h.first, h.total)])
+            _give(call, [_heads(call, i) for i in range(INPUTS)])
     functions = [onnx.FunctionProto.FromString(f.SerializeToString()) for f in result.functions]
     del result.functions[:]
     for function in functions:
@@ -209,6 +207,10 @@ def _moves(node: onnx.NodeProto) -> bool:
 
 def _has(call: onnx.NodeProto) -> bool:
     return any(a.name == "packed" for a in call.attribute)
+
+
+def _give(call: onnx.NodeProto, heads: Sequence[Heads | None]) -> None:
+    _set(call, "packed", [n for h in heads if h is not None for n in (h.first, h.total)])
 
 
 def _set(node: onnx.NodeProto, name: str, value: str | Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from stof.runtime import has_gemm
 from stof.search.cost import SHARE_USUAL, Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.rival import rival_seconds
-from stof.search.space import Scheme
+from stof.search.space import Scheme, replaced
 from stof.symbolic import Symbolic
 from stof.widen import HALF
 
@@ -77,7 +77,7 @@ class Predicted:
         gain = math.prod(gains) ** (1 / len(gains))
         if min(gains) < least:
             return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
-        return Verdict(tuple(s for s in scheme if s[1] - s[0] > 1 or s in norms), "", gain)
+        return Verdict(replaced(scheme, norms), "", gain)
 
     def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, apart: bool = True) -> bool:
         """Whether products of one tensor gain as one, with a chain behind it that takes them ``apart``, at every size."""

@@ -62,7 +62,6 @@ class Cache:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._private(path.parent)
             with closing(self._open()) as database, database:
-                database.execute("PRAGMA journal_mode=WAL")
                 database.execute(_TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ArgumentError(
@@ -80,6 +79,8 @@ class Cache:
         )
 
     def _open(self) -> sqlite3.Connection:
+        # With the journal that SQLite has by itself: the switch to a write-ahead log does not wait for other processes,
+        # and gains nothing where a connection writes once.
         return sqlite3.connect(self.path, timeout=_WAIT)
 
     def _problem(self, problem: Mapping[str, Any]) -> str:

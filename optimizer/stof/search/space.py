@@ -8,7 +8,7 @@ one segment. Complementing all bits gives the same scheme, so the first bit is 0
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,6 +44,11 @@ def decode(bits: int, count: int) -> Scheme:
 def unfused(count: int) -> Scheme:
     """Every operator by itself: always a candidate."""
     return tuple((i, i + 1) for i in range(count))
+
+
+def replaced(scheme: Scheme, alone: Collection[Segment]) -> tuple[Segment, ...]:
+    """The segments of a scheme that become operators: those of several, and some by themselves."""
+    return tuple(s for s in scheme if s[1] - s[0] > 1 or s in alone)
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *["| " + " | ".join(row) + " |" for row in rows]]) + "\n"
 
 
+def _versions(machines: Sequence[Record]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in sorted({v for m in machines for v in m["versions"].items()}))
+
+
 def _machine(records: Sequence[Record]) -> str:
     machines = [r["machine"] for r in records]
-    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for m in machines for v in m["versions"].items()}))
     dates = sorted(m["date"] for m in machines)
     libraries = ", ".join(sorted({m["library"] for m in machines}))
     tiles = ", ".join(f"{v:.2f} ns ({k})" for k, v in sorted(machines[-1]["tile_ns"].items()))
     return (
-        f"{machines[0]['device']}; library build {libraries}; {versions}; {dates[0]} to {dates[-1]}. Copy "
+        f"{machines[0]['device']}; library build {libraries}; {_versions(machines)}; {dates[0]} to {dates[-1]}. Copy "
         f"{machines[-1]['copy_gbps']:.0f} GB/s, launch {machines[-1]['launch_us']:.2f} µs, a full tile of 128 × 128 {tiles}.\n"
     )
 
@@ -221,7 +224,6 @@ def _models(records: Sequence[Record], compiled: Sequence[Record]) -> list[str]:
 
 def _model_machine(records: Sequence[Record]) -> str:
     machines = [r["machine"] for r in records]
-    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for m in machines for v in m["versions"].items()}))
     libraries: dict[str, list[str]] = {}
     for record in records:
         libraries.setdefault(record["machine"]["library"], []).append(record["machine"]["date"])
@@ -229,4 +231,4 @@ def _model_machine(records: Sequence[Record]) -> str:
         f"library build {build}, {len(dates)} points, {min(dates)} to {max(dates)}"
         for build, dates in libraries.items()
     )
-    return f"{machines[0]['device']}; {versions}; {builds}.\n"
+    return f"{machines[0]['device']}; {_versions(machines)}; {builds}.\n"
