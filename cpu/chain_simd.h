@@ -293,13 +293,34 @@ inline V Erf(V x) {
   const V small = Fma(ErfSmall(x * x), x, x);
   return t < 1.0f ? small : WithSign(1.0f - ErfcLarge(t), x);
 }
-inline V Gelu(V x) {
-  const V h = 0.5f * x;
-  const V s = x * 0x1.6a09e6p-1f;  // over sqrt(2)
-  const V t = Abs(s);
-  const V small = Fma(h, Fma(ErfSmall(s * s), s, s), h);
-  const V tail = ErfcLarge(t);
-  return t < 1.0f ? small : h * (s < 0.0f ? tail : 2.0f - tail);
+// 2^x for x <= 0, and 0 at and below -127.
+inline V Exp2Down(V x) {
+  x = AtLeast(x, -127.0f);
+  const V magic = Set(0x1.8p23f);
+  const V shifted = x + magic;
+  const V f = x - (shifted - magic);
+  V p = Fma(Set(0x1.41fbbcp-13f), f, Set(0x1.5f3e54p-10f));
+  p = Fma(p, f, Set(0x1.3b2d4cp-7f));
+  p = Fma(p, f, Set(0x1.c6aee8p-5f));
+  p = Fma(p, f, Set(0x1.ebfbdcp-3f));
+  p = Fma(p, f, Set(0x1.62e43p-1f));
+  return Fma(p, f, Set(1.0f)) * PowerOf2(reinterpret_cast<I>(Words(shifted) - Words(magic)));
+}
+// erfc(t / sqrt(2)) for t >= 0, to 2^-25 of 1: its logarithm is close to a polynomial, which goes on falling.
+inline V ErfcOverRoot2(V t) {
+  V p = Fma(Set(-0x1.7c7edcp-19f), t, Set(0x1.4a52f4p-15f));
+  p = Fma(p, t, Set(-0x1.8672c2p-13f));
+  p = Fma(p, t, Set(-0x1.1f2d24p-13f));
+  p = Fma(p, t, Set(0x1.cee886p-8f));
+  p = Fma(p, t, Set(-0x1.ae0c78p-5f));
+  p = Fma(p, t, Set(-0x1.d63aacp-2f));
+  p = Fma(p, t, Set(-0x1.26aed4p+0f));
+  return Exp2Down(p * t);
+}
+inline V Gelu(V x) {  // max(x, 0) - |x| / 2 erfc(|x| / sqrt(2))
+  const V t = Abs(x);
+  const V half = -0.5f * AtMost(t, 1e30f);  // inf stays: nothing is taken from it
+  return Fma(half, ErfcOverRoot2(t), x * (x < 0.0f ? V{} : Set(1.0f)));
 }
 
 inline V SinCos(V x, int quarter) {
