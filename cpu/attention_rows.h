@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cpu/ahead.h"
 #include "cpu/attention.h"
 #include "cpu/attention_block.h"
 #include "cpu/convert.h"
@@ -112,44 +113,6 @@ inline void CopyValues(const char* head, int64_t key0, int64_t rows, const Atten
   CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
            Least(rows, args.T - key0), args.Dv, ldo, to);
 }
-
-// Rows that will be needed soon, fetched into the second-level cache a few lines at a time between computations: the
-// hardware's prefetchers stop at the end of a page and see nothing in rows that lie a page apart.
-class Ahead {
- public:
-  void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
-  void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
-    if (count_ == kMost || rows <= 0) return;
-    Block* block = &blocks_[count_++];
-    block->at = static_cast<const char*>(at), block->stride = stride;
-    block->rows = rows, block->lines = (bytes + kLine - 1) / kLine;
-    total_ += block->rows * block->lines;
-  }
-  int64_t lines() const { return total_; }
-  void Fetch(int64_t lines) {
-    while (lines > 0 && block_ < count_) {
-      const Block& block = blocks_[block_];
-      __builtin_prefetch(block.at + row_ * block.stride + line_ * kLine, 0, 2);
-      --lines;
-      if (++line_ < block.lines) continue;
-      line_ = 0;
-      if (++row_ < block.rows) continue;
-      row_ = 0;
-      ++block_;
-    }
-  }
-
- private:
-  static constexpr int kMost = 8;
-  static constexpr int64_t kLine = 64;
-  struct Block {
-    const char* at;
-    int64_t stride, rows, lines;
-  };
-  Block blocks_[kMost];
-  int count_ = 0, block_ = 0;
-  int64_t row_ = 0, line_ = 0, total_ = 0;
-};
 
 template <bool kDirect>
 class Worker {

@@ -7,6 +7,9 @@
 #include <cstring>
 #include <limits>
 
+#define STOF_ISA portable  // as this file is compiled
+#include "cpu/ahead.h"
+
 namespace stof {
 namespace cpu {
 
@@ -107,8 +110,9 @@ class Worker {
         }
       } else {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t batches = BatchesOfRun(p_), of_run = i % batches * p_.batch;
-          Locate(i / batches * p_.run + of_run, static_cast<int>(std::min<int64_t>(p_.batch, p_.run - of_run)));
+          const Batch batch = BatchOf(i);
+          Locate(batch.first, batch.count);
+          if (!p_.ahead.empty() && i + 1 < job_.pieces) LookAhead(BatchOf(i + 1));
           Rows(0, n_);
         }
       }
@@ -135,16 +139,51 @@ class Worker {
     }
   }
 
+  struct Batch {
+    int64_t first;
+    int count;
+  };
+  Batch BatchOf(int64_t piece) const {
+    const int64_t batches = BatchesOfRun(p_), of_run = piece % batches * p_.batch;
+    return {piece / batches * p_.run + of_run, static_cast<int>(std::min<int64_t>(p_.batch, p_.run - of_run))};
+  }
+  // The places of a row along the axes.
+  void Index(int64_t row, int64_t* index) const {
+    for (int axis = outer_; axis-- > 0;) {
+      index[axis] = row % p_.bound.size[axis];
+      row /= p_.bound.size[axis];
+    }
+  }
+  void LookAhead(const Batch& batch) {
+    int64_t index[kChainMostAxes] = {};
+    Index(batch.first, index);
+    ahead_.Clear();
+    for (const ChainAhead& a : p_.ahead) {
+      const auto which = static_cast<size_t>(a.which);
+      int64_t place = a.first, pitch = 0, size = 0;
+      const char* base = nullptr;
+      if (a.output) {
+        const BoundOutput& output = p_.bound.outputs[which];
+        for (int axis = 0; axis < outer_; ++axis) place += index[axis] * output.stride[axis];
+        base = static_cast<const char*>(job_.outputs[which]);
+        pitch = p_.output_pitch[which], size = SizeOf(output.dtype);
+      } else {
+        const BoundRead& read = p_.bound.reads[which];
+        place += ReadPlace(read, index, p_.linear[which] != 0);
+        base = static_cast<const char*>(job_.inputs[read.input]);
+        pitch = p_.read_pitch[which], size = SizeOf(read.dtype);
+      }
+      ahead_.Add(base + place * size, pitch * size, batch.count, a.count * size);
+    }
+    fetch_ = (ahead_.lines() + p_.steps - 1) / p_.steps;
+  }
+
   // Where rows first to first + count - 1 lie.
   void Locate(int64_t first, int count) {
     count_ = count;
     const BoundChain& b = p_.bound;
     int64_t index[kChainMostAxes] = {};
-    int64_t rest = first;
-    for (int axis = outer_; axis-- > 0;) {
-      index[axis] = rest % b.size[axis];
-      rest /= b.size[axis];
-    }
+    Index(first, index);
     for (int row = 0; row < count; ++row) {
       for (int axis = 0; axis < outer_; ++axis) places_.index[axis * p_.batch + row] = index[axis];
       for (size_t r = 0; r < b.reads.size(); ++r) {
@@ -177,22 +216,25 @@ class Worker {
     const BoundRead& read = p_.bound.reads[r];
     const int64_t slot = static_cast<int64_t>(r) * p_.batch + row;
     bool valid = !read.never;
-    auto at = static_cast<uint64_t>(read.constant);
-    for (int axis = 0; axis < outer_; ++axis) {
-      at += static_cast<uint64_t>(index[axis]) * static_cast<uint64_t>(read.stride[axis]);
-    }
     if (read.guarded) {
       for (int axis = 0; axis < outer_; ++axis) {
         valid = valid && index[axis] >= read.first[axis] && index[axis] <= read.last[axis];
       }
     }
-    if (!read.parts.empty() && p_.linear[r] != 0) {
-      for (const BoundRead::Part& part : read.parts) {
-        at += static_cast<uint64_t>(Value(part.index, index, 0)) * static_cast<uint64_t>(part.stride);
-      }
-    }
-    places_.read[slot] = static_cast<int64_t>(at);
+    places_.read[slot] = ReadPlace(read, index, p_.linear[r] != 0);
     places_.valid[slot] = valid ? 1 : 0;
+  }
+  // Elements from the begin of its input; not linear: without what depends on the column.
+  int64_t ReadPlace(const BoundRead& read, const int64_t* index, bool linear) const {
+    auto at = static_cast<uint64_t>(read.constant);
+    for (int axis = 0; axis < outer_; ++axis) {
+      at += static_cast<uint64_t>(index[axis]) * static_cast<uint64_t>(read.stride[axis]);
+    }
+    for (size_t i = 0; linear && i < read.parts.size(); ++i) {
+      const BoundRead::Part& part = read.parts[i];
+      at += static_cast<uint64_t>(Value(part.index, index, 0)) * static_cast<uint64_t>(part.stride);
+    }
+    return static_cast<int64_t>(at);
   }
   int64_t Affine(const ChainIndex& index, const int64_t* outer, int64_t column) const {
     auto sum = static_cast<uint64_t>(index.constant);
@@ -220,7 +262,10 @@ class Worker {
         for (column_ = std::max(begin, piece.begin); column_ < last; column_ += width_) {
           width_ = std::min(p_.strip, last - column_);
           Point();
-          for (const ChainStep& step : piece.element) Step(step);
+          for (const ChainStep& step : piece.element) {
+            ahead_.Fetch(fetch_);
+            Step(step);
+          }
         }
       }
       for (size_t r = 0; r < p_.reductions.size(); ++r) {
@@ -530,6 +575,8 @@ class Worker {
   float* floats_ = nullptr;
   int64_t n_ = 0;
   int outer_ = 0;
+  portable::Ahead ahead_;
+  int64_t fetch_ = 0;   // lines at a time
   int count_ = 0;       // rows of the batch
   int64_t column_ = 0;  // of the strip
   int64_t width_ = 0;

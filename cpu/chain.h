@@ -104,6 +104,13 @@ struct ChainPhase {
 
 constexpr int64_t kNoPitch = INT64_MIN;
 
+// Elements of each row of a read or an output, `count` of them from `first` on, that are fetched a batch early.
+struct ChainAhead {
+  bool output = false;
+  int which = 0;
+  int64_t first = 0, count = 0;
+};
+
 struct ChainReduction {
   ChainOp op = ChainOp::kSum;
   int phase = 0;
@@ -122,12 +129,14 @@ struct ChainProgram {
   // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
   std::vector<int64_t> read_pitch, output_pitch;
   bool straight = false;  // of a batch the first row's places tell all others
-  int64_t run = 1;        // consecutive rows, of which batches are taken
-  int batch = 1;          // rows at a time; more than 1 only where a row is one strip
-  int64_t strip = 1;      // elements of a row at a time
-  bool columns = false;   // pieces of rows may go to different workers
-  double cost = 1.0;      // of an element, in simple operations
-  int64_t floats = 0;     // of a worker's memory
+  std::vector<ChainAhead> ahead;
+  int64_t steps = 1;     // of a batch
+  int64_t run = 1;       // consecutive rows, of which batches are taken
+  int batch = 1;         // rows at a time; more than 1 only where a row is one strip
+  int64_t strip = 1;     // elements of a row at a time
+  bool columns = false;  // pieces of rows may go to different workers
+  double cost = 1.0;     // of an element, in simple operations
+  int64_t floats = 0;    // of a worker's memory
 };
 
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);

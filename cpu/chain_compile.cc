@@ -65,6 +65,7 @@ class Compiler {
     for (phase_ = 0; phase_ < phases_; ++phase_) Phase();
     for (size_t i = 0; i < chain_.outputs.size(); ++i) RowOutput(static_cast<int>(i));
     Place();
+    LookAhead();
   }
 
  private:
@@ -202,6 +203,59 @@ class Compiler {
     return std::all_of(p_.read_pitch.begin(), p_.read_pitch.end(), has_pitch) &&
            std::all_of(p_.output_pitch.begin(), p_.output_pitch.end(), has_pitch) &&
            std::all_of(p_.linear.begin(), p_.linear.end(), [](uint8_t linear) { return linear != 0; });
+  }
+
+  // Of short rows, where some have others between them, what no other axis comes back to. Where all are read and
+  // written in order they come by themselves.
+  void LookAhead() {
+    const auto has_gaps = [this](int64_t pitch) { return pitch != bound_.n && pitch != 0; };
+    if (!p_.straight || p_.batch == 1 ||
+        (std::none_of(p_.read_pitch.begin(), p_.read_pitch.end(), has_gaps) &&
+         std::none_of(p_.output_pitch.begin(), p_.output_pitch.end(), has_gaps))) {
+      return;
+    }
+    const int last = chain_.last();
+    const auto passes = [this, last](const int64_t* stride) {
+      for (int axis = 0; axis < last; ++axis) {
+        if (stride[axis] == 0 && bound_.size[axis] > 1) return false;
+      }
+      return stride[last] == 1;
+    };
+    for (size_t i = 0; i < bound_.reads.size(); ++i) {
+      const BoundRead& read = bound_.reads[i];
+      ChainAhead own;
+      own.which = static_cast<int>(i), own.first = read.first[last], own.count = read.last[last] + 1 - own.first;
+      if (read.never || own.count < 1 || !passes(read.stride)) continue;
+      const bool known = std::any_of(p_.ahead.begin(), p_.ahead.end(), [&](ChainAhead& a) { return Joins(own, &a); });
+      if (!known) p_.ahead.push_back(own);
+    }
+    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
+      if (!passes(bound_.outputs[i].stride)) continue;
+      ChainAhead own;
+      own.output = true, own.which = static_cast<int>(i), own.count = bound_.n;
+      p_.ahead.push_back(own);
+    }
+    p_.steps = 0;
+    for (const ChainPhase& phase : p_.phases) {
+      for (const ChainPiece& piece : phase.pieces) {
+        const int64_t strips = (piece.end - piece.begin + p_.strip - 1) / p_.strip;
+        p_.steps += strips * static_cast<int64_t>(piece.element.size());
+      }
+    }
+    p_.steps = std::max<int64_t>(1, p_.steps);
+  }
+  // Whether a read's row touches another one's, which then is of both.
+  bool Joins(const ChainAhead& own, ChainAhead* known) const {
+    const BoundRead &x = bound_.reads[static_cast<size_t>(own.which)],
+                    &y = bound_.reads[static_cast<size_t>(known->which)];
+    if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
+    if (!std::equal(x.stride, x.stride + bound_.axes, y.stride)) return false;
+    const int64_t first = own.first + x.constant - y.constant, end = first + own.count;
+    if (first > known->first + known->count || end < known->first) return false;
+    const int64_t to = std::max(end, known->first + known->count);
+    known->first = std::min(first, known->first);
+    known->count = to - known->first;
+    return true;
   }
 
   // Elements between neighbours of the rows of axes first and beyond, seen as one axis.

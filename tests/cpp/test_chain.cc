@@ -543,6 +543,46 @@ TEST(ChainFunctionsInUlps) {
   }
 }
 
+// What is fetched a batch early: of rows with gaps each element once, and nothing of what comes in order.
+TEST(ChainLooksAhead) {
+  const auto ahead = [](const std::string& text, const std::vector<std::vector<int64_t>>& dims) {
+    Chain chain;
+    CHECK(ParseChain(text, &chain).ok(), text);
+    std::vector<ChainArray> arrays;
+    std::vector<Block> blocks(dims.size());
+    std::vector<Tensor> inputs;
+    Random random(4);
+    for (const auto& each : dims) arrays.push_back(Array(&random, DType::kF32, each));
+    for (size_t i = 0; i < arrays.size(); ++i) inputs.push_back(TensorOf(arrays[i], &blocks[i]));
+    BoundChain bound;
+    CHECK(BindChain(chain, inputs.data(), static_cast<int>(inputs.size()), &bound).ok(), text);
+    cpu::ChainProgram program;
+    cpu::CompileChain(chain, bound, 1, &program);
+    std::vector<std::string> found;
+    for (const cpu::ChainAhead& a : program.ahead) {
+      const int64_t at = a.first + (a.output ? 0 : bound.reads[static_cast<size_t>(a.which)].constant);
+      const int tensor = a.output ? a.which : bound.reads[static_cast<size_t>(a.which)].input;
+      found.push_back((a.output ? "y" : "x") + std::to_string(tensor) + " " + std::to_string(at) + " + " +
+                      std::to_string(a.count));
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+  };
+  const std::string rotary =
+      "axes a = x0.0, b = 3, c = x0.1, n = 64\n"
+      "let t0 = x1[0, 0, c, n]\n"
+      "out y0 f32 [a, b, c, n] = x0[a, c, 64 * b + n] * t0 + "
+      "select(n < 32, -x0[a, c, 64 * b + n + 32], x0[a, c, 64 * b + n - 32])\n"
+      "out y1 f32 [a, b, c, n] = x0[a, c, 64 * b + n + 192] * t0";
+  // x1 is what all b share.
+  const std::vector<std::string> wanted = {"x0 0 + 64", "x0 192 + 64", "y0 0 + 64", "y1 0 + 64"};
+  CHECK(ahead(rotary, {{2, 40, 384}, {1, 1, 40, 64}}) == wanted, "rotary embedding");
+  const std::string dense = "axes a = x0.0, n = x0.1; out y0 f32 [a, n] = x0[a, n] * sum(x0[a, n])";
+  CHECK(ahead(dense, {{40, 64}}).empty(), "rows without gaps");
+  const std::string moved = "axes a = x0.0, b = x0.1, n = x0.2; out y0 f32 [b, a, n] = x0[a, b, n] + 1";
+  CHECK(ahead(moved, {{5, 40, 64}}) == (std::vector<std::string>{"x0 0 + 64", "y0 0 + 64"}), "rows that move");
+}
+
 // One operand for a whole strip is the same number as a strip of it, the sign of zero included.
 TEST(ChainSingleOperands) {
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
