@@ -14,6 +14,7 @@ namespace STOF_ISA {
 class Ahead {
  public:
   void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
+  // What does not fit is not fetched.
   void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
     if (count_ == kMost || rows <= 0) return;
     Block* block = &blocks_[count_++];

@@ -112,7 +112,7 @@ class Worker {
         for (int64_t i = begin; i < end; ++i) {
           const Batch batch = BatchOf(i);
           Locate(batch.first, batch.count);
-          if (!p_.ahead.empty() && i + 1 < job_.pieces) LookAhead(BatchOf(i + 1));
+          if (!p_.ahead.empty() && i + 1 < end) LookAhead(BatchOf(i + 1));
           Rows(0, n_);
         }
       }
@@ -169,7 +169,7 @@ class Worker {
         pitch = p_.output_pitch[which], size = SizeOf(output.dtype);
       } else {
         const BoundRead& read = p_.bound.reads[which];
-        place += ReadPlace(read, index, p_.linear[which] != 0);
+        place += ReadPlace(read, index, true);  // as all reads of a straight program are
         base = static_cast<const char*>(job_.inputs[read.input]);
         pitch = p_.read_pitch[which], size = SizeOf(read.dtype);
       }

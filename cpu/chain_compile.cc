@@ -206,35 +206,34 @@ class Compiler {
   }
 
   // Of short rows, where some have others between them, what no other axis comes back to. Where all are read and
-  // written in order they come by themselves.
+  // written in order, the processor sees it coming.
   void LookAhead() {
-    const auto has_gaps = [this](int64_t pitch) { return pitch != bound_.n && pitch != 0; };
-    if (!p_.straight || p_.batch == 1 ||
-        (std::none_of(p_.read_pitch.begin(), p_.read_pitch.end(), has_gaps) &&
-         std::none_of(p_.output_pitch.begin(), p_.output_pitch.end(), has_gaps))) {
-      return;
-    }
+    if (!p_.straight || p_.batch == 1) return;
     const int last = chain_.last();
-    const auto passes = [this, last](const int64_t* stride) {
+    bool gaps = false;
+    const auto passes = [&](const int64_t* stride, int64_t pitch) {
       for (int axis = 0; axis < last; ++axis) {
         if (stride[axis] == 0 && bound_.size[axis] > 1) return false;
       }
-      return stride[last] == 1;
+      if (stride[last] != 1) return false;
+      gaps = gaps || pitch != bound_.n;
+      return true;
     };
+    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
+      if (passes(bound_.outputs[i].stride, p_.output_pitch[i])) {
+        p_.ahead.push_back({true, static_cast<int>(i), 0, bound_.n});
+      }
+    }
     for (size_t i = 0; i < bound_.reads.size(); ++i) {
       const BoundRead& read = bound_.reads[i];
-      ChainAhead own;
-      own.which = static_cast<int>(i), own.first = read.first[last], own.count = read.last[last] + 1 - own.first;
-      if (read.never || own.count < 1 || !passes(read.stride)) continue;
-      const bool known = std::any_of(p_.ahead.begin(), p_.ahead.end(), [&](ChainAhead& a) { return Joins(own, &a); });
-      if (!known) p_.ahead.push_back(own);
+      const int64_t first = read.first[last], count = read.last[last] + 1 - first;
+      if (read.never || count < 1 || !passes(read.stride, p_.read_pitch[i])) continue;
+      const ChainAhead own = {false, static_cast<int>(i), first, count};
+      bool joined = false;
+      for (size_t k = 0; k < p_.ahead.size() && !joined; ++k) joined = Joins(own, &p_.ahead[k]);
+      if (!joined) p_.ahead.push_back(own);
     }
-    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
-      if (!passes(bound_.outputs[i].stride)) continue;
-      ChainAhead own;
-      own.output = true, own.which = static_cast<int>(i), own.count = bound_.n;
-      p_.ahead.push_back(own);
-    }
+    if (!gaps) p_.ahead.clear();
     p_.steps = 0;
     for (const ChainPhase& phase : p_.phases) {
       for (const ChainPiece& piece : phase.pieces) {
@@ -246,6 +245,7 @@ class Compiler {
   }
   // Whether a read's row touches another one's, which then is of both.
   bool Joins(const ChainAhead& own, ChainAhead* known) const {
+    if (known->output) return false;
     const BoundRead &x = bound_.reads[static_cast<size_t>(own.which)],
                     &y = bound_.reads[static_cast<size_t>(known->which)];
     if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;

@@ -22,7 +22,7 @@ static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a 
 
 // What the caller wants next, `step` bytes for each step of k: the factor is read from memory once, and by then it is
 // here. Addresses beyond the panels do no harm.
-struct Ahead {
+struct NextPanel {
   const char* at;
   int64_t step;
 };
@@ -42,7 +42,7 @@ struct Addends {
 // unrolled, and sums that begin as zeros: anything else makes compilers move accumulators through memory.
 template <int kRows, int kVectors>
 void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, const Addends& plus,
-                Ahead ahead) {
+                NextPanel next) {
   // Rows far apart, which the processor does not see coming.
   if (plus.residual.at != nullptr) {
     for (int i = 0; i < kRows; ++i) {
@@ -57,8 +57,8 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
     for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
   }
   for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(ahead.at, 0, 2);
-    ahead.at += ahead.step;
+    __builtin_prefetch(next.at, 0, 2);
+    next.at += next.step;
     Simd::V x[kVectors];
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
@@ -88,7 +88,7 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
 }
 
 using TileFunction = void (*)(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc,
-                              const Addends& plus, Ahead ahead);
+                              const Addends& plus, NextPanel next);
 template <int kRows, int kVectors>
 struct Tiles {
   static TileFunction Of(int64_t rows, int64_t vectors) {

@@ -80,7 +80,7 @@ class Cache:
 
     def _open(self) -> sqlite3.Connection:
         # With the journal that SQLite has by itself: the switch to a write-ahead log does not wait for other processes,
-        # and gains nothing where a connection writes once.
+        # and gains nothing where a connection writes once. A file that has such a log keeps it.
         return sqlite3.connect(self.path, timeout=_WAIT)
 
     def _problem(self, problem: Mapping[str, Any]) -> str:
