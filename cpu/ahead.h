@@ -40,7 +40,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int kMost = 8;
+  static constexpr int kMost = 16;
   static constexpr int64_t kLine = 64;
   struct Block {
     const char* at;

@@ -219,11 +219,6 @@ class Compiler {
       gaps = gaps || pitch != bound_.n;
       return true;
     };
-    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
-      if (passes(bound_.outputs[i].stride, p_.output_pitch[i])) {
-        p_.ahead.push_back({true, static_cast<int>(i), 0, bound_.n});
-      }
-    }
     for (size_t i = 0; i < bound_.reads.size(); ++i) {
       const BoundRead& read = bound_.reads[i];
       const int64_t first = read.first[last], count = read.last[last] + 1 - first;
@@ -232,6 +227,11 @@ class Compiler {
       bool joined = false;
       for (size_t k = 0; k < p_.ahead.size() && !joined; ++k) joined = Joins(own, &p_.ahead[k]);
       if (!joined) p_.ahead.push_back(own);
+    }
+    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
+      if (passes(bound_.outputs[i].stride, p_.output_pitch[i])) {
+        p_.ahead.push_back({true, static_cast<int>(i), 0, bound_.n});
+      }
     }
     if (!gaps) p_.ahead.clear();
     p_.steps = 0;
@@ -245,7 +245,6 @@ class Compiler {
   }
   // Whether a read's row touches another one's, which then is of both.
   bool Joins(const ChainAhead& own, ChainAhead* known) const {
-    if (known->output) return false;
     const BoundRead &x = bound_.reads[static_cast<size_t>(own.which)],
                     &y = bound_.reads[static_cast<size_t>(known->which)];
     if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
