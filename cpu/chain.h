@@ -139,6 +139,8 @@ struct ChainProgram {
   int64_t floats = 0;    // of a worker's memory
 };
 
+// What of a compiled program's batches is fetched early: `ahead` and `steps`.
+void PlanAhead(ChainProgram* program);
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);
 // Bytes of workspace for up to `threads` workers.
 size_t ChainWorkspace(const ChainProgram& program, int threads);

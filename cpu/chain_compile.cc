@@ -65,7 +65,7 @@ class Compiler {
     for (phase_ = 0; phase_ < phases_; ++phase_) Phase();
     for (size_t i = 0; i < chain_.outputs.size(); ++i) RowOutput(static_cast<int>(i));
     Place();
-    LookAhead();
+    PlanAhead(&p_);
   }
 
  private:
@@ -203,58 +203,6 @@ class Compiler {
     return std::all_of(p_.read_pitch.begin(), p_.read_pitch.end(), has_pitch) &&
            std::all_of(p_.output_pitch.begin(), p_.output_pitch.end(), has_pitch) &&
            std::all_of(p_.linear.begin(), p_.linear.end(), [](uint8_t linear) { return linear != 0; });
-  }
-
-  // Of short rows, where some have others between them, what no other axis comes back to. Where all are read and
-  // written in order, the processor sees it coming.
-  void LookAhead() {
-    if (!p_.straight || p_.batch == 1) return;
-    const int last = chain_.last();
-    bool gaps = false;
-    const auto passes = [&](const int64_t* stride, int64_t pitch) {
-      for (int axis = 0; axis < last; ++axis) {
-        if (stride[axis] == 0 && bound_.size[axis] > 1) return false;
-      }
-      if (stride[last] != 1) return false;
-      gaps = gaps || pitch != bound_.n;
-      return true;
-    };
-    for (size_t i = 0; i < bound_.reads.size(); ++i) {
-      const BoundRead& read = bound_.reads[i];
-      const int64_t first = read.first[last], count = read.last[last] + 1 - first;
-      if (read.never || count < 1 || !passes(read.stride, p_.read_pitch[i])) continue;
-      const ChainAhead own = {false, static_cast<int>(i), first, count};
-      bool joined = false;
-      for (size_t k = 0; k < p_.ahead.size() && !joined; ++k) joined = Joins(own, &p_.ahead[k]);
-      if (!joined) p_.ahead.push_back(own);
-    }
-    for (size_t i = 0; i < bound_.outputs.size(); ++i) {
-      if (passes(bound_.outputs[i].stride, p_.output_pitch[i])) {
-        p_.ahead.push_back({true, static_cast<int>(i), 0, bound_.n});
-      }
-    }
-    if (!gaps) p_.ahead.clear();
-    p_.steps = 0;
-    for (const ChainPhase& phase : p_.phases) {
-      for (const ChainPiece& piece : phase.pieces) {
-        const int64_t strips = (piece.end - piece.begin + p_.strip - 1) / p_.strip;
-        p_.steps += strips * static_cast<int64_t>(piece.element.size());
-      }
-    }
-    p_.steps = std::max<int64_t>(1, p_.steps);
-  }
-  // Whether a read's row touches another one's, which then is of both.
-  bool Joins(const ChainAhead& own, ChainAhead* known) const {
-    const BoundRead &x = bound_.reads[static_cast<size_t>(own.which)],
-                    &y = bound_.reads[static_cast<size_t>(known->which)];
-    if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
-    if (!std::equal(x.stride, x.stride + bound_.axes, y.stride)) return false;
-    const int64_t first = own.first + x.constant - y.constant, end = first + own.count;
-    if (first > known->first + known->count || end < known->first) return false;
-    const int64_t to = std::max(end, known->first + known->count);
-    known->first = std::min(first, known->first);
-    known->count = to - known->first;
-    return true;
   }
 
   // Elements between neighbours of the rows of axes first and beyond, seen as one axis.
