@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <queue>
 #include <utility>
 
@@ -54,6 +55,18 @@ int PlaceOf(uint32_t groups) {
 }
 
 constexpr int64_t kMostPlanned = int64_t{1} << 20;
+constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
+
+// The cost below which rows are held back: all of them together take a kHeldBack-th of the time at most.
+int64_t HeldBelow(std::vector<int64_t> costs, int64_t total) {
+  std::sort(costs.begin(), costs.end());
+  int64_t sum = 0;
+  for (const int64_t cost : costs) {
+    sum += cost;
+    if (sum > total / kHeldBack) return cost;
+  }
+  return 0;
+}
 
 }  // namespace
 
@@ -133,30 +146,34 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     works.clear();
   };
   int64_t total = 0;
+  std::vector<int64_t> costs;
   for (int64_t bh = 0; bh < B * H; ++bh) {
-    for (int64_t row = 0; row < mask.rows; ++row) total += cost_of(ItemOf(mask, H, bh, row), bh, row);
+    for (int64_t row = 0; row < mask.rows; ++row) {
+      costs.push_back(cost_of(ItemOf(mask, H, bh, row), bh, row));
+      total += costs.back();
+    }
   }
   // Rows that take longer than a worker's share of a section (those of global tokens, say) come first of all: given out
   // late, one of them would be the end of the run. They come from all heads at once, whose keys and values the L2 cache
-  // does not hold together, so none does that need not.
+  // does not hold together, so none does that need not. The smallest rows come last of all, for they fill what the
+  // others leave; and sections are of as many heads each, give or take one, as a small last one has too few rows.
   const int64_t share = total / workers;
   const int64_t large =
       std::max({int64_t{1}, share / 16, share * std::min(section, B * H) / std::max<int64_t>(1, B * H)});
-  const auto add = [&](int64_t first, int64_t last, bool of_large) {
+  const int64_t small = std::min(HeldBelow(costs, total), large);
+  const auto deal = [&](int64_t first, int64_t last, int64_t lowest, int64_t highest) {
     for (int64_t bh = first; bh < last; ++bh) {
       for (int64_t row = 0; row < mask.rows; ++row) {
-        const WorkItem item = ItemOf(mask, H, bh, row);
-        const int64_t own = cost_of(item, bh, row);
-        if ((own > large) == of_large) works.push_back({own, item});
+        const int64_t own = costs[static_cast<size_t>(bh * mask.rows + row)];
+        if (own >= lowest && own <= highest) works.push_back({own, ItemOf(mask, H, bh, row)});
       }
     }
-  };
-  add(0, B * H, true);
-  give_out();
-  for (int64_t first = 0; first < B * H; first += section) {
-    add(first, std::min(first + section, B * H), false);
     give_out();
-  }
+  };
+  deal(0, B * H, large + 1, std::numeric_limits<int64_t>::max());
+  const int64_t sections = (B * H + section - 1) / section;
+  for (int64_t i = 0; i < sections; ++i) deal(B * H * i / sections, B * H * (i + 1) / sections, small, large);
+  deal(0, B * H, 0, small - 1);
   plan.begin.push_back(0);
   for (const std::vector<WorkItem>& own : taken) {
     plan.items.insert(plan.items.end(), own.begin(), own.end());

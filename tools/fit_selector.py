@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
+HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
     r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone, true)?>, T>\(([\d, ]+)\)"
@@ -168,9 +169,10 @@ class Tiles:
             layout = np.broadcast_to(block.layout, (B, H)).reshape(-1)
             heads = [tables[i] for i in layout]
         sections = []
-        for first in range(0, B * H, point.section):
+        count = -(-B * H // point.section)
+        for i in range(count):
             total: Counter[tuple[int, int, int]] = Counter()
-            for head in heads[first : first + point.section]:
+            for head in heads[B * H * i // count : B * H * (i + 1) // count]:
                 total += head
             sections.append(total)
         return sections
@@ -221,6 +223,16 @@ def _deal(loads: list[tuple[float, int]], works: Sequence[tuple[float, int]]) ->
             left -= taken
 
 
+def _held_below(costs: Counter[float], total: float) -> float:
+    """The cost below which rows come last, as cuda/work_plan.cc holds them back."""
+    taken = 0.0
+    for cost, count in sorted(costs.items()):
+        taken += cost * count
+        if taken > total / HELD_BACK:
+            return cost
+    return 0.0
+
+
 def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     """Microseconds by the model."""
     B, H, _, S, T = point.shape
@@ -247,10 +259,12 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     total = sum(cost * count for own in sections for cost, count in own.items())
     share = total / workers
     large = max(1, share / 16, share * min(point.section, B * H) / (B * H))
+    small = min(_held_below(sum(sections, Counter()), total), large)
     loads: list[tuple[float, int]] = [(0, workers)]
     _deal(loads, [(c, n) for s in sections for c, n in s.items() if c > large])
     for own in sections:
-        _deal(loads, [(c, n) for c, n in own.items() if c <= large])
+        _deal(loads, [(c, n) for c, n in own.items() if small <= c <= large])
+    _deal(loads, [(c, n) for s in sections for c, n in s.items() if c < small])
     return LAUNCH + (max(load for load, _ in loads) + reread) * 1e-3
 
 
