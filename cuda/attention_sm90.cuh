@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention_sm90.h"
+#include "cuda/attention_sm90_join.cuh"
 #include "cuda/attention_sm90_shape.cuh"
 #include "cuda/attention_sm90_softmax.cuh"
 #include "cuda/fragments.h"
@@ -122,6 +123,7 @@ class Attention {
     Ring<kQueries> query;
     bool queries_due = false;  // they come after the item's first tile
     int b = 0, g = 0, h = 0, row0 = 0;
+    int part = -1;
   };
 
   // What a worker begins with.
@@ -186,6 +188,7 @@ class Attention {
       cursor.g = h / (p.H / p.G);
       cursor.h = h;
       cursor.row0 = row * S::kM;
+      if (S::kCuts) cursor.part = PartOf(work);
       cursor.queries_due = S::kQueriesLast;
       if (!S::kQueriesLast) BringQueries(&cursor);
       if (tile >= 0) BringAhead(tile, cursor);
@@ -203,7 +206,7 @@ class Attention {
     const int at = cursor->query.at;
     Wait(QueryEmpty(at), cursor->query.phase ^ 1);
     if (lane_ == 0) {
-      Items()[at] = Item{cursor->b, cursor->h, cursor->row0, 0};
+      Items()[at] = Item{cursor->b, cursor->h, cursor->row0, S::kCuts ? cursor->part : -1};
       const uint32_t to = base_ + at * S::kQueryBytes, full = QueryFull(at);
       ArriveExpect(full, S::kQueryBytes);
 #pragma unroll
@@ -442,7 +445,7 @@ class Attention {
 
   __device__ __forceinline__ Item ReadItem(int at) {
     const Item item = Items()[at];
-    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), 0};
+    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), S::kCuts ? Uniform(item.part) : -1};
   }
   __device__ __forceinline__ void TakeTurn() const {
     if constexpr (S::kConsumers > 1) SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup);
@@ -767,8 +770,8 @@ class Attention {
                                          const float (&sum)[2]) const;
   __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs], const float (&high)[2],
                                                  const float (&sum)[2]) const;
-  __device__ __forceinline__ float Sink(const Item& item, float high) const;
-  __device__ __forceinline__ void SayEmpty(const Item& item, int row) const;
+  __device__ __forceinline__ void StorePart(int part, const float (&o)[kOutputs], const float (&high)[2],
+                                            const float (&sum)[2]) const;
   __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
 
   const Sm90Params& p_;
@@ -800,13 +803,22 @@ template <typename S, typename T>
 int Launch(const Sm90Params& params, void* stream) {
   constexpr int kWorkers = S::kTeams / S::kSplit;  // of a CTA
   const auto ctas = static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers);
-  return LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
+  const int error =
+      LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
+  if constexpr (S::kCuts) {
+    if (error == 0 && params.cut_rows > 0) {
+      const auto joined = static_cast<unsigned>(params.cut_rows) * (S::kHead / kJoined);
+      return LaunchKernel<Sm90Params, JoinKernel<T, S::kHead>>(params, joined, kWarpgroup, 0, stream, true);
+    }
+  }
+  return error;
 }
 
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
 constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
-  return {S::kM, S::kN, S::kTeams / S::kSplit, {row, full, partial, S::kSplit, reread}, Launch<S, T>};
+  const TileCost cost = {row, full, partial, S::kSplit, reread, S::kCuts};
+  return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 
 }  // namespace sm90

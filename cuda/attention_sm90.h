@@ -4,6 +4,7 @@
 #define STOF_CUDA_ATTENTION_SM90_H_
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include <string>
 
@@ -27,6 +28,12 @@ struct Sm90Params {
   const WorkItem* work = nullptr;
   const WorkStart* work_start = nullptr;
   int32_t section = 1;
+  // Rows in parts: of every part the outputs before they are divided, [D rounded up / 2, 128] as threads have them, and
+  // the maximum and sum of each of its 64 rows.
+  const CutRow* cut = nullptr;  // [cut_rows]
+  int32_t cut_rows = 0;
+  float* parts = nullptr;
+  float2* part_sums = nullptr;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
 };
 
@@ -36,10 +43,10 @@ enum class Extras { kNone, kDistances, kPairs };
 
 using LaunchSm90 = int (*)(const Sm90Params& params, void* stream);
 
-// One compiled kernel: its tile, workers a multiprocessor, what they need (measured on an H100 SXM,
-// docs/cuda-kernel.md).
+// One compiled kernel: its tile, workers a multiprocessor, elements of a head in its tiles, what workers need (measured
+// on an H100 SXM, docs/cuda-kernel.md).
 struct Sm90Kernel {
-  int rows = 0, keys = 0, workers = 0;
+  int rows = 0, keys = 0, workers = 0, head = 0;
   TileCost cost;
   LaunchSm90 launch = nullptr;  // nullptr: no further one
 };

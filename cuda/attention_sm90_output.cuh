@@ -18,6 +18,13 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
     FinishTogether(item, o, high, sum);
     return;
   }
+  if constexpr (S::kCuts) {
+    if (item.part >= 0) {
+      StorePart(item.part, o, high, sum);
+      if (!S::kOwnOutput) Release(QueryEmpty(query));
+      return;
+    }
+  }
   const AttentionParams& p = p_.attention;
   float scale[2];
   bool empty[2];
@@ -28,7 +35,7 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
     total += __shfl_xor_sync(~0u, total, 2);
     empty[r] = total == 0.0f;
     if (more_) {
-      if (!empty[r]) total += Sink(item, high[r]);
+      if (!empty[r]) total += SinkOf<T>(p, item.h, high[r]);
       if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total);
     }
     scale[r] = Reciprocal(total);
@@ -39,7 +46,7 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!empty[r]) continue;
-      SayEmpty(item, item.row0 + row_ + 8 * r);
+      SayEmpty(p_, item.b, item.h, item.row0 + row_ + 8 * r);
       scale[r] = 1.0f;
 #pragma unroll
       for (int i = 2 * r; i < kOutputs; i += 4) o[i] = o[i + 1] = nothing;
@@ -81,20 +88,20 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
   }
 }
 
-// What the sink adds to the sum of a row with this maximum.
+// Of a part of a row: JoinKernel finds what each thread has here at its own thread's place.
 template <typename S, typename T>
-__device__ __forceinline__ float Attention<S, T>::Sink(const Item& item, float high) const {
-  const AttentionParams& p = p_.attention;
-  if (p.sink == nullptr) return 0.0f;
-  const float logit =
-      p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[item.h] : ToFloat(static_cast<const T*>(p.sink)[item.h]);
-  return Exp2(fminf(logit * kLog2E - high, 127.0f));
-}
-template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::SayEmpty(const Item& item, int row) const {
-  const AttentionParams& p = p_.attention;
-  if (row >= p.S || p_.redo == nullptr) return;
-  p_.redo[(item.b * p.H + item.h) * ((p.S + 63) / 64) + row / 64] = 1;
+__device__ __forceinline__ void Attention<S, T>::StorePart(int part, const float (&o)[kOutputs], const float (&high)[2],
+                                                           const float (&sum)[2]) const {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = sum[r];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (lane_ % 4 == 0) p_.part_sums[part * 64 + row_ + 8 * r] = make_float2(high[r], total);
+  }
+  float* const to = p_.parts + (static_cast<int64_t>(part) * kOutputs) * kWarpgroup + threadIdx.x % kWarpgroup;
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) to[i * kWarpgroup] = o[i];
 }
 
 // The same where the teams share the item: each says its maxima and sums, brings its outputs to the maximum of all,
@@ -130,9 +137,9 @@ __device__ __forceinline__ void Attention<S, T>::FinishTogether(const Item& item
 #pragma unroll
     for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
     empty[r] = total == 0.0f;
-    if (empty[r] && team_ == 0) SayEmpty(item, item.row0 + row_ + 8 * r);
+    if (empty[r] && team_ == 0) SayEmpty(p_, item.b, item.h, item.row0 + row_ + 8 * r);
     if (more_) {
-      if (!empty[r]) total += Sink(item, most);
+      if (!empty[r]) total += SinkOf<T>(p, item.h, most);
       if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
     }
     scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);

@@ -43,7 +43,7 @@ enum Flag : int32_t {
 // What it says about an item.
 struct Item {
   int32_t b, h, row0;  // row0 -1: no more work
-  int32_t unused;
+  int32_t part;        // negative: all of the row
 };
 
 // A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
@@ -66,6 +66,8 @@ struct Shape {
   static constexpr bool kPasses = kConsumers > 1 && !kExtras;
   static_assert(kConsumers <= kMostGroups, "a walk names every warpgroup of a team");
   static_assert(!kPasses || kSplit == 1, "a team's share of an item may be others' alone");
+  // Whether an item may be a part of a row of tiles; with more warpgroups it might be nothing to one of them.
+  static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);

@@ -161,11 +161,12 @@ class Job {
     params.attention = params_;
     if (!cuda::DescribeTensors(bf16_, kernel->rows, kernel->keys, &params)) return RunSm80();
     const cuda::MaskForm form = cuda::FormOf(*kernel, problem);
-    params.workers = form.workers;
+    params.workers = static_cast<int32_t>(
+        std::min<int64_t>(form.workers, args_.B * args_.H * ((args_.S + kernel->rows - 1) / kernel->rows)));
     params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
     std::shared_ptr<const cuda::MaskEntry> entry;
     STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
-    if (entry != nullptr) params.work = entry->work(), params.work_start = entry->work_start();
+    if (entry != nullptr && entry->work() != nullptr) STOF_RETURN_IF_ERROR(TakePlan(*kernel, *entry, &params));
     // Rows without a key that take all keys are left to a second kernel.
     const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
     const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||
@@ -408,8 +409,8 @@ class Job {
     return MakeMask(form, params);
   }
 
-  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums. Parts have the same,
-  // one after the other.
+  // Memory for one use: of a tile, of 0, 0 for what fp32 needs, 0, 1 for padding, 0, 2 for sums, 0, 3 for parts of
+  // rows. Parts have the same, one after the other.
   void* Held(int m, int n, size_t bytes) {
     if (build_ == nullptr) return context_.allocate(context_.self, bytes);
     for (const DeviceBuild::Memory& held : build_->memory) {
@@ -439,6 +440,22 @@ class Job {
     const int error = cuda::LaunchMaskBuild(build, memory, stream_, &params->mask);
     params->has_mask = 1;
     return ToStatus(static_cast<cudaError_t>(error), "launch of the kernels that make a block mask");
+  }
+
+  // Who takes which rows, and memory for those that are taken in parts.
+  Status TakePlan(const cuda::Sm90Kernel& kernel, const cuda::MaskEntry& entry, cuda::Sm90Params* params) {
+    params->workers = entry.workers();
+    params->work = entry.work(), params->work_start = entry.work_start();
+    params->cut = entry.cut(), params->cut_rows = entry.cut_rows();
+    if (entry.parts() == 0) return Status();
+    const auto bytes = static_cast<size_t>(entry.parts() * cuda::PartBytes(kernel.head));
+    auto* memory = static_cast<char*>(Held(0, 3, bytes));
+    if (memory == nullptr) {
+      return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of parts of rows");
+    }
+    params->parts = reinterpret_cast<float*>(memory);
+    params->part_sums = reinterpret_cast<float2*>(memory + entry.parts() * 64 * 4 * kernel.head);
+    return Status();
   }
 
   // Bits of the padding, and with `flags` a zero for every piece of rows.

@@ -127,7 +127,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   const bool planned = !plan.begin.empty();
   const size_t tiles = put(planned ? walk.key_tile : mask.key_tile), ids = put(planned ? walk.code : mask.bits_id);
   const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
-  const size_t work = put(plan.items), starts = put(StartsOf(plan, walk));
+  const size_t work = put(plan.items), starts = put(StartsOf(plan, walk)), cut = put(plan.cut);
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
@@ -151,6 +151,10 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   if (planned) {
     work_ = reinterpret_cast<const WorkItem*>(base + work);
     work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
+    workers_ = plan.workers();
+    cut_ = reinterpret_cast<const CutRow*>(base + cut);
+    cut_rows_ = static_cast<int32_t>(plan.cut.size());
+    parts_ = plan.parts();
   }
   return Status();
 }

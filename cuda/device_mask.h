@@ -54,9 +54,14 @@ class MaskEntry {
   // Lets the stream wait for the upload where that may not have ended.
   Status Join(cudaStream_t stream, bool captured) const;
   const DeviceMask& view() const { return view_; }
-  // The plan for form.workers; nullptr without one.
+  // The plan for up to form.workers; nullptr without one.
   const WorkItem* work() const { return work_; }
   const WorkStart* work_start() const { return work_start_; }
+  int workers() const { return workers_; }
+  // Its rows in parts, and how many parts there are.
+  const CutRow* cut() const { return cut_; }
+  int32_t cut_rows() const { return cut_rows_; }
+  int64_t parts() const { return parts_; }
   // Whether some query has no key by the mask alone.
   bool empty_rows() const { return empty_rows_; }
   // Tiles of the row that has most.
@@ -70,6 +75,10 @@ class MaskEntry {
   DeviceMask view_;
   const WorkItem* work_ = nullptr;
   const WorkStart* work_start_ = nullptr;
+  int workers_ = 0;
+  const CutRow* cut_ = nullptr;
+  int32_t cut_rows_ = 0;
+  int64_t parts_ = 0;
   bool empty_rows_ = false;
   int64_t longest_row_ = 0;
   bool one_row_ = false;

@@ -7,6 +7,7 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/mask_program.h"
+#include "cuda/work_plan.h"
 #include "plugins/core/cuda_backend.h"
 
 namespace stof {
@@ -36,6 +37,16 @@ int64_t DecodeBytes(const AttentionArgs& args) {
   const int64_t tiles = (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
   const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.Dv + 8) + 4 * rows; };
   return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostSplits)), kMost));
+}
+
+// Rows that the 9.0 kernels take in parts: no more parts than they have, whatever the mask.
+int64_t PartsBytes(const AttentionArgs& args, const AttentionMask& mask) {
+  const int64_t size = std::max(args.D, args.Dv), rows = args.B * args.H * ((args.S + 63) / 64);
+  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.dtype == DType::kF32 || size > 128) return 0;
+  const int64_t of_row = (args.T + 63) / 64 / cuda::kFewestTilesOfPart;
+  if (of_row < 2) return 0;
+  const int64_t parts = rows < cuda::kMostParts ? std::min(rows * of_row, cuda::kMostParts) : cuda::kMostParts;
+  return parts * cuda::PartBytes(size <= 64 ? 64 : 128);
 }
 
 // The kernel for fp32 splits keys and values: cuda::Fp32WorkspaceBytes.
@@ -122,7 +133,8 @@ Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMas
   const int64_t bytes = args.B * tiles * cuda::kTileKeys / 8 + 4 * pieces;
   int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
   // A profile's largest shapes stand for its smaller ones, too: few queries are among them.
-  total += std::max(Rounded(DecodeBytes(args)), args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0);
+  const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
+  total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(PartsBytes(args, mask))});
   if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
     int64_t made = 0;
     STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));

@@ -110,10 +110,9 @@ void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 int TakenKernel() { return Taken().load(std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
-  const int64_t items = problem.sizes.B * problem.sizes.H * CeilDiv(problem.sizes.S, kernel.rows);
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
-  form.workers = static_cast<int>(std::min<int64_t>(int64_t{kernel.workers} * problem.multiprocessors, items));
+  form.workers = kernel.workers * problem.multiprocessors;
   form.section = problem.section;
   form.cost = kernel.cost;
   form.fragments = true;
@@ -126,7 +125,7 @@ namespace {
 Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t* nanoseconds) {
   const ExprSizes& sizes = problem.sizes;
   if (problem.mask == nullptr) {
-    const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), std::max(1, form.workers));
+    const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), form.workers);
     *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
     return Status();
   }
@@ -144,7 +143,7 @@ Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t*
                       static_cast<double>(form.cost.partial * partial + form.cost.full * (all - partial)) /
                           static_cast<double>(std::max<int64_t>(1, rows));
   const double items = static_cast<double>(sizes.B) * static_cast<double>(sizes.H) * mask->rows;
-  *nanoseconds = static_cast<int64_t>(each * items / std::max(1, form.workers));
+  *nanoseconds = static_cast<int64_t>(each * items / form.workers);
   return Status();
 }
 

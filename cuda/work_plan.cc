@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <queue>
 #include <utility>
 
@@ -57,8 +58,20 @@ int PlaceOf(uint32_t groups) {
 constexpr int64_t kMostPlanned = int64_t{1} << 20;
 constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
 
+// What joins parts takes: a launch, and for each that it is written and read.
+constexpr int64_t kJoin = 2000, kJoinPart = 14;
+constexpr int64_t kMostPartsOfRow = 32;
+
+// What one worker does without a break.
+struct Work {
+  int64_t cost, head;  // head: b * H + h
+  WorkItem item;       // with the `full` of a plan
+};
+
 // The cost below which rows are held back: all of them together take a kHeldBack-th of the time at most.
-int64_t HeldBelow(std::vector<int64_t> costs, int64_t total) {
+int64_t HeldBelow(const std::vector<Work>& works, int64_t total) {
+  std::vector<int64_t> costs;
+  for (const Work& work : works) costs.push_back(work.cost);
   std::sort(costs.begin(), costs.end());
   int64_t sum = 0;
   for (const int64_t cost : costs) {
@@ -66,6 +79,87 @@ int64_t HeldBelow(std::vector<int64_t> costs, int64_t total) {
     if (sum > total / kHeldBack) return cost;
   }
   return 0;
+}
+
+int64_t TotalOf(const std::vector<Work>& works) {
+  return std::accumulate(works.begin(), works.end(), int64_t{0},
+                         [](int64_t sum, const Work& work) { return sum + work.cost; });
+}
+
+// works: in the order of their heads.
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+  using Load = std::pair<int64_t, int>;  // of a worker
+  std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
+  for (int w = 0; w < workers; ++w) least.emplace(0, w);
+  std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
+  WorkPlan plan;
+  // Rows that take longer than a worker's share of a section (those of global tokens, say) come first of all: given out
+  // late, one of them would be the end of the run. They come from all heads at once, whose keys and values the L2 cache
+  // does not hold together, so none does that need not. The smallest rows come last of all, for they fill what the
+  // others leave; and sections are of as many heads each, give or take one, as a small last one has too few rows.
+  const int64_t total = TotalOf(works), share = total / workers;
+  const int64_t large =
+      std::max({int64_t{1}, share / 16, share * std::min(section, heads) / std::max<int64_t>(1, heads)});
+  const int64_t small = std::min(HeldBelow(works, total), large);
+  std::vector<const Work*> some;
+  const auto deal = [&](int64_t first, int64_t last, int64_t lowest, int64_t highest) {
+    some.clear();
+    const auto by_head = [](const Work& work, int64_t head) { return work.head < head; };
+    const auto begin = std::lower_bound(works.begin(), works.end(), first, by_head);
+    const auto end = std::lower_bound(begin, works.end(), last, by_head);
+    for (auto work = begin; work != end; ++work) {
+      if (work->cost >= lowest && work->cost <= highest) some.push_back(&*work);
+    }
+    std::stable_sort(some.begin(), some.end(), [](const Work* a, const Work* b) { return a->cost > b->cost; });
+    for (const Work* work : some) {
+      const auto [load, worker] = least.top();
+      least.pop();
+      least.emplace(load + work->cost, worker);
+      plan.longest = std::max(plan.longest, load + work->cost);
+      taken[static_cast<size_t>(worker)].push_back(work->item);
+    }
+  };
+  deal(0, heads, large + 1, std::numeric_limits<int64_t>::max());
+  const int64_t sections = (heads + section - 1) / section;
+  for (int64_t i = 0; i < sections; ++i) deal(heads * i / sections, heads * (i + 1) / sections, small, large);
+  deal(0, heads, 0, small - 1);
+  plan.begin.push_back(0);
+  for (const std::vector<WorkItem>& own : taken) {
+    plan.items.insert(plan.items.end(), own.begin(), own.end());
+    plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
+  }
+  return plan;
+}
+
+// The works with rows that are longer than a worker's share in parts of one of_share-th of it; `cut` stays empty where
+// there are none, or too many parts.
+std::vector<Work> CutLong(const std::vector<Work>& works, const Walk& walk, int workers, const TileCost& cost,
+                          int64_t of_share, std::vector<CutRow>* cut) {
+  const int64_t share = TotalOf(works) / workers;
+  const int64_t part = std::max(share / of_share, cost.row + kFewestTilesOfPart * cost.full);
+  std::vector<Work> pieces;
+  int64_t parts = 0;
+  for (const Work& work : works) {
+    const int64_t tiles = work.item.end - work.item.begin;
+    const int64_t count = std::min({(work.cost + part - 1) / part, tiles / kFewestTilesOfPart, kMostPartsOfRow});
+    if (work.cost <= share || count < 2) {
+      pieces.push_back(work);
+      continue;
+    }
+    cut->push_back({work.item.item, static_cast<int32_t>(parts), static_cast<int32_t>(count)});
+    for (int64_t i = 0; i < count; ++i) {
+      Work piece = {cost.row, work.head, work.item};
+      piece.item.begin = static_cast<int32_t>(work.item.begin + tiles * i / count);
+      piece.item.end = static_cast<int32_t>(work.item.begin + tiles * (i + 1) / count);
+      piece.item.full = static_cast<int32_t>(piece.item.end + 1 + parts++);
+      for (int32_t at = piece.item.begin; at < piece.item.end; ++at) {
+        piece.cost += walk.code[static_cast<size_t>(at)] < 0 ? cost.full : cost.partial;
+      }
+      pieces.push_back(piece);
+    }
+  }
+  if (parts > kMostParts) cut->clear();
+  return pieces;
 }
 
 }  // namespace
@@ -118,66 +212,31 @@ Walk WalkOf(const BlockMask& mask) {
 
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost) {
-  struct Work {
-    int64_t cost;
-    WorkItem item;
-  };
-  using Load = std::pair<int64_t, int>;  // of a worker
-  std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
-  for (int w = 0; w < workers; ++w) least.emplace(0, w);
-  std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
-  WorkPlan plan;
-  std::vector<Work> works;
   const int groups = std::max(1, mask.m / 64);
-  const auto cost_of = [&](const WorkItem& item, int64_t bh, int64_t row) {
-    const auto at = static_cast<size_t>(mask.TableOf(bh / H, bh % H) * mask.rows + row);
-    return CostOf(item, walk.missing[at], groups, cost);
-  };
-  const auto give_out = [&] {
-    std::stable_sort(works.begin(), works.end(), [](const Work& a, const Work& b) { return a.cost > b.cost; });
-    for (const Work& work : works) {
-      const auto [load, worker] = least.top();
-      least.pop();
-      least.emplace(load + work.cost, worker);
-      plan.longest = std::max(plan.longest, load + work.cost);
-      taken[static_cast<size_t>(worker)].push_back(work.item);
-      taken[static_cast<size_t>(worker)].back().full = work.item.end;
-    }
-    works.clear();
-  };
-  int64_t total = 0;
-  std::vector<int64_t> costs;
+  std::vector<Work> works;
   for (int64_t bh = 0; bh < B * H; ++bh) {
+    const int64_t table = mask.TableOf(bh / H, bh % H);
     for (int64_t row = 0; row < mask.rows; ++row) {
-      costs.push_back(cost_of(ItemOf(mask, H, bh, row), bh, row));
-      total += costs.back();
+      WorkItem item = ItemOf(mask, H, bh, row);
+      const int64_t own = CostOf(item, walk.missing[static_cast<size_t>(table * mask.rows + row)], groups, cost);
+      item.full = item.end;
+      works.push_back({own, bh, item});
     }
   }
-  // Rows that take longer than a worker's share of a section (those of global tokens, say) come first of all: given out
-  // late, one of them would be the end of the run. They come from all heads at once, whose keys and values the L2 cache
-  // does not hold together, so none does that need not. The smallest rows come last of all, for they fill what the
-  // others leave; and sections are of as many heads each, give or take one, as a small last one has too few rows.
-  const int64_t share = total / workers;
-  const int64_t large =
-      std::max({int64_t{1}, share / 16, share * std::min(section, B * H) / std::max<int64_t>(1, B * H)});
-  const int64_t small = std::min(HeldBelow(costs, total), large);
-  const auto deal = [&](int64_t first, int64_t last, int64_t lowest, int64_t highest) {
-    for (int64_t bh = first; bh < last; ++bh) {
-      for (int64_t row = 0; row < mask.rows; ++row) {
-        const int64_t own = costs[static_cast<size_t>(bh * mask.rows + row)];
-        if (own >= lowest && own <= highest) works.push_back({own, ItemOf(mask, H, bh, row)});
-      }
-    }
-    give_out();
+  const auto most = [workers](const std::vector<Work>& some) {
+    return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
-  deal(0, B * H, large + 1, std::numeric_limits<int64_t>::max());
-  const int64_t sections = (B * H + section - 1) / section;
-  for (int64_t i = 0; i < sections; ++i) deal(B * H * i / sections, B * H * (i + 1) / sections, small, large);
-  deal(0, B * H, 0, small - 1);
-  plan.begin.push_back(0);
-  for (const std::vector<WorkItem>& own : taken) {
-    plan.items.insert(plan.items.end(), own.begin(), own.end());
-    plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
+  WorkPlan plan = Deal(works, B * H, most(works), section);
+  if (!cost.cuts) return plan;
+  // How well parts fill what rows leave depends on luck: three sizes are tried.
+  for (const int64_t of_share : {1, 2, 3}) {
+    std::vector<CutRow> cut;
+    const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);
+    if (cut.empty()) continue;
+    WorkPlan other = Deal(pieces, B * H, most(pieces), section);
+    other.cut = std::move(cut);
+    other.longest += kJoin + kJoinPart * other.parts();
+    if (other.longest < plan.longest) plan = std::move(other);
   }
   return plan;
 }

@@ -15,22 +15,31 @@ namespace cuda {
 
 // What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
 // nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
-// where they come from memory more than once.
+// where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
 struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
+  bool cuts = false;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
-// entries say of each whether it has bits, `full` is `end`.
+// entries say of each whether it has bits, `full` is `end`, and for a part of a row that number's sum with the part's.
 struct WorkItem {
   int32_t item;  // (b * H + h) * rows + row
   int32_t begin, full, end;
+};
+// Which part of a row an item is, counted from 0 in the whole plan; negative: a row.
+STOF_EVERYWHERE inline int32_t PartOf(const WorkItem& work) { return work.full - work.end - 1; }
+
+// A row in parts.
+struct CutRow {
+  int32_t item;
+  int32_t first, count;  // parts [first, first + count)
 };
 
 // The entry of its tile i, as kernels walk them without a plan: a full one comes first, for nothing covers the first
 // tile's softmax, and bits take time.
 STOF_EVERYWHERE inline int32_t EntryAt(const WorkItem& work, int32_t i) {
-  if (work.begin == work.full || work.full == work.end) return work.begin + i;
+  if (work.begin == work.full || work.full >= work.end) return work.begin + i;
   return i == 0 ? work.end - 1 : work.begin + i - 1;
 }
 
@@ -63,8 +72,16 @@ struct alignas(64) WorkStart {
 struct WorkPlan {
   std::vector<int32_t> begin;  // [workers + 1]: worker w has items [begin[w], begin[w + 1])
   std::vector<WorkItem> items;
-  int64_t longest = 0;  // nanoseconds of the worker that has most to do
+  std::vector<CutRow> cut;
+  int64_t longest = 0;  // nanoseconds of the worker that has most to do, and of what joins parts
+  int workers() const { return static_cast<int>(begin.size()) - 1; }
+  int64_t parts() const { return cut.empty() ? 0 : cut.back().first + cut.back().count; }
 };
+// Parts of a plan at most, each of so many entries at least: what memory has to be there for them follows.
+constexpr int64_t kMostParts = 512, kFewestTilesOfPart = 4;
+
+// Of 64 rows, for heads up to this size: outputs, maxima and sums.
+constexpr int64_t PartBytes(int64_t head_size) { return 64 * (4 * head_size + 8); }
 
 // Whether a plan is worth its time: beyond a million items chance balances. A walk also has to name all bits.
 bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);

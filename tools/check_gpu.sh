@@ -92,6 +92,7 @@ if wave 1; then
       suite "gemm-9.0-kernel-$kernel" 75 CudaGemmPlain STOF_CUDA_GEMM=$kernel
     done
     for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
+    suite 9.0-parts 75 CudaPartsSm90
     for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
     echo "compute capability ${capability:-unknown}: the kernels for 9.0 are not run"
@@ -124,6 +125,7 @@ fi
 if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_SAMPLE=13
+  [ "$capability" = 9.0 ] && suite memcheck-9.0-parts 80 CudaPartsSm90 memcheck STOF_SAMPLE=7
   [ "$capability" = 9.0 ] && suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80

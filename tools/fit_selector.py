@@ -39,6 +39,8 @@ HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
+MOST_PARTS, MOST_PARTS_OF_ROW, FEWEST_TILES = 512, 32, 4
+JOIN, JOIN_PART = 2000, 14  # nanoseconds
 HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
@@ -63,6 +65,11 @@ class Kernel:
     def workers(self) -> int:
         """Of a multiprocessor."""
         return self.teams // self.split
+
+    @property
+    def cuts(self) -> bool:
+        """Whether its workers take parts of rows."""
+        return self.rows == 64 and self.split == 1
 
     @property
     def name(self) -> str:
@@ -237,7 +244,7 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     """Microseconds by the model."""
     B, H, _, S, T = point.shape
     items = B * H * -(-S // kernel.rows)
-    workers = min(kernel.workers * MULTIPROCESSORS, items)
+    workers = kernel.workers * MULTIPROCESSORS
     reread = kernel.reread * point.mebibytes
 
     def together(count: int) -> int:
@@ -247,15 +254,58 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
         rounds = -(-items // workers)
         longest = rounds * (kernel.row + kernel.full * together(-(-T // kernel.keys)))
         return LAUNCH + (longest + reread) * 1e-3
-    sections = []
+    rows: list[Counter[tuple[float, tuple[int, int]]]] = []  # of each section, by cost, partial tiles and all
     for section in tiles.of(point, kernel.rows, kernel.keys):
-        costs: Counter[float] = Counter()
+        costs: Counter[tuple[float, tuple[int, int]]] = Counter()
         for (partial, every, missing), count in section.items():
             some = together(partial)
             cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
             cost -= kernel.partial * missing / (2 * (kernel.rows // 64))
-            costs[round(cost)] += count
-        sections.append(costs)
+            costs[round(cost), (partial, every)] += count
+        rows.append(costs)
+    sections = [Counter[float]() for _ in rows]
+    for own, costs in zip(sections, rows, strict=True):
+        for (cost, _), count in costs.items():
+            own[cost] += count
+    longest = _longest(sections, min(workers, items), point)
+    if kernel.cuts:
+        for of_share in (1, 2, 3):
+            cut, parts = _in_parts(rows, workers, kernel, of_share)
+            if not 0 < parts <= MOST_PARTS:
+                continue
+            pieces = sum(n for own in cut for n in own.values())
+            joined = _longest(cut, min(workers, pieces), point) + JOIN + JOIN_PART * parts
+            longest = min(longest, joined)
+    return LAUNCH + (longest + reread) * 1e-3
+
+
+def _in_parts(
+    rows: Sequence[Counter[tuple[float, tuple[int, int]]]], workers: int, kernel: Kernel, of_share: int
+) -> tuple[list[Counter[float]], int]:
+    """Rows longer than a worker's share in parts of a fraction of it, and how many, as cuda/work_plan.cc cuts."""
+    share = sum(cost * count for own in rows for (cost, _), count in own.items()) // workers
+    part = max(share // of_share, kernel.row + FEWEST_TILES * kernel.full)
+    found, parts = [], 0
+    for own in rows:
+        cut: Counter[float] = Counter()
+        for (cost, (partial, every)), count in own.items():
+            pieces = int(min(-(-cost // part), every // FEWEST_TILES, MOST_PARTS_OF_ROW))
+            if cost <= share or pieces < 2:
+                cut[cost] += count
+                continue
+            parts += pieces * count
+            first = 1 if every > partial else 0  # a full tile, then those with bits
+            for i in range(pieces):
+                begin, end = every * i // pieces, every * (i + 1) // pieces
+                bits = max(0, min(end, first + partial) - max(begin, first))
+                cut[round(kernel.row + kernel.partial * bits + kernel.full * (end - begin - bits))] += count
+        found.append(cut)
+    return found, parts
+
+
+def _longest(sections: Sequence[Counter[float]], workers: int, point: Point) -> float:
+    """What the busiest of workers has to do, in nanoseconds."""
+    B, H = point.shape[:2]
     total = sum(cost * count for own in sections for cost, count in own.items())
     share = total / workers
     large = max(1, share / 16, share * min(point.section, B * H) / (B * H))
@@ -265,7 +315,7 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     for own in sections:
         _deal(loads, [(c, n) for c, n in own.items() if small <= c <= large])
     _deal(loads, [(c, n) for s in sections for c, n in s.items() if c < small])
-    return LAUNCH + (max(load for load, _ in loads) + reread) * 1e-3
+    return max(load for load, _ in loads)
 
 
 def regrets(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles) -> list[tuple[float, str, str]]:

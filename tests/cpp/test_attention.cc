@@ -15,6 +15,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/selector.h"
+#include "cuda/work_plan.h"
 #endif
 
 #include "plugins/core/block_mask_builder.h"
@@ -1144,6 +1145,49 @@ void CudaSm90() {
   RunCudaCases(cases, FirstKernels(10));
 }
 
+// Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
+// that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's.
+void CudaSm90Parts() {
+  Random random(61);
+  Deck<int64_t> rows({17, 63, 64, 65, 130, 193}, &random);
+  Deck<int64_t> keys({1024, 1025, 1100, 1537, 2500, 3333}, &random);
+  Deck<int64_t> sizes({64, 128, 40, 96}, &random);
+  Deck<int> masks({1, 5, 6, 7, 8, 9, 15}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kAll, Pad::kRandom}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  Deck<Arrangement> arrangements(kArrangements, &random);
+  std::vector<Case> cases;
+  int64_t cut = 0;
+  for (int i = 0; i < Cases(48); ++i) {
+    Case c;
+    c.B = random.Range(1, 2), c.G = random.OneIn(2) ? 2 : 4;
+    c.S = rows.Deal(), c.T = keys.Deal(), c.D = c.Dv = sizes.Deal();
+    c.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
+    for (Arrangement& arrangement : c.arrangement) arrangement = arrangements.Deal();
+    c.mask = masks.Deal(), c.pad = pads.Deal();
+    c.offset = c.mask != 5;
+    c.sink = random.OneIn(4);
+    c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
+    c.rising = random.OneIn(3), c.spread = random.OneIn(3) ? 4.0f : 1.0f;
+    if (c.empty_rows != EmptyRows::kAll && random.OneIn(2)) c.poison = Poison::kForbidden;
+    c.cuda = true;
+    cases.push_back(c);
+    // Whether there is something to join.
+    Random drawn(cases.size() - 1);
+    const MaskData data = DrawMask(c, &drawn);
+    BoundMask bound;
+    AttentionArgs args;
+    CpuAttentionConfig config;
+    config.m = 64, config.n = 64;
+    BindMask(c, data, config, &bound, &args);
+    if (args.mask == nullptr) continue;
+    const cuda::TileCost cost = {3000, 1200, 1400, 1, 0, true};
+    cut += cuda::PlanWork(bound.block, cuda::WalkOf(bound.block), c.B, c.H, 264, c.H, cost).parts() > 1 ? 1 : 0;
+  }
+  CHECK(cut * 4 >= static_cast<int64_t>(cases.size()) * 3, cut, " of ", cases.size(), " cases have rows in parts");
+  RunCudaCases(cases, {3, 4, 5, 9, -1});
+}
+
 // Their variant for softcap and biases: what the table has of these, and biases whose rows begin at multiples of 16
 // bytes, of every type, broadcast over each axis but the keys', with tiles that have bits, are padded or end the keys.
 void CudaSm90Extras() {
@@ -1199,6 +1243,7 @@ TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
+TEST(CudaPartsSm90) { CudaSm90Parts(); }
 #endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }

@@ -64,6 +64,86 @@ void CheckWalk(const BlockMask& mask, const Walk& walk, const std::string& where
   }
 }
 
+// Every row once, or in parts that follow each other and hold its entries once; nobody has much more than the mean.
+WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& sizes, int most, int64_t section,
+                   const TileCost& cost, const std::string& name) {
+  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost);
+  const int workers = plan.workers();
+  const std::string where = Text(name, workers, " of ", most, ", ", plan.parts(), " parts");
+  CHECK(workers >= 1 && workers <= most && plan.begin[0] == 0, where);
+  CHECK(workers == most || workers == std::max<int64_t>(1, static_cast<int64_t>(plan.items.size())), where);
+  CHECK(plan.begin.back() == static_cast<int64_t>(plan.items.size()), where);
+  const std::vector<WorkStart> starts = StartsOf(plan, walk);
+  CHECK(starts.size() == static_cast<size_t>(workers), where);
+  for (size_t w = 0; w < starts.size(); ++w) {
+    const WorkStart& start = starts[w];
+    CHECK(start.begin == plan.begin[w] && start.end == plan.begin[w + 1], where);
+    if (start.begin == start.end) continue;
+    const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
+    CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
+    CHECK(start.first.full == first.full && start.first.end == first.end, where);
+    for (size_t t = 0; t < cuda::kFirstTiles; ++t) {
+      const bool there = first.begin + static_cast<int32_t>(t) < first.end;
+      const auto at = static_cast<size_t>(there ? first.begin + static_cast<int32_t>(t) : 0);
+      CHECK(start.tile[t] == (there ? walk.key_tile[at] : -1), where);
+      CHECK(start.code[t] == (there && walk.code[at] >= 0 ? walk.code[at] & cuda::kIdMask : -1), where);
+    }
+  }
+  // Of every row how often it is there, and of every part its item.
+  std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
+  std::vector<const WorkItem*> parts(static_cast<size_t>(plan.parts()), nullptr);
+  int64_t total = 0, largest = 0, longest = 0;
+  for (int w = 0; w < workers; ++w) {
+    int64_t load = 0;
+    CHECK(plan.begin[static_cast<size_t>(w)] <= plan.begin[static_cast<size_t>(w) + 1], where);
+    for (int32_t at = plan.begin[static_cast<size_t>(w)]; at < plan.begin[static_cast<size_t>(w) + 1]; ++at) {
+      const WorkItem& item = plan.items[static_cast<size_t>(at)];
+      CHECK(item.item >= 0 && item.item < static_cast<int64_t>(seen.size()), where);
+      const int64_t bh = item.item / mask.rows;
+      const auto row =
+          static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + item.item % mask.rows);
+      int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], mask.m / 64, cost);
+      const int32_t part = cuda::PartOf(item);
+      if (part < 0) {
+        ++seen[static_cast<size_t>(item.item)];
+        CHECK(item.begin == mask.row_ptr[row] && item.end == mask.row_ptr[row + 1] && item.full == item.end, where);
+      } else {
+        CHECK(part < plan.parts() && parts[static_cast<size_t>(part)] == nullptr, where, " part ", part);
+        parts[static_cast<size_t>(part)] = &item;
+        const auto bits = std::count_if(walk.code.begin() + item.begin, walk.code.begin() + item.end,
+                                        [](int32_t code) { return code >= 0; });
+        own = cost.row + cost.partial * bits + cost.full * (item.end - item.begin - bits);
+      }
+      load += own;
+      largest = std::max(largest, own);
+    }
+    total += load;
+    longest = std::max(longest, load);
+  }
+  int32_t next = 0;
+  for (const cuda::CutRow& cut : plan.cut) {
+    const int64_t bh = cut.item / mask.rows;
+    const auto row = static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + cut.item % mask.rows);
+    CHECK(cut.first == next && cut.count >= 2, where, " cut row ", cut.item);
+    int32_t entry = mask.row_ptr[row];
+    for (int32_t i = 0; i < cut.count; ++i) {
+      const WorkItem* item = parts[static_cast<size_t>(next++)];
+      CHECK(item != nullptr && item->item == cut.item && item->begin == entry, where, " part ", next - 1);
+      CHECK(item->end - item->begin >= cuda::kFewestTilesOfPart, where, " part ", next - 1);
+      entry = item->end;
+    }
+    CHECK(entry == mask.row_ptr[row + 1], where, " cut row ", cut.item);
+    ++seen[static_cast<size_t>(cut.item)];
+  }
+  CHECK(next == plan.parts() && next <= cuda::kMostParts, where);
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
+  CHECK(plan.cut.empty() ? plan.longest == longest : plan.longest > longest, where, ": says ", plan.longest, ", is ",
+        longest);
+  // Whoever gets a row has the least load until then, which is at most the mean.
+  CHECK(longest <= total / workers + largest, where, ": ", longest, " of ", total, ", largest row ", largest);
+  return plan;
+}
+
 TEST(WorkPlansTakeEveryRowOnce) {
   const char* const masks[] = {"k <= q", "abs(q - k) <= 40", "abs(q - k) <= 32 or k < 16 or q < 16",
                                "k <= q and (q // 64 - k // 64 < 2 or (k // 64 + h) % 3 == 0)", "k == q + 1000"};
@@ -76,54 +156,11 @@ TEST(WorkPlansTakeEveryRowOnce) {
       const BlockMask mask = BuiltMask(text, sizes, m, n);
       const int workers = static_cast<int>(random.Range(1, 40));
       const int64_t section = random.Range(1, 2 * sizes.H);
-      const TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
+      TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
+      cost.cuts = m == 64;
       const Walk walk = WalkOf(mask);
       CheckWalk(mask, walk, text);
-      const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, workers, section, cost);
-      const std::string where = Text(text, " S ", sizes.S, " T ", sizes.T, " workers ", workers);
-      CHECK(plan.begin.size() == static_cast<size_t>(workers) + 1 && plan.begin[0] == 0, where);
-      CHECK(plan.begin.back() == static_cast<int64_t>(plan.items.size()), where);
-      const std::vector<WorkStart> starts = StartsOf(plan, walk);
-      CHECK(starts.size() == static_cast<size_t>(workers), where);
-      for (size_t w = 0; w < starts.size(); ++w) {
-        const WorkStart& start = starts[w];
-        CHECK(start.begin == plan.begin[w] && start.end == plan.begin[w + 1], where);
-        if (start.begin == start.end) continue;
-        const WorkItem& first = plan.items[static_cast<size_t>(start.begin)];
-        CHECK(start.first.item == first.item && start.first.begin == first.begin, where);
-        CHECK(start.first.full == first.full && start.first.end == first.end, where);
-        for (size_t t = 0; t < cuda::kFirstTiles; ++t) {
-          const bool there = first.begin + static_cast<int32_t>(t) < first.end;
-          const auto at = static_cast<size_t>(there ? first.begin + static_cast<int32_t>(t) : 0);
-          CHECK(start.tile[t] == (there ? walk.key_tile[at] : -1), where);
-          CHECK(start.code[t] == (there && walk.code[at] >= 0 ? walk.code[at] & cuda::kIdMask : -1), where);
-        }
-      }
-      std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
-      int64_t total = 0, most = 0, longest = 0;
-      for (int w = 0; w < workers; ++w) {
-        int64_t load = 0;
-        CHECK(plan.begin[static_cast<size_t>(w)] <= plan.begin[static_cast<size_t>(w) + 1], where);
-        for (int32_t at = plan.begin[static_cast<size_t>(w)]; at < plan.begin[static_cast<size_t>(w) + 1]; ++at) {
-          const WorkItem& item = plan.items[static_cast<size_t>(at)];
-          CHECK(item.item >= 0 && item.item < static_cast<int64_t>(seen.size()), where);
-          ++seen[static_cast<size_t>(item.item)];
-          const int64_t bh = item.item / mask.rows;
-          const auto row =
-              static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + item.item % mask.rows);
-          CHECK(item.begin == mask.row_ptr[row] && item.full == item.end, where);
-          CHECK(item.end == mask.row_ptr[row + 1], where);
-          const int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], m / 64, cost);
-          load += own;
-          most = std::max(most, own);
-        }
-        total += load;
-        longest = std::max(longest, load);
-      }
-      CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
-      CHECK(plan.longest == longest, where, ": says ", plan.longest, ", is ", longest);
-      // Whoever gets a row has the least load until then, which is at most the mean.
-      CHECK(longest <= total / workers + most, where, ": ", longest, " of ", total, ", largest row ", most);
+      CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " S ", sizes.S, " T ", sizes.T, " workers "));
       ++cases;
     }
   }
@@ -188,6 +225,25 @@ TEST(WorkPlansKeepSectionsTogether) {
   }
   CHECK(held > 0 && held * 32 <= total, held, " of ", total, " tiles are held back");
   CountCases(1);
+}
+
+// Rows of global tokens, which are a tenth of the work and one of them longer than the mean: in parts.
+TEST(WorkPlansCutLongRows) {
+  TileCost cost = {3320, 1231, 1525};
+  const ExprSizes sizes = {1, 16, 4096, 4096, 0};
+  const BlockMask mask = BuiltMask("abs(q - k) <= 128 or k < 64 or q < 64", sizes, 64, 64);
+  const Walk walk = WalkOf(mask);
+  const int64_t whole = PlanWork(mask, walk, sizes.B, sizes.H, 528, 16, cost).longest;
+  cost.cuts = true;
+  const WorkPlan plan = CheckPlan(mask, walk, sizes, 528, 16, cost, "longformer, workers ");
+  CHECK(plan.cut.size() == 16 && 2 * plan.longest < whole, plan.cut.size(), " rows, ", plan.longest, " of ", whole);
+  // Where all rows are alike and there are enough of them nothing is cut.
+  const BlockMask band = BuiltMask("abs(q - k) <= 128", sizes, 64, 64);
+  CHECK(CheckPlan(band, WalkOf(band), sizes, 528, 16, cost, "window, workers ").cut.empty());
+  // More parts than there may be, of 64 heads: rows stay whole.
+  const ExprSizes many = {8, 16, 4096, 4096, 0};
+  CHECK(CheckPlan(mask, walk, many, 40000, 16, cost, "many, workers ").cut.empty());
+  CountCases(3);
 }
 
 // The diagonal band of a window and a causal one: no group has more than its own tiles and the full ones' turn.
