@@ -86,14 +86,14 @@ if wave 1; then
     echo "no libcublasLt.so.12 or .13: matrix products by it are not run"
   fi
   if [ "$capability" = 9.0 ]; then
-    for kernel in 0 1 2 3 4; do suite "gemm-9.0-kernel-$kernel" 75 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
-    for kernel in 0 1 2 3 4; do suite "gemm-9.0-waves-$kernel" 75 CudaGemmPlainWaves STOF_CUDA_GEMM=$kernel; done
+    for kernel in 0 1 2 3 4; do suite "gemm-9.0-kernel-$kernel" 150 CudaGemmEquals STOF_CUDA_GEMM=$kernel; done
+    for kernel in 0 1 2 3 4; do suite "gemm-9.0-waves-$kernel" 150 CudaGemmPlainWaves STOF_CUDA_GEMM=$kernel; done
     for kernel in 5 6 7; do  # pairs have none of these
-      suite "gemm-9.0-kernel-$kernel" 75 CudaGemmPlain STOF_CUDA_GEMM=$kernel
+      suite "gemm-9.0-kernel-$kernel" 150 CudaGemmPlain STOF_CUDA_GEMM=$kernel
     done
-    for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 75 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
-    suite 9.0-parts 75 CudaPartsSm90
-    for kernel in 0 1; do suite "9.0-extras-$kernel" 75 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
+    for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
+    suite 9.0-parts 150 CudaPartsSm90
+    for kernel in 0 1; do suite "9.0-extras-$kernel" 150 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
     echo "compute capability ${capability:-unknown}: the kernels for 9.0 are not run"
   fi

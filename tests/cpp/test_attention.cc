@@ -820,6 +820,17 @@ void* Allocate(void* self, size_t bytes) {
   return block;
 }
 
+// What a run is given, counted as runtimes do that plan memory ahead.
+struct Counted {
+  std::vector<void*>* blocks;
+  size_t bytes = 0;
+  static void* Take(void* self, size_t bytes) {
+    auto* own = static_cast<Counted*>(self);
+    own->bytes += (bytes + 63) / 64 * 64;
+    return Allocate(own->blocks, bytes);
+  }
+};
+
 // Memory of a tensor on the device, each with `shift` bytes before it as on the host.
 void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes) {
   void* block = Allocate(blocks, std::max<size_t>(bytes, 16));
@@ -914,9 +925,13 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
   if (split) mask.parts = residues->of_residue->parts, mask.fixed_hash = residues->of_residue->fixed_hash;
   RunContext context;
   context.on_cuda = true;
-  context.allocate = Allocate;
-  context.self = &blocks;
+  Counted counted{&blocks};
+  context.allocate = Counted::Take;
+  context.self = &counted;
   const Tables operands = OperandsOnDevice(c, data, &blocks);
+  size_t planned = 0;
+  const Status sized = PlanCudaAttention(args, padded, mask, sizes, operands, &planned);
+  CHECK(sized.ok(), description, ": ", sized.message());
   const Answer answer = Attend(dense);
   struct Chosen {
     ~Chosen() { cuda::TakeKernel(-1); }
@@ -939,8 +954,10 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
     args.lse = asked ? device_lse : nullptr;
     lse.Reset();
     CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);
+    counted.bytes = 0;
     const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
+    CHECK(counted.bytes <= planned, where, ": ", counted.bytes, " bytes of memory, planned were ", planned);
     output.Reset();
     const cudaError_t error =
         cudaMemcpy(output.bytes.data(), output_bytes, output.bytes.size(), cudaMemcpyDeviceToHost);
