@@ -79,6 +79,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
     plan = load_plan(options.plan) if options.plan else None
+    if plan is not None and plan.chains is not None and options.tune:
+        raise ArgumentError(
+            f"--tune has nothing to measure: {options.plan} decides all sites and chains; leave --tune or --plan out"
+        )
     with _timed(report, "load"):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}

@@ -37,6 +37,8 @@ def test_a_plan_gives_the_same_chains_again(narrow: Narrow, tmp_path: Path) -> N
     assert texts(again.output) == before
     assert (tmp_path / "again.json").read_bytes() == plan.read_bytes()
     assert optimize(model, options=Options(verify=False, plan=plan, chains="off")).chains == []
+    with pytest.raises(ArgumentError, match=r"--tune has nothing to measure: .*plan\.json decides"):
+        optimize(model, options=Options(verify=False, plan=plan, tune=1.0))
 
 
 def test_an_edited_plan(narrow: Narrow, tmp_path: Path) -> None:
