@@ -806,6 +806,9 @@ int Launch(const Sm90Params& params, void* stream) {
   const int error =
       LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
   if constexpr (S::kCuts) {
+    // Loaded with the other one, for the next problem may have parts, and be captured.
+    const int loaded = LoadKernel<Sm90Params, JoinKernel<T, S::kHead>>(0);
+    if (loaded != 0) return loaded;
     if (error == 0 && params.cut_rows > 0) {
       const auto joined = static_cast<unsigned>(params.cut_rows) * (S::kHead / kJoined);
       return LaunchKernel<Sm90Params, JoinKernel<T, S::kHead>>(params, joined, kWarpgroup, 0, stream, true);

@@ -10,6 +10,7 @@
 #include "cuda/fragments.h"
 #include "cuda/recording.h"
 #include "plugins/core/block_mask_cache.h"
+#include "plugins/core/hash.h"
 
 namespace stof {
 namespace cuda {
@@ -56,6 +57,14 @@ bool HasEmptyRows(const BlockMask& mask) {
     }
   }
   return false;
+}
+
+// A plan is made for these costs: kernels of one tile differ in them.
+uint64_t HashOf(const TileCost& cost) {
+  uint64_t hash = cost.cuts ? 1 : 0;
+  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split})
+    hash = MixHash(hash, static_cast<uint64_t>(x));
+  return hash;
 }
 
 // The bits in the order of fragments.h.
@@ -190,7 +199,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
   const Key key{device,  hash,   sizes.B, sizes.H,      sizes.S,      sizes.T,
-                sizes.P, form.m, form.n,  form.workers, form.section, form.cost.row};
+                sizes.P, form.m, form.n,  form.workers, form.section, HashOf(form.cost)};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

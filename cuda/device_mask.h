@@ -108,7 +108,7 @@ class DeviceMaskCache {
   Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t>;
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;

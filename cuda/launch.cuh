@@ -31,8 +31,7 @@ inline int CappedShared(int bytes) {
 // early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
 // writes any memory (programmatic dependent launch).
 template <typename Params, void (*kKernel)(const Params)>
-int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
-                 bool early = false) {
+int LoadKernel(int shared_bytes) {
   static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -43,6 +42,14 @@ int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shar
     if (error != cudaSuccess) return static_cast<int>(error);
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
+  return 0;
+}
+
+template <typename Params, void (*kKernel)(const Params)>
+int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
+                 bool early = false) {
+  const int loaded = LoadKernel<Params, kKernel>(shared_bytes);
+  if (loaded != 0) return loaded;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -94,7 +94,8 @@ struct RunContext {
 struct DevicePlan {
   size_t workspace = 0;  // bytes that Run takes from allocate at most, each block rounded up to 64
   int kernels = 0;       // choices beside the library's own on the current device; 0: none, or no device
-  bool several = false;  // a run queues several kernels, one after the other
+  bool several =
+      false;  // a run queues several kernels, one after the other (rows in parts, by luck of the shape, left out)
 };
 
 // One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`, and times dimension

@@ -17,7 +17,9 @@ using nvinfer1::PluginFieldType;
 // Of the fields in an engine file; raised when one changes its meaning. The second has lists, which libraries that know
 // the first alone would pass over without a word.
 constexpr char kFormatName[] = "stof_format";
-constexpr int64_t kFormat = 1, kListFormat = 2;
+// Engines keep the workspace that was asked for when they were built. 1 and 2 were those of versions that asked for
+// less, before rows were taken in parts.
+constexpr int64_t kFormat = 3, kListFormat = 4;
 
 std::string Hex(uint64_t value) {
   char text[17];

@@ -1205,6 +1205,114 @@ void CudaSm90Parts() {
   RunCudaCases(cases, {3, 4, 5, 9, -1});
 }
 
+// Runs with parts that share one workspace, one behind the other without a word from the host, and as a graph: each
+// kernel may start while the one in front of it ends, and must not write what that still reads.
+void CudaSm90PartsInTurn() {
+  constexpr int64_t kHeads = 6, kRows = 130, kKeys = 4096, kRuns = 8;
+  cudaStream_t stream = nullptr;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  std::vector<void*> blocks;
+  Random random(67);
+  // One block for all runs.
+  struct Shared {
+    char* at;
+    size_t size, taken;
+    static void* Take(void* self, size_t bytes) {
+      auto* own = static_cast<Shared*>(self);
+      own->taken = std::max(own->taken, bytes);
+      return bytes <= own->size ? own->at : nullptr;
+    }
+  };
+  Shared shared{static_cast<char*>(Allocate(&blocks, size_t{32} << 20)), size_t{32} << 20, 0};
+  std::shared_ptr<const AttentionMask> mask;
+  CHECK(MakeAttentionMask("k <= q + 3900", {}, &mask).ok());
+  const ExprSizes sizes = {1, kHeads, kRows, kKeys, 0};
+  int64_t cases = 0;
+  for (const auto& [size, kernel] : {std::pair<int64_t, int>(64, 5), {128, 3}}) {
+    const int64_t outputs = kHeads * kRows * size;
+    const auto halves = [&](int64_t count) {
+      std::vector<uint16_t> values(static_cast<size_t>(count));
+      for (uint16_t& x : values)
+        x = static_cast<uint16_t>(random.Range(0, 1) << 15 | random.Range(10, 15) << 10 | random.Range(0, 1023));
+      return OnDevice(&blocks, values.data(), values.size() * 2);
+    };
+    AttentionArgs args;
+    args.B = 1, args.H = args.G = kHeads, args.S = kRows, args.T = kKeys, args.D = args.Dv = size;
+    args.dtype = DType::kF16;
+    args.scale = 0.125f;
+    args.query_stride = args.output_stride = {kHeads * kRows * size, kRows * size, size};
+    args.key_stride = args.value_stride = {kHeads * kKeys * size, kKeys * size, size};
+    std::vector<AttentionArgs> runs;
+    for (int64_t i = 0; i < kRuns; ++i) {
+      args.query = halves(outputs), args.key = halves(kHeads * kKeys * size),
+      args.value = halves(kHeads * kKeys * size);
+      args.output = Allocate(&blocks, static_cast<size_t>(2 * outputs));
+      runs.push_back(args);
+    }
+    const auto clear = [&] {
+      for (const AttentionArgs& run : runs) {
+        CHECK(cudaMemsetAsync(run.output, 0xff, static_cast<size_t>(2 * outputs), stream) == cudaSuccess);
+      }
+    };
+    const auto queue = [&](const AttentionArgs& run) {
+      RunContext context;
+      context.on_cuda = true;
+      context.stream = stream;
+      context.allocate = Shared::Take;
+      context.self = &shared;
+      const Status status = FindCudaBackend()->attention(run, nullptr, *mask, sizes, {}, context);
+      CHECK(status.ok(), status.message());
+    };
+    const auto results = [&] {
+      CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+      std::vector<std::vector<uint16_t>> all;
+      for (const AttentionArgs& run : runs) {
+        all.emplace_back(static_cast<size_t>(outputs));
+        CHECK(cudaMemcpy(all.back().data(), run.output, all.back().size() * 2, cudaMemcpyDeviceToHost) == cudaSuccess);
+      }
+      return all;
+    };
+    struct Chosen {
+      explicit Chosen(int kernel) { cuda::TakeKernel(kernel); }
+      ~Chosen() { cuda::TakeKernel(-1); }
+    };
+    const Chosen chosen(kernel);
+    shared.taken = 0;
+    clear();
+    for (const AttentionArgs& run : runs) {
+      queue(run);
+      CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+    }
+    const auto alone = results();
+    CHECK(shared.taken > 0, "head size ", size, ": no rows in parts");
+    for (size_t i = 0; i < alone.size(); ++i) {
+      CHECK(std::count(alone[i].begin(), alone[i].end(), uint16_t{0xffff}) == 0, "run ", i, " leaves some outputs out");
+      CHECK(i == 0 || alone[i] != alone[0], "run ", i, " gives what the first gives");
+    }
+    clear();
+    for (const AttentionArgs& run : runs) queue(run);
+    CHECK(results() == alone, "head size ", size, ": runs without a wait between them give other results");
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t instance = nullptr;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    for (const AttentionArgs& run : runs) queue(run);
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&instance, graph, 0) == cudaSuccess);
+    for (int replay = 0; replay < 20; ++replay) {
+      clear();
+      CHECK(cudaGraphLaunch(instance, stream) == cudaSuccess);
+      CHECK(cudaGraphLaunch(instance, stream) == cudaSuccess);
+      CHECK(results() == alone, "head size ", size, ": replay ", replay, " gives other results");
+      ++cases;
+    }
+    cudaGraphExecDestroy(instance);
+    cudaGraphDestroy(graph);
+  }
+  for (void* block : blocks) cudaFree(block);
+  cudaStreamDestroy(stream);
+  CountCases(cases);
+}
+
 // Their variant for softcap and biases: what the table has of these, and biases whose rows begin at multiples of 16
 // bytes, of every type, broadcast over each axis but the keys', with tiles that have bits, are padded or end the keys.
 void CudaSm90Extras() {
@@ -1261,6 +1369,7 @@ TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
 TEST(CudaPartsSm90) { CudaSm90Parts(); }
+TEST(CudaPartsSm90InTurn) { CudaSm90PartsInTurn(); }
 #endif  // STOF_WITH_CUDA
 
 void Portable() { RunTable(CpuIsa::kPortable); }

@@ -94,9 +94,9 @@ TEST(TrtRefusesFields) {
   // An engine's data without our format, and of another one.
   CHECK(CreateRaw(&broken, TensorRTPhase::kRUNTIME) == nullptr);
   Attributes other;
-  other.ints["stof_format"] = 3;
+  other.ints["stof_format"] = 2;
   CHECK(Create(other, TensorRTPhase::kRUNTIME).plugin == nullptr);
-  other.ints["stof_format"] = 1;
+  other.ints["stof_format"] = 3;
   CHECK(Create(other, TensorRTPhase::kRUNTIME).plugin != nullptr);
 
   CHECK(Refused(Strings({{"mask", "q <"}})));

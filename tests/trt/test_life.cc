@@ -155,10 +155,10 @@ TEST(TrtFormats) {
   Attributes attributes;
   attributes.lists["tile"] = {64, 64};
   auto fields = written(attributes);
-  CHECK(fields["stof_format"] == std::vector<int32_t>({1}) && fields.count("tile") == 0);
+  CHECK(fields["stof_format"] == std::vector<int32_t>({3}) && fields.count("tile") == 0);
   attributes.lists["packed"] = {0, 2, 0, 2, 0, 2};
   fields = written(attributes);
-  CHECK(fields["stof_format"] == std::vector<int32_t>({2}) && fields["packed"] == attributes.lists["packed"]);
+  CHECK(fields["stof_format"] == std::vector<int32_t>({4}) && fields["packed"] == attributes.lists["packed"]);
   CountCases(2);
 }
 
