@@ -116,7 +116,7 @@ class Attention {
   __device__ __forceinline__ Entry* Entries() { return reinterpret_cast<Entry*>(shared_ + S::kEntries); }
   __device__ __forceinline__ Item* Items() { return reinterpret_cast<Item*>(shared_ + S::kItems); }
 
-  // ---- the producer: one warp ----
+  // ---- the producer, one warp: attention_sm90_producer.cuh ----
   struct Cursor {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
@@ -134,287 +134,36 @@ class Attention {
   };
   __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
 
-  __device__ Begin ReadBegin() const {
-    const AttentionParams& p = p_.attention;
-    const int worker = S::kSplit > 1 ? static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x) * S::kTeams + team_;
-    Begin begin;
-    if (worker >= p_.workers) return begin;
-    begin.i = worker, begin.end = p.B * p.H * Rows();
-    if (p_.work == nullptr) return begin;
-    const WorkStart& start = p_.work_start[worker];
-    begin.i = start.begin, begin.end = start.end;
-    begin.first = start.first;
-    // Padding may leave nothing of it.
-    if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0];
-    begin.code = start.code[S::kSplit > 1 ? team_ : 0];
-    return begin;
-  }
-
-  // Has the first item's entries and the bits of its first tile come to the L2 cache.
-  __device__ void FetchPlanned(const Begin& begin) const {
-    if (p_.work == nullptr || begin.i >= begin.end) return;
-    const DeviceMask& mask = p_.attention.mask;
-    constexpr int kInLine = 32;  // words
-    const int entry = begin.first.begin + kInLine * lane_;
-    if (lane_ <= S::kSplit && entry < begin.first.end) {
-      PrefetchLine(mask.key_tile + entry);
-      PrefetchLine(mask.bits_id + entry);
-    }
-    constexpr int kLines = S::kConsumers * S::kOwnWords * kWarpgroup / kInLine;
-    static_assert(kLines <= 32, "a lane for every line of a tile's bits");
-    if (begin.code >= 0 && lane_ < kLines) {
-      PrefetchLine(mask.bits + (static_cast<int64_t>(begin.code) * kLines + lane_) * kInLine);
-    }
-  }
-
-  __device__ void Produce(const Begin& begin) {
-    const AttentionParams& p = p_.attention;
-    const int rows = Rows();
-    Cursor cursor;
-    const bool planned = p_.work != nullptr;
-    int i = begin.i, tile = begin.tile;
-    const int end = begin.end;
-    // The next item is asked for while this one is worked on.
-    WorkItem following = begin.first;
-    if (!planned && i < end) following = ItemAt(i, rows);
-    Asked asked = Ask(following, Own());
-    while (i < end) {
-      const WorkItem work = following;
-      i += planned ? 1 : p_.workers;
-      following = i < end ? ItemAt(i, rows) : WorkItem{};
-      const int bh = work.item / rows, row = work.item % rows;
-      const int b = bh / p.H, h = bh % p.H;
-      cursor.b = b;
-      cursor.g = h / (p.H / p.G);
-      cursor.h = h;
-      cursor.row0 = row * S::kM;
-      if (S::kCuts) cursor.part = PartOf(work);
-      cursor.queries_due = S::kQueriesLast;
-      if (!S::kQueriesLast) BringQueries(&cursor);
-      if (tile >= 0) BringAhead(tile, cursor);
-      asked = Walk(work, following, asked, &cursor, tile >= 0);
-      tile = -1;
-    }
-    Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
-    if (lane_ == 0) {
-      Items()[cursor.query.at].row0 = -1;
-      Arrive(QueryFull(cursor.query.at));
-    }
-  }
-
-  __device__ __forceinline__ void BringQueries(Cursor* cursor) {
-    const int at = cursor->query.at;
-    Wait(QueryEmpty(at), cursor->query.phase ^ 1);
-    if (lane_ == 0) {
-      Items()[at] = Item{cursor->b, cursor->h, cursor->row0, S::kCuts ? cursor->part : -1};
-      const uint32_t to = base_ + at * S::kQueryBytes, full = QueryFull(at);
-      ArriveExpect(full, S::kQueryBytes);
-#pragma unroll
-      for (int wg = 0; wg < S::kConsumers; ++wg) {
-#pragma unroll
-        for (int c = 0; c < kHead / kAtom; ++c) {
-          CopyTensor(to + (wg * (kHead / kAtom) + c) * 64 * 128, &p_.query, full, c * kAtom, cursor->row0 + 64 * wg,
-                     cursor->h * p_.query_step_h, cursor->b * p_.query_step_b);
-        }
-      }
-    }
-    cursor->query.Next();
-    cursor->queries_due = false;
-  }
-
-  __device__ WorkItem ItemAt(int i, int rows) const {
-    const AttentionParams& p = p_.attention;
-    if (p_.work != nullptr) return p_.work[i];
-    if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
-    const DeviceMask& mask = p.mask;
-    // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.
-    const int section = min(p_.section, p.B * p.H);
-    const int first = i / (section * rows) * section;
-    const int heads = min(section, p.B * p.H - first);
-    const int bh = first + (i - first * rows) % heads, place = (i - first * rows) / heads;
-    const int b = bh / p.H, h = bh % p.H;
-    const int table = mask.layout[(mask.layout_b == 1 ? 0 : b) * mask.layout_h + (mask.layout_h == 1 ? 0 : h)];
-    const int row = mask.order[table * mask.rows + place];
-    const int at = table * mask.rows + row;
-    return {bh * rows + row, mask.row_ptr[at], mask.full_begin[at], mask.row_end[at]};
-  }
+  __device__ Begin ReadBegin() const;
+  __device__ void FetchPlanned(const Begin& begin) const;
+  __device__ void Produce(const Begin& begin);
+  __device__ __forceinline__ void BringQueries(Cursor* cursor);
+  __device__ WorkItem ItemAt(int i, int rows) const;
 
   // What the mask says of a tile: tile -1 beyond an item's end.
   struct Asked {
     int tile, code;
   };
-  // Of an item's tile i, as they are walked.
-  __device__ __forceinline__ Asked Ask(const WorkItem& work, int i) const {
-    Asked asked{-1, kEvery};
-    if (i >= work.end - work.begin) return asked;
-    const int at = EntryAt(work, i);
-    asked.tile = at;
-    if (p_.attention.has_mask != 0) {
-      asked.tile = p_.attention.mask.key_tile[at];
-      if (at < work.full) asked.code = p_.attention.mask.bits_id[at];
-    }
-    return asked;
-  }
+  __device__ __forceinline__ Asked Ask(const WorkItem& work, int i) const;
   // Of the first 32 tiles this lane's.
   __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
 
-  // The key tiles of an item: 32 are looked at together, those of which padding leaves nothing are passed over. asked:
-  // the first 32; what is returned are the first 32 of the item that follows, asked for before this one's last tile has
-  // room. ahead: the first tile is under way.
   __device__ __forceinline__ Asked Walk(const WorkItem& work, const WorkItem& following, Asked asked, Cursor* cursor,
-                                        bool ahead) {
-    Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
-    uint32_t kept = 0;
-    int i = S::kSplit > 1 ? team_ : 0, from = 0;
-    for (bool found = true; found;) {
-      while (kept == 0 && i < work.end - work.begin) {
-        own = Judge(cursor->b, asked);
-        i += 32 * S::kSplit;
-        if (i < work.end - work.begin) asked = Ask(work, i + S::kSplit * lane_);
-        kept = __ballot_sync(~0u, own.tile >= 0);
-      }
-      found = kept != 0;
-      from = __ffs(static_cast<int>(kept)) - 1;
-      const int code = found ? __shfl_sync(~0u, own.code, from) : kEvery;
-      if (!found) {
-        held.flags |= kLast;
-        asked = Ask(following, Own());
-      }
-      if (held.tile >= 0 || !found) {
-        Publish(held, code, cursor, ahead);
-        ahead = false;
-      }
-      held.code = code;
-      held.flags = __shfl_sync(~0u, own.flags, from);
-      held.tile = __shfl_sync(~0u, own.tile, from);
-      kept &= kept - 1;
-    }
-    return asked;
-  }
+                                        bool ahead);
 
   // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
   struct Told {
     int tile, code, flags;
   };
-  __device__ __forceinline__ Told Judge(int b, const Asked& asked) const {
-    const AttentionParams& p = p_.attention;
-    Told told{asked.tile, asked.code, 0};
-    if (told.tile < 0 || (p.pad_bits == nullptr && (told.tile + 1) * S::kN <= p.T)) return told;
-    uint32_t all = ~0u, any = 0;
-#pragma unroll
-    for (int w = 0; w < S::kWords; ++w) {
-      const uint32_t word = PadWord(b, told.tile, w);
-      all &= word;
-      any |= word;
-    }
-    if (all != ~0u) told.flags = kPads;
-    if (all != ~0u && told.code == kEvery) told.code = kPadded;
-    if (any == 0) told.tile = -1;
-    return told;
-  }
+  __device__ __forceinline__ Told Judge(int b, const Asked& asked) const;
+  __device__ __forceinline__ uint32_t PadWord(int b, int tile, int w) const;
+  __device__ __forceinline__ void BringAhead(int tile, const Cursor& cursor) const;
+  __device__ __forceinline__ void Publish(const Told& told, int next, Cursor* cursor, bool ahead);
+  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor, int* flags);
 
-  // Which of 32 keys of a tile are there and no padding.
-  __device__ __forceinline__ uint32_t PadWord(int b, int tile, int w) const {
-    const AttentionParams& p = p_.attention;
-    const int word = tile * S::kN / 32 + w;
-    if (p.pad_bits != nullptr) {
-      const int words = (p.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
-      return word < words ? p.pad_bits[static_cast<int64_t>(b) * words + word] : 0u;
-    }
-    const int keys = min(32, max(0, p.T - 32 * word));
-    return keys == 32 ? ~0u : (1u << keys) - 1u;
-  }
-
-  // Asks for what the first tile of all needs before the mask is read.
-  __device__ __forceinline__ void BringAhead(int tile, const Cursor& cursor) const {
-    if (lane_ != 0) return;
-    Copy(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
-    Copy(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g, p_.value_step_b * cursor.b);
-  }
-
-  // next: the code of the tile behind it. ahead: its keys and values are under way.
-  __device__ __forceinline__ void Publish(const Told& told, int next, Cursor* cursor, bool ahead) {
-    const int at = cursor->stage.at;
-    Entry& entry = Entries()[cursor->slot.at];
-    Wait(Barrier(kKeyEmpty, at), cursor->stage.phase ^ 1);
-    int more = 0, flags = told.flags;
-    if ((flags & kPads) != 0) {
-      if (lane_ < S::kWords) entry.pad[lane_] = PadWord(cursor->b, told.tile, lane_);
-      __syncwarp();  // all of it is written before lane 0 says so
-    }
-    if constexpr (S::kExtras) {
-      if (told.tile >= 0) more = BringBiases(told.tile, *cursor, &flags);
-    }
-    if (lane_ == 0) {
-      entry.code = told.code;
-      entry.flags = flags;
-      entry.next = next;
-      Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, told.tile, p_.key_step_h * cursor->g,
-            p_.key_step_b * cursor->b, ahead, more);
-    }
-    Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
-    if (lane_ == 0) {
-      Bring(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, told.tile, p_.value_step_h * cursor->g,
-            p_.value_step_b * cursor->b, ahead);
-    }
-    if (S::kQueriesLast && cursor->queries_due) BringQueries(cursor);
-    __syncwarp();
-    cursor->stage.Next();
-    cursor->slot.Next();
-  }
-
-  // The biases of a tile; the keys' barrier says when all is there. The bytes that are still to come, flags that the
-  // biases add.
-  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor, int* flags) {
-    const AttentionParams& p = p_.attention;
-    const int at = cursor.stage.at;
-    int bytes = 0;
-    if (S::kPairs && p.bias != nullptr) {
-      const int columns = p.bias_is_float != 0 ? 32 : 64;  // 128 bytes
-      const int rows = p_.bias_one_row != 0 ? 1 : S::kM;
-      bytes = S::kN / columns * rows * 128;
-      for (int c = 0; lane_ == 0 && c < S::kN / columns; ++c) {
-        CopyTensor(base_ + S::kBiases + at * S::kBiasBytes + c * S::kM * 128, &p_.bias, Barrier(kKeyFull, at),
-                   tile * S::kN + c * columns, p_.bias_one_row != 0 ? 0 : cursor.row0, p_.bias_step_h * cursor.h,
-                   p_.bias_step_b * cursor.b);
-      }
-    }
-    if (p.relative_bias != nullptr) {
-      // From the distance between the tile's first key and its last row on, in units of log2.
-      const int radius = static_cast<int>(p.relative_bias_size / 2);
-      const float* const middle = p.relative_bias + cursor.h * p.relative_bias_stride_h + radius;
-      const int first = tile * S::kN - (p.query_position + cursor.row0) - (S::kM - 1);
-      float* const to = reinterpret_cast<float*>(shared_ + S::kWindows) + at * S::kWindow;
-      float least = 0.0f;
-#pragma unroll
-      for (int i = 0; i < S::kWindow; i += 32) {
-        const float bias = middle[max(-radius, min(radius, first + i + lane_))];
-        least = fminf(least, bias);
-        to[i + lane_] = bias == -INFINITY ? bias : MaxOrNan(bias * kLog2E, kLowest);
-      }
-      if (__any_sync(~0u, least == -INFINITY) != 0) *flags |= kBars;
-    }
-    __syncwarp();  // all of this is written before lane 0 says so
-    return bytes;
-  }
-
-  // ahead: the copy is under way (its bytes may count off a barrier before that expects them); more: bytes that are,
-  // too, beside the tensor's.
   __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
-                                        bool ahead, int more = 0) {
-    if (tile < 0) {
-      Arrive(full);
-      return;
-    }
-    ArriveExpect(full, static_cast<uint32_t>(S::kTileBytes + more));
-    if (!ahead) Copy(map, full, to, tile, h, b);
-  }
-  __device__ __forceinline__ void Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) const {
-#pragma unroll
-    for (int c = 0; c < kHead / kAtom; ++c) {
-      CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
-    }
-  }
+                                        bool ahead, int more = 0);
+  __device__ __forceinline__ void Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) const;
 
   // ---- a consumer: one warpgroup, 64 query rows ----
   static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
@@ -633,96 +382,14 @@ class Attention {
     }
   }
 
-  // Scale, softcap and biases: scores come out in units of log2. A bias of -inf forbids, whatever the product.
-  __device__ __forceinline__ void AddExtras(int stage, int flags, float (&s)[kScores]) {
-    const AttentionParams& p = p_.attention;
-    float factor = p.scale * kLog2E;
-    if (p.softcap > 0.0f) {
-      // softcap * tanh(x / softcap), with an error of the softcap's last bits: what matters is the absolute one.
-      const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap * kLog2E;
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] = most - 2.0f * most * Reciprocal(1.0f + Exp2(s[i] * in));
-      factor = 1.0f;
-    }
-    if (S::kPairs && p.bias != nullptr) {
-      if (p.bias_is_float != 0) {
-        AddPairs<float>(stage, factor, s);
-      } else {
-        AddPairs<T>(stage, factor, s);
-      }
-      factor = 1.0f;
-    }
-    if (p.relative_bias != nullptr) {
-      // 8 rows below are the distances of 8 keys before.
-      const uint32_t own = base_ + S::kWindows + 4 * (stage * S::kWindow + (S::kM - 1) - row_ + lane_ % 4 * 2);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float before = LoadSharedFloat(own + 4 * (e - 8));
-#pragma unroll
-        for (int j = 0; j < kScores / 4; ++j) {
-          const float here = LoadSharedFloat(own + 4 * (8 * j + e));
-          s[4 * j + e] = s[4 * j + e] * factor + here;
-          s[4 * j + 2 + e] = s[4 * j + 2 + e] * factor + before;
-          before = here;
-        }
-      }
-      if ((flags & kBars) != 0) {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          if (LoadSharedFloat(own + 4 * (i / 4 * 8 + i % 2 - i / 2 % 2 * 8)) == -INFINITY) s[i] = -INFINITY;
-        }
-      }
-      factor = 1.0f;
-    }
-    if (factor != 1.0f) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s[i] *= factor;
-    }
-  }
-
-  // Where this thread finds the biases of its rows in a stage's tile of type B, with how far its second row is from the
-  // first. Chunk c of 16 bytes of row r of 128 bytes lies at c ^ (r % 8).
+  // ---- scale, softcap and biases: attention_sm90_extras.cuh ----
+  __device__ __forceinline__ void AddExtras(int stage, int flags, float (&s)[kScores]);
   template <typename B>
-  __device__ __forceinline__ uint32_t OwnPairs(int stage, uint32_t* next) const {
-    const bool one_row = p_.bias_one_row != 0;
-    const auto lane = static_cast<uint32_t>(lane_);
-    const uint32_t row = one_row ? 0 : static_cast<uint32_t>(row_) * 128 + (lane / 4 << 4);
-    *next = one_row ? 0 : 8 * 128;
-    const uint32_t at = base_ + S::kBiases + stage * S::kBiasBytes + row;
-    return sizeof(B) == 4 ? (at ^ (lane % 4 / 2 << 4)) + lane % 2 * 8 : at + lane % 4 * 4;
-  }
-  // The biases of elements 4 j + 2 r and 4 j + 2 r + 1.
+  __device__ __forceinline__ uint32_t OwnPairs(int stage, uint32_t* next) const;
   template <typename B>
-  static __device__ __forceinline__ float2 Pair(uint32_t own, int j, uint32_t row) {
-    if constexpr (sizeof(B) == 4) {
-      return LoadSharedFloats((own ^ static_cast<uint32_t>(j % 4 << 5)) + j / 4 * S::kM * 128 + row);
-    } else {
-      return Unpack<B>(LoadSharedWord((own ^ static_cast<uint32_t>(j % 8 << 4)) + j / 8 * S::kM * 128 + row));
-    }
-  }
+  static __device__ __forceinline__ float2 Pair(uint32_t own, int j, uint32_t row);
   template <typename B>
-  __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const {
-    uint32_t next;
-    const uint32_t own = OwnPairs<B>(stage, &next);
-    float least[kChains] = {};
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
-      s[i] = s[i] * factor + bias.x * kLog2E;
-      s[i + 1] = s[i + 1] * factor + bias.y * kLog2E;
-      least[i / 2 % kChains] = fminf(least[i / 2 % kChains], fminf(bias.x, bias.y));
-    }
-#pragma unroll
-    for (int c = 1; c < kChains; ++c) least[0] = fminf(least[0], least[c]);
-    // Few tiles have biases that are -inf, or become it in units of log2.
-    if (__any_sync(~0u, least[0] * kLog2E == -INFINITY) == 0) return;
-#pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
-      const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
-      s[i] = bias.x == -INFINITY ? -INFINITY : MaxOrNan(s[i], kLowest);
-      s[i + 1] = bias.y == -INFINITY ? -INFINITY : MaxOrNan(s[i + 1], kLowest);
-    }
-  }
+  __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const;
 
   // Asks for this thread's bits of a tile, early: they come while products are in flight.
   __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
@@ -787,7 +454,9 @@ class Attention {
 }  // namespace sm90
 }  // namespace cuda
 }  // namespace stof
+#include "cuda/attention_sm90_extras.cuh"
 #include "cuda/attention_sm90_output.cuh"
+#include "cuda/attention_sm90_producer.cuh"
 namespace stof {
 namespace cuda {
 namespace sm90 {
