@@ -21,7 +21,7 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
 constexpr int32_t kFailed = 1;
-constexpr uintptr_t kAlignment = 64;
+constexpr uintptr_t kAlignment = 64, kFirst = 256;  // of blocks; of the first, which may be cuBLASLt's
 constexpr int32_t kMostTactics = 64;
 
 // Runs what may fail and reports it; nothing is thrown into TensorRT.
@@ -303,7 +303,7 @@ Status Plugin::Workspace(const DynamicPluginTensorDesc* in, size_t* bytes) const
   }
   DevicePlan plan;
   STOF_RETURN_IF_ERROR(definition_->op().PlanDevice(tensors, count, &plan));
-  *bytes = plan.workspace == 0 ? 0 : plan.workspace + kAlignment;
+  *bytes = plan.workspace == 0 ? 0 : plan.workspace + kFirst;
   return Status();
 }
 
@@ -390,7 +390,7 @@ Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, 
   const auto queue = [&](const RunContext& given) {
     const auto address = reinterpret_cast<uintptr_t>(workspace);
     Bump bump;
-    bump.next = reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    bump.next = reinterpret_cast<char*>((address + kFirst - 1) / kFirst * kFirst);
     bump.left = planned_;
     RunContext own = given;
     own.allocate = Bump::Allocate;
