@@ -24,12 +24,8 @@ inline int CappedShared(int bytes) {
   return std::min(bytes, most);
 }
 
-// Not <<<>>>, after which only the thread's last error can be asked for, whoever made it. The kernel is allowed its
-// dynamic shared memory at its first launch on a device; kKernel is a template parameter, so that each has its own
-// record of where that was.
-//
-// early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
-// writes any memory (programmatic dependent launch).
+// Allows a kernel its dynamic shared memory, which loads it, once on a device. kKernel is a template parameter, so that
+// each kernel has its own record of where that was.
 template <typename Params, void (*kKernel)(const Params)>
 int LoadKernel(int shared_bytes) {
   static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
@@ -45,6 +41,10 @@ int LoadKernel(int shared_bytes) {
   return 0;
 }
 
+// Not <<<>>>, after which only the thread's last error can be asked for, whoever made it.
+//
+// early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
+// writes any memory (programmatic dependent launch).
 template <typename Params, void (*kKernel)(const Params)>
 int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
                  bool early = false) {
