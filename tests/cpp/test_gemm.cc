@@ -58,7 +58,7 @@ TEST(GemmEqualsFp64) {
 TEST(GemmEdges) {
   for (DType dtype : {DType::kF32, DType::kF16}) {
     Case c;
-    c.seed = 5, c.dtype = dtype, c.pair = 2, c.lead = {2, 1, 600}, c.N = 2000, c.K = 257;
+    c.seed = 5, c.dtype = dtype, c.pair = 2, c.lead = {2, 1, 600}, c.N = Effort() < 0.1 ? 200 : 2000, c.K = 257;
     c.activation = GemmActivation::kGelu;
     for (bool& has : c.has) has = true;
     for (int64_t K : {int64_t{257}, int64_t{0}}) {
@@ -69,7 +69,7 @@ TEST(GemmEdges) {
         Tensor output;
         const Status status = RunCpu(p.text, c.pair, p.inputs, 2, kBand, &bytes, &output);
         CHECK(status.ok(), Describe(c), ": ", status.message());
-        CHECK(output.rank == 4 && output.dims[3] == 2000 && output.dims[2] == M);
+        CHECK(output.rank == 4 && output.dims[3] == c.N && output.dims[2] == M);
         Compare(p, bytes, kBand, 2e-6);
         CountCases(1);
       }
