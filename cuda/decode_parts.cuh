@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention_decode.h"
-#include "cuda/attention_sm80.cuh"
+#include "cuda/attention_sm80_shape.cuh"
 #include "cuda/log_sum.cuh"
 
 namespace stof {

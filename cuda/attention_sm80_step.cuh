@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernel for compute capability 8.0 computes with a tile of keys: scores, what biases and the mask make of
+// them, weights, and their products with the values. Members of Attention; included by attention_sm80.cuh, behind the
+// class.
+#ifndef STOF_CUDA_ATTENTION_SM80_STEP_CUH_
+#define STOF_CUDA_ATTENTION_SM80_STEP_CUH_
+
+#include "cuda/attention_sm80.cuh"
+
+namespace stof {
+namespace cuda {
+
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t keys,
+                                                                     float (&s)[S::kBlocks][kColumns][4]) {
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
+    }
+  }
+  constexpr int kAtOnce = S::kTight ? 4 : kSteps;  // more would take registers
+#pragma unroll kAtOnce
+  for (int k = 0; k < kSteps; ++k) {
+    if constexpr (!S::kHeldQueries) ReadQueries(k, q_[0]);
+    const uint32_t (&q)[S::kBlocks][4] = q_[S::kHeldQueries ? k : 0];
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      uint32_t b[4];
+      const int row = 8 * j + lane_ % 8 + lane_ / 16 * 8;
+      LoadMatrix4(b, keys + 2 * Place<kHead>(row, 2 * k + lane_ / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < S::kBlocks; ++i) {
+        Mma<T>(s[i][j], q[i], b[0], b[1]);
+        Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry& entry, bool unmasked,
+                                                                     float (&s)[S::kBlocks][kColumns][4]) {
+  if constexpr (kExtras) AddBiases(entry.tile * S::kN, unmasked, s);
+  if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
+      }
+    }
+  }
+  if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
+  // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
+  // (docs/cuda-kernel.md).
+  const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(max(entry.bits, 0)) * S::kM * 2;
+  const int shift = lane_ % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t word[2] = {entry.pad[0], entry.pad[1]};
+      if (entry.bits >= 0) {
+        uint32_t own[2];
+        LoadConstant(own, bits + 2 * Row(i, r));
+        word[0] &= own[0];
+        word[1] &= own[1];
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const uint32_t here = word[j / 4] >> (j % 4 * 8 + shift);
+        if ((here & 1u) == 0) s[i][j][2 * r] = -INFINITY;
+        if ((here & 2u) == 0) s[i][j][2 * r + 1] = -INFINITY;
+      }
+    }
+  }
+}
+
+// Scale, softcap and biases; scores come out in units of log2. What lies beyond the tensors reads their last element
+// and is forbidden afterwards: without branches around the loads. With them, the compiler (13.0) let a warp that
+// skipped all of them run into the next load without its memory descriptor.
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::AddBiases(int key0, bool unmasked,
+                                                                        float (&s)[S::kBlocks][kColumns][4]) {
+  const int radius = static_cast<int>(p_.relative_bias_size / 2);
+  const float* relative =
+      p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+  const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = min(row0_ + Row(i, e / 2), p_.S - 1);
+        const int key = min(key0 + 8 * j + lane_ % 4 * 2 + e % 2, p_.T - 1);
+        float x = s[i][j][e] * p_.scale;
+        if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse_softcap_);
+        float bias = 0.0f;
+        if (p_.bias != nullptr) {
+          const int64_t at = head + row * p_.bias_stride_q + key * p_.bias_stride_k;
+          bias = p_.bias_is_float != 0 ? static_cast<const float*>(p_.bias)[at]
+                                       : ToFloat(static_cast<const T*>(p_.bias)[at]);
+        }
+        if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
+        float sum = (x + bias) * kLog2E;
+        // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
+        if (sum == -INFINITY) sum = kLowest;
+        s[i][j][e] = bias == -INFINITY ? (unmasked ? x * kLog2E : -INFINITY) : sum;
+      }
+    }
+  }
+}
+
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::Softmax(float (&s)[S::kBlocks][kColumns][4]) {
+  float factor[S::kBlocks][2];
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) high = fmaxf(high, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2)) * scale_;
+      const float old = max_[i][r];
+      const bool raised = high > old + kSlack;
+      max_[i][r] = raised ? high : old;
+      factor[i][r] = raised ? Exp2(old - high) : 1.0f;  // 0 from -inf
+      any |= raised;
+    }
+  }
+  if (__any_sync(~0u, any)) {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum_[i][r] *= factor[i][r];
+#pragma unroll
+        for (int j = 0; j < kOutputs; ++j) o_[i][j][2 * r] *= factor[i][r], o_[i][j][2 * r + 1] *= factor[i][r];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float base = max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[i][j][e] = Exp2(s[i][j][e] * scale_ - base);
+          sum_[i][r] += s[i][j][e];
+        }
+      }
+    }
+  }
+}
+
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::AddValues(uint32_t values,
+                                                                        const float (&s)[S::kBlocks][kColumns][4]) {
+#pragma unroll
+  for (int k = 0; k < S::kN / 16; ++k) {
+    uint32_t a[S::kBlocks][4];
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+      a[i][0] = Pack<T>(s[i][2 * k][0], s[i][2 * k][1]);
+      a[i][1] = Pack<T>(s[i][2 * k][2], s[i][2 * k][3]);
+      a[i][2] = Pack<T>(s[i][2 * k + 1][0], s[i][2 * k + 1][1]);
+      a[i][3] = Pack<T>(s[i][2 * k + 1][2], s[i][2 * k + 1][3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kOutputs; j += 2) {
+      uint32_t b[4];
+      LoadMatrix4Transposed(b, values + 2 * Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16));
+#pragma unroll
+      for (int i = 0; i < S::kBlocks; ++i) {
+        Mma<T>(o_[i][j], a[i], b[0], b[1]);
+        Mma<T>(o_[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM80_STEP_CUH_
