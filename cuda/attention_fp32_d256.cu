@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention_fp32.cuh"
+#include "cuda/attention_fp32_launch.cuh"
 
 namespace stof {
 namespace cuda {

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernel for fp32 tensors computes with a tile of keys: scores, what biases and the mask make of them,
+// weights, and their products with the values. Members of Fp32Attention; included by attention_fp32.cuh, behind the
+// class.
+#ifndef STOF_CUDA_ATTENTION_FP32_STEP_CUH_
+#define STOF_CUDA_ATTENTION_FP32_STEP_CUH_
+
+#include "cuda/attention_fp32.cuh"
+
+namespace stof {
+namespace cuda {
+
+// c = a · b where it is the first product of a sum, else c += a · b; known when compiled.
+__device__ __forceinline__ void Product(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
+  if (!first) return Mma<__half>(c, a, b0, b1);
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, "
+      "%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Scores(
+    const char* stage, float (&s)[S::kBlocks][kColumns][4]) {
+  const auto* keys = reinterpret_cast<const __half*>(stage);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t high[S::kBlocks][4], low[S::kBlocks][4];
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+      const __half* at = Queries() + Place<kHead>((warp_ * S::kBlocks + i) * 16 + lane_ % 16, 2 * k + lane_ / 16);
+      LoadMatrix4(high[i], SharedAddress(at));
+      if constexpr (kPlanes == 2) LoadMatrix4(low[i], SharedAddress(at + S::kM * kHead));
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kGroup) {
+      uint32_t top[kGroup / 2][4], rest[kGroup / 2][4];
+#pragma unroll
+      for (int n = 0; n < kGroup / 2; ++n) {
+        const int row = 8 * j + 16 * n + lane_ % 8 + lane_ / 16 * 8;
+        const __half* at = keys + Place<kHead>(row, 2 * k + lane_ / 8 % 2);
+        LoadMatrix4(top[n], SharedAddress(at));
+        if constexpr (kPlanes == 2) LoadMatrix4(rest[n], SharedAddress(at + S::kPlane));
+      }
+      if constexpr (kPlanes == 2) {
+        Products(s, j, low, top, k == 0);
+        Products(s, j, high, rest, false);
+      }
+      Products(s, j, high, top, kPlanes == 1 && k == 0);
+    }
+  }
+  const auto* factors = reinterpret_cast<const float*>(stage + S::kValueBytes);
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * j + lane_ % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // One after the other: their product may be beyond fp32 where the score is not.
+        s[i][j][2 * r] = s[i][j][2 * r] * factor.x * scale_[i][r];
+        s[i][j][2 * r + 1] = s[i][j][2 * r + 1] * factor.y * scale_[i][r];
+      }
+    }
+  }
+}
+
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Products(
+    float (&s)[S::kBlocks][kColumns][4], int j, const uint32_t (&a)[S::kBlocks][4], const uint32_t (&b)[kGroup / 2][4],
+    bool first) {
+#pragma unroll
+  for (int n = 0; n < kGroup / 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+      Product(s[i][j + 2 * n], a[i], b[n][0], b[n][1], first);
+      Product(s[i][j + 2 * n + 1], a[i], b[n][2], b[n][3], first);
+    }
+  }
+}
+
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Adjust(
+    const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+  if constexpr (kExtras) AddBiases(entry.tile * S::kN, unmasked, s);
+  if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
+      }
+    }
+  }
+  if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
+  // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
+  // (docs/cuda-kernel.md).
+  const uint32_t* bits = p_.mask.bits + (static_cast<int64_t>(max(entry.bits, 0)) * kTileRows + piece0_) * 2;
+  const int shift = lane_ % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t word[2] = {entry.pad[0], entry.pad[1]};
+      if (entry.bits >= 0) {
+        uint32_t own[2];
+        LoadConstant(own, bits + 2 * Row(i, r));
+        word[0] &= own[0];
+        word[1] &= own[1];
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const uint32_t here = word[j / 4] >> (j % 4 * 8 + shift);
+        if ((here & 1u) == 0) s[i][j][2 * r] = -INFINITY;
+        if ((here & 2u) == 0) s[i][j][2 * r + 1] = -INFINITY;
+      }
+    }
+  }
+}
+
+// Softcap and biases; scores come out in units of log2. What lies beyond the tensors reads their last element and is
+// forbidden afterwards, as in the kernel for halves.
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::AddBiases(
+    int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+  const int radius = static_cast<int>(p_.relative_bias_size / 2);
+  const float* relative =
+      p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+  const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
+  const auto* dense = static_cast<const float*>(p_.bias);
+  const float inverse = 1.0f / p_.softcap;
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = min(row0_ + Row(i, e / 2), p_.S - 1);
+        const int key = min(key0 + 8 * j + lane_ % 4 * 2 + e % 2, p_.T - 1);
+        float x = s[i][j][e];
+        if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse);
+        float bias = 0.0f;
+        if (dense != nullptr) bias = dense[head + row * p_.bias_stride_q + key * p_.bias_stride_k];
+        if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
+        float sum = (x + bias) * kLog2E;
+        // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
+        if (sum == -INFINITY) sum = kLowest;
+        s[i][j][e] = bias == -INFINITY ? (unmasked ? x * kLog2E : -INFINITY) : sum;
+      }
+    }
+  }
+}
+
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Softmax(
+    float (&s)[S::kBlocks][kColumns][4]) {
+#pragma unroll
+  for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) high = fmaxf(high, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+      const float old = max_[i][r];
+      if (high > old + kSlack) {
+        const float factor = old == -INFINITY ? 0.0f : Exp2(old - high);
+        max_[i][r] = high;
+        sum_[i][r] *= factor;
+#pragma unroll
+        for (int j = 0; j < kOutputs; ++j) o_[i][j][2 * r] *= factor, o_[i][j][2 * r + 1] *= factor;
+      }
+      const float base = max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[i][j][e] = Exp2(s[i][j][e] - base);
+          sum_[i][r] += s[i][j][e];
+        }
+      }
+    }
+  }
+}
+
+template <int kHead, int kPlanes, int kTile, bool kExtras>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::AddValues(
+    const __half* values, float factor, const float (&s)[S::kBlocks][kColumns][4]) {
+  constexpr int kParts = S::kN / 16;
+  uint32_t high[kParts][S::kBlocks][4], low[kParts][S::kBlocks][4];
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 4; ++half) {
+        const float* pair = &s[i][2 * k + half / 2][half % 2 * 2];
+        Split(pair[0], pair[1], kLowScale, &high[k][i][half], &low[k][i][half]);
+      }
+    }
+  }
+  const float low_factor = factor * kLowInverse;
+#pragma unroll
+  for (int j = 0; j < kOutputs; j += 2) {
+    float large[S::kBlocks][2][4], small[S::kBlocks][2][4];
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      uint32_t top[4];
+      const __half* at = values + Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16);
+      LoadMatrix4Transposed(top, SharedAddress(at));
+#pragma unroll
+      for (int i = 0; i < S::kBlocks; ++i) {
+        if constexpr (kPlanes == 2) {
+          Product(small[i][0], low[k][i], top[0], top[1], k == 0);
+          Product(small[i][1], low[k][i], top[2], top[3], k == 0);
+        }
+        Product(large[i][0], high[k][i], top[0], top[1], k == 0);
+        Product(large[i][1], high[k][i], top[2], top[3], k == 0);
+      }
+      if constexpr (kPlanes == 2) {
+        uint32_t rest[4];
+        LoadMatrix4Transposed(rest, SharedAddress(at + S::kPlane));
+#pragma unroll
+        for (int i = 0; i < S::kBlocks; ++i) {
+          Product(small[i][0], high[k][i], rest[0], rest[1], false);
+          Product(small[i][1], high[k][i], rest[2], rest[3], false);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& o = o_[i][j + e / 4][e % 4];
+        o = fmaf(large[i][e / 4][e % 4], factor, o);
+        if constexpr (kPlanes == 2) o = fmaf(small[i][e / 4][e % 4], low_factor, o);
+      }
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_FP32_STEP_CUH_
