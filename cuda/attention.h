@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the backend (backend.cc) and the CUDA kernels. Plain C++: no CUDA header, no framework type.
+// Between the backend (attention_job.h) and the CUDA kernels. Plain C++: no CUDA header, no framework type.
 #ifndef STOF_CUDA_ATTENTION_H_
 #define STOF_CUDA_ATTENTION_H_
 

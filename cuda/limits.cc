@@ -126,7 +126,8 @@ Status CheckCudaAttention(const AttentionArgs& args) {
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
                          const Tables& operands, size_t* workspace) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
-  // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see cuda/backend.cc.
+  // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see
+  // AttentionJob::Prepare.
   const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
   const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
   const int64_t pieces = all_keys ? args.B * args.H * ((args.S + cuda::kPiece - 1) / cuda::kPiece) : 0;

@@ -105,7 +105,7 @@ class Point:
 
     @property
     def section(self) -> int:
-        """Heads that are dealt out together (cuda/backend.cc)."""
+        """Heads that are dealt out together (cuda/attention_job_choice.cc)."""
         _, H, G, _, T = self.shape
         return max(1, L2_BYTES // 2 // (4 * T * self.head)) * (H // G)
 
