@@ -86,7 +86,7 @@ class Decode {
     int begin = 0, end = tiles;
     if (masked_) {
       const DeviceMask& mask = p_.mask;
-      const int table = mask.layout[(mask.layout_b == 1 ? 0 : b_) * mask.layout_h + (mask.layout_h == 1 ? 0 : head0_)];
+      const int table = mask.layout[LayoutPlace(params, b_, head0_)];
       begin = mask.row_ptr[table * mask.rows];
       full_ = mask.full_begin[table * mask.rows];
       end = mask.row_end[table * mask.rows];
@@ -342,8 +342,8 @@ class Decode {
       uint32_t word[2] = {entry.pad, entry.pad};
       if (entry.bits >= 0) {
         const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
-        word[0] &= __ldg(bits + 2 * query_[n][0]);
-        word[1] &= __ldg(bits + 2 * query_[n][1]);
+        word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
+        word[1] &= __ldg(bits + 2 * MaskRow(params_, head_[n][1] - head0_, query_[n][1]));
       }
 #pragma unroll
       for (int g = 0; g < kScores; ++g) {

@@ -14,8 +14,9 @@ constexpr int kMostSplits = 128;
 
 struct DecodeParams {
   AttentionParams attention;
-  int32_t heads = 1;         // query heads that share a CTA's keys; H / G, or 1 where their masks differ
-  int32_t splits = 1;        // CTAs that share the keys of the same rows
+  int32_t heads = 1;    // query heads that share a CTA's keys: H / G, or 1 where their masks differ and are not stacked
+  int32_t stacked = 0;  // 1: the mask's heads are groups, its rows those of a group's heads (stacked_mask.h)
+  int32_t splits = 1;   // CTAs that share the keys of the same rows
   float* partial = nullptr;  // [B, H, S, splits, Dv]: sums, not divided; nullptr: one split, which writes the output
   float* state = nullptr;    // [B, H, S, splits, 2]: maximum in units of log2, sum of weights
   int32_t* empty_rows = nullptr;  // [B, H, S]: set to whether a row has no key; nullptr: nobody asks

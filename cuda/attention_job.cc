@@ -112,11 +112,7 @@ Status AttentionJob::Ready() {
   Problem problem;
   STOF_RETURN_IF_ERROR(Choose(&kernel, &problem));
   std::shared_ptr<const MaskEntry> entry;
-  if (TakesDecode()) {
-    MaskForm form;
-    form.m = kDecodeTileRows;
-    return GetMask(form, &params_, &entry);
-  }
+  if (TakesDecode()) return GetMask(DecodeForm(), &params_, &entry);
   bool rows = std::strcmp(args_.kernel, kRowsName) == 0 && ReadsVectors();
   if (!rows) STOF_RETURN_IF_ERROR(PrefersRows(kernel, problem, &rows));
   if (rows) return GetMask(RowsForm(), &params_, &entry);
@@ -138,15 +134,15 @@ Status AttentionJob::RunRows() {
 
 Status AttentionJob::RunDecode() {
   DecodeParams params;
-  MaskForm form;
-  form.m = kDecodeTileRows;
   std::shared_ptr<const MaskEntry> entry;
   int32_t* unused = nullptr;
   STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
-  STOF_RETURN_IF_ERROR(GetMask(form, &params_, &entry));
+  STOF_RETURN_IF_ERROR(GetMask(DecodeForm(), &params_, &entry));
   params.attention = params_;
   const int64_t group = args_.H / args_.G;
-  params.heads = static_cast<int32_t>(params_.has_mask == 0 || params_.mask.layout_h == 1 ? group : 1);
+  params.stacked = entry != nullptr && entry->stacked() ? 1 : 0;
+  const bool alike = params_.has_mask == 0 || params_.mask.layout_h == 1 || params.stacked != 0;
+  params.heads = static_cast<int32_t>(alike ? group : 1);
   const int64_t packed = params.heads * args_.S;
   const DecodeKernel kernel = FindDecode(args_.dtype, size_, packed);
   if (kernel.launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));

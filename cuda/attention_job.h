@@ -64,6 +64,7 @@ class AttentionJob {
   // kernel nullptr: that for sm_80.
   Status Choose(const Sm90Kernel** kernel, Problem* problem);
   static MaskForm RowsForm();
+  MaskForm DecodeForm() const;
   // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the
   // mask.
   Status PrefersRows(const Sm90Kernel* kernel, const Problem& problem, bool* rows) const;

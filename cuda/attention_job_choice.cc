@@ -69,6 +69,16 @@ MaskForm AttentionJob::RowsForm() {
   return form;
 }
 
+MaskForm AttentionJob::DecodeForm() const {
+  MaskForm form;
+  form.m = kDecodeTileRows;
+  const int64_t group = args_.H / args_.G;
+  if (group * args_.S > kDecodeQueries) return form;
+  form.group = group;
+  form.multiprocessors = facts_.multiprocessors;
+  return form;
+}
+
 Status AttentionJob::PrefersRows(const Sm90Kernel* kernel, const Problem& problem, bool* rows) const {
   *rows = false;
   if (problem.mask == nullptr || context_.kernel > 0 || *args_.kernel != '\0' || !ReadsVectors()) return Status();

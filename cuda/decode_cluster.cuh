@@ -131,8 +131,7 @@ class ClusterDecode {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
       if (begin < 0) {
         const DeviceMask& mask = p_.mask;
-        const int table =
-            mask.layout[(mask.layout_b == 1 ? 0 : b_) * mask.layout_h + (mask.layout_h == 1 ? 0 : head0_)] * mask.rows;
+        const int table = mask.layout[LayoutPlace(params_, b_, head0_)] * mask.rows;
         begin = mask.row_ptr[table];
         full_ = mask.full_begin[table];
         end = mask.row_end[table];
@@ -193,7 +192,8 @@ class ClusterDecode {
     if (bits >= 0 && lane_ < S::kRows) {
       int head = 0, query = 0;
       Place(lane_, &head, &query);
-      const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + query) * 2 + first_ / 32;
+      const int row = MaskRow(params_, head - head0_, query);
+      const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
       CopyWord(to + static_cast<uint32_t>(16 + 4 * lane_), p_.mask.bits + word);
     }
   }

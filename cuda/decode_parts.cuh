@@ -59,6 +59,17 @@ __device__ __forceinline__ int64_t PackedRow(const AttentionParams& p, int b, in
   return (static_cast<int64_t>(b) * p.H + head0 + row / p.S) * p.S + row % p.S;
 }
 
+// Where a mask's layout has the rows of head0 and those packed with it, and the row of a tile that a query of one of
+// them has.
+__device__ __forceinline__ int LayoutPlace(const DecodeParams& params, int b, int head0) {
+  const DeviceMask& mask = params.attention.mask;
+  const int head = mask.layout_h == 1 ? 0 : params.stacked != 0 ? head0 / params.heads : head0;
+  return (mask.layout_b == 1 ? 0 : b) * mask.layout_h + head;
+}
+__device__ __forceinline__ int MaskRow(const DecodeParams& params, int packed_head, int query) {
+  return params.stacked != 0 ? packed_head * params.attention.S + query : query;
+}
+
 __device__ __forceinline__ bool HasExtras(const AttentionParams& p) {
   return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
 }

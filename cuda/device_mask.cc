@@ -5,10 +5,12 @@
 #include <iterator>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/fragments.h"
 #include "cuda/recording.h"
+#include "cuda/stacked_mask.h"
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/hash.h"
 
@@ -59,6 +61,14 @@ bool HasEmptyRows(const BlockMask& mask) {
   return false;
 }
 
+int64_t LongestRow(const BlockMask& mask) {
+  int64_t longest = 0;
+  for (size_t row = 0; row + 1 < mask.row_ptr.size(); ++row) {
+    longest = std::max<int64_t>(longest, mask.row_ptr[row + 1] - mask.row_ptr[row]);
+  }
+  return longest;
+}
+
 // A plan is made for these costs: kernels of one tile differ in them.
 uint64_t HashOf(const TileCost& cost) {
   uint64_t hash = cost.cuts ? 1 : 0;
@@ -104,7 +114,8 @@ MaskEntry::~MaskEntry() {
   if (memory_ != nullptr) cudaFree(memory_);
 }
 
-Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream) {
+Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked,
+                         cudaStream_t stream) {
   const size_t tile = static_cast<size_t>(mask.m) * static_cast<size_t>(mask.n) / 32;
   if (form.fragments && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
     return Status::Error("the mask has " + std::to_string(mask.bits.size() / tile) +
@@ -112,9 +123,8 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
                          std::to_string(kIdMask));
   }
   empty_rows_ = HasEmptyRows(mask);
-  for (size_t row = 0; row + 1 < mask.row_ptr.size(); ++row) {
-    longest_row_ = std::max<int64_t>(longest_row_, mask.row_ptr[row + 1] - mask.row_ptr[row]);
-  }
+  longest_row_ = LongestRow(mask);
+  stacked_ = stacked;
   one_row_ = mask.full_begin.size() == 1;
   if (one_row_) one_row_full_ = mask.full_begin[0];
   WorkPlan plan;
@@ -199,8 +209,8 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device,  hash,   sizes.B, sizes.H,      sizes.S,      sizes.T,
-                sizes.P, form.m, form.n,  form.workers, form.section, HashOf(form.cost)};
+  const Key key{device, hash,   sizes.B,      sizes.H,      sizes.S,           sizes.T,   sizes.P,
+                form.m, form.n, form.workers, form.section, HashOf(form.cost), form.group};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);
@@ -223,8 +233,15 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   }
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(expr, hash, sizes, form.m, form.n, &mask));
+  bool stacked = false;
+  if (form.group > 1 && mask->layout_h > 1) {
+    auto groups = std::make_shared<const BlockMask>(StackHeads(*mask, form.group));
+    stacked = StackingPays(LongestRow(*groups), LongestRow(*mask), form.group, sizes.B * (sizes.H / form.group),
+                           form.multiprocessors);
+    if (stacked) mask = std::move(groups);
+  }
   auto made = std::make_shared<MaskEntry>();
-  STOF_RETURN_IF_ERROR(made->Upload(*mask, sizes, form, stream));
+  STOF_RETURN_IF_ERROR(made->Upload(*mask, sizes, form, stacked, stream));
   std::list<std::shared_ptr<const MaskEntry>> gone;  // freed outside the lock, since that waits for the device
   const std::lock_guard<std::mutex> lock(mutex_);
   DropReleased();

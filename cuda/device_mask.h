@@ -41,6 +41,9 @@ struct MaskForm {
   int64_t section = 1;     // heads whose keys and values fit the L2 cache
   TileCost cost;           // of kernels with one tile, that of a row tells which
   bool fragments = false;  // bits in the order of fragments.h, as kernels with workers want them
+  // Query heads of a key head whose rows may be stacked (stacked_mask.h), and what is asked whether it pays.
+  int64_t group = 1;
+  int multiprocessors = 0;
 };
 
 // A block mask in device memory, with the event behind which it is there.
@@ -50,7 +53,8 @@ class MaskEntry {
   MaskEntry(const MaskEntry&) = delete;
   MaskEntry& operator=(const MaskEntry&) = delete;
   ~MaskEntry();
-  Status Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream);
+  // stacked: the mask is stacked by form.group.
+  Status Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked, cudaStream_t stream);
   // Lets the stream wait for the upload where that may not have ended.
   Status Join(cudaStream_t stream, bool captured) const;
   const DeviceMask& view() const { return view_; }
@@ -66,6 +70,8 @@ class MaskEntry {
   bool empty_rows() const { return empty_rows_; }
   // Tiles of the row that has most.
   int64_t longest_row() const { return longest_row_; }
+  // Whether its heads are groups, of which a tile has the rows of all query heads.
+  bool stacked() const { return stacked_; }
   // Whether there is one row of tiles for all heads and batches; where its full tiles begin.
   bool one_row() const { return one_row_; }
   int32_t one_row_full() const { return one_row_full_; }
@@ -81,6 +87,7 @@ class MaskEntry {
   int64_t parts_ = 0;
   bool empty_rows_ = false;
   int64_t longest_row_ = 0;
+  bool stacked_ = false;
   bool one_row_ = false;
   int32_t one_row_full_ = 0;
   void* memory_ = nullptr;
@@ -108,7 +115,8 @@ class DeviceMaskCache {
   Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t>;
+  using Key =
+      std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t, int64_t>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;
