@@ -165,7 +165,9 @@ def point(
             timed.clear()
             for kind in [k for k in _TRACED if k in models]:
                 try:
-                    record.setdefault("profile", {})[kind] = _sums(models[kind].nodes(), shape[1])
+                    with lock.held():  # other processes' kernels would stretch these
+                        nodes = models[kind].nodes()
+                    record.setdefault("profile", {})[kind] = _sums(nodes, shape[1])
                 except Exception as failure:
                     missing[f"profile of {kind}"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
             _quotient(record)
