@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.graph import GraphIndex
+from stof.graph import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.symbolic.casework import reads_input
 from stof.symbolic.interpreter import dtype_kind
@@ -23,6 +23,14 @@ _LARGEST_INPUT = 1 << 22
 _LONGEST_CHAIN = 16
 _SIDES = 257  # sizes of a side of an image that are tried
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
+# Where fused nodes read numbers of keys, and which they take: from the first one on, to all keys and the second one. ONNX
+# Runtime's CPU provider refuses others or, where it does not ask, reads and writes outside of its tensors.
+_TAKEN: dict[tuple[str, str, int], tuple[int, int | None]] = {
+    ("", "Attention", 6): (0, 0),
+    ("com.microsoft", "Attention", 3): (0, None),
+    ("com.microsoft", "GroupQueryAttention", 5): (0, -1),  # of the last key, not of keys
+    ("com.microsoft", "MultiHeadAttention", 4): (0, None),
+}
 
 
 class Padding(Enum):
@@ -33,19 +41,33 @@ class Padding(Enum):
     RIGHT = "right"
 
 
+class Counts(Enum):
+    """What inputs hold that masks read as numbers of keys, in the last row and every second one before it.
+
+    Other rows have from one key to all of them. A flag is false with ``NONE`` only.
+    """
+
+    USUAL = ""
+    NONE = "counts of 0"
+    NEGATIVE = "counts below 0"
+    BEYOND = "counts beyond all keys"
+
+
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs: batch size, length, padding."""
+    """One set of inputs: batch size, length, padding, numbers of keys."""
 
     batch: int
     length: int
     padding: Padding
     other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
+    counts: Counts = Counts.USUAL
 
     def __str__(self) -> str:
         pad = "" if self.padding is Padding.NONE else f", padded {self.padding.value}"
         other = "".join(f", {name} {size}" for name, size in self.other)
-        return f"batch {self.batch}, length {self.length}{other}{pad}"
+        counts = "" if self.counts is Counts.USUAL else f", {self.counts.value}"
+        return f"batch {self.batch}, length {self.length}{other}{pad}{counts}"
 
 
 def evaluate(size: Int, sizes: Mapping[str, int]) -> int:
@@ -115,6 +137,8 @@ class InputMaker:
         forbidding: of the padding, what is true where a key may not be attended.
         added: tensors that are added to scores: inputs that are, or are moved to these, are masks of a caller.
         index: of the model's graph, where there is one already.
+        fused: the graph with its fused nodes, where a runtime is to run these on the inputs: they refuse some numbers of
+            keys, and read and write elsewhere in memory with others.
     """
 
     def __init__(
@@ -127,6 +151,7 @@ class InputMaker:
         forbidding: frozenset[str] = frozenset(),
         added: frozenset[str] = frozenset(),
         index: GraphIndex | None = None,
+        fused: onnx.GraphProto | None = None,
     ) -> None:
         self.model = model
         self.symbolic = symbolic
@@ -137,6 +162,8 @@ class InputMaker:
         self.inputs = [i for i in model.graph.input if i.name not in initializers]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
+        self.counts = frozenset(self.limits) & given  # inputs that masks read as numbers of keys
+        self.taken = _taken_counts(fused, symbolic, self.counts) if self.counts and fused is not None else {}
         # Numbers of keys that are counted are counted in padding masks.
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.forbidding = forbidding & given
@@ -261,14 +288,32 @@ class InputMaker:
                 raise ValueError(f"input {value.name!r} is no tensor of known rank")
             dims = [evaluate(d, sizes) for d in shape]
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
-            if value.name in self.limits:
+            if value.name in self.counts:
                 most = evaluate(self.limits[value.name], sizes)
-                counts = rng.integers(min(1, most), most, dims, endpoint=True).astype(dtype)
-                counts.reshape(-1)[2:3] = min(1, most)  # a third row has one key, as with padding
-                feeds[value.name] = counts
+                feeds[value.name] = self._counts(value.name, dims, dtype, most, case, rng)
                 continue
             feeds[value.name] = self._draw_one(value.name, dims, dtype, case, rng)
         return feeds
+
+    def _counts(
+        self, name: str, dims: list[int], dtype: np.dtype, most: int, case: Case, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Numbers of keys, of which there are ``most``; or flags."""
+        counts = np.asarray(rng.integers(min(1, most), most, dims, endpoint=True))
+        flat = counts.reshape(-1)
+        flat[2:3] = min(1, most)  # a third row has one key, as with padding
+        if case.counts is not Counts.USUAL and not self._counts_divide():
+            low, high = {
+                Counts.NONE: (0, 0),
+                Counts.NEGATIVE: (-most - 2, -1),
+                Counts.BEYOND: (most + 1, 2 * most + 2),
+            }[case.counts]
+            if low >= 0 or dtype.kind not in "bu":
+                flat[::-1][::2] = rng.integers(low, high, len(flat[::2]), endpoint=True)
+        if name in self.taken:
+            least, more = self.taken[name]
+            counts = np.clip(counts, least, None if more is None else max(most + more, least))
+        return counts.astype(dtype)
 
     def _counts_divide(self) -> bool:
         """Whether integers are divided by what is computed from data: the runtime ends the process when that is 0."""
@@ -309,6 +354,41 @@ class InputMaker:
             return np.broadcast_to(np.arange(dims[-1]) if dims else 0, dims).astype(dtype)
         numbers = rng.standard_normal(dims).astype(dtype)
         return _with_masked(numbers, rng) if name in self.added and len(dims) > 1 else numbers
+
+
+def _taken_counts(
+    graph: onnx.GraphProto, symbolic: Symbolic, inputs: frozenset[str]
+) -> dict[str, tuple[int, int | None]]:
+    """The numbers of keys that fused nodes take, by input: from the first one to all keys and the second one, if any.
+
+    Of inputs that lead to other numbers of fused nodes, from one key to all are taken.
+    """
+    index = GraphIndex(graph)
+    found: dict[str, tuple[int, int | None]] = {}
+
+    def restrict(name: str, least: int, most: int | None) -> None:
+        known, end = found.get(name, (least, most))
+        found[name] = max(known, least), most if end is None else end if most is None else min(end, most)
+
+    for node in graph.node:
+        for part in all_nodes([node]):
+            if not domain_of(part) and part.op_type != "Attention":
+                continue
+            if part is not node:  # in a subgraph, whose own tensors have no values here
+                for name in _behind(index, frozenset(node_tensors(node)), set(inputs)):
+                    restrict(name, 1, 0)
+                continue
+            for place, operand in enumerate(node.input):
+                if symbolic.dtype(operand) not in (0, onnx.TensorProto.INT32, onnx.TensorProto.INT64):
+                    continue
+                taken = _TAKEN.get((domain_of(node), node.op_type, place))
+                source = _source(index, operand)
+                if taken is not None and source in inputs:
+                    restrict(source, *taken)
+                    continue
+                for name in _behind(index, frozenset({operand}), set(inputs)):
+                    restrict(name, 1, 0)
+    return found
 
 
 def _source(index: GraphIndex, tensor: str) -> str:

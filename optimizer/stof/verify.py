@@ -24,7 +24,7 @@ import onnx
 from onnx import helper
 
 from stof.compare import Comparison, attributes_of, compare_outputs, compare_site, rounded
-from stof.inputs import Case, InputMaker, Padding
+from stof.inputs import Case, Counts, InputMaker, Padding
 from stof.mask.check import read_by
 from stof.noise import Noisy, perturbed
 from stof.passes.body import OP
@@ -147,11 +147,17 @@ class Verifier:
         self.rewrites = rewrites
         self.deadline = time.monotonic() + budget
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
-        self.maker = InputMaker(self.working, self.symbolic, *read_by((r.site, r.mask) for r in rewrites), added)
+        read = read_by((r.site, r.mask) for r in rewrites)
+        fused = scopes[0].prepared.base.graph
+        self.maker = InputMaker(self.working, self.symbolic, *read, added, fused=fused)
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(r.mask.empty_rows is EmptyRows.ALL for r in rewrites)
         last = 2 if soft else _WITHOUT_KEYS
         self.cases = cases([r.mask.expression for r in rewrites], _affordable(model, budget), last)
+        if self.maker.counts and not soft and not ignore_empty_rows:
+            *others, short = self.cases
+            unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]
+            self.cases = [*others, *unusual, replace(short, counts=Counts.NONE)]
         if ignore_empty_rows:
             # Padding is what makes rows without keys; what follows from them is not to be compared.
             self.cases = [Case(c.batch, c.length, Padding.NONE) for c in self.cases]
@@ -370,7 +376,7 @@ class Verifier:
             case = self.cases[i]
             if case.batch != _WITHOUT_KEYS:
                 raise
-            self.cases[i] = replace(case, batch=2)
+            self.cases[i] = replace(case, batch=2, counts=Counts.USUAL)
             narrow = {n: x.astype(feeds[i][n].dtype) for n, x in self._draw([self.cases[i]])[0].items()}
             feeds[i] = narrow
             found = session.run(outputs, narrow)

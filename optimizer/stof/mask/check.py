@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from stof.errors import GuardError, UnsupportedError
 from stof.graph import GraphIndex
-from stof.inputs import Case, InputMaker, Padding, evaluate
+from stof.inputs import Case, Counts, InputMaker, Padding, evaluate
 from stof.mask.distance import spread
 from stof.mask.lift import LOWEST, forbids_softly
 from stof.mask.signature import Signatures
@@ -74,6 +74,15 @@ def without_past(site: AttentionSite, length: int) -> list[Case]:
     names = {str(a.args[0]) for a in (columns - rows).atoms() if a.kind == "size"}
     names -= {str(a.args[0]) for a in rows.atoms() if a.kind == "size"}
     return [Case(2, length, Padding.LEFT, tuple((n, 0) for n in sorted(names)))] if site.query_offset and names else []
+
+
+def counted(mask: LiftedMask, batch: int, lengths: Iterable[int]) -> list[Case]:
+    """Cases of numbers of keys beyond 1 to all, and of flags that are off; none where the mask reads no such input."""
+    if not any(o.role == "lengths" for o in mask.operands):
+        return []
+    kinds = (Counts.NONE, Counts.NEGATIVE, Counts.BEYOND)
+    sides = (Padding.LEFT, Padding.RIGHT)
+    return [Case(batch, n, side, counts=kind) for n in lengths for kind in kinds for side in sides]
 
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
@@ -176,8 +185,9 @@ class MaskChecker:
         if failure is not None and compared < _ENOUGH:
             raise failure
         middle = chosen[len(chosen) // 2]
-        for case in [*uneven(site, middle), *without_past(site, middle)]:
-            with contextlib.suppress(_DoesNotRun):  # names that differ may be equal in every valid run
+        for case in [*uneven(site, middle), *without_past(site, middle), *counted(mask, 3, (middle,))]:
+            # Names that differ may be equal in every valid run, and what else reads numbers of keys may take no others.
+            with contextlib.suppress(_DoesNotRun):
                 compare(case, 0)
         self.passed.add(key)
 

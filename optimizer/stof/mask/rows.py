@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.inputs import Case, Padding
-from stof.mask.check import MaskChecker, lengths, uneven
+from stof.inputs import Case, Counts, Padding
+from stof.mask.check import MaskChecker, counted, lengths, uneven
 from stof.mask.lift import UNDERFLOW, read_term
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
 from stof.symbolic import Symbolic
@@ -47,11 +47,12 @@ def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> N
         cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
     else:
         cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
+    cases += counted(mask, 4, (7, 12, 17))
     for seed, case in enumerate(cases):
         try:
             values, allowed = checker.terms(site, mask, known, case, seed)
         except UnsupportedError:
-            if case.other:  # not a valid pair of lengths
+            if case.other or case.counts is not Counts.USUAL:  # no valid pair of lengths, or number of keys
                 continue
             raise
         levels, others = (_levels(known, values, allowed.shape, score) for score in (0.0, _SCORE))
