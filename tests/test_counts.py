@@ -140,6 +140,27 @@ def test_flags_are_drawn_both_ways(tmp_path: Path) -> None:
     assert all(x.tolist() in ([True, False, True, False], [False]) for x in drawn(model, Counts.NONE))
 
 
+def test_indices_of_tables_are_counted_from_both_ends(tmp_path: Path) -> None:
+    nodes = """
+        kept = Constant <value = bool[6] {1, 0, 1, 1, 0, 1}> ()
+        found = Gather (kept, x)
+        middle = Constant <value = int64[2] {1, 2}> ()
+        own = Unsqueeze (found, middle)"""
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    model = written(f"g ({_OPERANDS}, int64[B, S] x) => (float[B, 4, S, 8] y) {{{_HEAD}{nodes} {_ALONE}{_TAIL}}}", path)
+    given = frozenset({"x"})
+    maker = InputMaker(model, Symbolic(model), frozenset(), segments=given, looking=given)
+    ids = maker.draw(Case(4, 19, Padding.RIGHT), np.random.default_rng(0))["x"]
+    assert ids.min() < 0 <= ids.max()
+    assert -6 <= ids.min() <= ids.max() < 6
+    (site,) = stof.optimize(path, out).sites
+    assert site.mask == "k <= q and table0[segment_k[b, k] % 6]"
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal((2, 4, 19, 8)).astype(np.float32) for n in "qkv"}
+    feeds["x"] = rng.integers(-6, 6, (2, 19))
+    assert np.abs(run(path, feeds) - run(out, feeds)).max() < 5e-6
+
+
 _FUSED = {
     "GroupQueryAttention": (
         "float[B, S, 32] q, float[B, S, 32] k, float[B, S, 32] v, int32[B] x",

@@ -135,6 +135,7 @@ class InputMaker:
         limits: inputs that hold numbers of keys, each with the number that there are.
         segments: tensors that masks compare with themselves: document ids, or what is computed from positions.
         forbidding: of the padding, what is true where a key may not be attended.
+        looking: of all these, those of which masks look up tables: indices may be counted from the end.
         added: tensors that are added to scores: inputs that are, or are moved to these, are masks of a caller.
         index: of the model's graph, where there is one already.
         fused: the graph with its fused nodes, where a runtime is to run these on the inputs: they refuse some numbers of
@@ -149,6 +150,7 @@ class InputMaker:
         limits: Mapping[str, Int] | None = None,
         segments: frozenset[str] = frozenset(),
         forbidding: frozenset[str] = frozenset(),
+        looking: frozenset[str] = frozenset(),
         added: frozenset[str] = frozenset(),
         index: GraphIndex | None = None,
         fused: onnx.GraphProto | None = None,
@@ -163,7 +165,9 @@ class InputMaker:
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
         self.counts = frozenset(self.limits) & given  # inputs that masks read as numbers of keys
-        self.taken = _taken_counts(fused, symbolic, self.counts) if self.counts and fused is not None else {}
+        read = self.counts | (looking & given)
+        self.taken = _taken_counts(fused, symbolic, read) if read and fused is not None else {}
+        self.from_end = {n for n in looking & given if self.rows[n] is not None} - set(self.taken)
         # Numbers of keys that are counted are counted in padding masks.
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.forbidding = forbidding & given
@@ -310,6 +314,9 @@ class InputMaker:
             }[case.counts]
             if low >= 0 or dtype.kind not in "bu":
                 flat[::-1][::2] = rng.integers(low, high, len(flat[::2]), endpoint=True)
+        rows = self.rows[name]
+        if rows is not None:
+            counts = np.clip(counts, -rows if name in self.from_end else 0, rows - 1)
         if name in self.taken:
             least, more = self.taken[name]
             counts = np.clip(counts, least, None if more is None else max(most + more, least))
@@ -345,7 +352,10 @@ class InputMaker:
         if name in self.documents or name in self.restarting:
             ids, places = _documents(dims, rng)
             limit = self.rows[name] or 1 << 30
-            return ((ids if name in self.documents else places) % limit).astype(dtype)
+            found = (ids if name in self.documents else places) % limit
+            if name in self.from_end and dtype.kind == "i" and found.ndim:
+                found[::-1][::2] -= limit  # in the last row, and every second one before it
+            return found.astype(dtype)
         if dtype.kind in "iu":
             rows = self.rows[name]
             if rows is not None:

@@ -149,7 +149,7 @@ class Verifier:
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
         read = read_by((r.site, r.mask) for r in rewrites)
         fused = scopes[0].prepared.base.graph
-        self.maker = InputMaker(self.working, self.symbolic, *read, added, fused=fused)
+        self.maker = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
         soft = any(r.mask.empty_rows is EmptyRows.ALL for r in rewrites)
         last = 2 if soft else _WITHOUT_KEYS

@@ -96,6 +96,40 @@ CASES = {
         {"pad": OperandView.SAME},
         lambda: np.concatenate([np.ones((2, 1), np.int64), _numbers(2, 2, 18)], axis=1),
     ),
+    "entries of a table, from its end as well": (
+        "int64[B, S] at",
+        """kept = Constant <value = bool[6] {1, 0, 1, 1, 0, 1}> ()
+        found = Gather (kept, at)
+        padding = Unsqueeze (found, middle)
+        w = And (padding, causal)""",
+        "k <= q and table0[segment_k[b, k] % 6]",
+        {"segment_k": OperandView.SAME},
+        lambda: RNG.integers(-6, 6, (2, 19)),
+    ),
+    "entries of a table of numbers, by an index of each batch": (
+        "int64[B] at",
+        """windows = Constant <value = int64[3] {3, 1, 7}> ()
+        each = Gather (windows, at)
+        e4 = Unsqueeze (each, after)
+        distance = Sub (rows, columns)
+        near = Less (distance, e4)
+        w = And (near, causal)""",
+        "k <= q and q + 1 <= table0[lengths[b] % 3] + k",
+        {"lengths": OperandView.SAME},
+        lambda: np.array([-3, 2]),
+    ),
+    "entries of a table by what is not negative": (
+        "int64[B, S] at",
+        """kept = Constant <value = bool[6] {1, 0, 1, 1, 0, 1}> ()
+        six = Constant <value = int64 {6}> ()
+        rest = Mod (at, six)
+        found = Gather (kept, rest)
+        padding = Unsqueeze (found, middle)
+        w = And (padding, causal)""",
+        "k <= q and table0[segment_k[b, k] % 6]",
+        {"segment_k": OperandView.SAME},
+        lambda: RNG.integers(-60, 60, (2, 19)),
+    ),
     "two vectors of lengths, which are made masks": (
         "int64[B] queries, int64[B] keys",
         """queries2 = Unsqueeze (queries, ones)

@@ -48,15 +48,18 @@ def lengths(expression: str) -> list[int]:
 
 def read_by(
     masks: Iterable[tuple[AttentionSite, LiftedMask]],
-) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str]]:
-    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true."""
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true, and
+    those of which they look up tables.
+    """
     masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
     forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and "not pad[" in m.expression}
     pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
     limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
     segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
-    return pads, limits, segments, frozenset(forbidding)
+    looking = {o.tensor for _, m in masks for o in m.operands if re.search(rf"table\d+\[[^]]*{o.role}\[", m.expression)}
+    return pads, limits, segments, frozenset(forbidding), frozenset(looking)
 
 
 def uneven(site: AttentionSite, length: int) -> list[Case]:
@@ -353,9 +356,9 @@ class MaskChecker:
     def _draw(
         self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
     ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        pads, limits, segments, forbidding = read_by([(site, mask)])
+        pads, limits, segments, forbidding, looking = read_by([(site, mask)])
         pads |= self._float_vectors(site)
-        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, index=self.index)
+        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, looking, index=self.index)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from stof.symbolic.divisions import floor_mod
 from stof.symbolic.interpreter import Context, Fact, dtype_kind
 from stof.symbolic.tensor import Shape, SymTensor
-from stof.symbolic.terms import Int, integer
+from stof.symbolic.terms import Atom, Int, integer, parts
+from stof.symbolic.widths import may_be_negative
 
 ONE = integer(1)
 
@@ -28,4 +30,13 @@ def moved(context: Context, shape: Shape, function: object, source: int = 0) -> 
 
 
 def wrapped(index: Int, limit: Int) -> Int:
-    return index + limit if index.constant is not None and index.constant < 0 else index
+    """An index into an axis, from its end where it is negative: a number that is read may be either."""
+    if index.constant is not None:
+        return index + limit if index.constant < 0 else index
+    if (
+        limit.constant
+        and any(isinstance(p, Atom) and p.kind == "read" for p in parts(index))
+        and may_be_negative(index)
+    ):
+        return floor_mod(index, limit.constant)  # of all numbers that a valid run has there
+    return index

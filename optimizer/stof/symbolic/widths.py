@@ -83,6 +83,11 @@ def fits(value: Int, largest: float, limits: Limits | None = None, *, read: floa
     return -largest <= low and high <= largest
 
 
+def may_be_negative(value: Int) -> bool:
+    """Whether an integer is not known to be 0 or more, whatever is read."""
+    return _Bounds({}, math.inf).integer(value)[0] < 0
+
+
 def extremes(tensor: SymTensor) -> Range:
     """Bounds of the values of an integer tensor, for all sizes; infinite where it holds what is read or not known."""
     index, limits = probe(tensor.shape)
