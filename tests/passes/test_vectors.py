@@ -10,6 +10,7 @@ import onnx
 import pytest
 from forms import PLAIN, feeds, model, rewrite, run
 
+from stof.errors import UnsupportedError
 from stof.site import OperandView
 
 HEAD = """
@@ -222,3 +223,42 @@ def test_a_mask_row_of_one_batch_is_not_taken_for_all() -> None:
         w = Cast <to = 9> (m0)"""
     graph = model(f"{PLAIN}, int64[B, S] m", "float[B,4,S,8] out", HEAD + nodes + CORE)
     _stays_a_bias(graph, r"'m' of shape .* at \(0, k\)")
+
+
+@pytest.mark.parametrize(
+    ("declared", "nodes"),
+    [
+        ("bool[4] m", "own = Unsqueeze (m, middle) w = Or (causal, own)"),
+        ("float[4] m", "own0 = Unsqueeze (m, middle) own = Cast <to = 9> (own0) w = And (causal, own)"),
+        (
+            "bool[B, 4] m",
+            "inner = Constant <value = int64[2] {2, 3}> () own = Unsqueeze (m, inner) w = Or (causal, own)",
+        ),
+        (
+            "int64[4] m",
+            "each = Unsqueeze (m, middle) far = Sub (rows, columns) own = Less (far, each) w = And (causal, own)",
+        ),
+        (
+            "int64[B, 4] m",
+            """inner = Constant <value = int64[2] {2, 3}> () each = Unsqueeze (m, inner)
+            far = Sub (rows, columns) own = Less (far, each) w = And (causal, own)""",
+        ),
+    ],
+)
+def test_what_is_given_for_each_head_is_no_vector(declared: str, nodes: str) -> None:
+    """The operator's vectors have a number for each key or query, or one for each batch."""
+    graph = model(f"{PLAIN}, {declared}", "float[B,4,S,8] out", HEAD + nodes + CORE)
+    _stays_a_bias(graph, r"'m' of shape \[.*4\] at \((b, )?h\)")
+
+
+def test_padding_of_more_keys_than_there_are_is_refused() -> None:
+    """The first part of a longer vector: as an operand it would have to be cut."""
+    nodes = """length = Unsqueeze (n, zeros)
+        m0 = Slice (m, zeros, length, ones)
+        m4 = Unsqueeze (m0, middle)
+        w = And (causal, m4)"""
+    graph = model(f"{PLAIN}, bool[B, 3000] m", "float[B,4,S,8] out", HEAD + nodes + CORE)
+    with pytest.raises(
+        UnsupportedError, match=r"'m' as padding of shape \[\d, 3000\], where the operator takes \[\d, \d+\]"
+    ):
+        rewrite(graph)

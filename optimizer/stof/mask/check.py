@@ -333,6 +333,11 @@ class MaskChecker:
         runtime = {}
         for operand in mask.operands:
             array = operand.laid(feeds[operand.tensor])
+            if operand.role == "pad" and array.shape not in ((1, shape[3]), (shape[0], shape[3])):
+                raise UnsupportedError(
+                    f"the mask reads {operand.tensor!r} as padding of shape {list(array.shape)}, where the operator takes "
+                    f"[{shape[0]}, {shape[3]}], one number for each key"
+                )
             runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
         try:
             return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P

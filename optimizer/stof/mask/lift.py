@@ -28,7 +28,7 @@ from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
 from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, all_of, any_of, cases, integer, negate, of_atom, to_cond
+from stof.symbolic.terms import FALSE, TRUE, Atom, all_of, any_of, cases, integer, negate, of_atom, parts, to_cond
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -368,7 +368,9 @@ def _operand(
     axes = [a for a, d in enumerate(shape or ()) if d.constant != 1]
     others = [a for a in axes if indices[a] != B]
     place = others[0] if others else None
-    view = None if shape is None or len(others) > 1 else _view(axes, place, len(shape))
+    # By heads, for instance: no vector of the operator has an axis of these.
+    foreign = place is not None and not _variables(indices[place]) <= {"q", "k"}
+    view = None if shape is None or len(others) > 1 or foreign else _view(axes, place, len(shape))
     if view is None:
         words = ", ".join(str(d.constant or "?") for d in shape or ())
         raise UnsupportedError(
@@ -387,10 +389,14 @@ def _operand(
 
 def _vector_role(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index: Int, boolean: bool) -> str:
     """The role of a vector of positions. There is one of padding, by keys; other conditions are numbers other than 0."""
-    reads_query = any(a.kind == "var" and a.args == ("q",) for a in index.atoms())
+    reads_query = "q" in _variables(index)
     if boolean and (operands.get("pad") == pad or ("pad" not in operands and not reads_query)):
         return "pad"
     return "segment_q" if reads_query else "segment_k"
+
+
+def _variables(index: Int) -> set[str]:
+    return {str(p.args[0]) for p in parts(index) if isinstance(p, Atom) and p.kind == "var"}
 
 
 def _short(index: Int) -> str:
