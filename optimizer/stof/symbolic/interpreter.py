@@ -373,12 +373,15 @@ def _along_last(context: Context) -> bool:
 
 
 def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
-    """The shape that the model states, by value or by name; dimensions without either get one of their own."""
+    """The shape that the model states, by value or by name; dimensions without either get one of their own.
+
+    Some exporters write -1 for what is not fixed.
+    """
     if not tensor.HasField("shape"):
         return None
     return tuple(
         integer(d.dim_value)
-        if d.HasField("dim_value")
+        if d.HasField("dim_value") and d.dim_value >= 0
         else dimension(d.dim_param)
         if d.dim_param
         else size(f"{name}#{i}")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files declare in ways of their own: dimensions of -1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import numpy_helper
+
+import stof
+
+_GRAPH = """<ir_version: 8, opset_import: ["" : 18]>
+g (float[B, 4, S, 8] q, float[B, 4, S, 8] k, float[B, 4, S, 8] v, int64[B, S] m) => (float[B, 4, S, 8] y) {
+    shape = Shape (q)
+    n = Gather (shape, two)
+    i = Range (zero, n, one)
+    rows = Unsqueeze (i, ones)
+    columns = Unsqueeze (i, zeros)
+    causal = LessOrEqual (columns, rows)
+    kept = Cast <to = 9> (m)
+    padding = Unsqueeze (kept, middle)
+    allowed = And (causal, padding)
+    kt = Transpose <perm = [0, 1, 3, 2]> (k)
+    products = MatMul (q, kt)
+    scores = Mul (products, scale)
+    masked = Where (allowed, scores, lowest)
+    weights = Softmax <axis = -1> (masked)
+    y = MatMul (weights, v)
+}"""
+
+
+def _model() -> onnx.ModelProto:
+    model = onnx.parser.parse_model(_GRAPH)
+    constants = {
+        "zero": np.array(0),
+        "one": np.array(1),
+        "two": np.array(2),
+        "zeros": np.array([0]),
+        "ones": np.array([1]),
+        "middle": np.array([1, 2]),
+        "scale": np.float32(0.25),
+        "lowest": np.float32(np.finfo(np.float32).min),
+    }
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items())
+    return model
+
+
+def _session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    stof.register(options)
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _check(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    path, out = folder / "model.onnx", folder / "out.onnx"
+    onnx.save(model, path)
+    (site,) = stof.optimize(path, out).sites
+    assert site.mask == "k <= q and pad[b, k]"
+    onnx.checker.check_model(str(out))
+    rng = np.random.default_rng(0)
+    for batch, length in ((1, 5), (3, 33)):
+        feeds = {n: rng.standard_normal((batch, 4, length, 8)).astype(np.float32) for n in "qkv"}
+        feeds["m"] = (rng.random((batch, length)) < 0.7).astype(np.int64)
+        before, after = (_session(p).run(None, feeds)[0] for p in (path, out))
+        assert np.abs(before - after).max() < 5e-6
+    return onnx.load(str(out))
+
+
+def test_a_dimension_of_minus_one_is_not_fixed(tmp_path: Path) -> None:
+    model = _model()
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = -1
+    _check(model, tmp_path)
