@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files declare in ways of their own: dimensions of -1."""
+"""What files declare in ways of their own: dimensions of -1, initializers among the inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import numpy_helper
+import pytest
+from onnx import helper, numpy_helper
 
 import stof
 
@@ -76,3 +77,23 @@ def test_a_dimension_of_minus_one_is_not_fixed(tmp_path: Path) -> None:
             if dim.dim_param:
                 dim.dim_value = -1
     _check(model, tmp_path)
+
+
+def _with_inputs(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    declared = [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in model.graph.initializer]
+    model.graph.input.extend(declared)
+    model.ir_version = version
+    return model
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_initializers_among_the_inputs(version: int, tmp_path: Path) -> None:
+    model = _with_inputs(_model(), version)
+    if version == 3:  # constants, which ONNX Runtime asks nobody for
+        optimized = _check(model, tmp_path)
+        assert [i.name for i in optimized.graph.input] == ["q", "k", "v", "m"]
+        return
+    path = tmp_path / "model.onnx"  # defaults that a caller may override: the scale is not known
+    onnx.save(model, path)
+    report = stof.optimize(path, tmp_path / "out.onnx")
+    assert not any(s.replaced for s in report.sites)

@@ -23,6 +23,7 @@ from stof.errors import ArgumentError, ModelError
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
 DOMAIN = "stof"
+_IR_OF_DEFAULTS = 4  # since which initializers need not be inputs, and those that are can be overridden
 _SMALL_CONSTANT, _LARGEST_TABLE, _MOST_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
 _WHOLE = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
 ITEM_SIZES = {
@@ -139,9 +140,24 @@ def load(path: Path) -> onnx.ModelProto:
     _check_opsets(path, model)
     _check_arities(path, model)
     _check_tensors(path, model.graph)
+    _only_constants(model)
     _check_edges(path, model.graph)
     _check_external(path, model)
     return model
+
+
+def _only_constants(model: onnx.ModelProto) -> None:
+    """Takes initializers off the inputs where they have to be among them and are constants: before version 4 of the format.
+
+    From version 4 on, an initializer that is an input is a default, which a caller may override.
+    """
+    constants = {t.name for t in model.graph.initializer}
+    inputs = [i for i in model.graph.input if i.name not in constants]
+    if model.ir_version < _IR_OF_DEFAULTS and len(inputs) < len(model.graph.input):
+        kept = [onnx.ValueInfoProto.FromString(i.SerializeToString()) for i in inputs]
+        del model.graph.input[:]
+        model.graph.input.extend(kept)
+        model.ir_version = _IR_OF_DEFAULTS  # which says the same without them
 
 
 def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
