@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import numpy_helper
 
 import stof
 from stof.inputs import Case, Counts, InputMaker, Padding
@@ -106,6 +107,20 @@ def test_what_rows_without_a_key_give_is_seen(kind: str, tmp_path: Path) -> None
     assert "lengths[b]" in site.mask
     assert site.empty_rows == "mean"
     assert largest_difference(path, out, kind) < 5e-6
+
+
+def test_defaults_that_a_caller_may_override_are_drawn(tmp_path: Path) -> None:
+    """With the stored window of 3 no row is without a key."""
+    path, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    for masks, replaced in ((_REPLACING, False), (_ALONE, True)):
+        nodes = f"{_HEAD} own = Less (distance, x) {masks}{_TAIL}"
+        model = written(f"g ({_OPERANDS}, int64 x) => (float[B, 4, S, 8] y) {{{nodes}}}", path)
+        model.graph.initializer.append(numpy_helper.from_array(np.array(3), "x"))
+        onnx.save(model, path)
+        (site,) = stof.optimize(path, out).sites
+        assert site.replaced is replaced
+        assert replaced or "a query without any key gives another mixture of values" in site.reason
+    assert largest_difference(path, out, "a window") < 5e-6
 
 
 def drawn(model: onnx.ModelProto, counts: Counts, fused: bool = False) -> list[np.ndarray]:

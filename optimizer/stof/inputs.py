@@ -161,7 +161,9 @@ class InputMaker:
         self._divides: bool | None = None
         index = index or GraphIndex(model.graph)
         initializers = {t.name for t in model.graph.initializer}
-        self.inputs = [i for i in model.graph.input if i.name not in initializers]
+        # Defaults that a caller may override are drawn where masks read them.
+        defaults = initializers - pads - set(self.limits) - segments
+        self.inputs = [i for i in model.graph.input if i.name not in defaults]
         self.rows = {i.name: _table_rows(index, symbolic, i.name) for i in self.inputs}
         given = {i.name for i in self.inputs}
         self.counts = frozenset(self.limits) & given  # inputs that masks read as numbers of keys
