@@ -129,3 +129,36 @@ def test_rounding_is_no_excuse(
     assert cli.main([str(path)]) != 0
     assert "verification failed" in capsys.readouterr().err
     assert not path.with_suffix(".stof.onnx").exists()
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "kv"])
+@pytest.mark.parametrize("where", ["in the file", "external", "a default"])
+def test_sites_of_constant_queries_keys_and_values_are_compared(tmp_path: Path, names: str, where: str) -> None:
+    rng = np.random.default_rng(7)
+    rows = {"q": 1031, "k": 1033, "v": 1033}
+    constants = [numpy_helper.from_array(rng.standard_normal((1, 4, rows[n], 8)).astype(np.float32), n) for n in names]
+    scale = numpy_helper.from_array(np.float32(0.35), "scale")
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "kt"], ["s"]),
+        helper.make_node("Mul", ["s", "scale"], ["s2"]),
+        helper.make_node("Softmax", ["s2"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4, rows[n], 8])
+        for n in "qkv"
+        if n not in names or where == "a default"
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "constant", inputs, [output], [*constants, scale])
+    path, report = tmp_path / "model.onnx", tmp_path / "report.json"
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, path, save_as_external_data=where == "external", size_threshold=1024)
+    assert cli.main([str(path), "--json", str(report)]) == 0
+    comparisons = json.loads(report.read_text())["verification"]["comparisons"]
+    (site,) = [c for c in comparisons if c["site"]]
+    assert site["ok"]
+    assert 0 < site["difference"] < 1e-5
+    after = onnx.load(str(path.with_name("model.stof.onnx")), load_external_data=False)
+    assert [n.op_type for n in after.graph.node] == ["StofAttention"]

@@ -410,15 +410,20 @@ class Verifier:
 
     def _site_tensors(self, scope: Scope) -> list[str]:
         found: list[str] = []
-        inputs = {i.name for i in scope.prepared.base.graph.input}
         initializers = {t.name for t in scope.prepared.base.graph.initializer}
+        given = {i.name for i in scope.prepared.base.graph.input} - initializers
+        heads: list[
+            str
+        ] = []  # initializers among these are asked of the runtime, too: their data may be in another file
         for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
-            found += [site.query.tensor, site.key.tensor, site.value.tensor, site.output]
+            heads += [site.query.tensor, site.key.tensor, site.value.tensor]
+            found += [site.output]
             found += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             found += [site.query_factor[1]] if site.query_factor is not None else []
             found += [o.tensor for o in rewrite.mask.operands]
-        return [n for n in dict.fromkeys(found) if n not in inputs and n not in initializers]
+        drawn = [n for n in found if n not in initializers]
+        return [n for n in dict.fromkeys([*heads, *drawn]) if n not in given]
 
     def _sites(self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
         graph = graph_at(emitted, scope.path)
