@@ -12,7 +12,7 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
 from stof.passes.einsum import Order, products
-from stof.passes.views import CASTS, Chain, is_float_cast, is_move, scalar_factor, trace, uniform
+from stof.passes.views import CASTS, Chain, check_axes, is_float_cast, is_move, scalar_factor, trace, uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.rules import broadcast, project
@@ -100,6 +100,7 @@ class ScoreWalk:
 
     def _matmul(self, node: onnx.NodeProto, scores: Scores) -> Scores | None:
         if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
+            check_axes(self.symbolic, node, "key")
             return replace(scores.passed(node), query=node.input[0], key=node.input[1])
         for product in products(self.symbolic, node):
             if product.result == tuple(range(len(product.result))):
@@ -117,6 +118,7 @@ class ScoreWalk:
         if any(attributes[n].i for n in ("transA", "transBatchA", "transBatchB") if n in attributes):
             raise UnsupportedError(f"{describe(node)} transposes its query or its batch")
         alpha = attributes["alpha"].f if "alpha" in attributes else 1.0
+        check_axes(self.symbolic, node, "key")
         transposes = "transB" in attributes and bool(attributes["transB"].i)
         return replace(
             scores.passed(node),

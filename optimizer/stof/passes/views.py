@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from stof.graph import GraphIndex
+from stof.errors import UnsupportedError
+from stof.graph import GraphIndex, describe
 from stof.site import Layout, Operand
 from stof.symbolic import Int, Symbolic, integer, var
 
@@ -223,6 +224,23 @@ class Heads:
     size: int
     repeat: int  # H // G
     scale: float
+
+
+def check_axes(symbolic: Symbolic, node: onnx.NodeProto, role: str) -> None:
+    """A MatMul repeats a factor of fewer axes for each batch of the other: its first axis then lies beside the heads.
+
+    Raises:
+        UnsupportedError: one of the factors of ``node`` has fewer axes than the other and is no single matrix.
+    """
+    first, second = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
+    if first is None or second is None or len(first) == len(second):
+        return
+    fewer = min(first, second, key=len)
+    if any(d != ONE for d in fewer[:-2]):
+        raise UnsupportedError(
+            f"{describe(node)}: the {role} has {len(second)} axes where the other factor has {len(first)}, expected as many: "
+            "heads are repeated for every batch"
+        )
 
 
 def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:

@@ -15,7 +15,7 @@ from stof.passes.einsum import Order, products
 from stof.passes.pointwise import unchanged
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
-from stof.passes.views import Chain, is_float_cast, is_move, output_layout, trace, uniform
+from stof.passes.views import Chain, check_axes, is_float_cast, is_move, output_layout, trace, uniform
 from stof.passes.zeroed import zeroes_masked
 from stof.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
@@ -223,6 +223,7 @@ class Forward:
     def _product(self, node: onnx.NodeProto, tensor: str) -> tuple[str, tuple[Order, Order]] | None:
         """The value that a node multiplies the weights with, and the orders of axes of value and product."""
         if self._is_product(node, tensor):
+            check_axes(self.symbolic, node, "value")
             return str(node.input[1]), ((), ())
         for found in products(self.symbolic, node):
             # The weights [.., S, T] are summed over T, which comes last in both operands.
