@@ -96,7 +96,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
   }
   if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
   // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
-  // (docs/cuda-kernel.md).
+  // (docs/cuda-experiments.md, "Defects of compilers and runtimes").
   const uint32_t* bits = p_.mask.bits + (static_cast<int64_t>(max(entry.bits, 0)) * kTileRows + piece0_) * 2;
   const int shift = lane_ % 4 * 2;
 #pragma unroll

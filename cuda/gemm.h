@@ -11,7 +11,7 @@
 namespace stof {
 namespace cuda {
 
-// Flags instead of pointers that are compared with null: docs/cuda-kernel.md, "What was found on the way".
+// Flags instead of pointers that are compared with null: docs/cuda-experiments.md, "Defects of compilers and runtimes".
 enum GemmHas : int32_t { kHasBias0 = 1, kHasBias1 = 2, kHasScale = 4, kHasRow = 8, kHasResidual = 16 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual; elements of the output's type.
