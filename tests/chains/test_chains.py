@@ -228,12 +228,15 @@ def test_more_axes_than_the_format_has() -> None:
     assert "at most 6 axes" in left[0].reason
 
 
-def test_a_dropout_that_drops_stays() -> None:
+@pytest.mark.parametrize(
+    ("ratio", "training", "drops"), [(1e-6, True, True), (None, True, True), (0.0, True, False), (0.5, False, False)]
+)
+def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: bool) -> None:
     b = Builder()
     x = b.add("Neg", _x(b))
-    x = b.add("Dropout", x, b.number(1e-6), b.array(np.array(True)), seed=3)
+    x = b.add("Dropout", x, "" if ratio is None else b.number(ratio), b.array(np.array(training)), seed=3)
     graph, chains = found(b.model(b.add("Tanh", x)))
-    assert not any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.places)
+    assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.places)
 
 
 def test_a_description_that_says_something_else_is_refused() -> None:

@@ -246,3 +246,23 @@ def test_a_row_assigned_from_the_end(row: int) -> None:
         w = ScatterND (lower, place, update)"""
     graph = model("float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v", "float[B,4,S,8] out", INDICES + nodes + CORE)
     assert_equivalent(graph, {"B": 2, "S": 19}, {"B": 1, "S": 7})
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_what_is_drawn_at_random_has_no_value(vectors: bool) -> None:
+    graph = model(
+        "bool training",
+        "float[4] kept, float[4] dropped, float[4] chosen, float[4] drawn",
+        """x = Constant <value = float[4] {1.0, 0.0, 1.0, 0.0}> ()
+        ratio = Constant <value = float {0.5}> ()
+        on32 = Constant <value = int32 {1}> ()
+        on = Cast <to = 9> (on32)
+        off = Not (on)
+        kept = Dropout (x, ratio, off)
+        dropped = Dropout (x, ratio, on)
+        chosen = Dropout (x, ratio, training)
+        drawn = Bernoulli (x)""",
+    )
+    symbolic = Symbolic(graph, vectors=vectors)
+    assert symbolic.constant("kept") is not None
+    assert [symbolic.value(n) for n in ("dropped", "chosen", "drawn")] == [None] * 3

@@ -164,6 +164,23 @@ FORMS = {
         out = MatMul (p, v)""",
         "BHSD BHSD BHSD BHSD",
     ),
+    "Dropouts of inference, with inputs, and of training that drops nothing": (
+        PLAIN + ", float ratio, bool training",
+        """%kt
+        %window
+        %added
+        off32 = Constant <value = int32 {0}> ()
+        off = Cast <to = 9> (off32)
+        null = Constant <value = float {0.0}> ()
+        s1 = MatMul (q, kt)
+        s2 = Add (s1, added)
+        s3 = Dropout (s2, ratio, off)
+        p1 = Softmax (s3)
+        p2 = Dropout (p1, , )
+        p = Dropout (p2, null, training)
+        out = MatMul (p, v)""",
+        "BHSD BHSD BHSD BHSD",
+    ),
     "rows shifted by their maximum": (
         PLAIN,
         """%kt

@@ -130,6 +130,25 @@ REFUSED = {
         "p2 = Where (nan, fill, p)\nout = MatMul (p2, v)",
         "is no NaN guard",
     ),
+    "weights that are dropped": (
+        PLAIN,
+        "float[a,b,c,d] out",
+        BEGIN + "ratio = Constant <value = float {0.5}> ()\non = Constant <value = int32 {1}> ()\n"
+        "training = Cast <to = 9> (on)\np0 = Softmax (s1)\np = Dropout (p0, ratio, training)\nout = MatMul (p, v)",
+        "the Dropout node that writes 'p' may drop elements",
+    ),
+    "weights that a caller may have dropped": (
+        PLAIN + ", bool training",
+        "float[a,b,c,d] out",
+        BEGIN + "p0 = Softmax (s1)\np = Dropout (p0, , training)\nout = MatMul (p, v)",
+        "the Dropout node that writes 'p' may drop elements",
+    ),
+    "scores that are dropped": (
+        PLAIN + ", bool training, float ratio",
+        "float[a,b,c,d] out",
+        BEGIN + "s2 = Dropout (s1, ratio, training)\np = Softmax (s2)\nout = MatMul (p, v)",
+        "the Dropout node that writes 's2' may drop elements",
+    ),
 }
 
 

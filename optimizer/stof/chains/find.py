@@ -21,6 +21,7 @@ from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, node_tensors, opset_of
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.dropout import drops
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
 from stof.symbolic.terms import bound
@@ -178,8 +179,8 @@ class Graph:
                 return False
         if all(product(self.symbolic.shape(o) or ()).constant == 1 for o in written):
             return False
-        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and self._number(node.input[2]) != 0:
-            return False  # it drops
+        if node.op_type == "Dropout" and drops(node, self.symbolic.constant):
+            return False
         if node.op_type == "Gather" and self._number(node.input[1]) is None:
             return False
         return kind == "moving" or self.symbolic.dtype(node.output[0]) in {*TYPES, TensorProto.BOOL}

@@ -12,13 +12,22 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
 from stof.passes.einsum import Order, products
-from stof.passes.views import CASTS, Chain, check_axes, is_float_cast, is_move, scalar_factor, trace, uniform
+from stof.passes.views import (
+    CASTS,
+    Chain,
+    check_axes,
+    is_float_cast,
+    is_identity,
+    is_move,
+    scalar_factor,
+    trace,
+    uniform,
+)
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.rules import broadcast, project
 from stof.symbolic.terms import FALSE, all_of, cases, to_real
 
-_PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
 MERGED = -1  # a mask [B*H, .., ..] while H is not known yet
 _MASKED = -1e4  # a Where that fills with more than this is no mask
@@ -130,7 +139,7 @@ class ScoreWalk:
 
     def _same(self, node: onnx.NodeProto) -> str | None:
         """The input of a node after which every score means what it did before."""
-        if node.op_type in _PASS or is_float_cast(self.symbolic, node):
+        if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
             return str(node.input[0])
         if is_move(self.symbolic, node):
             return str(node.input[0]) if keeps_matrices(self.symbolic, node) else None

@@ -19,6 +19,7 @@ from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, describe
 from stof.site import Layout, Operand
 from stof.symbolic import Int, Symbolic, integer, var
+from stof.symbolic.dropout import drops
 
 ONE = integer(1)
 MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
@@ -91,6 +92,19 @@ def is_float_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     if node.op_type not in CASTS or node.domain not in ("", "ai.onnx"):
         return False
     return all(symbolic.dtype(n) in _FLOATS for n in (node.input[0], node.output[0]))
+
+
+def is_identity(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node of the standard domain is an Identity, or a Dropout of inference.
+
+    Raises:
+        UnsupportedError: for a Dropout that drops.
+    """
+    if node.op_type == "Dropout" and drops(node, symbolic.constant):
+        raise UnsupportedError(
+            f"{describe(node)} may drop elements: its training_mode is not known to be false, nor its ratio to be 0"
+        )
+    return node.op_type in ("Identity", "Dropout")
 
 
 def uniform(symbolic: Symbolic, tensor: str) -> float | None:

@@ -15,13 +15,21 @@ from stof.passes.einsum import Order, products
 from stof.passes.pointwise import unchanged
 from stof.passes.scores import keeps_matrices
 from stof.passes.sizes import SizeTeller
-from stof.passes.views import Chain, check_axes, is_float_cast, is_move, output_layout, trace, uniform
+from stof.passes.views import (
+    Chain,
+    check_axes,
+    is_float_cast,
+    is_identity,
+    is_move,
+    output_layout,
+    trace,
+    uniform,
+)
 from stof.passes.zeroed import zeroes_masked
 from stof.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
 
-_PASS = frozenset({"Identity", "Dropout"})
 _DEEPEST = 32
 
 
@@ -216,7 +224,7 @@ class Forward:
     def _passes(self, node: onnx.NodeProto) -> bool:
         if node.domain not in ("", "ai.onnx"):
             return False
-        if node.op_type in _PASS or is_float_cast(self.symbolic, node):
+        if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
             return True
         return is_move(self.symbolic, node) and keeps_matrices(self.symbolic, node)
 

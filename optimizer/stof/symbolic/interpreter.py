@@ -25,6 +25,8 @@ _REDUCING = frozenset(
 
 _LARGEST_RUN = 1 << 22  # elements of constants that are computed of others
 _SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+# Operators of which another run may give something else. A Dropout that drops nothing has a rule.
+_RANDOM = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
 _UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
 
 
@@ -283,6 +285,8 @@ class Symbolic:
         if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
             return None
         if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
+            return None
+        if node.op_type in _RANDOM:
             return None
         from onnx.reference import ReferenceEvaluator
 

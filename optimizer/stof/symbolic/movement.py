@@ -12,6 +12,7 @@ from onnx import TensorProto, numpy_helper
 from stof.symbolic import reshapes, scatter
 from stof.symbolic.casework import rebuilt
 from stof.symbolic.divisions import floor_div, floor_mod
+from stof.symbolic.dropout import drops
 from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
 from stof.symbolic.moved import moved, product, wrapped
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
@@ -63,7 +64,17 @@ def _size(context: Context) -> list[Fact] | None:
 
 
 def _identity(context: Context) -> list[Fact]:
-    return [context.fact(0), Fact(TensorProto.BOOL, context.shape(0))]
+    return [context.fact(0)]
+
+
+def _dropout(context: Context) -> list[Fact]:
+    def constant(name: str) -> np.ndarray | None:
+        value = context.facts.get(name, Fact()).value
+        return None if value is None else value.constant
+
+    fact = context.fact(0)
+    kept = Fact(fact.dtype, fact.shape) if drops(context.node, constant) else fact
+    return [kept, Fact(TensorProto.BOOL, fact.shape)]
 
 
 def _gather(context: Context) -> list[Fact] | None:
@@ -463,7 +474,7 @@ RULES: dict[str, Rule] = {
     "Shape": _shape_of,
     "Size": _size,
     "Identity": _identity,
-    "Dropout": _identity,
+    "Dropout": _dropout,
     "Gather": _gather,
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
