@@ -402,6 +402,51 @@ def test_a_node_without_outputs_is_told(tmp_path: Path) -> None:
         stof.optimize(tmp_path / "model.onnx")
 
 
+@pytest.mark.parametrize("kind", ["FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4"])
+def test_inputs_that_the_runtime_takes_from_no_array(
+    kind: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = text(WINDOW + ATTENTION, opset=21)
+    model.ir_version = 10
+    model.graph.input.append(onnx.helper.make_tensor_value_info("small", onnx.TensorProto.DataType.Value(kind), ["N"]))
+    model.graph.node.append(onnx.helper.make_node("Cast", ["small"], ["large"], to=onnx.TensorProto.FLOAT))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("large", onnx.TensorProto.FLOAT, ["N"]))
+    path = put(model)
+    refused([path], 3, f"takes no inputs of element type {kind}, which 'small' has", path.parent, capsys)
+    assert cli.main([str(path), "--no-verify"]) == 0
+    assert attention(path.with_name("model.stof.onnx"))
+
+
+@pytest.mark.parametrize("chains", ["off", "on"])
+def test_outputs_that_the_runtime_gives_as_no_array(
+    chains: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = text(WINDOW + ATTENTION, opset=21)
+    model.ir_version = 10
+    model.graph.node.append(onnx.helper.make_node("Cast", ["q"], ["small"], to=onnx.TensorProto.INT4))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("small", onnx.TensorProto.INT4, None))
+    path = put(model)
+    refused([path, "--chains", chains], 3, "cannot be verified, because ONNX Runtime", path.parent, capsys)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-verify"], ["--chains", "on"]])
+@pytest.mark.parametrize("others", [False, True])
+def test_attention_that_no_output_needs_stays(
+    others: bool, options: list[str], put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = text(WINDOW + ATTENTION)
+    del model.graph.output[:]
+    if others:
+        model.graph.node.append(onnx.helper.make_node("Neg", ["q"], ["less"]))
+        model.graph.node.append(onnx.helper.make_node("Neg", ["out"], ["unread"]))
+        model.graph.output.append(onnx.helper.make_tensor_value_info("less", onnx.TensorProto.FLOAT, None))
+    path = put(model)
+    before = snapshot(path.parent)
+    assert cli.main([str(path), *options]) == 0
+    assert "kept  attention_0: no output of the graph depends on its result 'out'" in capsys.readouterr().out
+    assert snapshot(path.parent) == before
+
+
 def test_what_a_run_may_not_need_is_not_imported_before_it() -> None:
     """Imports are a third of a run that decides from what was measured before."""
     heavy = ["onnxruntime", "onnx.reference", "stof.verify", "sympy", "scipy", "torch"]

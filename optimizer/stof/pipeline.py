@@ -170,7 +170,8 @@ def _runtime_errors(source: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime"):
+        # Its binding raises plain errors, too, for types that NumPy has not.
+        if type(error) is not RuntimeError and not type(error).__module__.startswith("onnxruntime"):
             raise
         raise ModelError(
             f"{source} cannot be verified, because ONNX Runtime's CPU provider cannot load or run it: {error}. "
@@ -294,6 +295,7 @@ def _verified(
 
     emitted, chained = made
     try:
+        _check_inputs(source, emitted)
         with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
             verifier = Verifier(scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows)
             return verifier.run(source, chained.model, Path(scratch), partial(emit_scopes, scopes), emitted)
@@ -303,6 +305,21 @@ def _verified(
         raise ModelError(
             f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
         ) from error
+
+
+def _check_inputs(source: Path, model: onnx.ModelProto) -> None:
+    """Arrays of types that NumPy has not cannot be handed to the runtime; bfloat16 is widened."""
+    given = {t.name for t in model.graph.initializer}
+    for value in model.graph.input:
+        kind = value.type.tensor_type.elem_type
+        if value.name in given or kind in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.BFLOAT16):
+            continue
+        if onnx.helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
+            raise ModelError(
+                f"{source} cannot be verified, because ONNX Runtime's Python interface takes no inputs of element type "
+                f"{onnx.TensorProto.DataType.Name(kind)}, which {value.name!r} has; --no-verify leaves that out. "
+                "Nothing was written"
+            )
 
 
 def _failure(report: Report, rewrites: list[Rewrite]) -> str:

@@ -17,6 +17,7 @@ from stof.passes.scores import Scores, ScoreWalk
 from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
 from stof.passes.sums import parts
+from stof.passes.unneeded import needed
 from stof.passes.views import Heads, readings
 from stof.passes.weights import Forward, Output, Weighted
 from stof.site import AttentionSite, Finding, TermKind
@@ -61,6 +62,7 @@ def find_sites(
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
     taken = set() if taken is None else taken
+    read = needed(model.graph)
     found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
     for number, softmax in enumerate(found):
         weights = softmax.node.output[0]
@@ -68,7 +70,10 @@ def find_sites(
             continue
         name = unique(softmax.node.name or f"attention_{number}", taken)
         try:
-            sites.append(_match(index, symbolic, forward, softmax, name, first + len(sites)))
+            site = _match(index, symbolic, forward, softmax, name, first + len(sites))
+            if site.output not in read:
+                raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
+            sites.append(site)
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": weights}))
     if within is None:

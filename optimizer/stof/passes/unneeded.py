@@ -15,8 +15,8 @@ def drop_unneeded(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
         graph: changed in place: nodes, initializers, and what is said of tensors that nobody writes any more.
         original: the graph before it was edited.
     """
-    live = _needed(graph)
-    gone = _needed(original) - live
+    live = needed(graph)
+    gone = needed(original) - live
     written = {o for n in original.node for o in n.output}
     for i in reversed(range(len(graph.node))):
         if not live.intersection(graph.node[i].output):  # also what nothing ever read: it may read what is gone
@@ -32,7 +32,7 @@ def drop_unneeded(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
                 del entries[i]
 
 
-def _needed(graph: onnx.GraphProto) -> set[str]:
+def needed(graph: onnx.GraphProto) -> set[str]:
     """The tensors that a graph's outputs need."""
     producer = {o: n for n in graph.node for o in n.output if o}
     pending = [o.name for o in graph.output]
