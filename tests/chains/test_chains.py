@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -24,6 +25,7 @@ from stof.chains.region import Chain
 from stof.errors import UnsupportedError
 from stof.graph import opset_of
 from stof.inputs import Case, InputMaker, Padding
+from stof.runtime import Op
 from stof.symbolic import Symbolic
 
 ACTIVATIONS = {
@@ -188,6 +190,39 @@ def test_log_sum_exp_of_a_row_that_is_not_finite(value: float) -> None:
     values[0, 1, 3] = value
     (own,), (wanted,) = outputs_of(graph, chains, values)
     np.testing.assert_allclose(own, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [(), (0.0,), (None, 1.0), (0.0, 6.0)], ids=["none", "min", "max", "both"])
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, int(onnx.TensorProto.BFLOAT16)], ids=["f32", "f16", "bf16"])
+def test_a_bound_that_a_clip_has_not_is_finite(dtype: int, bounds: tuple[float | None, ...]) -> None:
+    b = Builder(dtype)
+    x = b.add("Neg", b.input("x", ["B", "S", N]))
+    x = b.add("Clip", x, *("" if bound is None else b.number(bound) for bound in bounds))
+    graph, chains = found(b.model(b.add("Mul", x, b.number(0.5))))
+    kind = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    values = np.resize(np.array([np.inf, -np.inf, np.nan, 0.0, -3.0, 2.0, 1e4], kind), (1, 2, N))
+    (own,) = evaluate_chain(chains[0].description.text, [values])
+    most = float(ml_dtypes.finfo(kind).max)
+    low, high = (*bounds, None, None)[:2]
+    wanted = np.clip(-values.astype(float), -most if low is None else low, most if high is None else high) / 2
+    np.testing.assert_allclose(own, wanted, rtol=1e-6)
+    if dtype == FLOAT:  # of other types, the runtime computes nodes without a kernel, and those beside them, in fp32
+        np.testing.assert_array_equal(own.astype(kind), run(graph.model, {"x": values}, False)[0])
+    assert "e+38" not in chains[0].description.text or None in bounds or len(bounds) < 2  # nothing more than is needed
+
+
+@pytest.mark.parametrize("op", ["max_of", "min_of"])
+@pytest.mark.parametrize("place", [0, 3, 36])
+def test_the_most_and_least_of_a_row_with_nan_are_nan(op: str, place: int) -> None:
+    values = np.arange(74, dtype=np.float32).reshape(2, 37)
+    values[0, place] = np.nan
+    text = f"axes b = x0.0, n = x0.1\nout y0 f32 [b, 1] = {op}(x0[b, n])"
+    written = np.zeros((2, 1), np.float32)
+    Op("StofChain", {"chain": text, "chain_id": 0}).run([values], [written], threads=1)
+    (own,) = evaluate_chain(text, [values])
+    for y in (own, written):
+        assert np.isnan(y[0, 0])
+        assert y[1, 0] == (73 if op == "max_of" else 37)
 
 
 def test_a_squeeze_of_whatever_is_1_has_no_known_shape() -> None:

@@ -28,6 +28,7 @@ class Element:
     node: onnx.NodeProto
     inputs: list[int | None]  # None where an input is not given
     constants: list[float | None]  # of inputs that are one number
+    dtype: int = int(TensorProto.FLOAT)  # of the first output
     rows: Element | None = None
 
     @property
@@ -102,11 +103,19 @@ def _pow(e: Element) -> int:
     return x if exponent == 1.0 else e.of("pow", x, e[1])
 
 
+# Of the types that chains have: what a bound is that a Clip has not.
+_LARGEST = {
+    int(TensorProto.FLOAT): float(np.finfo(np.float32).max),
+    int(TensorProto.FLOAT16): float(np.finfo(np.float16).max),
+    int(TensorProto.BFLOAT16): float.fromhex("0x1.fep+127"),
+}
+
+
 def _clip(e: Element) -> int:
-    x = e[0]
-    if e.has(1):
-        x = e.of("max", x, e[1])
-    return e.of("min", x, e[2]) if e.has(2) else x
+    """Between two bounds; one that is not given is the type's lowest or largest number, so that no result is infinite."""
+    most = _LARGEST[e.dtype]
+    x = e.of("max", e[0], e[1] if e.has(1) else e.num(-most))
+    return e.of("min", x, e[2] if e.has(2) else e.num(most))
 
 
 def _gelu(e: Element) -> int:

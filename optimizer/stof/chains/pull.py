@@ -172,9 +172,8 @@ class Puller:
         inputs: list[int | None] = [None] * len(node.input)
         for place, term in zip(places, terms, strict=True):
             inputs[place] = term
-        return Element(
-            self.pool, node, inputs, [as_number(self.symbolic.constant(n)) if n else None for n in node.input]
-        )
+        constants = [as_number(self.symbolic.constant(n)) if n else None for n in node.input]
+        return Element(self.pool, node, inputs, constants, self.symbolic.dtype(node.output[0]))
 
     def _broadcast(self, node: onnx.NodeProto, i: int, output: str, index: Index, limits: Limits, exact: bool) -> int:
         """The term of an operand that broadcasts to the output's shape."""
