@@ -156,9 +156,29 @@ def test_a_graph_without_attention(put: Callable[..., Path], capsys: pytest.Capt
     path = put(text("kt = Add (q, k)\nout = Add (kt, v)"))
     before = snapshot(path.parent)
     assert cli.main([str(path), "--json", str(path.parent / "report.json")]) == 0
-    assert "nothing to do: the graph has no softmax" in capsys.readouterr().out
+    assert "nothing to do: the graph has no Softmax node" in capsys.readouterr().out
     assert json.loads((path.parent / "report.json").read_text())["sites"] == []
     assert set(snapshot(path.parent)) == {*before, path.parent / "report.json"}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "l = LogSoftmax (s2)",
+        "end = Constant <value = int64[1] {-1}> ()\n e = ReduceLogSumExp (s2, end)\n l = Sub (s2, e)",
+    ],
+    ids=["LogSoftmax", "ReduceLogSumExp"],
+)
+def test_a_softmax_in_other_operators_is_not_denied(
+    nodes: str, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = put(text(WINDOW + ATTENTION.replace("p = Softmax (s2)", f"{nodes}\n p = Exp (l)")))
+    before = snapshot(path.parent)
+    assert cli.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "no Softmax node, no exponentials divided by their sum and no fused attention node, by which" in out
+    assert "no attention" not in out
+    assert snapshot(path.parent) == before
 
 
 def test_a_mask_that_cannot_be_lifted_is_told(put: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

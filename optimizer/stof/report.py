@@ -99,7 +99,10 @@ class Report:
         elif any(c.replaced for c in self.chains):
             lines.append("dry run: no file was written")
         elif not self.sites:
-            lines.append("nothing to do: the graph has no softmax, so no attention; no file was written")
+            lines.append(
+                "nothing to do: the graph has no Softmax node, no exponentials divided by their sum and no fused attention "
+                "node, by which attention is found; no file was written"
+            )
         elif not self.replaced:
             lines.append("nothing to do: no attention site is replaced; no file was written")
         elif self.dry_run:
