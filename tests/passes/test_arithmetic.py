@@ -266,3 +266,25 @@ def test_what_is_drawn_at_random_has_no_value(vectors: bool) -> None:
     symbolic = Symbolic(graph, vectors=vectors)
     assert symbolic.constant("kept") is not None
     assert [symbolic.value(n) for n in ("dropped", "chosen", "drawn")] == [None] * 3
+
+
+def test_a_mask_that_is_clipped_on_one_side_has_no_infinity() -> None:
+    """The bound that is not given is finite: a row without a key is the mean of all values, not NaN."""
+    graph = model(
+        PLAIN,
+        "float[a,b,c,d] out",
+        """%kt
+        %window
+        nothing = Constant <value = float {0.0}> ()
+        inf = Constant <value = float {-inf}> ()
+        before = Less (columns, rows)
+        added = Where (before, nothing, inf)
+        clipped = Clip (added, , nothing)
+        s1 = MatMul (q, kt)
+        s2 = Add (s1, clipped)
+        p = Softmax (s2)
+        out = MatMul (p, v)""",
+    )
+    assert_equivalent(graph, *SIZES)
+    assert Symbolic(graph).value("added") is not None
+    assert Symbolic(graph).value("clipped") is None

@@ -27,11 +27,13 @@ from stof.symbolic.terms import (
     less_equal,
     negate,
     of_atom,
+    parts,
     real,
     select,
     to_cond,
     to_int,
     to_real,
+    var,
 )
 
 _MOST_SIZES = 8  # that are told apart
@@ -500,6 +502,9 @@ def _is_infinite(context: Context) -> list[Fact] | None:
 def _clip(context: Context) -> list[Fact] | None:
     low, high = _extreme("max"), _extreme("min")
     has_low, has_high = context.has(1), context.has(2)
+    if any(not has and _holds(context, limit) for has, limit in ((has_low, -math.inf), (has_high, math.inf))):
+        # A bound that is not given is the lowest or largest finite number, which masks otherwise than an infinity.
+        return [Fact(context.fact(0).dtype, context.shape(0))]
     if has_low and has_high:
         return elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
     if has_low:
@@ -512,6 +517,17 @@ def _clip(context: Context) -> list[Fact] | None:
         limit = most.at((integer(0),) * most.rank)
         return [Fact(context.fact(0).dtype, shape, SymTensor(shape, value.kind, lambda i: high(value.at(i), limit)))]
     return [Fact(context.fact(0).dtype, context.shape(0))]
+
+
+def _holds(context: Context, number: float) -> bool:
+    """Whether elements of the first input may be a constant, as far as it is written in what is known of them."""
+    value = context.value(0)
+    if value is None or value.kind != "f":
+        return False
+    if value.constant is not None:
+        return bool(np.any(value.constant == number))
+    element = value.at(tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(value.shape)))
+    return any(p.kind == "const" and p.args[0] == number for p in parts(element))
 
 
 def _constant(context: Context) -> list[Fact]:
