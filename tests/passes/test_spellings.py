@@ -404,3 +404,23 @@ def test_an_input_that_selects_beside_another_mask_is_refused() -> None:
         """
     with pytest.raises(UnsupportedError, match="only vectors"):
         rewrite(model(PLAIN + ", bool[B,1,S,S] given", OUT, HEAD + text + TAIL))
+
+
+def test_batches_and_heads_of_one_number_that_change_places() -> None:
+    """[B*H, S, D] of four batches and four heads, read as [H, B, S, D] behind the product."""
+    graph = model(
+        "float[4,4,S,8] q0, float[4,4,S,8] k0, float[4,4,S,8] v0",
+        OUT,
+        """flat = Constant <value = int64[3] {16, -1, 8}> ()
+        q = Reshape (q0, flat)
+        k = Reshape (k0, flat)
+        v = Reshape (v0, flat)
+        kt = Transpose <perm = [0, 2, 1]> (k)
+        raw = MatMul (q, kt)
+        p = Softmax <axis = -1> (raw)
+        o = MatMul (p, v)
+        apart = Constant <value = int64[4] {4, 4, -1, 8}> ()
+        o4 = Reshape (o, apart)
+        out = Transpose <perm = [1, 0, 2, 3]> (o4)""",
+    )
+    assert_equivalent(graph, {"S": 5}, {"S": 1})

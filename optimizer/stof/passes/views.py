@@ -414,7 +414,7 @@ def output_layout(
     if len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
     elif len(shape) == 3 and len(axes) in (2, 3, 4) and whole[0].axis == 0:  # [B*H, S, Dv]
-        first = _strip([a for g in axes for a in g if a.axis == 0])
+        first = sorted(_strip([a for g in axes for a in g if a.axis == 0]), key=lambda a: a.part)
         # Without a second part the axis is all batch (one head) or all heads (one batch).
         b = first[:1] if heads == 1 or len(first) == 2 else []
         h = first[len(b) :]
