@@ -424,3 +424,21 @@ def test_batches_and_heads_of_one_number_that_change_places() -> None:
         out = Transpose <perm = [1, 0, 2, 3]> (o4)""",
     )
     assert_equivalent(graph, {"S": 5}, {"S": 1})
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ("X,Y,3", "X,1,3", "X,1,3"),
+        ("X,2,3", "X,1,3", "X,1,3"),
+        ("X,2,3", "1,2,3", "1,2,3"),
+        ("X,Y,3", "X,Y,3", "1,Y,3"),
+        ("X,2,3", "X,2,3", "X,1,3"),
+        ("X,1,3", "X,2,3", "X,2,3"),
+    ],
+)
+def test_a_batch_in_two_axes_is_not_repeated(query: str, key: str, value: str) -> None:
+    inputs = f"float[{query},S,8] q, float[{key},T,8] k, float[{value},T,8] v"
+    body = "kt = Transpose <perm = [0, 1, 2, 4, 3]> (k)\nraw = MatMul (q, kt)\np = Softmax <axis = -1> (raw)\n"
+    told = reason(model(inputs, "float[a,b,c,d,e] out", f"{body}out = MatMul (p, v)"))
+    assert "of the batch in two axes" in told or "has batch size 1" in told

@@ -18,7 +18,7 @@ from stof.passes.sinks import Sink, find_sink
 from stof.passes.sizes import SizeTeller
 from stof.passes.sums import parts
 from stof.passes.unneeded import needed
-from stof.passes.views import Heads, readings
+from stof.passes.views import ONE, Heads, readings
 from stof.passes.weights import Forward, Output, Weighted
 from stof.site import AttentionSite, Finding, TermKind
 from stof.symbolic import Int, Symbolic, integer
@@ -290,6 +290,11 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
             raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
         if heads.batch.constant == 1 != query.batch.constant:
             raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
+        for own, wanted in zip(heads.outer, query.outer, strict=False):
+            if own != wanted and ONE in (own, wanted):
+                raise UnsupportedError(
+                    f"of the batch in two axes, the query has {_words(wanted)} where the {role} has {_words(own)}"
+                )
     if key.heads != value.heads:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
     if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):

@@ -238,6 +238,7 @@ class Heads:
     size: int
     repeat: int  # H // G
     scale: float
+    outer: tuple[Int, ...] = ()  # the sizes of the two axes in which the matrix operand has its batch
 
 
 def check_axes(symbolic: Symbolic, node: onnx.NodeProto, role: str) -> None:
@@ -360,7 +361,7 @@ def _joined(
         wanted = [whole[a] for a in (0, 1, head_axis, row_axis, 4)]
         if heads and width and [*batch, *rows, *size] == wanted:
             operand, dtype = Operand(chain.source, layout, joined=True), symbolic.dtype(chain.source)
-            return Heads(operand, dtype, shape[0] * shape[1], heads, shape[row_axis], width, 1, chain.scale)
+            return Heads(operand, dtype, shape[0] * shape[1], heads, shape[row_axis], width, 1, chain.scale, shape[:2])
     return None
 
 
