@@ -13,7 +13,7 @@ from onnx import helper
 from stof.inputs import Case
 from stof.passes.body import OP
 from stof.runtime import Op
-from stof.site import AttentionSite, Layout, Operand
+from stof.site import AttentionSite, Layout, Operand, heads_in_one
 from stof.widen import HALF
 
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
@@ -79,6 +79,8 @@ def compare_site(
         original, computed = np.transpose(original, back), np.transpose(computed, back)
     if site.output_joined:
         original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
+    if site.output_grouped:
+        original, computed = (heads_in_one(a, site.output_layout) for a in (original, computed))
     operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
     arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
     layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)

@@ -56,18 +56,27 @@ class Operand:
     """One of query, key, value: a tensor of the graph and how it lies in memory.
 
     ``perm`` is the transposition that gives the layout, where the tensor itself has none that the op knows. ``joined``: its
-    first two axes are the batch, in two parts.
+    first two axes are the batch, in two parts. ``grouped``: it has the heads in two axes, groups and the heads of each.
     """
 
     tensor: str
     layout: Layout
     perm: tuple[int, ...] = ()
     joined: bool = False
+    grouped: bool = False
 
     def laid_out(self, array: np.ndarray) -> np.ndarray:
         """The tensor's value in its layout."""
+        array = heads_in_one(array, self.layout) if self.grouped else array
         array = array.reshape(-1, *array.shape[2:]) if self.joined else array
         return np.transpose(array, self.perm) if self.perm else array
+
+
+def heads_in_one(array: np.ndarray, layout: Layout) -> np.ndarray:
+    """A tensor of a layout BHSD or BSHD that has its heads in two axes, with them in one."""
+    axis = 1 if layout is Layout.BHSD else 2
+    shape = array.shape
+    return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class MaskTerm:
     scale: float = 1.0  # the tensor's contribution is multiplied by this (a scale applied after the Add)
     merged: int = 0  # H, where the tensor is [B*H, .., ..] beside scores [B*H, S, T]
     windows: tuple[Int, ...] = ()  # X, W, H, where it is added to the scores seen as [X, W, H, S, T], and B is X * W
+    groups: tuple[int, ...] = ()  # G, R, where it is added to the scores seen as [B, G, R, S, T], and H is G * R
 
     @property
     def zeroes(self) -> bool:
@@ -94,9 +104,13 @@ class MaskTerm:
         """
         if self.merged:
             return array.reshape(-1, self.merged, *array.shape[1:])
-        if not self.windows:
+        if not self.windows and not self.groups:
             return array
         shape = (1,) * (5 - array.ndim) + array.shape
+        if self.groups:
+            of_heads = (1, 1) if shape[1:3] == (1, 1) else self.groups
+            whole: np.ndarray = np.broadcast_to(array, (shape[0], *of_heads, *shape[3:]))
+            return heads_in_one(whole, Layout.BHSD)
         (outer, windows), rest = shape[:2], shape[2:]
         if outer == windows == 1:
             return array.reshape(1, *rest)
@@ -163,6 +177,7 @@ class AttentionSite:
     output_perm: tuple[int, ...] = ()
     output_flat: bool = False  # the first two axes of the (transposed) output are one: [B*S, N]
     output_joined: bool = False  # the output has the batch in two axes, as the queries have
+    output_grouped: tuple[int, ...] = ()  # G, R, where the output has its heads in these two axes
     form: str = ""  # words for the report: "sdpa, split scale, Where mask"
 
 

@@ -170,6 +170,8 @@ def element(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> Int | Con
         else:
             outer, window = floor_div(index[0], count.constant), floor_mod(index[0], count.constant)
         index = (outer, window, *index[1:])
+    elif term.groups:
+        index = (index[0], floor_div(index[1], term.groups[1]), floor_mod(index[1], term.groups[1]), *index[2:])
     return tensor.at(project(index, tensor.shape))
 
 
@@ -227,7 +229,7 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     """
     tensor = symbolic.value(term.tensor)
     shape = symbolic.shape(term.tensor)
-    most = 5 if term.windows else 4
+    most = 5 if term.windows or term.groups else 4
     if tensor is None or shape is None or len(shape) > most:
         if term.kind is TermKind.ADD and shape is not None and len(shape) <= most:
             return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {symbolic.reason(term.tensor)}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from stof.passes.sums import parts
 from stof.passes.unneeded import needed
 from stof.passes.views import ONE, Heads, readings
 from stof.passes.weights import Forward, Output, Weighted
-from stof.site import AttentionSite, Finding, TermKind
+from stof.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
 
@@ -130,9 +130,13 @@ def _match(
             )
         scores = replace(scores, terms=(anchor.mask, *scores.terms))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
-    if len(shape) == 4:
-        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
     queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
+    groups = queries[-1].groups
+    if groups:
+        _check_groups(symbolic, scores.nodes, groups)
+        scores = replace(scores, terms=tuple(_over_groups(t, groups) for t in scores.terms))
+    if len(shape) == 4 or groups:
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     kept = None if sink is None else shape
     before = sink is not None and sink.first
@@ -140,15 +144,22 @@ def _match(
         queries, keys = reading
         staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
         weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
-        values = _told_by(shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order))
+        values = _told_by(
+            shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups))
+        )
         values = [v for v in values if v.batch == keys[-1].batch] or values
-        outputs = forward.outputs(weighted, queries[-1].heads, staying)
+        if groups:
+            _check_groups(symbolic, weighted.nodes[:-1], groups)
+            if len(symbolic.shape(weighted.nodes[-2]) or ()) != 5:
+                raise UnsupportedError("queries have their heads in two axes, the weights of the values in one")
+            values = _shared(queries, values, "value")
+        outputs = forward.outputs(weighted, queries[-1].heads, staying, bool(groups))
         if outputs:
             break
-    if len(shape) == 5:
-        if sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None:
-            raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
-        outputs = [o for o in outputs if o.row_guard is None]
+    if len(shape) == 5 and (sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None):
+        raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+    if len(shape) == 5 or groups:
+        outputs = [o for o in outputs if o.row_guard == weighted.row_guard]
     make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
     site = make(_choose(queries, keys, values, outputs))
     earlier = [o for o in outputs if o.row_guard is None]
@@ -173,10 +184,11 @@ def _site(
         raise UnsupportedError(f"the scale of the scores is {scale}")
     operands = (query.operand, key.operand, found.value.operand)
     result = symbolic.shape(found.output.tensor) or ()
-    if any(o.joined != (len(result) == 5) for o in operands):
+    groups = query.groups
+    if any(o.joined != (len(result) == 5 and not groups) for o in operands):
         raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
     dims = (query.batch, integer(query.heads), query.rows, key.rows)
-    _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims)
+    _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims, bool(groups))
     for term in scores.terms:
         if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
             raise UnsupportedError(
@@ -198,6 +210,7 @@ def _site(
         output_perm=found.output.perm,
         output_flat=found.output.flat,
         output_joined=query.operand.joined,
+        output_grouped=groups if len(result) == 5 else (),
         num_heads=query.heads,
         kv_num_heads=key.heads,
         head_size=query.size,
@@ -223,9 +236,15 @@ def _site(
 
 
 def _readings(
-    index: GraphIndex, symbolic: Symbolic, tensor: str, role: str, order: tuple[int, ...], transposed: bool = False
+    index: GraphIndex,
+    symbolic: Symbolic,
+    tensor: str,
+    role: str,
+    order: tuple[int, ...],
+    transposed: bool = False,
+    grouped: bool = False,
 ) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed, order=order)
+    found = readings(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -234,8 +253,50 @@ def _readings(
 
 
 def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
+    query, key = symbolic.shape(scores.query), symbolic.shape(scores.key)
+    if query is not None and key is not None and len(query) == 5 and (len(key) == 5 or scores.key_order):
+        queries = readings(index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True)
+        transposed, order = scores.key_transposed, scores.key_order
+        keys = readings(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
+        try:
+            # Where each head has a key of its own, the second axis may as well be one of the batch, as blocks are.
+            if queries and any(k.groups[1] == 1 or k.repeat > 1 for k in keys):
+                return queries, _shared(queries, keys, "key")
+        except UnsupportedError:
+            if len(key) != 5:
+                raise
     queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
     return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+
+
+def _shared(queries: list[Heads], found: list[Heads], role: str) -> list[Heads]:
+    """The readings of keys or values in which a query's head finds its group's, where heads lie in two axes."""
+    query = queries[-1]
+    first, each = query.groups
+    for heads in found:
+        fits = heads.groups in ((first, 1), (1, 1), (first, each))
+        # Names of sizes may differ, products of them tell that a batch holds heads.
+        same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
+        if not fits or not same:
+            raise UnsupportedError(
+                f"the query has {first} x {each} heads in batches of {_words(query.batch)}, the {role} "
+                f"{' x '.join(map(str, heads.groups))} in batches of {_words(heads.batch)}"
+            )
+    return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in found]
+
+
+def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, ...]) -> None:
+    """All scores and weights must be [B, G, R, S, T] of the query's groups, or [B, H, S, T]."""
+    for tensor in nodes:
+        shape = symbolic.shape(tensor) or ()
+        heads = {4: shape[1:2], 5: shape[1:3]}.get(len(shape), ())
+        if tuple(s.constant for s in heads) not in (groups, (groups[0] * groups[1],)):
+            raise UnsupportedError(f"{tensor!r} has not the heads of its query in axes of {groups[0]} and {groups[1]}")
+
+
+def _over_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
+    """A term of scores of five axes, the second and third of which are heads."""
+    return replace(term, windows=(), groups=groups) if term.windows else term
 
 
 def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
@@ -310,9 +371,11 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
         raise UnsupportedError(f"the values are scaled by {value.scale}")
 
 
-def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int]) -> None:
+def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], grouped: bool) -> None:
     """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
-    if len(shape) == 5:  # the batch in two parts
+    if len(shape) == 5 and grouped:  # the heads in two parts
+        shape = (shape[0], shape[1] * shape[2], *shape[3:])
+    elif len(shape) == 5:  # the batch in two parts
         shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):

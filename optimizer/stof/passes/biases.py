@@ -29,6 +29,8 @@ def bias_of(
             tensor = _unmerged(editing, extra, tensor, symbolic.dtype(term.tensor), term.merged)
         if term.windows:
             tensor = _over_windows(editing, symbolic, site, term, extra)
+        if term.groups:
+            tensor = _over_groups(editing, symbolic, term, extra)
         if term.kind is not TermKind.ADD:
             tensor = _selecting(editing, extra, tensor, term.kind is TermKind.KEEP)
         elif not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
@@ -103,6 +105,32 @@ def _over_windows(
         tensor = add("Expand", "spread", [tensor, add("Concat", "target", parts, axis=0)], kind)
     rest = add("Slice", "rest", [shape, numbers(2), numbers(5)])
     return add("Reshape", "flat", [tensor, add("Concat", "sizes", [numbers(-1), rest], axis=0)], kind)
+
+
+def _over_groups(editing: Editing, symbolic: Symbolic, term: MaskTerm, extra: list[gs.Node]) -> gs.Tensor:
+    """A term of scores [B, G, R, S, T] as one of [B, G*R, S, T]."""
+    kind = symbolic.dtype(term.tensor)
+
+    def add(
+        op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
+    ) -> gs.Tensor:
+        out = editing.variable(f"stof_groups_{name}", dtype)
+        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
+        return out
+
+    def numbers(*values: int) -> gs.Tensor:
+        return editing.initializer("stof_groups_sizes", np.array(values, np.int64))
+
+    tensor = editing.tensors[term.tensor]
+    own = symbolic.shape(term.tensor) or ()
+    of_heads = tuple(d.constant for d in (*(integer(1),) * (5 - len(own)), *own)[1:3])
+    wanted = (1, 1) if of_heads == (1, 1) else term.groups
+    if len(own) < 5 or of_heads != wanted:
+        tensor = add("Expand", "spread", [tensor, numbers(1, *wanted, 1, 1)], kind)
+    shape = add("Shape", "shape", [tensor])
+    batch, rest = (add("Slice", "part", [shape, numbers(a), numbers(b)]) for a, b in ((0, 1), (3, 5)))
+    target = add("Concat", "target", [batch, numbers(wanted[0] * wanted[1]), rest], axis=0)
+    return add("Reshape", "flat", [tensor, target], kind)
 
 
 def append(editing: Editing, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object) -> gs.Tensor:

@@ -31,8 +31,7 @@ def products(symbolic: Symbolic, node: onnx.NodeProto) -> list[Product]:
     terms = _terms(symbolic, node)
     if terms is None:
         return []
-    found = [_product(node, terms, first) for first in (0, 1)]
-    return [p for p in found if p is not None]
+    return [p for first in (0, 1) for p in _products(node, terms, first)]
 
 
 def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
@@ -57,19 +56,26 @@ def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | N
     return (first, second, last) if fits else None
 
 
-def _product(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> Product | None:
+def _products(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> list[Product]:
+    """With one input first. Of two rows beside a batch of two axes the first one counts the heads that share a matrix."""
     left, right, result = terms[first], terms[1 - first], terms[2]
     shared = set(left) & set(right)
     rows = [c for c in left if c not in shared]
     columns = [c for c in right if c not in shared]
     summed = [c for c in left if c in shared and c not in result]
     batch = [c for c in left if c in shared and c in result]
-    if (len(rows), len(columns), len(summed)) != (1, 1, 1) or set(result) != {*batch, *rows, *columns}:
-        return None
-    return Product(
-        node.input[first],
-        node.input[1 - first],
-        tuple(left.index(c) for c in (*batch, *rows, *summed)),
-        tuple(right.index(c) for c in (*batch, *columns, *summed)),
-        tuple(result.index(c) for c in (*batch, *rows, *columns)),
-    )
+    shared_by_heads = len(rows) == len(batch) == 2
+    if not (len(rows) == 1 or shared_by_heads) or (len(columns), len(summed)) != (1, 1):
+        return []
+    if set(result) != {*batch, *rows, *columns}:
+        return []
+    return [
+        Product(
+            node.input[first],
+            node.input[1 - first],
+            tuple(left.index(c) for c in (*batch, *order, *summed)),
+            tuple(right.index(c) for c in (*batch, *columns, *summed)),
+            tuple(result.index(c) for c in (*batch, *order, *columns)),
+        )
+        for order in ((rows, rows[::-1]) if shared_by_heads else (rows,))
+    ]

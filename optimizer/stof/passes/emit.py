@@ -180,7 +180,8 @@ def _replace(
         (site.kv_num_heads, site.value_head_size),
         (site.num_heads, site.value_head_size),
     )
-    given = [_laid_out(editing, extra, o, site.dtype) for o in (site.query, site.key, site.value)]
+    operands_found = (site.query, site.key, site.value)
+    given = [_laid_out(editing, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
     if site.query_factor is not None:
         own = (site.query.layout, Layout.BHSD)
         given[0] = _multiplied(editing, extra, site, _convert(editing, extra, given[0], site.dtype, own, sizes[0]))
@@ -191,7 +192,7 @@ def _replace(
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    apart = site.output_flat or site.output_joined
+    apart = site.output_flat or site.output_joined or site.output_grouped
     last = editing.variable(f"{site.output}_rows", site.dtype) if apart else output
     written = editing.variable(f"{site.output}_laid", site.dtype) if perm else last
     result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
@@ -205,16 +206,21 @@ def _replace(
         nodes.append(editing.node("Reshape", output.name, [last, shape], [output]))
     if site.output_joined:
         nodes += _parted(editing, site, last, output)
+    if site.output_grouped:
+        _with_heads(editing, nodes, last, (site.output_layout, 1), site.output_grouped, output)
     editing.graph.nodes[place:place] = nodes
-    if not site.output_joined:
+    if not site.output_joined and not site.output_grouped:
         editing.declare(site.output, site.dtype, _output_shape(site))
 
 
-def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int) -> gs.Tensor:
+def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
     """The operand's tensor in its layout: itself, or transposed."""
     tensor: gs.Tensor = editing.tensors[operand.tensor]
     if operand.joined:
         tensor = _joined(editing, nodes, tensor, dtype)
+    if operand.grouped:
+        out = editing.variable(f"{operand.tensor}_heads", dtype)
+        tensor = _with_heads(editing, nodes, tensor, (operand.layout, 2), (heads,), out)
     if not operand.perm:
         return tensor
     out = editing.variable(f"{operand.tensor}_laid", dtype)
@@ -245,6 +251,23 @@ def _joined(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, dtype: in
     any_size = editing.initializer("stof_shape", np.array([-1], np.int64))
     out = editing.variable(f"{tensor.name}_joined", dtype)
     return _reshaped(editing, nodes, tensor, [any_size, _sizes_of(editing, nodes, tensor, 2, 5)], out)
+
+
+def _with_heads(
+    editing: Editing,
+    nodes: list[gs.Node],
+    tensor: gs.Tensor,
+    place: tuple[Layout, int],
+    heads: Sequence[int],
+    output: gs.Tensor,
+) -> gs.Tensor:
+    """A tensor BHSD or BSHD with its heads, that are in so many axes, in others of given sizes."""
+    first = 1 if place[0] is Layout.BHSD else 2
+    sizes = editing.initializer("stof_heads", np.array(heads, np.int64))
+    end = first + place[1]
+    outer = _sizes_of(editing, nodes, tensor, 0, first)
+    rest = _sizes_of(editing, nodes, tensor, end, end + (2 if first == 1 else 1))
+    return _reshaped(editing, nodes, tensor, [outer, sizes, rest], output)
 
 
 def _parted(editing: Editing, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:

@@ -325,7 +325,7 @@ def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | 
     if factors is None or terms is None or "f" not in (factors.kind, terms.kind):
         return None
     shape = broadcast([factors.shape, terms.shape])
-    probe = tuple(var(name) for name in "bhqk")[-len(shape) :] if len(shape) <= 4 else ()
+    probe = tuple(var(name) for name in "bghqk")[-len(shape) :] if len(shape) <= 5 else ()
     if not probe:
         return None
     one, other = (cases(to_real(t.at(project(probe, t.shape)))) for t in (factors, terms))

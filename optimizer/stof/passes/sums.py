@@ -26,7 +26,7 @@ def parts(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0)
     if term.kind is not TermKind.ADD or term.merged or term.windows:
         return (term,)
     shapes = [symbolic.shape(name) for name in node.input]
-    if any(s is None or len(s) > 4 for s in shapes):
+    if any(s is None or len(s) > (5 if term.groups else 4) for s in shapes):
         return (term,)
     if _is_mask(symbolic, node.input[0], term.scale) == _is_mask(symbolic, node.input[1], term.scale):
         return (term,)

@@ -218,12 +218,19 @@ def _regroup(axes: Axes, result: tuple[Int, ...]) -> Axes | None:
                 group.append(atom)
                 continue
             lower = atom.size.divide(rest)
-            if lower is None or atom.axis < 0 or atom.part:
+            if lower is None or atom.axis < 0:
                 return None
+            grouped = [tuple(_renumbered(g, atom, 1)) for g in grouped]
+            group, pending = (_renumbered(g, atom, 1) for g in (group, pending))
             group.append(replace(atom, size=rest))
             pending.insert(0, AxisAtom(atom.axis, atom.part + 1, lower))
         grouped.append(tuple(group))
     return tuple(grouped) if not pending else None
+
+
+def _renumbered(group: Sequence[AxisAtom], atom: AxisAtom, by: int) -> list[AxisAtom]:
+    """The atoms, the parts of an axis behind one of them counted from another number."""
+    return [replace(a, part=a.part + by) if a.axis == atom.axis and a.part > atom.part else a for a in group]
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,7 @@ class Heads:
     repeat: int  # H // G
     scale: float
     outer: tuple[Int, ...] = ()  # the sizes of the two axes in which the matrix operand has its batch
+    groups: tuple[int, ...] = ()  # the sizes of the two axes in which the matrix operand has its heads
 
 
 def check_axes(symbolic: Symbolic, node: onnx.NodeProto, role: str) -> None:
@@ -263,11 +271,18 @@ def _strip(group: Sequence[AxisAtom]) -> list[AxisAtom]:
 
 
 def readings(
-    index: GraphIndex, symbolic: Symbolic, tensor: str, *, transposed: bool, order: tuple[int, ...] = ()
+    index: GraphIndex,
+    symbolic: Symbolic,
+    tensor: str,
+    *,
+    transposed: bool,
+    order: tuple[int, ...] = (),
+    grouped: bool = False,
 ) -> list[Heads]:
     """Legal readings of a matrix operand [.., rows, D] (or [.., D, rows] when ``transposed``), the best of a type last.
 
-    ``order`` is the order of axes in which the tensor is that, where it is not its own.
+    ``order`` is the order of axes in which the tensor is that, where it is not its own. ``grouped``: an operand of five axes
+    is [B, G, R, .., ..], else it has its batch in two.
 
     The farther the source the more copies fold into the op; but a tensor that the graph writes anyway, for another
     reader, is as good as its source and ends the search.
@@ -281,9 +296,12 @@ def readings(
             continue
         axes = tuple(axes[i] for i in order) if order else axes
         rows, size = (axes[-1], axes[-2]) if transposed else (axes[-2], axes[-1])
-        batch = [a for group in axes[:-2] for a in group]
-        classify = _joined if len(axes) == 5 else _classify
-        heads = classify(symbolic, chain, batch, rows, size)
+        if grouped:
+            heads = _grouped(symbolic, chain, (*axes[:-2], ()) if order and len(axes) == 4 else axes[:-2], rows, size)
+        else:
+            batch = [a for group in axes[:-2] for a in group]
+            classify = _joined if len(axes) == 5 else _classify
+            heads = classify(symbolic, chain, batch, rows, size)
         if heads is None:
             continue
         # One that has to be transposed first is the last choice.
@@ -365,6 +383,48 @@ def _joined(
     return None
 
 
+def _grouped(
+    symbolic: Symbolic, chain: Chain, outer: Axes, rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
+) -> Heads | None:
+    """The reading of an operand of five axes, the second and third of which are its heads: groups, and the heads of each."""
+    shape = symbolic.shape(chain.source)
+    if shape is None or len(outer) != 3:
+        return None
+    batch, *of_heads = (_product(group) for group in outer)
+    groups = tuple(s.constant or 0 for s in of_heads)
+    count = groups[0] * groups[1]
+    if not count:
+        return None
+    if len(shape) == 5:
+        whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
+        for layout, head_axis, row_axis in ((Layout.BHSD, 1, 3), (Layout.BSHD, 2, 1)):
+            wanted = [[whole[a]] for a in (0, head_axis, head_axis + 1, row_axis, 4)]
+            if shape[4].constant and [list(g) for g in (*outer, rows, size)] == wanted:
+                operand, dtype = Operand(chain.source, layout, grouped=True), symbolic.dtype(chain.source)
+                return Heads(
+                    operand, dtype, batch, count, shape[row_axis], shape[4].constant, 1, chain.scale, groups=groups
+                )
+        return None
+    found = _classify(symbolic, chain, *_heads_in_one(outer, rows, size))
+    if found is None or found.batch != batch or found.heads * found.repeat != count:
+        return None
+    return replace(found, groups=groups)
+
+
+def _heads_in_one(
+    outer: Axes, rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
+) -> tuple[list[AxisAtom], list[AxisAtom], list[AxisAtom]]:
+    """Atoms of batch and heads, of rows and of size, in which heads are one atom where they are parts of one in order."""
+    batch, rest = list(outer[0]), [list(rows), list(size)]
+    heads = _strip([a for group in outer[1:] for a in group])
+    for i in range(len(heads) - 1, 0, -1):
+        one, other = heads[i - 1 : i + 1]
+        if one.axis == other.axis >= 0 and other.part == one.part + 1:
+            heads[i - 1 : i + 1] = [replace(one, size=one.size * other.size)]
+            batch, heads, *rest = (_renumbered(g, one, -1) for g in (batch, heads, *rest))
+    return [*batch, *heads], rest[0], rest[1]
+
+
 def _transposition(
     whole: Sequence[AxisAtom], batch: Sequence[AxisAtom], rows: Sequence[AxisAtom], size: Sequence[AxisAtom]
 ) -> tuple[int, ...] | None:
@@ -398,21 +458,29 @@ def _repeat(batch: Sequence[AxisAtom], wanted: Sequence[AxisAtom]) -> int | None
 
 
 def output_layout(
-    shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = ()
+    shape: tuple[Int, ...], axes: Axes, heads: int, order: tuple[int, ...] = (), grouped: bool = False
 ) -> tuple[Layout, tuple[int, ...], bool] | None:
     """The layout of a view of the result [.., S, Dv] of the second MatMul, the transposition of it that the view is, and
     whether the first two axes of that are one.
 
     None when it is no legal one. ``order`` is the order of axes in which the result is that, where it is not its own.
+    ``grouped``: a result of five axes has its heads in two, else its batch.
     """
     whole = [AxisAtom(a, 0, d) for a, d in enumerate(shape)]
     whole = [whole[i] for i in order] if order else whole
     groups = [_strip(g) for g in axes]
-    if len(shape) == 5:
+    if len(shape) == 5 and grouped:
+        outer, inner, of_group, s5, d5 = ([w] for w in whole)
+        five = {Layout.BHSD: [outer, inner, of_group, s5, d5], Layout.BSHD: [outer, s5, inner, of_group, d5]}
+        found = next((layout for layout, wanted in five.items() if [list(g) for g in axes] == wanted), None)
+        if found is not None:
+            return found, (), False
+        b, h, s, d = (_strip(g) for g in (outer, inner + of_group, s5, d5))
+    elif len(shape) == 5:
         outer, inner, h, s, d = ([w] for w in whole)
         orders = {Layout.BHSD: [outer, inner, h, s, d], Layout.BSHD: [outer, inner, s, h, d]}
         return next(((layout, (), False) for layout, order in orders.items() if [list(g) for g in axes] == order), None)
-    if len(shape) == 4:
+    elif len(shape) == 4:
         b, h, s, d = (_strip([w]) for w in whole)
     elif len(shape) == 3 and len(axes) in (2, 3, 4) and whole[0].axis == 0:  # [B*H, S, Dv]
         first = sorted(_strip([a for g in axes for a in g if a.axis == 0]), key=lambda a: a.part)

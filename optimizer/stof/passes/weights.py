@@ -282,8 +282,11 @@ class Forward:
             raise UnsupportedError(f"{describe(where)} after the softmax is no NaN guard")
         return str(where.output[0])
 
-    def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str]) -> list[Output]:
-        """The tensors that the op can write, the best first: the farther the better, flattened ones last."""
+    def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str], grouped: bool = False) -> list[Output]:
+        """The tensors that the op can write, the best first: the farther the better, flattened ones last.
+
+        ``grouped``: a product of five axes has its heads in two of them, else its batch.
+        """
         start = weighted.product
         shape = self.symbolic.shape(start)
         if shape is None:
@@ -296,7 +299,7 @@ class Forward:
         current = start
         for _ in range(_DEEPEST):
             axes = trace(self.symbolic, Chain(start, moves))
-            view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order)
+            view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order, grouped)
             layout, perm, flat = view if view is not None else (None, (), False)
             if layout is not None:
                 output = Output(current, layout, self.symbolic.dtype(current), guard, passed, perm, flat)
