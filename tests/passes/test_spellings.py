@@ -43,9 +43,35 @@ def test_scores_that_are_scaled_by_head_or_row(op: str, shape: str) -> None:
             assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6
 
 
-def test_a_mask_before_such_a_scale_is_refused() -> None:
+@pytest.mark.parametrize("op", ["Mul", "Div"])
+@pytest.mark.parametrize("scale", ["float", "float[1]", "float[1,1,1]"])
+@pytest.mark.parametrize("of_keys", ["4", "4,1", "4,2", "1", None])
+def test_scores_that_are_scaled_by_a_number_of_a_run(op: str, scale: str, of_keys: str | None) -> None:
+    """A temperature, of scores of three axes, of four, and of five with heads or with a batch in two of them."""
+    queries = {"4": "B,4,S,8", "4,1": "B,4,2,S,8", "4,2": "B,4,2,S,8", "1": "B,4,S,8", None: "B,S,8"}[of_keys]
+    keys = queries if of_keys is None else f"B,{of_keys},T,8"
+    keys = keys.replace("S", "T")
+    rank = queries.count(",") + 1
+    perm = ", ".join(map(str, (*range(rank - 2), rank - 1, rank - 2)))
+    graph = model(
+        f"float[{queries}] q, float[{keys}] k, float[{keys}] v, {scale} scale",
+        f"float[{', '.join('abcde'[:rank])}] out",
+        f"kt = Transpose <perm = [{perm}]> (k)\ns1 = MatMul (q, kt)\nmasked = {op} (s1, scale)\n{TAIL}",
+    )
+    assert only_site(graph).query_factor == (op, "scale")
+    optimized, _ = rewrite(graph)
+    for seed, sizes in enumerate(({"B": 2, "S": 9, "T": 14}, {"B": 1, "S": 3, "T": 2})):
+        given = feeds(graph, sizes, seed)
+        given["scale"] = np.full_like(given["scale"], (0.7, -1.3)[seed])
+        (wanted,) = run(graph, given)
+        for library in (False, True):
+            assert np.abs(run(optimized, given, library=library)[0] - wanted).max() < 5e-6
+
+
+@pytest.mark.parametrize("scale", ["float[1,4,1,1]", "float"])
+def test_a_mask_before_such_a_scale_is_refused(scale: str) -> None:
     body = HEAD + "%window\n%added\ns2 = Add (s1, added)\nmasked = Mul (s2, scale)\n" + TAIL
-    assert "masked or bounded before" in reason(model(f"{PLAIN}, float[1,4,1,1] scale", OUT, body))
+    assert "masked or bounded before" in reason(model(f"{PLAIN}, {scale} scale", OUT, body))
 
 
 def test_scores_that_are_multiplied_with_a_mask() -> None:

@@ -252,8 +252,10 @@ class ScoreWalk:
         """Scores times a tensor that is the same for all keys: the query may be multiplied instead."""
         for i in {"Mul": (0, 1), "Div": (0,)}.get(node.op_type, ()):
             shape, own = (self.symbolic.shape(node.input[j]) for j in (i, 1 - i))
-            same = shape is not None and len(shape) == 4 and shape == self.symbolic.shape(node.output[0])
-            if not same or not own or own[-1].constant != 1 or len(own) > 4:
+            if shape is None or own is None or len(own) > 4 or shape != self.symbolic.shape(node.output[0]):
+                continue
+            number = all(d.constant == 1 for d in own)  # the same for all: scores and queries may have any axes
+            if not number and (len(shape) != 4 or own[-1].constant != 1):
                 continue
             if scores.spread_factor is not None:
                 raise UnsupportedError(f"{describe(node)} scales scores by head or row a second time")
