@@ -114,7 +114,18 @@ class MaskChecker:
         known = [(t, self.symbolic.value(t.tensor) is not None) for t in site.terms]
         return (
             # What has no value may depend on the whole network before it.
-            tuple((t.kind, t.fill, t.scale, self.signatures.of(t.tensor) if own else t.tensor) for t, own in known),
+            tuple(
+                (
+                    t.kind,
+                    t.fill,
+                    t.scale,
+                    t.merged,
+                    t.windows,
+                    t.groups,
+                    self.signatures.of(t.tensor) if own else t.tensor,
+                )
+                for t, own in known
+            ),
             tuple(t in mask.bias for t in site.terms),
             None if mask.relative is None else replace(mask.relative, terms=()),
             mask.expression,
