@@ -4,6 +4,8 @@
 #define STOF_CPU_ATTENTION_KERNEL_H_
 
 #include "cpu/attention_rows.h"
+#include "cpu/attention_scores.h"
+#include "cpu/attention_weights.h"
 
 namespace stof {
 namespace cpu {

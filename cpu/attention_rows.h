@@ -1,118 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
+// What it does with a tile is in attention_scores.h and attention_weights.h.
 #ifndef STOF_CPU_ATTENTION_ROWS_H_
 #define STOF_CPU_ATTENTION_ROWS_H_
 
-#include <cfloat>
-#include <cmath>
 #include <cstdint>
 
 #include "cpu/ahead.h"
 #include "cpu/attention.h"
 #include "cpu/attention_block.h"
+#include "cpu/attention_scratch.h"
 #include "cpu/convert.h"
 
 namespace stof {
 namespace cpu {
 namespace STOF_ISA {
-
-constexpr float kInf = __builtin_inff();
-// Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
-// keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
-constexpr int kGroup = 4;
-// The running maximum is raised only when a score exceeds it by 2^8; weights stay below 256, and the output is rescaled
-// a few times per row instead of at every new maximum.
-constexpr float kSlack = 8.0f;
-// Scores start at minus the running maximum, which saves a subtraction from each. Not where that maximum lies far below
-// scores that may follow, as a bias of -10000 leaves it: they would lose their low bits.
-constexpr float kLowestStart = -16.0f, kHighestStart = 1e30f;
-constexpr float kNoStart[kStrip] = {};
-
-// The memory of one worker.
-struct Scratch {
-  Scratch(const Problem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
-    const AttentionArgs& args = *problem.args;
-    const int64_t rows = problem.direct ? problem.m : RoundUp(problem.m, kStrip);
-    const int64_t words = problem.n / 32;
-    ldq = RoundUp(args.D, kPanel);
-    ldo = RoundUp(args.Dv, kPanel);
-    mean_of = Take<int64_t>(1);
-    ring_of = Take<int64_t>(problem.ring_tiles);
-    ring = Take<float>(problem.ring_tiles * problem.n * args.D);
-    ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
-    q = Take<float>(rows * ldq);
-    o = Take<float>(rows * ldo);
-    s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
-    max = Take<float>(rows);
-    start = Take<float>(rows);
-    sum = Take<float>(rows * kWidth);
-    bias = Take<float>(problem.n);
-    row = Take<float>(ldo);
-    mean = Take<float>(ldo);
-    empty = Take<uint8_t>(rows);
-    words_joined = Take<uint32_t>(problem.m * words);
-    words_dynamic = Take<uint32_t>(problem.m * words);
-    words_tail = Take<uint32_t>(words);
-    copy_values = problem.direct && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
-    copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
-    values = Take<float>(copy_values ? problem.n * ldo : 0);
-    keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
-    size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
-  }
-
-  int64_t ldq, ldo;
-  int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
-  int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
-  float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
-  uint8_t* empty;
-  uint32_t *words_joined, *words_dynamic, *words_tail;
-  bool copy_values, copy_keys;
-  size_t size;
-
- private:
-  template <typename T>
-  T* Take(int64_t count) {
-    T* result = reinterpret_cast<T*>(bytes_);
-    bytes_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
-    return result;
-  }
-  char* bytes_;
-};
-
-// The keys that exist in the last key tile.
-inline void FillTailWords(const Problem& problem, uint32_t* words) {
-  const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
-  for (int64_t w = 0; w < problem.n / 32; ++w) {
-    const int64_t keys = tail - 32 * w;
-    words[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
-  }
-}
-
-inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
-    for (int64_t d = size; d < ld; ++d) to[i * ld + d] = 0.0f;
-  }
-}
-
-// One panel of a head.
-inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args, const Scratch& scratch, float* to) {
-  const int64_t key0 = panel * kPanel, count = Least(kPanel, args.T - key0);
-  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
-  if (args.dtype == DType::kF32) {
-    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
-  } else {
-    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
-    PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
-  }
-}
-
-// Values of up to `rows` keys from key0 on, as floats with rows of ldo.
-inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
-                       float* to) {
-  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
-           Least(rows, args.T - key0), args.Dv, ldo, to);
-}
 
 template <bool kDirect>
 class Worker {
@@ -320,105 +222,6 @@ class Worker {
     }
   }
 
-  // ---- masks ----
-  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
-  // everything.
-  bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
-    const int64_t count = problem_.n / 32;
-    const uint32_t* sources[3];
-    int64_t strides[3];
-    int used = 0;
-    if (bits != nullptr) {
-      sources[used] = bits;
-      strides[used++] = count;
-    }
-    const bool beyond = (tile + 1) * problem_.n > args_.T;
-    if (problem_.pad_bits != nullptr && !unmasked) {
-      const uint32_t* pad = problem_.pad_bits + (b_ * problem_.key_tiles + tile) * count;
-      uint32_t any = 0, all = ~0u;
-      for (int64_t w = 0; w < count; ++w) {
-        any |= pad[w];
-        all &= pad[w];
-      }
-      if (any == 0) return false;
-      if (all != ~0u) {
-        sources[used] = pad;
-        strides[used++] = 0;
-      }
-    } else if (beyond && bits == nullptr) {
-      sources[used] = scratch_.words_tail;
-      strides[used++] = 0;
-    }
-    if (args_.dynamic != nullptr && !unmasked) {
-      const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m,
-                                           problem_.n, scratch_.words_dynamic);
-      if (kind == 0) return false;
-      if (kind == 1) {
-        sources[used] = scratch_.words_dynamic;
-        strides[used++] = count;
-      }
-    }
-    words_ = used == 0 ? nullptr : sources[0];
-    word_stride_ = used == 0 ? 0 : strides[0];
-    if (used < 2) return true;
-    for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t w = 0; w < count; ++w) {
-        uint32_t word = sources[0][r * strides[0] + w] & sources[1][r * strides[1] + w];
-        if (used == 3) word &= sources[2][r * strides[2] + w];
-        scratch_.words_joined[r * count + w] = word;
-      }
-    }
-    words_ = scratch_.words_joined;
-    word_stride_ = count;
-    return true;
-  }
-
-  // What a strip does in a tile.
-  struct Strip {
-    int row = 0;  // first of its rows in the row tile
-    int run_count = 0;
-    uint32_t active = 0;   // panels in which one of its rows may attend a key
-    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
-    Run runs[kMaxTileKeys / kPanel / 2 + 1];
-  };
-
-  __attribute__((noinline)) void FindPanels(int keys, Strip* strip) const {
-    const int panels = (keys + kPanel - 1) / kPanel;
-    strip->partial = 0;
-    if (words_ == nullptr) {
-      strip->active = (1u << panels) - 1u;
-      strip->run_count = 1;
-      strip->runs[0].first = 0;
-      strip->runs[0].last = keys;
-      return;
-    }
-    strip->active = 0;
-    const int last = static_cast<int>(Least(strip->row + kRows, rows_));
-    for (int w = 0; w < problem_.n / 32; ++w) {
-      uint32_t any = 0, all = ~0u;
-      for (int r = strip->row; r < last; ++r) {
-        const uint32_t word = words_[r * word_stride_ + w];
-        any |= word;
-        all &= word;
-      }
-      strip->active |= ((any & 0xffffu) != 0 ? 1u : 0u) << (2 * w) | ((any >> 16) != 0 ? 2u : 0u) << (2 * w);
-      strip->partial |= ((all & 0xffffu) != 0xffffu ? 1u : 0u) << (2 * w) | ((all >> 16) != 0xffffu ? 2u : 0u)
-                                                                                << (2 * w);
-    }
-    strip->partial &= strip->active;
-    strip->run_count = 0;
-    for (int p = 0; p < panels;) {
-      if ((strip->active >> p & 1u) == 0) {
-        ++p;
-        continue;
-      }
-      Run* run = &strip->runs[strip->run_count++];
-      run->first = p * kPanel;
-      while (p < panels && (strip->active >> p & 1u) != 0) ++p;
-      run->last = static_cast<int>(Least(p * kPanel, keys));
-    }
-  }
-
   // ---- a tile ----
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
     if (!FindMask(tile, bits, unmasked)) return;
@@ -467,294 +270,43 @@ class Worker {
     }
   }
 
-  // The packed keys of a tile; with a ring, its values are packed with them.
-  const float* PackedTile(int64_t tile) const {
-    const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
-    if (problem_.ring_tiles == 0) return problem_.packed_keys + (group_ * problem_.panels + tile * panels) * size;
-    const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
-    float* const keys = scratch_.ring + slot * panels * size;
-    if (scratch_.ring_of[slot] == wanted) return keys;
-    scratch_.ring_of[slot] = wanted;
-    const int64_t first = tile * panels, end = Least(first + panels, problem_.panels);
-    for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, args_, scratch_, keys + (p - first) * size);
-    if (problem_.pack_values) {
-      CopyValues(values_, tile * problem_.n, problem_.n, args_, scratch_.ldo,
-                 scratch_.ring_values + slot * problem_.n * scratch_.ldo);
-    }
-    return keys;
-  }
-  const float* PackedValues(int64_t tile) const {
-    const int64_t size = problem_.n * scratch_.ldo;
-    if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
-    return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + tile * size;
-  }
+  // What a strip does in a tile.
+  struct Strip {
+    int row = 0;  // first of its rows in the row tile
+    int run_count = 0;
+    uint32_t active = 0;   // panels in which one of its rows may attend a key
+    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
+    Run runs[kMaxTileKeys / kPanel / 2 + 1];
+  };
 
+  // ---- cpu/attention_scores.h ----
+  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
+  // everything.
+  bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked);
+  __attribute__((noinline)) void FindPanels(int keys, Strip* strip) const;
+  const float* PackedTile(int64_t tile) const;
+  const float* PackedValues(int64_t tile) const;
   template <int kBlock>
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
-                          const float* start, float* s, int64_t lds) {
-    if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
-    if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
-    Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
-  }
-
-  void PackedScores(const Strip* strips, int count, const float* keys) const {
-    const int64_t stride = args_.D * kPanel;
-    const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
-    constexpr int kBlockKeys = kVectors * kWidth;
-    constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
-    uint32_t any = 0;
-    for (int i = 0; i < count; ++i) any |= strips[i].active;
-    // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
-    while (any != 0) {
-      const int p = __builtin_ctz(any);
-      const int length = __builtin_ctz(~(any >> p));
-      // A block of one panel has too few accumulators to hide the latency of an FMA: five are three and two.
-      const int block = length == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1
-                                                                       : static_cast<int>(Least(length, kBlockPanels));
-      const uint32_t here = (1u << block) - 1u;
-      any &= ~(here << p);
-      for (int i = 0; i < count; ++i) {
-        uint32_t active = strips[i].active >> p & here;
-        const float* q = scratch_.q + strips[i].row * ldq;
-        const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
-        const int rows = rows_ - strips[i].row;
-        while (active != 0) {
-          const int at = __builtin_ctz(active);
-          const int run = __builtin_ctz(~(active >> at));
-          active &= ~(((1u << run) - 1u) << at);
-          const float* from = keys + (p + at) * stride;
-          float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
-          if constexpr (kBlockPanels == 1) {
-            for (int c = 0; c < kPanel; c += kBlockKeys) {
-              StripScores<kVectors>(rows, q, ldq, size, from + c, stride, start, to + c, lds);
-            }
-          } else {
-            if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, start, to, lds);
-            if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, start, to, lds);
-            if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, start, to, lds);
-            if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, start, to, lds);
-          }
-        }
-      }
-    }
-  }
-
-  void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const {
-    const float* q = scratch_.q + strip.row * scratch_.ldq;
-    const float start = args_.softcap > 0.0f ? 0.0f : scratch_.start[strip.row];
-    const int64_t size = RoundUp(args_.D, kWidth);
-    for (int i = 0; i < strip.run_count; ++i) {
-      int k = strip.runs[i].first;
-      for (; k + 8 <= strip.runs[i].last; k += 8) {
-        V sum[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) sum[j] = Simd::Set1(0.0f);
-        for (int64_t d = 0; d < size; d += kWidth) {
-          const V x = Simd::Load(q + d);
-#pragma GCC unroll 8
-          for (int j = 0; j < 8; ++j) sum[j] = Simd::Fma(x, Simd::Load(keys + (k + j) * ldk + d), sum[j]);
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) scratch_.s[k + j] = start + Simd::ReduceAdd(sum[j]);
-      }
-      for (; k < strip.runs[i].last; ++k) {
-        V sum = Simd::Set1(0.0f);
-        for (int64_t d = 0; d < size; d += kWidth)
-          sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
-        scratch_.s[k] = start + Simd::ReduceAdd(sum);
-      }
-      for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
-    }
-  }
-
-  // Softcap, bias and mask.
-  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const {
-    const V forbidden = Simd::Set1(-kInf);
-    const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
-    if (args_.softcap > 0.0f) {
-      const V cap = Simd::Set1(args_.softcap * kLog2E);
-      for (int r = 0; r < rows; ++r) {
-        const V start = Simd::Set1(scratch_.start[strip.row + r]);
-        ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
-          Simd::Store(at, Simd::Fma(cap, TanhFromExponent(Simd::Load(at)), start));
-        });
-      }
-    }
-    if (args_.bias != nullptr || args_.relative_bias != nullptr) {
-      const V lowest = Simd::Set1(-FLT_MAX), log2e = Simd::Set1(kLog2E);
-      for (int r = 0; r < rows; ++r) {
-        LoadBias(row0_ + strip.row + r, key0, keys);
-        ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
-          const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
-          // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
-          const V sum = Simd::Add(x, Simd::Max(lowest, Simd::Mul(bias, log2e)));
-          Simd::Store(at, Simd::WhereEqual(bias, forbidden, unmasked ? x : forbidden, sum));
-        });
-      }
-    }
-    for (uint32_t left = strip.partial; left != 0; left &= left - 1u) {
-      const int column = __builtin_ctz(left) * kPanel;
-      for (int r = 0; r < rows; ++r) {
-        const uint32_t word = words_[(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
-        float* at = s + r * problem_.n + column;
-        for (int c = 0; c < kPanel; c += kWidth)
-          Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
-      }
-    }
-  }
-
+                          const float* start, float* s, int64_t lds);
+  void PackedScores(const Strip* strips, int count, const float* keys) const;
+  void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const;
+  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const;
   template <typename F>
-  void ForEachVector(const Strip& strip, float* s, F f) const {
-    for (int i = 0; i < strip.run_count; ++i) {
-      for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) f(s + c, c);
-    }
-  }
-
-  // The sum of a row's biases.
-  void LoadBias(int64_t row, int64_t key0, int keys) const {
-    if (args_.bias != nullptr) {
-      LoadPairs(row, key0, keys);
-    } else {
-      for (int k = 0; k < keys; ++k) scratch_.bias[k] = 0.0f;
-    }
-    if (args_.relative_bias != nullptr) AddRelative(row, key0, keys);
-    for (int k = keys; k % kPanel != 0; ++k) scratch_.bias[k] = 0.0f;
-  }
-
-  void AddRelative(int64_t row, int64_t key0, int keys) const {
-    const float* table = args_.relative_bias + h_ * args_.relative_bias_stride_h;
-    const int64_t size = args_.relative_bias_size;
-    const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
-    const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
-    float* to = scratch_.bias;
-    for (int k = 0; k < low; ++k) to[k] += table[0];
-    for (int k = low; k < high; ++k) to[k] += table[first + k];
-    for (int k = high; k < keys; ++k) to[k] += table[size - 1];
-  }
+  void ForEachVector(const Strip& strip, float* s, F f) const;
+  void LoadBias(int64_t row, int64_t key0, int keys) const;
+  void AddRelative(int64_t row, int64_t key0, int keys) const;
   static int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+  void LoadPairs(int64_t row, int64_t key0, int keys) const;
 
-  void LoadPairs(int64_t row, int64_t key0, int keys) const {
-    const int64_t at =
-        b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
-    float* to = scratch_.bias;
-    if (args_.bias_stride_k == 1) {
-      ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);
-    } else {
-      for (int k = 0; k < keys; ++k) to[k] = ToFloat(args_.bias, args_.bias_dtype, at + k * args_.bias_stride_k);
-    }
-  }
-
-  // Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow. Whole panels:
-  // what lies beyond T in the last one is forbidden by the mask.
-  __attribute__((noinline)) void Softmax(const Strip& strip, float* s) {
-    constexpr int kParts = kPanel / kWidth;
-    const int64_t lds = problem_.n;
-    const int runs = strip.run_count;
-    const float* max = scratch_.max + strip.row;
-    float* start = scratch_.start + strip.row;
-    const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
-    V high[kRows] = {};
-    auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
-    for (int r = 0; r < rows; ++r) {
-      V x[kParts];
-#pragma GCC unroll 4
-      for (int j = 0; j < kParts; ++j) x[j] = Simd::Set1(-kInf);
-      for (int i = 0; i < runs; ++i) {
-        const float* at = s + r * lds + strip.runs[i].first;
-        const float* const end = s + r * lds + strip.runs[i].last;
-        for (; at < end; at += kPanel) {
-#pragma GCC unroll 4
-          for (int j = 0; j < kParts; ++j) x[j] = Simd::Max(x[j], Simd::Load(at + j * kWidth));
-        }
-      }
-#pragma GCC unroll 4
-      for (int j = 1; j < kParts; ++j) x[0] = Simd::Max(x[0], x[j]);
-      high[r] = x[0];
-      exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kSlack)));
-    }
-    const bool raised = Simd::Any(exceeded);
-    if (raised) Rescale(strip, rows, high);
-    float base[kRows] = {};  // what these scores still exceed their distance to the maximum by
-    bool apart = false;
-    for (int r = 0; r < rows; ++r) {
-      base[r] = max[r] == -kInf ? 0.0f : max[r] + start[r];
-      apart |= base[r] != 0.0f;
-    }
-    if (apart) {
-      Weights<true>(strip, rows, base, s);
-    } else {
-      Weights<false>(strip, rows, base, s);
-    }
-    if (!raised) return;
-    for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
-  }
-
+  // ---- cpu/attention_weights.h ----
+  __attribute__((noinline)) void Softmax(const Strip& strip, float* s);
   template <bool kApart>
-  void Weights(const Strip& strip, int rows, const float* bases, float* s) {
-    constexpr int kParts = kPanel / kWidth;
-    for (int r = 0; r < rows; ++r) {
-      float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
-      const V base = Simd::Set1(bases[r]);
-      V sum = Simd::Load(sum_at);
-      for (int i = 0; i < strip.run_count; ++i) {
-        float* at = s + r * problem_.n + strip.runs[i].first;
-        const float* const end = s + r * problem_.n + strip.runs[i].last;
-        for (; at < end; at += kPanel) {
-#pragma GCC unroll 4
-          for (int j = 0; j < kParts; ++j) {
-            V x = Simd::Load(at + j * kWidth);
-            if constexpr (kApart) x = Simd::Sub(x, base);
-            const V p = Exp2(x);
-            Simd::Store(at + j * kWidth, p);
-            sum = Simd::Add(sum, p);
-          }
-        }
-      }
-      Simd::Store(sum_at, sum);
-    }
-  }
-
-  __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high) {
-    for (int r = 0; r < rows; ++r) {
-      float* max = scratch_.max + strip.row + r;
-      const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
-      if (!(now > old + kSlack)) continue;
-      *max = now;
-      if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay
-      const V scale = Simd::Set1(Exp2Scalar(old - now));
-      float* sum = scratch_.sum + (strip.row + r) * kWidth;
-      Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
-      float* o = scratch_.o + (strip.row + r) * scratch_.ldo;
-      for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(o + d, Simd::Mul(Simd::Load(o + d), scale));
-    }
-  }
-
-  void Values(const Strip* strips, int count, const float* values, int64_t ldv) const {
-    const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
-    constexpr int kBlock = kDirect ? 8 : kVectors;
-    for (int64_t d = 0; d < size; d += kBlock) {
-      const int64_t left = Least(kBlock, size - d);
-      for (int i = 0; i < count; ++i) {
-        const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
-        float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
-        if (kDirect || rows_ - strips[i].row > 4) {
-          AddBlock<kRows, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
-        } else if (rows_ - strips[i].row > 2) {
-          AddBlock<4, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
-        } else {
-          AddBlock<2, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
-        }
-      }
-    }
-  }
+  void Weights(const Strip& strip, int rows, const float* bases, float* s);
+  __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
+  void Values(const Strip* strips, int count, const float* values, int64_t ldv) const;
   template <int kHeight, int kBlock>
-  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const {
-    if (left == kBlock) {
-      AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
-    } else if constexpr (kBlock > 1) {
-      AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o);
-    }
-  }
+  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const;
 
   // ---- output ----
   char* OutputRow(int r) const {
