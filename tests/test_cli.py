@@ -474,3 +474,17 @@ def test_what_a_run_may_not_need_is_not_imported_before_it() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
     assert found.stdout.strip() == "[]"
+
+
+def test_plain_errors_of_other_code_are_no_fault_of_the_model(
+    put: Callable[[onnx.ModelProto], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = put(text(WINDOW + ATTENTION))
+
+    def wrong(*_: object) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr("stof.verify.compare_site", wrong)
+    with pytest.raises(RuntimeError, match="dictionary changed size"):
+        cli.main([str(path)])
+    assert "ONNX Runtime's CPU provider" not in capsys.readouterr().err

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -170,13 +171,19 @@ def _runtime_errors(source: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Its binding raises plain errors, too, for types that NumPy has not.
-        if type(error) is not RuntimeError and not type(error).__module__.startswith("onnxruntime"):
+        if not _of_runtime(error):
             raise
         raise ModelError(
             f"{source} cannot be verified, because ONNX Runtime's CPU provider cannot load or run it: {error}. "
             "Where it needs operators that you register yourself, use --no-verify; nothing was written"
         ) from error
+
+
+def _of_runtime(error: Exception) -> bool:
+    """Whether ONNX Runtime raised it: its binding raises plain errors, too, for types that NumPy has not."""
+    if type(error) is RuntimeError:
+        return "onnxruntime" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    return type(error).__module__.startswith("onnxruntime")
 
 
 @contextmanager
