@@ -57,6 +57,8 @@ int PlaceOf(uint32_t groups) {
 
 constexpr int64_t kMostPlanned = int64_t{1} << 20;
 constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
+constexpr int64_t kMostSectionParts = 8, kHardly = 96;
+constexpr size_t kMostTried = size_t{1} << 16;
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
@@ -86,49 +88,65 @@ int64_t TotalOf(const std::vector<Work>& works) {
                          [](int64_t sum, const Work& work) { return sum + work.cost; });
 }
 
-// works: in the order of their heads.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+// works: in the order of their heads; section: heads at a time, give or take one.
+WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+  const int64_t total = TotalOf(works), share = total / workers;
+  const int64_t sections = (heads + section - 1) / section;
+  const auto section_of = [&](int64_t head) { return (sections * (head + 1) - 1) / heads; };
+  const int64_t small = HeldBelow(works, total);
+  // When each section begins.
+  std::vector<int64_t> begins(static_cast<size_t>(sections) + 1, 0);
+  for (const Work& work : works) {
+    if (work.cost >= small) begins[static_cast<size_t>(section_of(work.head)) + 1] += work.cost;
+  }
+  std::partial_sum(begins.begin(), begins.end(), begins.begin());
+  for (int64_t& begin : begins) begin /= workers;
+  // Rows of one section are under way together, for the L2 cache holds its heads' keys and values. Long ones (those of
+  // global tokens, say) come in the last section that leaves them the time, for given out late one of them would be the
+  // end of the run. The smallest rows come last of all: they fill what the others leave.
+  std::vector<std::vector<const Work*>> places(static_cast<size_t>(sections) + 1);
+  for (const Work& work : works) {
+    int64_t at = work.cost < small ? sections : section_of(work.head);
+    if (at < sections) {
+      while (at > 0 && begins[static_cast<size_t>(at)] + work.cost > share - share / kHeldBack) --at;
+    }
+    places[static_cast<size_t>(at)].push_back(&work);
+  }
   using Load = std::pair<int64_t, int>;  // of a worker
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
   for (int w = 0; w < workers; ++w) least.emplace(0, w);
   std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
   WorkPlan plan;
-  // Rows that take longer than a worker's share of a section (those of global tokens, say) come first of all: given out
-  // late, one of them would be the end of the run. They come from all heads at once, whose keys and values the L2 cache
-  // does not hold together, so none does that need not. The smallest rows come last of all, for they fill what the
-  // others leave; and sections are of as many heads each, give or take one, as a small last one has too few rows.
-  const int64_t total = TotalOf(works), share = total / workers;
-  const int64_t large =
-      std::max({int64_t{1}, share / 16, share * std::min(section, heads) / std::max<int64_t>(1, heads)});
-  const int64_t small = std::min(HeldBelow(works, total), large);
-  std::vector<const Work*> some;
-  const auto deal = [&](int64_t first, int64_t last, int64_t lowest, int64_t highest) {
-    some.clear();
-    const auto by_head = [](const Work& work, int64_t head) { return work.head < head; };
-    const auto begin = std::lower_bound(works.begin(), works.end(), first, by_head);
-    const auto end = std::lower_bound(begin, works.end(), last, by_head);
-    for (auto work = begin; work != end; ++work) {
-      if (work->cost >= lowest && work->cost <= highest) some.push_back(&*work);
-    }
-    std::stable_sort(some.begin(), some.end(), [](const Work* a, const Work* b) { return a->cost > b->cost; });
-    for (const Work* work : some) {
+  for (std::vector<const Work*>& place : places) {
+    std::stable_sort(place.begin(), place.end(), [](const Work* a, const Work* b) { return a->cost > b->cost; });
+    for (const Work* work : place) {
       const auto [load, worker] = least.top();
       least.pop();
       least.emplace(load + work->cost, worker);
       plan.longest = std::max(plan.longest, load + work->cost);
       taken[static_cast<size_t>(worker)].push_back(work->item);
     }
-  };
-  deal(0, heads, large + 1, std::numeric_limits<int64_t>::max());
-  const int64_t sections = (heads + section - 1) / section;
-  for (int64_t i = 0; i < sections; ++i) deal(heads * i / sections, heads * (i + 1) / sections, small, large);
-  deal(0, heads, 0, small - 1);
+  }
   plan.begin.push_back(0);
   for (const std::vector<WorkItem>& own : taken) {
     plan.items.insert(plan.items.end(), own.begin(), own.end());
     plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
   }
   return plan;
+}
+
+// Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
+// hardly later than others. Of many rows chance balances all.
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+  WorkPlan best;
+  int64_t earliest = std::numeric_limits<int64_t>::max();
+  for (int64_t part = works.size() > kMostTried ? kMostSectionParts : 1; part <= kMostSectionParts; part *= 2) {
+    if (part > section && part / 2 >= section) break;  // the same again
+    WorkPlan plan = DealSections(works, heads, workers, std::max<int64_t>(1, section / part));
+    earliest = std::min(earliest, plan.longest);
+    if (best.begin.empty() || plan.longest - earliest <= earliest / kHardly) best = std::move(plan);
+  }
+  return best;
 }
 
 // The works with rows that are longer than a worker's share in parts of one of_share-th of it; `cut` stays empty where

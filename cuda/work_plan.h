@@ -86,9 +86,9 @@ constexpr int64_t PartBytes(int64_t head_size) { return 64 * (4 * head_size + 8)
 // Whether a plan is worth its time: beyond a million items chance balances. A walk also has to name all bits.
 bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 
-// Longest processing time first (Graham 1969): large rows, then sections of up to `section` heads, whose keys and
-// values fit the L2 cache together, then the smallest rows of all; loads are carried on. workers and section are at
-// least 1, B * H * rows fits an int32.
+// Longest processing time first (Graham 1969) within sections of up to `section` heads, whose keys and values fit the
+// L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
+// than their head's; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost);
 

@@ -6,8 +6,8 @@
 
 RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
-no RESULTS are given, was made so. The model is cuda/selector.cc's: rows of tiles dealt out as cuda/work_plan.cc does, the
-largest first; the constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
+no RESULTS are given, was made so. The model is cuda/selector.cc's: rows of tiles dealt out as cuda/work_plan.cc does; the
+constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
 printed; with it, constants are sought for that long from those that are there, and printed as the lists want them. No GPU is
 needed, nor a library with CUDA kernels.
 
@@ -267,14 +267,14 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     for own, costs in zip(sections, rows, strict=True):
         for (cost, _), count in costs.items():
             own[cost] += count
-    longest = _longest(sections, min(workers, items), point)
+    longest = _longest(sections, min(workers, items))
     if kernel.cuts:
         for of_share in (1, 2, 3):
             cut, parts = _in_parts(rows, workers, kernel, of_share)
             if not 0 < parts <= MOST_PARTS:
                 continue
             pieces = sum(n for own in cut for n in own.values())
-            joined = _longest(cut, min(workers, pieces), point) + JOIN + JOIN_PART * parts
+            joined = _longest(cut, min(workers, pieces)) + JOIN + JOIN_PART * parts
             longest = min(longest, joined)
     return LAUNCH + (longest + reread) * 1e-3
 
@@ -303,18 +303,26 @@ def _in_parts(
     return found, parts
 
 
-def _longest(sections: Sequence[Counter[float]], workers: int, point: Point) -> float:
-    """What the busiest of workers has to do, in nanoseconds."""
-    B, H = point.shape[:2]
-    total = sum(cost * count for own in sections for cost, count in own.items())
-    share = total / workers
-    large = max(1, share / 16, share * min(point.section, B * H) / (B * H))
-    small = min(_held_below(sum(sections, Counter()), total), large)
-    loads: list[tuple[float, int]] = [(0, workers)]
-    _deal(loads, [(c, n) for s in sections for c, n in s.items() if c > large])
+def _longest(sections: Sequence[Counter[float]], workers: int) -> float:
+    """What the busiest of workers has to do, in nanoseconds.
+
+    As cuda/work_plan.cc deals the largest sections; smaller ones, which it prefers, end hardly later.
+    """
+    share = sum(cost * count for own in sections for cost, count in own.items()) / workers
+    small = _held_below(sum(sections, Counter()), share * workers)
+    begins = [0.0]
     for own in sections:
-        _deal(loads, [(c, n) for c, n in own.items() if small <= c <= large])
-    _deal(loads, [(c, n) for s in sections for c, n in s.items() if c < small])
+        begins.append(begins[-1] + sum(cost * count for cost, count in own.items() if cost >= small) / workers)
+    places = [Counter[float]() for _ in range(len(sections) + 1)]
+    for i, own in enumerate(sections):
+        for cost, count in own.items():
+            at = i if cost >= small else len(sections)
+            while 0 < at < len(sections) and begins[at] + cost > share - share / HELD_BACK:
+                at -= 1
+            places[at][cost] += count
+    loads: list[tuple[float, int]] = [(0, workers)]
+    for place in places:
+        _deal(loads, list(place.items()))
     return max(load for load, _ in loads)
 
 

@@ -227,6 +227,55 @@ TEST(WorkPlansKeepSectionsTogether) {
   CountCases(1);
 }
 
+// What a plan's workers have under way together, of how many heads in the mean over its time: the L2 cache has to hold
+// their keys and values.
+double HeadsUnderWay(const WorkPlan& plan, const BlockMask& mask, const Walk& walk, int64_t heads,
+                     const TileCost& cost) {
+  std::vector<std::pair<int64_t, std::pair<int, int64_t>>> events;  // when, one more or less, of which head
+  for (size_t w = 0; w + 1 < plan.begin.size(); ++w) {
+    int64_t now = 0;
+    for (int32_t at = plan.begin[w]; at < plan.begin[w + 1]; ++at) {
+      const WorkItem& item = plan.items[static_cast<size_t>(at)];
+      const int64_t bh = item.item / mask.rows;
+      const auto row = static_cast<size_t>(mask.TableOf(0, bh) * mask.rows + item.item % mask.rows);
+      events.push_back({now, {1, bh}});
+      now += CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], mask.m / 64, cost);
+      events.push_back({now, {-1, bh}});
+    }
+  }
+  std::sort(events.begin(), events.end());
+  std::vector<int> under_way(static_cast<size_t>(heads), 0);
+  double sum = 0;
+  int64_t last = 0;
+  for (const auto& [when, change] : events) {
+    const auto some = std::count_if(under_way.begin(), under_way.end(), [](int n) { return n > 0; });
+    sum += static_cast<double>(when - last) * static_cast<double>(some);
+    last = when;
+    under_way[static_cast<size_t>(change.second)] += change.first;
+  }
+  return sum / static_cast<double>(plan.longest);
+}
+
+// Rows of all heads at once would read keys and values of 134 MB by way of a cache of 50.
+TEST(WorkPlansHaveFewHeadsUnderWay) {
+  const ExprSizes sizes = {1, 32, 8192, 8192, 0};
+  const TileCost cost = {2553, 1381, 1506};
+  int cases = 0;
+  for (const auto& [text, most] :
+       {std::pair("k <= q", 10), std::pair("abs(q - k) <= 128", 5), std::pair("k <= q and q - k < 1024", 6),
+        std::pair("(31 * (q // 128) * (q // 128) + 57 * (k // 128) + 73 * (q // 128) * (k // 128)) % 101 < 12", 7)}) {
+    const BlockMask mask = BuiltMask(text, sizes, 128, 128);
+    const Walk walk = WalkOf(mask);
+    for (const int64_t section : {3, 6, 12}) {
+      const WorkPlan plan = CheckPlan(mask, walk, sizes, 132, section, cost, Text(text, " workers "));
+      const double heads = HeadsUnderWay(plan, mask, walk, sizes.H, cost);
+      CHECK(heads <= most, text, " section ", section, ": ", heads, " heads under way");
+      ++cases;
+    }
+  }
+  CountCases(cases);
+}
+
 // Rows of global tokens, which are a tenth of the work and one of them longer than the mean: in parts.
 TEST(WorkPlansCutLongRows) {
   TileCost cost = {3320, 1231, 1525};
