@@ -95,7 +95,8 @@ Approximate Unary(const std::string& f, const Approximate& a) {
   double error = 0;
   if (a.error > 0) {
     if (Monotone(f)) {
-      error = std::max(std::fabs(Apply(f, a.value + a.error) - v), std::fabs(Apply(f, a.value - a.error) - v));
+      const double up = std::fabs(Apply(f, a.value + a.error) - v), down = std::fabs(Apply(f, a.value - a.error) - v);
+      error = down <= up ? up : down;  // NaN where a root or logarithm may be of a negative number
     } else if (f == "reciprocal") {
       error = std::fabs(a.value) > 2 * a.error ? a.error / (a.value * a.value) * 2 : kInf;
     } else {
