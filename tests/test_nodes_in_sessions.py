@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,27 @@ def test_shapes_that_no_run_can_have_leave_the_session_alone() -> None:
     made = session(problem, ["out"], fixed=True)
     with pytest.raises(Exception, match="query_offset"):
         run(made, problem)
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch", "heads"),
+    [("(q * q * 7919 + k * k * 104729) % 1009 < 300", 1, 1), ("q == h and k == b", 999, 999)],
+)
+def test_sizes_that_are_only_declared_cost_no_time(mask: str, batch: int, heads: int) -> None:
+    """A model may declare tensors that nobody has: every tile of 2^44 pairs undecided, or 10^6 tables."""
+    shape = [batch, heads, 1 << 22, 1]
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "qkv"]
+    result = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
+    node = helper.make_node("StofAttention", list("qkv"), ["out"], "attention", domain="stof", mask=mask)
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", infos, [result]), opset_imports=imports, ir_version=9)
+    options = ort.SessionOptions()
+    stof.register(options)
+    cache_stats(clear=True)
+    begin = time.monotonic()
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert time.monotonic() - begin < 5
+    assert cache_stats()["misses"] == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

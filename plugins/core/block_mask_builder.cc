@@ -55,6 +55,8 @@ class Builder {
     const auto found = std::find_if(begin, end, [this](const auto& known) { return Equal(known.second); });
     if (found != end) return found->second;
     const auto table = static_cast<int32_t>(tables_.size());
+    entries_ += mask_.rows;  // its pointers take memory as tiles do
+    if (TooMany()) return 0;
     tables_.emplace(hash, table);
     for (const auto& row : rows_) {
       Append(row, false);

@@ -124,7 +124,10 @@ TEST(BlockMaskBuilderRefuses) {
   CHECK(!BuildBlockMask(expr, {1, 1, 1 << 22, 1 << 22, 0}, 32, 64, &mask).ok());  // 2^33 tiles
   CHECK(MaskExpr::Parse("pad[b, k]", {}, &expr).ok());
   CHECK(!BuildBlockMask(expr, {1, 1, 64, 64, 0}, 32, 64, &mask).ok());
-  CountCases(6);
+  // One tile in each of 2^20 tables of 2^17 rows each.
+  CHECK(MaskExpr::Parse("q == h and k == b", {}, &expr).ok());
+  CHECK(!BuildBlockMask(expr, {1 << 10, 1 << 10, 1 << 22, 1 << 22, 0}, 32, 64, &mask).ok());
+  CountCases(7);
 }
 
 TEST(CacheServesManyThreads) {

@@ -418,8 +418,10 @@ class AttentionOp final : public Op {
     }
   };
 
-  // Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run.
+  // Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run, and, on
+  // the CPU, more tiles of all tables times nodes of the expression (some seconds where every tile is evaluated).
   static constexpr int64_t kMostReadyTables = int64_t{1} << 20;
+  static constexpr int64_t kMostReadyWork = int64_t{1} << 20;
 
   Status ReadyHost(const Tensor* inputs, int input_count, int threads) {
     Problem problem;
@@ -431,9 +433,16 @@ class AttentionOp final : public Op {
         args.B * args.H > kMostReadyTables) {
       return Status();
     }
+    const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
+    const MaskExpr& fixed = problem.mask->parts.fixed;
+    const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
+    const int64_t tiles = ((args.S + config.m - 1) / config.m) * ((args.T + config.n - 1) / config.n);  // to 2^34
+    if (tiles > kMostReadyWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostReadyWork) {
+      return Status();
+    }
     ready_.sizes = problem.sizes;
     ready_.hash = problem.mask->fixed_hash;
-    ready_.config = ChooseCpuAttention(args, std::max(1, threads));
+    ready_.config = config;
     return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
                                         ready_.config.m, ready_.config.n, &ready_.mask);
   }
