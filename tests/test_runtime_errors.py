@@ -174,6 +174,20 @@ def test_an_error_names_the_node(name: str, fixed: bool, constants: bool) -> Non
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("found", [b"\xff\xfe", b"\xc3", b"a\0b", b"\x1b[31m", "größer".encode()])
+@pytest.mark.parametrize("name", ["mask", "layout", "operands", "results", "empty_rows"])
+def test_an_error_shows_bytes_that_are_no_text(name: str, found: bytes) -> None:
+    """Python has no message at all of one that is no UTF-8, a NUL cuts one off, and a terminal obeys others."""
+    with pytest.raises(Exception, match=NODE) as caught:
+        run(qkv(), {name: found})
+    assert type(caught.value).__module__.startswith("onnxruntime")
+    message = str(caught.value)
+    assert name in message
+    assert message.isprintable()
+    assert "unknown name" in message or "unexpected '?" in message if name == "mask" else "?" in message
+    assert name == "mask" or "expected" in message or "newer stof library" in message
+
+
 def test_types_without_a_kernel_are_refused() -> None:
     inputs = {n: a.astype(np.float64) for n, a in qkv().items()}
     with pytest.raises(Exception, match="StofAttention") as caught:

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "plugins/core/chain.h"
+#include "plugins/core/shown.h"
 
 namespace stof {
 namespace {
@@ -66,13 +67,6 @@ bool IsReserved(std::string_view word) {
     if (word == function.name) return true;
   }
   return IsTensorName(word);
-}
-
-// What was found, fit for a message: short, and without characters that a terminal would obey.
-std::string Shown(std::string_view text) {
-  std::string shown = "'";
-  for (char c : text.substr(0, 24)) shown += c >= ' ' && c <= '~' ? c : '?';
-  return shown + "'";
 }
 
 class Parser {

@@ -6,6 +6,7 @@
 
 #include "plugins/core/expr.h"
 #include "plugins/core/hash.h"
+#include "plugins/core/shown.h"
 
 namespace stof {
 namespace {
@@ -35,7 +36,7 @@ class ExprParser {
     const int root = Or();
     if (error_.empty()) {
       Skip();
-      if (at_ != text_.size()) Fail("unexpected '" + std::string(text_.substr(at_, 8)) + "'");
+      if (at_ != text_.size()) Fail("unexpected " + Shown(text_.substr(at_, 8)));
     }
     if (error_.empty() && !Boolean(root)) Fail("the expression is an integer, expected a condition");
     if (!error_.empty()) {
@@ -185,7 +186,7 @@ class ExprParser {
       if (node >= 0 && !Take(")")) return Fail("expected ')'");
       return node;
     }
-    if (std::isalpha(static_cast<unsigned char>(c)) == 0) return Fail("unexpected '" + std::string(1, c) + "'");
+    if (std::isalpha(static_cast<unsigned char>(c)) == 0) return Fail("unexpected " + Shown(text_.substr(at_, 1)));
     const size_t begin = at_;
     while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
     return Name(text_.substr(begin, at_ - begin));
@@ -266,7 +267,7 @@ class ExprParser {
     } else {
       const auto* found =
           std::find_if(std::begin(kRuntime), std::end(kRuntime), [&](const Runtime& r) { return name == r.name; });
-      if (found == std::end(kRuntime)) return Fail("unknown name '" + name.substr(0, 32) + "'");
+      if (found == std::end(kRuntime)) return Fail("unknown name " + Shown(name, 32));
       auto runtime = std::make_shared<ExprOperand>();
       runtime->name = name;
       runtime->boolean = found->boolean;

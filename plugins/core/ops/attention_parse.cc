@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/shown.h"
 
 namespace stof {
 namespace {
@@ -19,7 +20,7 @@ std::vector<std::string> Words(const std::string& text) {
   return words;
 }
 
-std::string Quoted(const std::string& text) { return "'" + text.substr(0, 64) + "'"; }
+std::string Quoted(const std::string& text) { return Shown(text, 64); }
 
 Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
   const std::vector<std::string> words = Words(text);
