@@ -18,6 +18,7 @@
 #include "plugins/core/cuda_backend.h"
 #include "plugins/core/expr_eval.h"
 #include "plugins/core/op.h"
+#include "plugins/core/shown.h"
 #include "plugins/core/thread_pool.h"
 #include "stof_build_id.h"
 
@@ -31,13 +32,17 @@ struct stof_block_mask {
 
 namespace {
 
+using stof::CheckGiven;
+using stof::CheckList;
 using stof::Convert;
 using stof::Guarded;
 using stof::Status;
 
 Status ConvertNamed(const stof_operand* operands, int count, std::vector<std::pair<std::string, stof::Tensor>>* named) {
+  STOF_RETURN_IF_ERROR(CheckList("operands", operands, count));
   for (int i = 0; i < count; ++i) {
     stof::Tensor tensor;
+    STOF_RETURN_IF_ERROR(CheckGiven({{"name of an operand", operands[i].name}}));
     STOF_RETURN_IF_ERROR(Convert(operands[i].tensor, &tensor));
     named->emplace_back(operands[i].name, tensor);
   }
@@ -156,6 +161,7 @@ const char* stof_build_info(void) {
 int stof_mask_create(const char* expression, const stof_operand* tables, int table_count, stof_mask** mask, char* error,
                      size_t error_size) {
   return Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"expression", expression}, {"mask", mask}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(tables, table_count, &named));
     auto made = std::make_unique<stof_mask>();
@@ -169,16 +175,18 @@ int stof_mask_create(const char* expression, const stof_operand* tables, int tab
 void stof_mask_destroy(stof_mask* mask) { delete mask; }
 
 size_t stof_mask_print(const stof_mask* mask, char* text, size_t text_size) {
+  if (mask == nullptr) return 0;
   const std::string printed = mask->expr.Print();
   if (text != nullptr && text_size > 0) std::snprintf(text, text_size, "%s", printed.c_str());
   return printed.size();
 }
 
-uint64_t stof_mask_hash(const stof_mask* mask) { return mask->expr.Hash(); }
+uint64_t stof_mask_hash(const stof_mask* mask) { return mask == nullptr ? 0 : mask->expr.Hash(); }
 
 int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime, int runtime_count,
                    uint8_t* allowed, char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"allowed", allowed}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(runtime, runtime_count, &named));
     const auto& operands = mask->expr.operands();
@@ -216,6 +224,7 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
 int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n, stof_block_mask** block_mask,
                            char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"block_mask", block_mask}}));
     auto made = std::make_unique<stof_block_mask>();
     stof::MaskExpr fixed = mask->parts.fixed;
     if (fixed.empty()) STOF_RETURN_IF_ERROR(stof::MaskExpr::Parse("True", {}, &fixed));
@@ -228,6 +237,9 @@ int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m
 void stof_block_mask_destroy(stof_block_mask* block_mask) { delete block_mask; }
 
 void stof_block_mask_get(const stof_block_mask* block_mask, stof_block_mask_view* view) {
+  if (view == nullptr) return;
+  *view = stof_block_mask_view();
+  if (block_mask == nullptr) return;
   const stof::BlockMask& mask = block_mask->mask;
   view->S = mask.S;
   view->T = mask.T;
@@ -252,13 +264,18 @@ void stof_block_mask_cache_stats(int64_t stats[5], int clear) {
   auto& cache = stof::BlockMaskCache::Global();
   const auto s = cache.GetStats();
   const int64_t values[5] = {s.entries, s.bytes, s.hits, s.misses, s.builds};
-  std::copy(values, values + 5, stats);
+  if (stats != nullptr) std::copy(values, values + 5, stats);
   if (clear != 0) cache.Clear();
 }
 
 int stof_op_create(const char* op_type, const stof_attribute* attributes, int attribute_count, stof_op** op,
                    char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"op_type", op_type}, {"op", op}}));
+    STOF_RETURN_IF_ERROR(CheckList("attributes", attributes, attribute_count));
+    for (int i = 0; i < attribute_count; ++i) {
+      STOF_RETURN_IF_ERROR(CheckGiven({{"name of an attribute", attributes[i].name}}));
+    }
     int count = 0;
     const stof::OpDescription* const* ops = stof::AllOps(&count);
     for (int i = 0; i < count; ++i) {
@@ -268,7 +285,7 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
       *op = made.release();
       return Status();
     }
-    return Status::Error(std::string("there is no operator ") + op_type);
+    return Status::Error("there is no operator " + stof::Shown(op_type, 64));
   });
 }
 
@@ -277,6 +294,7 @@ void stof_op_destroy(stof_op* op) { delete op; }
 int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                 int threads, char* error, size_t error_size) {
   return Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"op", op}}));
     if (threads < 1 || threads > 64) return Status::Error("threads must be 1 to 64");
     std::vector<stof::Tensor> in;
     std::vector<stof::Tensor> out;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * C ABI of libstof_ort.so for tests, benchmarks, the tuner and Python (ctypes). Every function that can fail returns 0
- * on success and otherwise writes a NUL-terminated message into error[error_size]. */
+ * on success and otherwise writes a NUL-terminated message into error[error_size]. A null pointer is an error where the
+ * function needs what it points to; others take it as nothing. Memory behind data is as large as type and dims say. */
 #ifndef STOF_PLUGINS_CORE_C_API_H_
 #define STOF_PLUGINS_CORE_C_API_H_
 
@@ -109,6 +110,7 @@ STOF_EXPORT int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int in
                                   double seconds, double* microseconds, char* error, size_t error_size);
 
 /* ---- the machine ---- */
+/* Both 0 where there are no threads or no memory for it. */
 /* Rate of dependent-free fp32 FMAs on `threads` threads, in GFLOP/s (best of the slices in `seconds`). */
 STOF_EXPORT double stof_fma_rate(int threads, double seconds);
 /* Read bandwidth over a buffer of `bytes`, in GB/s. */

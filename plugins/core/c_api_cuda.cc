@@ -33,6 +33,7 @@ extern "C" {
 
 int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, char* error, size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
     return op->op->Prepare(in.data(), input_count);
@@ -43,6 +44,7 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
     if (stof::FindCudaBackend() == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
     std::vector<stof::Tensor> out;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
@@ -61,9 +63,10 @@ int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* er
   return stof::Guarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"capability", capability}}));
     std::string found;
     STOF_RETURN_IF_ERROR(backend->describe(&found, capability));
-    if (name_size > 0) std::snprintf(name, name_size, "%s", found.c_str());
+    if (name != nullptr && name_size > 0) std::snprintf(name, name_size, "%s", found.c_str());
     return Status();
   });
 }
@@ -75,6 +78,7 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
     if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
     std::string found;
     STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"names", names}}));
     if (found.size() >= names_size) return Status::Error("the names take " + std::to_string(found.size()) + " bytes");
     std::copy(found.c_str(), found.c_str() + found.size() + 1, names);
     return Status();
@@ -87,6 +91,7 @@ int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, i
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
     if (output_count < 1 || output_count > 64) return Status::Error("a number of outputs that is not 1 to 64");
+    STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}, {"microseconds", microseconds}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
     return backend->time(*op->op, in.data(), input_count, output_count, seconds, microseconds);

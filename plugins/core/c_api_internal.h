@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,8 +49,27 @@ inline Status Convert(const stof_tensor& from, Tensor* to) {
   return Status();
 }
 
+// An argument that a function cannot do without.
+struct Required {
+  const char* name;
+  const void* pointer;
+};
+inline Status CheckGiven(std::initializer_list<Required> arguments) {
+  for (const Required& argument : arguments) {
+    if (argument.pointer == nullptr) {
+      return Status::Error(std::string("argument ") + argument.name + " is a null pointer");
+    }
+  }
+  return Status();
+}
+// A list that is empty may be a null pointer.
+inline Status CheckList(const char* name, const void* list, int count) {
+  if (count < 0) return Status::Error(std::string("a negative number of ") + name);
+  return count == 0 ? Status() : CheckGiven({{name, list}});
+}
+
 inline Status Convert(const stof_tensor* from, int count, std::vector<Tensor>* to) {
-  if (count < 0) return Status::Error("a negative number of tensors");
+  STOF_RETURN_IF_ERROR(CheckList("tensors", from, count));
   to->resize(static_cast<size_t>(count));
   for (size_t i = 0; i < to->size(); ++i) STOF_RETURN_IF_ERROR(Convert(from[i], &(*to)[i]));
   return Status();

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 #include "plugins/core/c_api.h"
@@ -67,9 +68,7 @@ Kernel BestKernel() {
 
 std::atomic<float> sink;
 
-}  // namespace
-
-extern "C" double stof_fma_rate(int threads, double seconds) {
+double FmaRate(int threads, double seconds) {
   threads = std::clamp(threads, 1, 64);
   stof::ThreadPool pool(threads);
   const stof::Parallel parallel = pool.view();
@@ -91,7 +90,7 @@ extern "C" double stof_fma_rate(int threads, double seconds) {
   return best;
 }
 
-extern "C" double stof_read_bandwidth(int threads, size_t bytes, double seconds) {
+double ReadBandwidth(int threads, size_t bytes, double seconds) {
   threads = std::clamp(threads, 1, 64);
   stof::ThreadPool pool(threads);
   const stof::Parallel parallel = pool.view();
@@ -122,4 +121,24 @@ extern "C" double stof_read_bandwidth(int threads, size_t bytes, double seconds)
     best = std::max(best, 8.0 * static_cast<double>(job.words.size()) / Seconds(slice) * 1e-9);
   } while (Seconds(begin) < seconds);
   return best;
+}
+
+// Nothing is thrown across the border of the library.
+template <typename Fn>
+double RateOr0(Fn fn) {
+  try {
+    return fn();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+}  // namespace
+
+extern "C" double stof_fma_rate(int threads, double seconds) {
+  return RateOr0([&] { return FmaRate(threads, seconds); });
+}
+
+extern "C" double stof_read_bandwidth(int threads, size_t bytes, double seconds) {
+  return RateOr0([&] { return ReadBandwidth(threads, bytes, seconds); });
 }

@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/core/thread_pool.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace stof {
 
 ThreadPool::ThreadPool(int threads) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { Work(); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { Work(); });
+  } catch (const std::exception&) {
+    const size_t started = workers_.size();
+    Stop();  // a thread that is destroyed while it runs ends the process
+    throw std::runtime_error("the system gave " + std::to_string(started + 1) + " of " + std::to_string(threads) +
+                             " threads: ask for fewer, or raise the limit of threads or memory");
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { Stop(); }
+
+void ThreadPool::Stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

@@ -16,6 +16,7 @@ namespace stof {
 // A fixed team of threads - 1 workers and the caller. One Run at a time.
 class ThreadPool {
  public:
+  // Throws where the system gives no more threads.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -25,6 +26,7 @@ class ThreadPool {
  private:
   static void Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user);
   void Work();
+  void Stop();
   void Drain(std::unique_lock<std::mutex>* lock);
 
   std::mutex mutex_;

@@ -281,6 +281,7 @@ class AttentionOp final : public Op {
     }
     STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
     if (expected.Elements() == 0) return Status();
+    STOF_RETURN_IF_ERROR(CheckData(inputs, outputs[0]));
     Tables& given = problem.given;
     const Tensor* pad = nullptr;
     STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
@@ -387,6 +388,21 @@ class AttentionOp final : public Op {
     if (count >= 1 && count <= OutputCount()) return Status();
     return Status::Error("has " + std::to_string(count) + " outputs, expected " +
                          (attributes_.lse ? "output and lse" : "output alone: attribute results asks for no other"));
+  }
+
+  // Graphs that no schema was checked for, and callers of the C ABI, may leave something out.
+  Status CheckData(const Tensor* inputs, const Tensor& output) const {
+    const auto missing = [](const Tensor& tensor) {
+      return tensor.data == nullptr &&
+             std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim != 0; });
+    };
+    for (int i = 0; i < InputCount(); ++i) {
+      if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
+      const std::string role =
+          i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
+      if (role != "unused") return Status::Error(role + " has no data");
+    }
+    return output.data == nullptr ? Status::Error("output has no data") : Status();
   }
 
   // Operands, mask and sizes of a problem with bound arguments.
