@@ -188,6 +188,27 @@ def test_an_error_shows_bytes_that_are_no_text(name: str, found: bytes) -> None:
     assert name == "mask" or "expected" in message or "newer stof library" in message
 
 
+@pytest.mark.parametrize("constants", [(), ("x",)])
+def test_an_input_of_too_many_dimensions_is_named(constants: tuple[str, ...]) -> None:
+    inputs = {**qkv(), "x": f(*[1] * 9)}
+    with pytest.raises(Exception, match=f"{NODE}: input 3 has rank 9, expected 8 or less"):
+        run(inputs, {"operands": "unused"}, constants=constants)
+
+
+def test_too_many_inputs_are_counted() -> None:
+    names = [f"x{i}" for i in range(40)]
+    node = helper.make_node("StofChain", names, ["y"], NODE, domain="stof", chain="axes n = 1; out y0 f32 [n] = 1")
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in names]
+    graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])])
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("stof", 1)]
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    stof.register(options)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString()
+    with pytest.raises(Exception, match=f"{NODE}: has 40 inputs, expected at most 32"):
+        ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
 def test_types_without_a_kernel_are_refused() -> None:
     inputs = {n: a.astype(np.float64) for n, a in qkv().items()}
     with pytest.raises(Exception, match="StofAttention") as caught:

@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "plugins/core/cuda_backend.h"
@@ -31,6 +32,20 @@ bool Failed(const OrtApi* api, OrtStatus* status) {
 OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& status) {
   if (status.ok()) return nullptr;
   return api->CreateStatus(ORT_INVALID_ARGUMENT, (node + ": " + status.message()).c_str());
+}
+
+// An error that does not say where it was met, for the runtime that does not either.
+OrtStatus* OfInput(const OrtApi* api, const std::string& node, size_t input, OrtStatus* status) {
+  if (status == nullptr) return nullptr;
+  const std::string message = node + ": input " + std::to_string(input) + " " + api->GetErrorMessage(status);
+  const OrtErrorCode code = api->GetErrorCode(status);
+  api->ReleaseStatus(status);
+  return api->CreateStatus(code, message.c_str());
+}
+OrtStatus* TooMany(const OrtApi* api, const std::string& node, size_t count, const char* what, int most) {
+  const std::string message = node + ": has " + std::to_string(count) + " " + what + ", expected at most " +
+                              std::to_string(most) + ": leave out those that nothing reads";
+  return api->CreateStatus(ORT_INVALID_ARGUMENT, message.c_str());
 }
 
 #define STOF_ORT_RETURN(expr)                                \
@@ -230,6 +245,9 @@ int RunThreads() {
 }
 
 struct Pool {
+  ~Pool() {
+    if (status != nullptr) api->ReleaseStatus(status);
+  }
   const OrtApi* api;
   const OrtKernelContext* context;
   OrtStatus* status = nullptr;
@@ -253,7 +271,10 @@ OrtStatus* Describe(const OrtApi* api, const OrtTensorTypeAndShapeInfo* info, Te
   size_t rank = 0;
   STOF_ORT_RETURN(api->GetTensorElementType(info, &type));
   STOF_ORT_RETURN(api->GetDimensionsCount(info, &rank));
-  if (rank > kMaxRank) return api->CreateStatus(ORT_INVALID_ARGUMENT, "a tensor has more than 8 dimensions");
+  if (rank > kMaxRank) {
+    return api->CreateStatus(ORT_INVALID_ARGUMENT,
+                             ("has rank " + std::to_string(rank) + ", expected 8 or less").c_str());
+  }
   tensor->dtype = static_cast<DType>(type);  // both follow onnx.TensorProto.DataType
   tensor->rank = static_cast<int32_t>(rank);
   return api->GetDimensions(info, tensor->dims, rank);
@@ -264,7 +285,7 @@ OrtStatus* FromValue(const OrtApi* api, const OrtValue* value, Tensor* tensor) {
   if (value == nullptr) return nullptr;  // an input left out: dtype stays undefined
   int is_tensor = 0;
   STOF_ORT_RETURN(api->IsTensor(value, &is_tensor));
-  if (is_tensor == 0) return api->CreateStatus(ORT_INVALID_ARGUMENT, "an input is not a tensor");
+  if (is_tensor == 0) return api->CreateStatus(ORT_INVALID_ARGUMENT, "is a sequence or a map, expected a tensor");
   OrtTensorTypeAndShapeInfo* info = nullptr;
   STOF_ORT_RETURN(api->GetTensorTypeAndShape(value, &info));
   OrtStatus* status = Describe(api, info, tensor);
@@ -313,14 +334,14 @@ Status ToHost(Tensor* tensor, std::vector<char>* copy) {
 OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
   STOF_ORT_RETURN(api->KernelInfo_GetInputCount(info, &count));
-  if (count > kMaxInputs) return api->CreateStatus(ORT_INVALID_ARGUMENT, "too many inputs");
+  if (count > kMaxInputs) return TooMany(api, kernel->node, count, "inputs", kMaxInputs);
   std::vector<Tensor> inputs(count);
   std::vector<std::vector<char>> copies(count);
   for (size_t i = 0; i < count; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;
     if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
-    STOF_ORT_RETURN(FromValue(api, value, &inputs[i]));
+    STOF_ORT_RETURN(OfInput(api, kernel->node, i, FromValue(api, value, &inputs[i])));
     bool on_device = false;
     STOF_ORT_RETURN(OnDevice(api, value, &on_device));
     if (on_device) STOF_ORT_RETURN(ToOrt(api, kernel->node, ToHost(&inputs[i], &copies[i])));
@@ -379,12 +400,14 @@ OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op)
 }
 
 OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
+  const Registration& self = Self(op);
+  std::string node = self.description->name;
   try {
-    const Registration& self = Self(op);
     auto kernel = std::make_unique<Kernel>();
     kernel->api = api;
     kernel->on_cuda = self.provider != nullptr;
-    kernel->node = NodeName(api, info, self.description->name);
+    node = NodeName(api, info, self.description->name);
+    kernel->node = node;
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
@@ -395,7 +418,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {
-    return api->CreateStatus(ORT_FAIL, error.what());
+    return api->CreateStatus(ORT_FAIL, (node + ": " + error.what()).c_str());
   }
 }
 
@@ -407,15 +430,14 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   size_t output_count = 0;
   STOF_ORT_RETURN(api->KernelContext_GetInputCount(context, &input_count));
   STOF_ORT_RETURN(api->KernelContext_GetOutputCount(context, &output_count));
-  if (input_count > kMaxInputs || output_count > kMaxOutputs) {
-    return api->CreateStatus(ORT_INVALID_ARGUMENT, (kernel.node + ": too many inputs or outputs").c_str());
-  }
+  if (input_count > kMaxInputs) return TooMany(api, kernel.node, input_count, "inputs", kMaxInputs);
+  if (output_count > kMaxOutputs) return TooMany(api, kernel.node, output_count, "outputs", kMaxOutputs);
   Tensor inputs[kMaxInputs];
   Tensor outputs[kMaxOutputs];
   for (size_t i = 0; i < input_count; ++i) {
     const OrtValue* value = nullptr;
     STOF_ORT_RETURN(api->KernelContext_GetInput(context, i, &value));
-    STOF_ORT_RETURN(FromValue(api, value, &inputs[i]));
+    STOF_ORT_RETURN(OfInput(api, kernel.node, i, FromValue(api, value, &inputs[i])));
   }
   const int ni = static_cast<int>(input_count);
   const int no = static_cast<int>(output_count);
@@ -455,11 +477,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
     status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
   }
   if (!own) api->ReleaseAllocator(allocator);
-  if (status != nullptr) {
-    if (pool.status != nullptr) api->ReleaseStatus(pool.status);
-    return status;
-  }
-  return pool.status;
+  return status != nullptr ? status : std::exchange(pool.status, nullptr);
 }
 
 OrtStatus* ORT_API_CALL Compute(void* kernel, OrtKernelContext* context) {
