@@ -75,6 +75,11 @@ def changed(**fields: Any) -> str:
         (changed(site_empty_rows="one"), "has empty_rows 'one', expected one of zero, nan, mean, all"),
         (changed(site_predicted_gain=True), "has predicted_gain true, expected int or float"),
         (changed(site_predicted_gain=float("nan")), "NaN is no JSON number"),
+        (changed(site_predicted_gain=10**400), "expected a number below 1e300"),
+        (
+            changed(site_predicted_gain=0).replace('"predicted_gain": 0', '"predicted_gain": 1e999'),
+            "a number below 1e300",
+        ),
         (changed(site_maks="q"), r"sites\[0\] has field 'maks'"),
     ],
 )

@@ -174,6 +174,8 @@ def _read(where: str, place: str, entry: object) -> SitePlan:
     known = {"site", "replace", "mask", "empty_rows", "predicted_gain", "reason", *_HINTS}
     fields = _Fields(where, place, entry, known)
     gain = fields.take("predicted_gain", (int, float), 0.0)
+    if not abs(gain) < 1e300:  # JSON has integers of any length, and Python reads 1e999 as infinity
+        raise ArgumentError(f"{fields.where} has predicted_gain {_shown(gain)}, expected a number below 1e300")
     return SitePlan(
         site=fields.text("site", None),
         replace=fields.take("replace", bool, None),
