@@ -84,3 +84,19 @@ def test_damaged_entries_are_no_entries(tmp_path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE measured SET seconds = -1")
     assert cache.of(PROBLEM) == {}
+
+
+def test_a_file_damaged_at_any_place_gives_no_other_error(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    Cache(folder / "whole", "cpu", "b1").put(PROBLEM, "0", 0.5)
+    whole = (folder / "whole").read_bytes()
+    used = [i for i, byte in enumerate(whole) if byte]
+    path = folder / "damaged"
+    for at in used:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
+        try:
+            cache = Cache(path, "cpu", "b1")
+        except ArgumentError:
+            continue
+        cache.put(PROBLEM, "2", 0.5)
+        assert all(seconds > 0 for seconds in cache.of(PROBLEM).values())  # a damaged number is one

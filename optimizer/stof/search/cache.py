@@ -21,6 +21,7 @@ from stof.errors import ArgumentError
 
 VERSION = 1
 _WAIT = 30.0  # seconds for another process to finish writing
+_DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # whose text is that of the file, as Python's message would be
 _TABLE = """CREATE TABLE IF NOT EXISTS measured
     (problem TEXT, config TEXT, seconds REAL NOT NULL, PRIMARY KEY (problem, config)) WITHOUT ROWID"""
 
@@ -63,7 +64,7 @@ class Cache:
             self._private(path.parent)
             with closing(self._open()) as database, database:
                 database.execute(_TABLE)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *_DAMAGED) as error:
             raise ArgumentError(
                 f"the tuning cache {path} cannot be used: {error}; STOF_CACHE names another file"
             ) from error
@@ -92,7 +93,7 @@ class Cache:
             with closing(self._open()) as database:
                 command = "SELECT config, seconds FROM measured WHERE problem = ?"
                 rows = database.execute(command, (self._problem(problem),)).fetchall()
-        except sqlite3.Error:  # a damaged cache is an empty one
+        except _DAMAGED:  # a damaged cache is an empty one
             return {}
         return {str(c): float(s) for c, s in rows if isinstance(s, float) and math.isfinite(s) and s > 0}
 
@@ -102,5 +103,5 @@ class Cache:
             with closing(self._open()) as database, database:
                 command = "INSERT OR REPLACE INTO measured VALUES (?, ?, ?)"
                 database.execute(command, (self._problem(problem), config, seconds))
-        except sqlite3.Error:  # measured again next time
+        except _DAMAGED:  # measured again next time
             return
