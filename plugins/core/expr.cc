@@ -162,10 +162,12 @@ std::string MaskExpr::Print() const {
   return printer.text;
 }
 
-uint64_t MaskExpr::Hash() const {
+uint64_t MaskExpr::Hash(uint64_t seed) const {
   const std::string text = Print();
-  uint64_t hash = HashBytes(text.data(), text.size(), 0);
-  for (const auto& operand : operands_) hash = MixHash(hash, operand->hash);
+  uint64_t hash = HashBytes(text.data(), text.size(), seed);
+  for (const auto& operand : operands_) {
+    hash = MixHash(hash, seed == 0 || !operand->table ? operand->hash : HashTable(*operand, seed));
+  }
   return hash;
 }
 

@@ -72,7 +72,7 @@ struct ExprOperand {
   std::vector<int64_t> block_min;  // of tables: minimum and maximum of every kBlock elements, for interval look-ups
   std::vector<int64_t> block_max;
   int64_t lo = 0, hi = 0;  // of tables: minimum and maximum
-  uint64_t hash = 0;       // of name, type, dims and data
+  uint64_t hash = 0;       // HashTable with seed 0; of a run-time operand, of its name
   static constexpr int64_t kBlock = 64;
 
   int64_t At(int64_t i) const { return wide.empty() ? bytes[static_cast<size_t>(i)] : wide[static_cast<size_t>(i)]; }
@@ -81,6 +81,7 @@ using ExprOperands = std::vector<std::shared_ptr<const ExprOperand>>;
 
 // The table of one name; an equal one that is alive anywhere in the process is shared.
 Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table);
+uint64_t HashTable(const ExprOperand& table, uint64_t seed);  // of name, type, dims and data
 // Whether a table is equal to the tensor.
 bool TableHolds(const ExprOperand& table, const Tensor& tensor);
 bool IsTableName(std::string_view name);  // "table0", "table1", ...
@@ -115,7 +116,8 @@ class MaskExpr {
   bool empty() const { return nodes_.empty(); }
 
   std::string Print() const;
-  uint64_t Hash() const;       // of the printed form and the tables
+  // Of the printed form and the tables; with seed 0 the same on every machine.
+  uint64_t Hash(uint64_t seed = 0) const;
   bool Uses(ExprOp op) const;  // somewhere below the root
   bool UsesRuntime() const;    // a run-time operand is read
   bool IsPad() const;          // exactly pad[b, k]

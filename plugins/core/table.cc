@@ -114,6 +114,13 @@ bool TableHolds(const ExprOperand& table, const Tensor& tensor) {
   }
 }
 
+uint64_t HashTable(const ExprOperand& table, uint64_t seed) {
+  uint64_t hash = HashBytes(table.name.data(), table.name.size(), seed ^ (table.boolean ? 1 : 0));
+  hash = HashBytes(table.dims, sizeof table.dims, hash);
+  hash = HashBytes(table.bytes.data(), table.bytes.size(), hash);
+  return HashBytes(table.wide.data(), table.wide.size() * sizeof(int64_t), hash);
+}
+
 Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table) {
   STOF_RETURN_IF_ERROR(CheckShape(name, tensor));
   auto made = std::make_shared<ExprOperand>();
@@ -130,10 +137,7 @@ Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<
   }
   made->lo = *std::min_element(made->block_min.begin(), made->block_min.end());
   made->hi = *std::max_element(made->block_max.begin(), made->block_max.end());
-  uint64_t hash = HashBytes(name.data(), name.size(), made->boolean ? 1 : 0);
-  hash = HashBytes(made->dims, sizeof made->dims, hash);
-  hash = HashBytes(made->bytes.data(), made->bytes.size(), hash);
-  made->hash = HashBytes(made->wide.data(), made->wide.size() * sizeof(int64_t), hash);
+  made->hash = HashTable(*made, 0);
   *table = Share(std::move(made));
   return Status();
 }

@@ -2,6 +2,7 @@
 // StofAttention through its description, as the runtime adapters use it: every layout, operand and policy against the
 // definition in docs/operators.md, and every error at the boundary.
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <thread>
 
+#include "plugins/core/hash.h"
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/fixtures.h"
@@ -467,6 +469,59 @@ TEST(OpFollowsItsTables) {
   for (std::thread& thread : threads) thread.join();
   for (const std::string& failure : failures) CHECK(failure.empty(), failure);
   CountCases(2 * rounds);
+}
+
+// Two tables of one hash, which anybody can make: the second to last word is exchanged, and the last one so that both
+// come out the same. Neither mask may be found in the place of the other.
+TEST(OpKeepsMasksOfEqualHashesApart) {
+  Random random(12);
+  Problem p;
+  p.S = 40, p.T = 40;  // more rows than are evaluated without the cache
+  MakeInputs(&p, &random);
+  p.attributes.strings["mask"] = "table0[k] > 5";
+  p.attributes.strings["operands"] = "table0";
+  p.attributes.strings["empty_rows"] = "zero";
+  p.constant_tables = true;
+  const auto parse = [](const Array& table, MaskExpr* expr) {
+    CHECK(MaskExpr::Parse("table0[k] > 5", {{"table0", table.tensor}}, expr).ok());
+  };
+  Array tables[2] = {MakeArray(DType::kI64, {p.T}), MakeArray(DType::kI64, {p.T})};
+  std::vector<int64_t> words(static_cast<size_t>(p.T));
+  for (int64_t& word : words) word = random.Range(0, 9);
+  const size_t at = words.size() - 2;
+  words[at] = 0;
+  std::memcpy(tables[0].data.data(), words.data(), words.size() * sizeof(int64_t));
+  // As HashTable comes to the word.
+  const int64_t dims[4] = {p.T, 0, 0, 0};
+  uint64_t hash = HashBytes("table0", 6, 0);
+  hash = HashBytes(nullptr, 0, HashBytes(dims, sizeof dims, hash));
+  hash = MixHash(hash, words.size() * sizeof(int64_t));
+  for (size_t i = 0; i < at; ++i) hash = MixHash(hash, static_cast<uint64_t>(words[i]));
+  const uint64_t first = MixHash(hash, 0) ^ static_cast<uint64_t>(words[at + 1]);
+  do {
+    ++words[at];
+    words[at + 1] = static_cast<int64_t>(first ^ MixHash(hash, static_cast<uint64_t>(words[at])));
+  } while (words[at] <= 5 || std::abs(words[at + 1] >> 1) >= int64_t{1} << 60);
+  std::memcpy(tables[1].data.data(), words.data(), words.size() * sizeof(int64_t));
+  MaskExpr exprs[2];
+  for (int i = 0; i < 2; ++i) parse(tables[i], &exprs[i]);
+  CHECK(exprs[0].Hash() == exprs[1].Hash() && exprs[0].Hash(7) != exprs[1].Hash(7));
+  ThreadPool pool(1);
+  for (int i = 0; i < 2; ++i) {
+    Problem own = p;
+    for (Array& array : own.inputs) array.tensor.data = array.data.data();
+    own.inputs.push_back(tables[i]);
+    own.inputs.back().tensor.data = own.inputs.back().data.data();
+    Rules rules;
+    rules.sizes = {p.B, p.H, p.S, p.T, 0};
+    rules.expr = exprs[i];
+    rules.bindings.resize(1);
+    Array output;
+    const Status status = RunOp(own, Attention(), &output, pool.view());
+    CHECK(status.ok(), status.message());
+    Compare(own, rules, output, Text("table ", i));
+  }
+  CountCases(2);
 }
 
 // Attributes as a damaged file may hold them: an error or an output, never a crash.

@@ -1,17 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <chrono>
+#include <exception>
+#include <random>
 
+#include "plugins/core/hash.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/residues.h"
 
 namespace stof {
+namespace {
+
+// All models of a process find their block masks in one cache by this hash alone, and it is easy to make a table whose
+// hash with a known seed is that of another model's mask.
+uint64_t SeedOfProcess() {
+  static const uint64_t seed = [] {
+    static const char own = 0;  // anywhere
+    const auto now = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+    uint64_t made = MixHash(now, reinterpret_cast<uintptr_t>(&own));
+    try {
+      std::random_device device;
+      for (int i = 0; i < 4; ++i) made = MixHash(made, device());
+    } catch (const std::exception&) {  // without such a device
+    }
+    return made | 2;  // not 0
+  }();
+  return seed;
+}
+
+}  // namespace
 
 Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
   auto made = std::make_shared<AttentionMask>();
   MaskExpr expr;
   STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
   made->parts = SplitMask(expr);
-  made->fixed_hash = made->parts.fixed.Hash();
+  made->fixed_hash = made->parts.fixed.Hash(SeedOfProcess());
   for (const auto& operand : expr.operands()) {
     if (operand->table) made->tables.push_back(operand);
   }
