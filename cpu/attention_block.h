@@ -99,7 +99,8 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
   }
 }
 
-// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v.
+// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The product by itself, and then the sum: in one chain of
+// additions through all keys a term of a long row would lose its low bits, each time in the same direction.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
                                          int64_t ldv, float* o, int64_t ldo) {
@@ -107,7 +108,7 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Load(o + r * ldo + j * kWidth);
+    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(0.0f);
   }
   for (int i = 0; i < count; ++i) {
     const int64_t last = runs[i].last;
@@ -128,7 +129,10 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kBlock; ++j) Simd::Store(o + r * ldo + j * kWidth, sum[r][j]);
+    for (int j = 0; j < kBlock; ++j) {
+      float* const to = o + r * ldo + j * kWidth;
+      Simd::Store(to, Simd::Add(Simd::Load(to), sum[r][j]));
+    }
   }
 }
 

@@ -71,7 +71,7 @@ inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* 
   for (int r = 0; r < rows; ++r) {
     float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
     const V base = Simd::Set1(bases[r]);
-    V sum = Simd::Load(sum_at);
+    V sum = Simd::Set1(0.0f);  // of the tile, as in AddValues
     for (int i = 0; i < strip.run_count; ++i) {
       float* at = s + r * problem_.n + strip.runs[i].first;
       const float* const end = s + r * problem_.n + strip.runs[i].last;
@@ -86,7 +86,7 @@ inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* 
         }
       }
     }
-    Simd::Store(sum_at, sum);
+    Simd::Store(sum_at, Simd::Add(Simd::Load(sum_at), sum));
   }
 }
 

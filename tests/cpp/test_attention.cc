@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The attention kernels of every instruction set that this machine has, against the definition: shapes around the edges
 // of tiles and register blocks, every feature of AttentionArgs, 1 and 3 threads.
+#include <cmath>
+
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/attention_problem.h"
 
@@ -113,19 +115,54 @@ void RoundHalves(CpuIsa isa) {
     }
   }
 }
+
+// Rows of many keys that count the same, of weights that are no short binary fractions: an error of rounding that goes
+// the same way with each of them grows with their number. Values are 1, and so is the output.
+void SumLongRows(CpuIsa isa) {
+  constexpr int64_t kKeys = 200000, kSize = 8;
+  for (const int64_t rows : {1, 4, 8, 100}) {
+    const std::vector<float> query(static_cast<size_t>(rows * kSize), 1.0f), value(kKeys * kSize, 1.0f);
+    std::vector<float> key(kKeys * kSize), output(query.size()), lse(static_cast<size_t>(rows));
+    key[0] = 1.2f;  // the largest score; all others are 0
+    AttentionArgs args;
+    args.B = args.H = args.G = 1;
+    args.S = rows, args.T = kKeys, args.D = args.Dv = kSize;
+    args.query = query.data(), args.key = key.data(), args.value = value.data(), args.output = output.data();
+    args.query_stride = args.output_stride = {rows * kSize, rows * kSize, kSize};
+    args.key_stride = args.value_stride = {kKeys * kSize, kKeys * kSize, kSize};
+    args.lse = lse.data(), args.lse_stride_b = args.lse_stride_h = rows;
+    CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+    config.isa = isa;
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+    CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+    const double sum = std::log(kKeys - 1 + std::exp(double{key[0]}));
+    for (const float x : output) CHECK(std::fabs(x - 1) <= 1e-5, "rows ", rows, ": ", x, ", expected 1");
+    for (const float x : lse) CHECK(std::fabs(x - sum) <= 3e-5, "rows ", rows, ": lse ", x, ", expected ", sum);
+    CountCases(rows);
+  }
+}
+
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }
 void Avx512() { RunTable(CpuIsa::kAvx512); }
 void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
 void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
 void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
+void PortableLong() { SumLongRows(CpuIsa::kPortable); }
+void Avx2Long() { SumLongRows(CpuIsa::kAvx2); }
+void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
 
 // Rows of the report for each instruction set at hand.
 const bool registered = [] {
-  static constexpr Test kRows[][2] = {
-      {{"AttentionEqualsTheDefinition[portable]", Portable}, {"AttentionRoundsHalvesToEven[portable]", PortableHalves}},
-      {{"AttentionEqualsTheDefinition[avx2]", Avx2}, {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves}},
-      {{"AttentionEqualsTheDefinition[avx512]", Avx512}, {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves}}};
+  static constexpr Test kRows[][3] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+                                       {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
+                                       {"AttentionSumsLongRows[portable]", PortableLong}},
+                                      {{"AttentionEqualsTheDefinition[avx2]", Avx2},
+                                       {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
+                                       {"AttentionSumsLongRows[avx2]", Avx2Long}},
+                                      {{"AttentionEqualsTheDefinition[avx512]", Avx512},
+                                       {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
+                                       {"AttentionSumsLongRows[avx512]", Avx512Long}}};
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
   }
