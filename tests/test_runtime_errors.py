@@ -188,6 +188,24 @@ def test_an_error_shows_bytes_that_are_no_text(name: str, found: bytes) -> None:
     assert name == "mask" or "expected" in message or "newer stof library" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mask", 3, "a string"),
+        ("scale", 1, "a float"),
+        ("softcap", "1", "a float"),
+        ("num_heads", 4.0, "an integer"),
+        ("query_offset", [1], "an integer"),
+        ("packed", 4.0, "a list of integers"),
+        ("packed", [1.0, 2.0], "a list of integers"),
+        ("operands", ["pad"], "a string"),
+    ],
+)
+def test_an_attribute_of_another_type_is_named(name: str, value: Any, words: str) -> None:
+    with pytest.raises(Exception, match=f"{NODE}: attribute {name} is of another type, expected {words}"):
+        run(qkv(), {name: value})
+
+
 @pytest.mark.parametrize("constants", [(), ("x",)])
 def test_an_input_of_too_many_dimensions_is_named(constants: tuple[str, ...]) -> None:
     inputs = {**qkv(), "x": f(*[1] * 9)}

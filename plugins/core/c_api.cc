@@ -68,7 +68,7 @@ class ListedAttributes final : public stof::AttributeReader {
     const stof_attribute* found = Find(name, 2);
     if (found == nullptr) return false;
     if (found->s == nullptr) {
-      SetMistyped(name);
+      SetMistyped(name, stof::AttributeType::kString);
       return false;
     }
     *value = found->s;
@@ -78,14 +78,14 @@ class ListedAttributes final : public stof::AttributeReader {
     const stof_attribute* found = Find(name, 3);
     if (found == nullptr) return false;
     if (found->s == nullptr) {
-      SetMistyped(name);
+      SetMistyped(name, stof::AttributeType::kInts);
       return false;
     }
     std::istringstream text(found->s);
     std::vector<int64_t> numbers;
     for (int64_t number = 0; text >> number;) numbers.push_back(number);
     if (!text.eof()) {  // a word that is no number, or one beyond 64 bits
-      SetMistyped(name);
+      SetMistyped(name, stof::AttributeType::kInts);
       return false;
     }
     *value = std::move(numbers);
@@ -97,7 +97,7 @@ class ListedAttributes final : public stof::AttributeReader {
     for (int i = 0; i < count_; ++i) {
       if (std::strcmp(attributes_[i].name, name) != 0) continue;
       if (attributes_[i].type == type) return &attributes_[i];
-      SetMistyped(name);
+      SetMistyped(name, static_cast<stof::AttributeType>(type));
     }
     return nullptr;
   }

@@ -41,8 +41,10 @@ inline Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
   return tensor;
 }
 
+enum class AttributeType : uint8_t { kInt, kFloat, kString, kInts };
+
 // Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent, or of another
-// type, which mistyped() then tells: a default in the place of what somebody wrote would be a wrong result.
+// type, which CheckTypes() then tells: a default in the place of what somebody wrote would be a wrong result.
 class AttributeReader {
  public:
   virtual ~AttributeReader() = default;
@@ -50,16 +52,22 @@ class AttributeReader {
   virtual bool Float(const char* name, float* value) const = 0;
   virtual bool String(const char* name, std::string* value) const = 0;
   virtual bool Ints(const char* name, std::vector<int64_t>* value) const = 0;
-  // The first attribute that was asked for and found to be of another type; empty: none.
-  const std::string& mistyped() const { return mistyped_; }
+  // An error names the first attribute that was asked for and found to be of another type.
+  Status CheckTypes() const {
+    if (mistyped_.empty()) return Status();
+    static constexpr const char* kTypes[] = {"an integer", "a float", "a string", "a list of integers"};
+    return Status::Error("attribute " + mistyped_ + " is of another type, expected " +
+                         kTypes[static_cast<int>(wanted_)]);
+  }
 
  protected:
-  void SetMistyped(const char* name) const {
-    if (mistyped_.empty()) mistyped_ = name;
+  void SetMistyped(const char* name, AttributeType wanted) const {
+    if (mistyped_.empty()) mistyped_ = name, wanted_ = wanted;
   }
 
  private:
   mutable std::string mistyped_;
+  mutable AttributeType wanted_ = AttributeType::kInt;
 };
 
 // What runs of an operator have made and captured graphs go on reading: it lives as long as the operator.
@@ -147,7 +155,6 @@ class Op {
 };
 
 // Attributes by name and type, for runtimes that want them declared.
-enum class AttributeType : uint8_t { kInt, kFloat, kString, kInts };
 struct AttributeDescription {
   const char* name;
   AttributeType type;

@@ -57,17 +57,19 @@ class KernelAttributes final : public AttributeReader {
  public:
   KernelAttributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
   bool Int(const char* name, int64_t* value) const override {
-    return Get(name, [this, value](const char* n) { return api_->KernelInfoGetAttribute_int64(info_, n, value); });
+    return Get(name, AttributeType::kInt,
+               [this, value](const char* n) { return api_->KernelInfoGetAttribute_int64(info_, n, value); });
   }
   bool Float(const char* name, float* value) const override {
-    return Get(name, [this, value](const char* n) { return api_->KernelInfoGetAttribute_float(info_, n, value); });
+    return Get(name, AttributeType::kFloat,
+               [this, value](const char* n) { return api_->KernelInfoGetAttribute_float(info_, n, value); });
   }
   bool String(const char* name, std::string* value) const override {
     size_t size = 0;  // counts the NUL
     const auto measure = [this, &size](const char* n) {
       return api_->KernelInfoGetAttribute_string(info_, n, nullptr, &size);
     };
-    if (!Get(name, measure) || size == 0) return false;
+    if (!Get(name, AttributeType::kString, measure) || size == 0) return false;
     std::string text(size, '\0');
     if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
     text.resize(size - 1);
@@ -79,9 +81,9 @@ class KernelAttributes final : public AttributeReader {
     const auto measure = [this, &count](const char* n) {
       return api_->KernelInfoGetAttributeArray_int64(info_, n, nullptr, &count);
     };
-    if (!Get(name, measure)) return false;
+    if (!Get(name, AttributeType::kInts, measure)) return false;
     if (count == 0) {  // what an attribute of any other type looks like, since the C API does not look at it
-      SetMistyped(name);
+      SetMistyped(name, AttributeType::kInts);
       return false;
     }
     std::vector<int64_t> numbers(count);
@@ -94,14 +96,14 @@ class KernelAttributes final : public AttributeReader {
   // The C API reports a missing attribute and one of another type by the same code. The message for a name that no node
   // has, with the name exchanged, is what a missing attribute gives; any other message is about the type.
   template <typename Getter>
-  bool Get(const char* name, Getter get) const {
+  bool Get(const char* name, AttributeType type, Getter get) const {
     OrtStatus* status = get(name);
     if (status == nullptr) return true;
     const std::string message = Message(status);
     std::string missing = Message(get(kNoName));
     const size_t at = missing.find(kNoName);
     if (at != std::string::npos) missing.replace(at, sizeof kNoName - 1, name);
-    if (message != missing) SetMistyped(name);
+    if (message != missing) SetMistyped(name, type);
     return false;
   }
   std::string Message(OrtStatus* status) const {

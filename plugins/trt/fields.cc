@@ -232,7 +232,7 @@ bool Fields::Int(const char* name, int64_t* value) const {
   const Field* field = Find(name);
   if (field == nullptr) return false;
   if (field->kind != Field::Kind::kInt) {
-    SetMistyped(name);
+    SetMistyped(name, AttributeType::kInt);
     return false;
   }
   *value = field->i;
@@ -243,7 +243,7 @@ bool Fields::Float(const char* name, float* value) const {
   const Field* field = Find(name);
   if (field == nullptr) return false;
   if (field->kind != Field::Kind::kFloat) {
-    SetMistyped(name);
+    SetMistyped(name, AttributeType::kFloat);
     return false;
   }
   *value = field->f;
@@ -254,7 +254,7 @@ bool Fields::String(const char* name, std::string* value) const {
   const Field* field = Find(name);
   if (field == nullptr) return false;
   if (field->kind != Field::Kind::kString) {
-    SetMistyped(name);
+    SetMistyped(name, AttributeType::kString);
     return false;
   }
   *value = field->s;
@@ -269,7 +269,7 @@ bool Fields::Ints(const char* name, std::vector<int64_t>* value) const {
     return true;
   }
   if (field->kind != Field::Kind::kInts) {
-    SetMistyped(name);
+    SetMistyped(name, AttributeType::kInts);
     return false;
   }
   value->assign(field->numbers.begin(), field->numbers.end());

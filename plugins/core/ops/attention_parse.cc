@@ -153,9 +153,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   text.clear();
   attributes.String("operands", &text);
   a.operands = Words(text);
-  if (!attributes.mistyped().empty()) {
-    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/operators.md says");
-  }
+  STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
     return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)]) +

@@ -17,9 +17,7 @@ Status ParseAttributes(const AttributeReader& attributes, Chain* chain) {
   const bool found = attributes.String("chain", &text);
   int64_t id = 0;
   attributes.Int("chain_id", &id);
-  if (!attributes.mistyped().empty()) {
-    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/chain-format.md says");
-  }
+  STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   if (!found) return Status::Error("attribute chain is missing, expected the description of a chain");
   return ParseChain(text, chain);
 }

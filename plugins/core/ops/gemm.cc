@@ -29,9 +29,7 @@ Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue
   attributes.String("epilogue", &text);
   attributes.Int("pair", &pair);
   attributes.Int("gemm_id", &id);
-  if (!attributes.mistyped().empty()) {
-    return Status::Error("attribute " + attributes.mistyped() + " is of another type than docs/gemm-format.md says");
-  }
+  STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   return ParseGemm(text, pair, epilogue);
 }
 
