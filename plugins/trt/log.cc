@@ -12,7 +12,23 @@ void Log(LogLevel level, const std::string& node, const std::string& message) no
     return text == nullptr ? 1 : std::atoi(text);
   }();
   if (static_cast<int>(level) > most) return;
-  std::fprintf(stderr, "stof: %s%s%s\n", node.c_str(), node.empty() ? "" : ": ", message.c_str());
+  char line[4096];  // nothing may be thrown here
+  LogLine(node, message, line, sizeof line);
+  std::fprintf(stderr, "%s\n", line);
+}
+
+void LogLine(const std::string& node, const std::string& message, char* line, size_t size) noexcept {
+  size_t at = 0;
+  const auto put = [&](const char* text) {
+    for (; *text != '\0' && at + 1 < size; ++text) {
+      line[at++] = static_cast<unsigned char>(*text) < ' ' || *text == '\x7f' ? '?' : *text;
+    }
+  };
+  put("stof: ");
+  put(node.c_str());
+  if (!node.empty()) put(": ");
+  put(message.c_str());
+  line[at] = '\0';
 }
 
 }  // namespace stof::trt

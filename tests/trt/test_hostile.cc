@@ -3,8 +3,10 @@
 // was given (run under AddressSanitizer, too).
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "plugins/trt/fields.h"
+#include "plugins/trt/log.h"
 #include "tests/trt/fake_backend.h"
 #include "tests/trt/harness.h"
 
@@ -203,6 +205,16 @@ TEST(TrtRefusesRawFields) {
   const nvinfer1::PluginFieldCollection doubled = {2, twice};
   CHECK(CreateRaw(&doubled) == nullptr);
   CountCases(static_cast<int64_t>(std::size(cases)) + 3);
+}
+
+// What is said of a file's names is text, in one line.
+TEST(TrtLogsText) {
+  char line[64];
+  trt::LogLine("a\x1b[31mb\n", "field \r\x7f\tö", line, sizeof line);
+  CHECK(std::string(line) == "stof: a?[31mb?: field ???ö", line);
+  trt::LogLine("", std::string(100, 'm'), line, sizeof line);
+  CHECK(std::string(line) == "stof: " + std::string(57, 'm'), line);
+  CountCases(2);
 }
 
 TEST(TrtRandomFields) {
