@@ -356,7 +356,7 @@ def loss(points: Sequence[Point], kernels: Sequence[Kernel], table: Sequence[dic
 
 
 def fit(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, seconds: float) -> list[Kernel]:
-    """Constants by steps of one at a time, which get smaller; the same for the same seconds' worth of steps."""
+    """Constants by steps of one or all of a kernel, which get smaller; the same for the same seconds' worth of steps."""
     drawn = random.Random(1)
     found = list(kernels)
     table = [{k.name: predict(p, k, tiles) for k in found if k.name in p.us} for p in points]
@@ -366,9 +366,9 @@ def fit(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, second
         left = (end - time.monotonic()) / seconds
         at = drawn.randrange(len(found))
         names = ["row", "full", "partial"] + (["reread"] if found[at].reread else [])
-        name = drawn.choice(names)
-        value = getattr(found[at], name) * math.exp(drawn.gauss(0, 0.01 + 0.15 * left))
-        tried = replace(found[at], **{name: value})
+        moved = names if drawn.random() < 0.5 else [drawn.choice(names)]
+        steps = {n: getattr(found[at], n) * math.exp(drawn.gauss(0, 0.01 + 0.15 * left)) for n in moved}
+        tried = replace(found[at], **steps)
         if tried.partial < tried.full:
             continue
         columns = [predict(p, tried, tiles) if tried.name in p.us else None for p in points]
