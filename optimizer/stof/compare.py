@@ -35,8 +35,25 @@ class Comparison:
 
 
 def compare_outputs(
-    case: Case, floor: float, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
+    case: Case,
+    floor: float,
+    name: str,
+    plain: np.ndarray,
+    legal: Sequence[np.ndarray],
+    found: np.ndarray,
+    expanded: Sequence[np.ndarray] = (),
 ) -> Comparison:
+    """What was found beside the original's own runs.
+
+    Args:
+        case: the inputs.
+        floor: what is allowed anyway, of the output's range.
+        name: of the output.
+        plain: the original's, without graph optimizations.
+        legal: its other runs.
+        found: the optimized model's.
+        expanded: runs of another graph that means the same; how far they are from its first one is allowed as well.
+    """
     what = f"output {name!r}, {case}"
     if found.shape != plain.shape:
         return Comparison(what, np.inf, 0.0, False, detail=f"shape {found.shape}, expected {plain.shape}")
@@ -46,14 +63,16 @@ def compare_outputs(
     if not np.array_equal(np.isfinite(found), np.isfinite(plain)):
         where = tuple(int(i) for i in np.argwhere(np.isfinite(found) != np.isfinite(plain))[0])
         return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
-    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
+    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal, *expanded)])
     first, *others = (x[good].astype(np.float64) for x in (plain, *legal))
     own = found[good].astype(np.float64)
     # The range of a few numbers can be small by chance, and of one it is 0.
     span = float(first.max() - first.min()) if first.size >= _ENOUGH else float(np.abs(first).max(initial=0.0))
     # Of a few numbers, legal runs that happen to agree tell little.
     floor *= MODEL_FACTOR if first.size < _ENOUGH else 1.0
-    budget = MODEL_FACTOR * max(float(np.abs(first - x).max(initial=0.0)) for x in others) + floor * span
+    rounded_by = [np.abs(first - x) for x in others]
+    rounded_by += [np.abs(x[good].astype(np.float64) - expanded[0][good]) for x in expanded[1:]]
+    budget = MODEL_FACTOR * max(float(x.max(initial=0.0)) for x in rounded_by) + floor * span
     # Any legal run may be the nearest one.
     difference = min(float(np.abs(own - x).max(initial=0.0)) for x in (first, *others))
     return Comparison(what, difference, budget, difference <= budget)

@@ -13,8 +13,11 @@ from fused import BOOL, FLOAT, INT32, INT64, Fused, Given, expanded, forced, run
 from onnx.reference import ReferenceEvaluator
 
 import stof
+from stof.errors import VerifyError
 from stof.options import Options
-from stof.passes.prepare import prepare
+from stof.passes.lower_contrib import lower_multi_head
+from stof.passes.lowering import Request
+from stof.passes.prepare import _LOWERERS, prepare
 from stof.plan import Plan, SitePlan
 
 SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
@@ -216,6 +219,10 @@ def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
         (Fused("QAttention", qkv(), TWO), "quantized projections"),
         (Fused("Attention", SELF, {"new": 1}, 1, 4, "", 24), "attribute 'new'"),
         (Fused("MultiHeadAttention", qkv("U"), TWO | {"unidirectional": 1}), "which keys come before a query"),
+        (
+            Fused("MultiHeadAttention", (*qkv("U"), None, None, None, *PAST), TWO | {"unidirectional": 1}, outputs=3),
+            "which keys come before a query",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -226,6 +233,20 @@ def test_refused(node: Fused, reason: str) -> None:
     assert [(f.site, f.replaced) for f in found.findings] == [(node.name, False)]
     assert reason in found.findings[0].reason
     assert [n.op_type for n in found.model.graph.node] == [node.op]
+
+
+def test_a_wrong_expansion_is_no_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of expanded nodes show what rounding does to them, not that the fused node may compute something else."""
+
+    def wrong(request: Request) -> None:
+        request.attributes["scale"] = 0.6
+        lower_multi_head(request)
+
+    monkeypatch.setitem(_LOWERERS, ("com.microsoft", "MultiHeadAttention"), wrong)
+    for padding in ((), (None, Given("pad", ("B", "S"), INT32))):  # with -10000, also computed in fp64
+        node = Fused("MultiHeadAttention", (*qkv(), *padding), TWO)
+        with pytest.raises(VerifyError, match="differs by"):
+            forced(node.model(), tmp_path)
 
 
 def test_ends_and_starts(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def model(
     given: str = "",
     packed: bool = False,
     rotary: int = 0,
+    cached: bool = True,
 ) -> onnx.ModelProto:
     """A node with 4 query heads on 2, its lengths computed from sizes (full), from a padding mask (pad), or inputs."""
     inputs = ["float[B, S, 128] q"] if packed else ["float[B, S, 64] q", "float[B, S, 32] k", "float[B, S, 32] v"]
@@ -60,10 +61,11 @@ def model(
     operands += ["past_k", "past_v"] if past else ["", ""]
     operands += ["last", "total"] + (["cosines", "sines"] if rotary else ["", ""])
     operands += ["", extra] if extra else []
-    outputs = "y, present_k, present_v"
+    caches = "float[B, 2, T, 16] present_k, float[B, 2, T, 16] present_v"
+    outputs = "y, present_k, present_v" if cached else "y"
     text = f"""
     <ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>
-    grouped ({", ".join(inputs)}) => (float[B, S, 64] y, float[B, 2, T, 16] present_k, float[B, 2, T, 16] present_v) {{
+    grouped ({", ".join(inputs)}) => (float[B, S, 64] y{f", {caches}" if cached else ""}) {{
         {lines}
         [node] {outputs} = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2{attributes}> ({", ".join(operands)})
     }}"""
@@ -145,6 +147,14 @@ REFUSED = {
     "a cache of rows of different lengths": (model(past=True, lengths="given"), "may have different lengths"),
     "smooth softmax": (model(", smooth_softmax = 1"), "attribute smooth_softmax is 1"),
     "a sink": (model(given="float[4] sink", extra=", sink"), "head_sink"),
+    "a window with a softcap beside padding": (
+        model(", local_window_size = 3, softcap = 2.0", lengths="pad"),
+        "queries behind the end of their row",
+    ),
+    "a window beside padding, and no cache": (
+        model(", local_window_size = 3", lengths="pad", cached=False),
+        "queries behind the end of their row",
+    ),
     "positions that are data": (model(", do_rotary = 1", lengths="given", rotary=16), "data of a run"),
 }
 

@@ -175,9 +175,9 @@ class _Contrib:
         if bias:
             masks.append(self._bias(bias))
         if self.attributes.get("unidirectional"):
-            if not past[0] and facts.keys != facts.rows:
+            if facts.keys != facts.rows:
                 raise UnsupportedError(
-                    f"it is unidirectional with {facts.rows} queries and {facts.keys} keys without a past: which keys come "
+                    f"it is unidirectional with {facts.rows} queries and {facts.keys} keys that are no past: which keys come "
                     "before a query is not defined"
                 )
             offset = size(b, past[0], 2) if past[0] else None

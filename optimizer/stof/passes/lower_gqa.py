@@ -74,6 +74,7 @@ class _Grouped:
                 raise UnsupportedError(f"query has {shape[1]} positions, key {rows}")
         past = self._past()
         lengths = self._lengths(shape, past)
+        self._check_window(lengths)
         offset = size(b, request.input(3), 2) if past != integer(0) else None
         if self.attributes.get("do_rotary"):
             if lengths is not None:
@@ -156,6 +157,18 @@ class _Grouped:
                 "different lengths, and their new keys different places"
             )
         return tensor
+
+    def _check_window(self, lengths: str | None) -> None:
+        """Queries behind the end of their row have a window that ends with themselves in one kernel of the runtime's.
+
+        In the other, which computes softcaps and nodes that write no cache, it ends with the row's last key.
+        """
+        other = self.attributes.get("softcap") or not (self.request.output(1) and self.request.output(2))
+        if lengths is not None and self._limits().left is not None and other:
+            raise UnsupportedError(
+                f"it has a window, seqlens_k {lengths!r} that is data of a run, and a softcap or no cache that it writes: "
+                "queries behind the end of their row attend to the last keys of the row then"
+            )
 
     def _rotated(self, tensor: str, heads: int, width: int, offset: str | None) -> str:
         """Query or key after ONNX Runtime's own rotary operator, which takes the same tables."""
