@@ -113,3 +113,57 @@ def test_a_large_number_before_a_selection_is_replaced_with_the_scores(tmp_path:
     rng = np.random.default_rng(7)
     feeds = {n: rng.standard_normal((2, 4, 13, 8)).astype(np.float32) for n in "qkv"}
     np.testing.assert_allclose(run(optimized, feeds, library=True)[0], run(graph, feeds)[0], atol=2e-6)
+
+
+TOO_LARGE = {
+    "cast to fp16 and back": """
+        h = Constant <value = float {-1e9}> ()
+        a = Where (padded, h, null)
+        b = Cast <to = 10> (a)
+        c = Cast <to = 1> (b)
+        s2 = Add (s1, c)""",
+    "cast from fp64": """
+        h = Constant <value = double {-1e300}> ()
+        nothing = Constant <value = double {0.0}> ()
+        a = Where (padded, h, nothing)
+        c = Cast <to = 1> (a)
+        s2 = Add (s1, c)""",
+    "the lowest number twice": """
+        a = Where (padded, least, null)
+        c = Add (a, a)
+        s2 = Add (s1, c)""",
+    "scaled after it was added": """
+        double = Constant <value = float {2.0}> ()
+        a = Where (padded, least, null)
+        b = Add (s1, a)
+        s2 = Mul (b, double)""",
+    "scaled after a selection": """
+        double = Constant <value = float {2.0}> ()
+        b = Where (padded, least, s1)
+        s2 = Mul (b, double)""",
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_numbers_that_their_type_does_not_hold_are_infinite(name: str, tmp_path: Path) -> None:
+    """A row without a key is NaN then, and no mean of the values."""
+    body = (
+        """
+        axes = Constant <value_ints = [1, 2]> ()
+        told = Cast <to = 9> (am)
+        real = Unsqueeze (told, axes)
+        padded = Not (real)"""
+        + TOO_LARGE[name]
+        + """
+        p = Softmax (s2)
+        out = MatMul (p, v)"""
+    )
+    graph = model(PLAIN + ", int64[B,S] am", "float[B,4,S,8] out", CONSTANTS + body)
+    site, optimized = _optimized(graph, tmp_path)
+    assert (site.replaced, site.mask, site.empty_rows) == (True, "pad[b, k]", "nan"), site.reason
+    rng = np.random.default_rng(6)
+    feeds = {n: rng.standard_normal((2, 4, 9, 8)).astype(np.float32) for n in "qkv"}
+    feeds["am"] = np.stack([np.zeros(9, np.int64), rng.integers(0, 2, 9)])
+    wanted = run(graph, feeds)[0]
+    assert np.isnan(wanted[0]).all()
+    np.testing.assert_allclose(run(optimized, feeds, library=True)[0], wanted, atol=1e-5)

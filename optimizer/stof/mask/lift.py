@@ -26,6 +26,7 @@ from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.casework import reads_input
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
+from stof.symbolic.floats import held
 from stof.symbolic.ranges import settled
 from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, Atom, all_of, any_of, cases, integer, negate, of_atom, parts, to_cond
@@ -255,7 +256,7 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
             split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
             number = settled(x) if isinstance(x, Real) else x
-            split.append((cond, x if number is None else number))
+            split.append((cond, x if number is None else held(number, dtype)))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = [x for _, x in split if isinstance(x, float) and x != 0]
     soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
@@ -263,7 +264,7 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     def forbids(x: float) -> bool:
         return x <= limit or (soft and x < 0)
 
-    dropped = [(c, x * term.scale) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
+    dropped = [(c, held(x * term.scale, dtype)) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
     bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
     if any(isinstance(x, float) and math.isnan(x) for _, x in split):
         raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")

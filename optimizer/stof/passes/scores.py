@@ -25,6 +25,7 @@ from stof.passes.views import (
 )
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
+from stof.symbolic.floats import held
 from stof.symbolic.rules import broadcast, project
 from stof.symbolic.terms import FALSE, all_of, cases, to_real
 
@@ -212,7 +213,7 @@ class ScoreWalk:
             fill = _fill_of(self.symbolic, mask, added, sign)
             if fill is None or fill * scores.factor > _MASKED:
                 continue
-            term = self._term(TermKind.KEEP, node, mask, fill * scores.factor)
+            term = self._term(TermKind.KEEP, node, mask, self._scaled(fill, scores.factor, node))
             passed = scores.passed(node, "mask by a product").passed(mul)
             passed = replace(passed, heads=self._heads(node) or scores.heads)
             return self.walk(mul.input[i], replace(passed, terms=(*passed.terms, term)), depth + 1)
@@ -231,13 +232,17 @@ class ScoreWalk:
             fill = uniform(self.symbolic, node.input[filled])
             if fill is None:
                 continue
-            number = fill * scores.factor
+            number = self._scaled(fill, scores.factor, node)
             if number > _MASKED:
                 raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
             term = self._term(kind, node, node.input[0], number)
             passed = replace(scores.passed(node, "Where mask"), heads=self._heads(node) or scores.heads)
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)
         raise self._obstacle(node)
+
+    def _scaled(self, fill: float, factor: float, node: onnx.NodeProto) -> float:
+        """What masked scores are after they are multiplied: the lowest number times 2 is -inf."""
+        return held(fill * factor, self.symbolic.dtype(node.output[0]))
 
     def _multiplied(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         """Scores that a mask of ones and zeros makes zero, to which another adds what forbids them."""

@@ -453,7 +453,8 @@ def _cast(context: Context) -> list[Fact] | None:
     convert = table.get(kind or "")
     source, shape = context.value(0), context.shape(0)
     if kind == "f" and source is not None and shape is not None:
-        return [Fact(to, shape, SymTensor(shape, "f", widths.rounding(source, widths.EXACT[to])))]
+        elements = floats.narrowed(widths.rounding(source, widths.EXACT[to]), context.fact(0).dtype, to)
+        return [Fact(to, shape, SymTensor(shape, "f", elements))]
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _NARROW:
