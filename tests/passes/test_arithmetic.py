@@ -288,3 +288,21 @@ def test_a_mask_that_is_clipped_on_one_side_has_no_infinity() -> None:
     assert_equivalent(graph, *SIZES)
     assert Symbolic(graph).value("added") is not None
     assert Symbolic(graph).value("clipped") is None
+
+
+def test_a_condition_that_doubles_with_each_exclusive_or_stays_a_bias() -> None:
+    """It would be larger than any machine after 24 of them."""
+    steps = [
+        f"""m{i} = Constant <value = int64 {{{i + 2}}}> ()
+        r{i} = Mod (d, m{i})
+        e{i} = Equal (r{i}, zero)
+        x{i + 1} = Xor (x{i}, e{i})"""
+        for i in range(24)
+    ]
+    first = "x0 = Identity (lower)"
+    last = """edge = Equal (columns, zeros)
+        w = Or (x24, edge)"""
+    graph = model(PLAIN, "float[B,4,S,8] out", "\n".join([INDICES, first, *steps, last, CORE]))
+    (found,) = rewrite(graph)[1]
+    assert found.mask.bias
+    assert_equivalent(graph, *SIZES)

@@ -17,6 +17,7 @@ from functools import lru_cache
 Monomial = tuple["Atom", ...]
 ANY = "any integer"
 _HEAVIEST = 2000  # parts of an atom
+_MOST_PARTS = 20_000  # of a condition; a mask of 4096 nodes, the most that can be written, has fewer
 _MOST_TERMS = 4096  # of a product
 _fresh = itertools.count()
 
@@ -413,6 +414,9 @@ def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) 
         return members.pop()
     if kind == "and" and _is_zero_without(members):
         return FALSE
+    # Exclusive ors double a condition each.
+    if sum(c.weight for c in members) > _MOST_PARTS:
+        return Cond("opaque", ("a condition of too many parts", next(_fresh)))
     return Cond(kind, tuple(sorted(members, key=_cond_key)))
 
 
