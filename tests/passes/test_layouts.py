@@ -95,3 +95,26 @@ def test_one_operator_gives_the_same(name: str, tmp_path: Path) -> None:
     expected, found = run(path, feeds), run(written, feeds)
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() < 5e-6
+
+
+def test_attention_that_reads_the_result_of_another(tmp_path: Path) -> None:
+    """Nothing but views and scales between them: the second reads what replaces the first, which stays needed."""
+    model = parsed("""g (float[B, S, 32] x) => (float[B, S, 32] y) {
+        heads = Constant<value_ints=[0, 0, 4, 8]>()  flat = Constant<value_ints=[0, 0, 32]>()
+        x4 = Reshape(x, heads)  h = Transpose<perm=[0, 2, 1, 3]>(x4)
+        ht = Transpose<perm=[0, 1, 3, 2]>(h)
+        s1 = MatMul(h, ht)  p1 = Softmax<axis=-1>(s1)  o1 = MatMul(p1, h)
+        m4 = Transpose<perm=[0, 2, 1, 3]>(o1)  m = Reshape(m4, flat)
+        a = Mul(m, scale)  a4 = Reshape(a, heads)  q = Transpose<perm=[0, 2, 1, 3]>(a4)
+        b4 = Reshape(m, heads)  v = Transpose<perm=[0, 2, 1, 3]>(b4)
+        kt = Transpose<perm=[0, 1, 3, 2]>(v)
+        s2 = MatMul(q, kt)  p2 = Softmax<axis=-1>(s2)  o2 = MatMul(p2, v)
+        n4 = Transpose<perm=[0, 2, 1, 3]>(o2)  y = Reshape(n4, flat)
+    }""")
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, str(path))
+    report = stof.optimize(path, written, Options(verify_budget=5))
+    assert [s.reason for s in report.sites] == ["replaced", "replaced"]
+    assert not any(n.op_type == "Softmax" for n in onnx.load(str(written)).graph.node)
+    feeds = {"x": np.random.default_rng(6).standard_normal((2, 9, 32)).astype(np.float32)}
+    np.testing.assert_allclose(run(written, feeds), run(path, feeds), atol=5e-6)

@@ -74,6 +74,8 @@ def find_sites(
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
+            # Later ones read it there, not from behind it, or nobody would need what replaces this one.
+            index.fixed |= {site.output}
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": weights}))
     if within is None:
