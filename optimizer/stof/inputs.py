@@ -181,11 +181,19 @@ class InputMaker:
         self.scores = list(dict.fromkeys(d for shape in self.shapes for d in shape if _divides(d)))
         # Sizes that strides and windows make; others are made to agree one by one.
         self.whole = [p for p in symbolic.equalities if _divides(p[0]) or _divides(p[1])]
-        self.batch_names = {
-            str(shape[0].atom.args[0])
-            for i in self.inputs
-            if (shape := symbolic.shape(i.name)) and shape[0].atom is not None
-        }
+        self.batch_names = self._batch_names()
+
+    def _batch_names(self) -> set[str]:
+        """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
+        shapes = [s for i in self.inputs if (s := self.symbolic.shape(i.name))]
+        found, alone = (
+            {str(s[0].atom.args[0]) for s in shapes if (len(s) > 1) == several and s[0].atom is not None}
+            for several in (True, False)
+        )
+        behind = {n for s in shapes for d in s[1:] for n in size_names(d)}
+        pairs = [p for pair in self.symbolic.equalities for p in (pair, pair[::-1])]
+        equal = {n for one, other in pairs if size_names(other) & behind for n in size_names(one)}
+        return found | (alone - behind - equal)
 
     def sizes(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case: leading ones are batches, all others lengths."""

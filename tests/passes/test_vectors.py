@@ -11,7 +11,9 @@ import pytest
 from forms import PLAIN, feeds, model, rewrite, run
 
 from stof.errors import UnsupportedError
+from stof.inputs import Case, InputMaker, Padding
 from stof.site import OperandView
+from stof.symbolic import Symbolic
 
 HEAD = """
     %kt
@@ -262,3 +264,31 @@ def test_padding_of_more_keys_than_there_are_is_refused() -> None:
         UnsupportedError, match=r"'m' as padding of shape \[\d, 3000\], where the operator takes \[\d, \d+\]"
     ):
         rewrite(graph)
+
+
+def test_a_vector_has_the_length_of_queries_or_of_all_keys() -> None:
+    """A dimension that only a vector has first is no batch where others have it behind theirs, or where it is as long as keys."""
+    cached = "float[B,4,S,8] q, float[B,4,P,8] past, float[B,4,S,8] v, bool[T] real, bool[S] asked"
+    body = """
+        k = Concat <axis = 2> (past, q)
+        v2 = Concat <axis = 2> (past, v)
+        kt = Transpose <perm = [0, 1, 3, 2]> (k)
+        columns = Constant <value = int64[1] {0}> ()
+        rows = Constant <value = int64[1] {1}> ()
+        both = Unsqueeze (real, columns)
+        own = Unsqueeze (asked, rows)
+        least = Constant <value = float {-1e9}> ()
+        s1 = MatMul (q, kt)
+        w = And (both, own)
+        s2 = Where (w, s1, least)
+        p = Softmax <axis = -1> (s2)
+        out = MatMul (p, v2)"""
+    graph = model(cached, "float[B,4,S,8] out", body)
+    optimized, (one,) = rewrite(graph)
+    assert {o.tensor for o in one.mask.operands} == {"real", "asked"}
+    sizes = InputMaker(graph, Symbolic(graph), frozenset()).sizes(Case(2, 13, Padding.NONE))
+    assert (sizes["B"], sizes["S"]) == (2, 13)
+    assert sizes["T"] == sizes["S"] + sizes["P"]
+    given = feeds(graph, {"B": 2, "S": 5, "P": 6, "T": 11})
+    given |= {"real": RNG.random(11) < 0.6, "asked": RNG.random(5) < 0.7}
+    np.testing.assert_allclose(run(optimized, given, library=True)[0], run(graph, given)[0], atol=2e-6)
