@@ -110,6 +110,20 @@ def test_chains_of_many_shapes_share_a_function() -> None:
     ]
 
 
+def test_a_branch_transposes_what_other_calls_give_with_other_axes() -> None:
+    """A call gives its first input for those that its chain has not: of three axes here, where another chain has four."""
+    b = Builder()
+    x = _x(b)
+    split = b.add("Reshape", b.add("Mul", x, b.weight(N)), b.ints(0, 0, 4, N // 4))
+    heads = b.add("Transpose", split, perm=[0, 2, 1, 3])
+    product = b.add("MatMul", heads, b.weight(N // 4, N // 4))
+    merged = b.add("Reshape", b.add("Transpose", product, perm=[0, 2, 1, 3]), b.ints(0, 0, N))
+    normed = b.add("LayerNormalization", b.add("Add", x, merged), b.weight(N), b.weight(N))
+    graph, chains = found(b.model(b.add("Transpose", normed, perm=[0, 2, 1])))
+    assert len(chains) == 2
+    same_through_body(graph, chains)
+
+
 def test_equal_chains_share_a_branch() -> None:
     b = Builder()
     x = _x(b)

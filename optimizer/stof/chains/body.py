@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
@@ -225,7 +225,7 @@ def make_function(
     builder = Builder(opset, "select_")
     if len(branches) > 1:
         for i, name in enumerate(names):
-            _forget_shape(builder, name, _inner(i))
+            _forget_shape(builder, name, _inner(i), bits)
     else:
         builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
     results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
@@ -247,15 +247,21 @@ def _inner(i: int) -> str:
     return f"x{i}_as_it_comes"
 
 
-def _forget_shape(builder: Builder, name: str, output: str) -> None:
+def _forget_shape(builder: Builder, name: str, output: str, ranked: bool) -> None:
     """The same tensor, of a rank that no inference of shapes tells.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
+    ``ranked``: for TensorRT's parser, which leaves these branches out and takes no tensor of unknown rank.
     """
     b = builder
     shape = b.add("Shape", [name])
-    rank = b.add("Squeeze", [b.add("Shape", [shape]), b.constant([0])])
-    every = b.add("Range", [b.constant(0), rank, b.constant(1)])
+    if ranked:
+        rank = b.add("Squeeze", [b.add("Shape", [shape]), b.constant([0])])
+        every = b.add("Range", [b.constant(0), rank, b.constant(1)])
+    else:  # of a Range, ONNX Runtime tells how many numbers it has
+        one = numpy_helper.from_array(np.ones(1, np.int64))
+        ones = b.add("ConstantOfShape", [b.add("Shape", [shape])], value=one)
+        every = b.add("Squeeze", [b.add("NonZero", [ones]), b.constant([0])])
     target = b.add("Gather", [shape, every])
     b.nodes.append(helper.make_node("Reshape", [name, target], [output], name=output))
 
