@@ -11,8 +11,10 @@ import pytest
 from forms import PLAIN, model, run
 
 import stof
+from stof.errors import VerifyError
 from stof.options import Options
 from stof.report import SiteReport
+from stof.site import EmptyRows
 
 LOWEST = float(np.finfo(np.float32).min)
 CONSTANTS = """
@@ -167,3 +169,32 @@ def test_numbers_that_their_type_does_not_hold_are_infinite(name: str, tmp_path:
     wanted = run(graph, feeds)[0]
     assert np.isnan(wanted[0]).all()
     np.testing.assert_allclose(run(optimized, feeds, library=True)[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-3e4, -65504.0, -1e6])
+def test_digits_that_a_fill_takes_are_no_difference(fill: float, tmp_path: Path) -> None:
+    """Rows whose keys are all padding keep few digits of their scores in the graph; verification runs such rows."""
+    body = f"""
+        axes = Constant <value_ints = [1, 2]> ()
+        told = Cast <to = 9> (am)
+        real = Unsqueeze (told, axes)
+        both = And (w, real)
+        fill = Constant <value = float {{{fill!r}}}> ()
+        mask = Where (both, null, fill)
+        s2 = Add (s1, mask)
+        p = Softmax (s2)
+        out = MatMul (p, v)"""
+    graph = model(PLAIN + ", int64[B,S] am", "float[B,4,S,8] out", CONSTANTS + body)
+    onnx.save(graph, tmp_path / "model.onnx")
+    report = stof.optimize(tmp_path / "model.onnx", tmp_path / "new.onnx", Options(verify_budget=5))
+    (site,) = report.sites
+    assert (site.replaced, site.empty_rows) == (True, "all"), site.reason
+
+
+@pytest.mark.parametrize("rows", ["nan", "mean"])
+def test_rows_without_a_key_that_are_wrong_are_seen_beside_such_a_fill(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stof.mask.lift.empty_rows", lambda *_: EmptyRows(rows))
+    with pytest.raises(VerifyError):
+        test_digits_that_a_fill_takes_are_no_difference(-65504.0, tmp_path)
