@@ -312,6 +312,12 @@ def test_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no model given" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [".", "/", ".."])
+def test_a_folder_is_no_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 1
+    assert f"{name} is a folder, expected an .onnx file" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"stof {stof.__version__}, backends cpu, CPU ")

@@ -60,7 +60,8 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     """
     options = options or Options()
     source = Path(model)
-    target = Path(output or options.output or source.with_name(f"{source.stem}.stof.onnx"))
+    # Not by with_name, which refuses "." and "/" in words of its own.
+    target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
     # The interpreter follows chains of movement operators by recursion; each is as deep as the graph writes it.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
