@@ -127,7 +127,7 @@ def compare_site(
     errors = np.abs(mine.astype(np.float64) - target)
     base = np.abs(own.astype(np.float64) - target)
     found_in: list[tuple[float, float, str]] = []
-    for part in (good & rows[..., None], good & ~rows[..., None]):
+    for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
         budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _budget_ulp(original)
         worst = float(errors[part].max(initial=0.0))
         where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape))
