@@ -22,6 +22,8 @@ from stof.symbolic.terms import Atom, Cond, Int, children, integer
 _LARGEST_INPUT = 1 << 22
 _LONGEST_CHAIN = 16
 _SIDES = 257  # sizes of a side of an image that are tried
+_DECIDES = 1000.0  # what a number of an input adds to scores where it says whether a key counts
+_OPERATE = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide}
 _THROUGH = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Flatten", "Transpose"})
 # Where fused nodes read numbers of keys, and which they take: from the first one on, to all keys and the second one. ONNX
 # Runtime's CPU provider refuses others or, where it does not ask, reads and writes outside of its tensors.
@@ -174,6 +176,8 @@ class InputMaker:
         self.pads = _behind(index, pads | (frozenset(self.limits) - given), given)
         self.forbidding = forbidding & given
         self.added = frozenset(source for name in added if (source := _source(index, name)) in given)
+        switches = [_switch(index, symbolic, name) for name in sorted(added)]
+        self.switches = {name: forbids for name, forbids in filter(None, switches) if name in given}
         self.documents = (segments & given) - self.pads
         self.restarting = _behind(index, segments - given, given) - self.pads
         softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
@@ -349,9 +353,10 @@ class InputMaker:
     def _draw_one(
         self, name: str, dims: list[int], dtype: np.dtype, case: Case, rng: np.random.Generator
     ) -> np.ndarray:
-        if name in self.pads:
+        if name in self.pads or name in self.switches:
             mask = _padding(dims, case, rng, self._counts_divide())
-            return (1 - mask if name in self.forbidding else mask).astype(dtype)
+            forbids = name in self.forbidding or self.switches.get(name, False)
+            return (1 - mask if forbids else mask).astype(dtype)
         if dtype.kind == "b" and all(d.constant == 1 for d in self.symbolic.shape(name) or ()):
             # A switch, which an If reads: on in the first case of all, off in the last one.
             on = case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
@@ -419,6 +424,35 @@ def _source(index: GraphIndex, tensor: str) -> str:
             break
         tensor = node.input[0]
     return tensor
+
+
+def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bool] | None:
+    """The tensor of zeros and ones that what is added to scores is made of, ``(1 - mask) * -10000``; whether ones forbid."""
+    steps: list[tuple[np.ufunc, np.ndarray | None, np.ndarray | None]] = []
+    for _ in range(_LONGEST_CHAIN):
+        node = index.producer(tensor)
+        if node is None:
+            break
+        operate = _OPERATE.get(node.op_type)
+        if operate is not None and not domain_of(node):
+            given = [symbolic.constant(name) for name in node.input]
+            if given.count(None) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in given):
+                break
+            left, right = (g if g is None else np.float64(g.reshape(-1)[0]) for g in given)
+            steps.append((operate, left, right))
+            tensor = node.input[given.index(None)]
+        elif node.op_type in _THROUGH:
+            tensor = node.input[0]
+        else:
+            break
+    values = np.array([0.0, 1.0])
+    with np.errstate(all="ignore"):
+        for operate, left, right in reversed(steps):
+            values = operate(values if left is None else left, values if right is None else right)
+        apart = abs(values[1] - values[0])
+    return (
+        None if apart < _DECIDES or dtype_kind(symbolic.dtype(tensor)) != "f" else (tensor, bool(values[1] < values[0]))
+    )
 
 
 def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
