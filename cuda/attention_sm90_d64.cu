@@ -6,16 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(4225, 932, 935),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3296, 1040, 1147),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2617, 924, 948),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1481, 1317, 1678),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1707, 1238, 1402),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(4156, 985, 1051),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2571, 700, 755),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1386, 1324, 1464),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2613, 1393, 1393),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(4007, 1428, 1581),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3510, 950, 1030),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3627, 1006, 1080),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2171, 971, 1154),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1654, 1275, 1565),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1675, 1290, 1402),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3318, 1204, 1646),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2550, 727, 780),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1345, 1370, 1465),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2641, 1447, 1447),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3801, 1469, 1588),
     {},
 };
 
