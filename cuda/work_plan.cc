@@ -57,8 +57,8 @@ int PlaceOf(uint32_t groups) {
 
 constexpr int64_t kMostPlanned = int64_t{1} << 20;
 constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
-constexpr int64_t kMostSectionParts = 8, kHardly = 96;
-constexpr size_t kMostTried = size_t{1} << 16;
+constexpr int64_t kHardly = 96;
+constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
@@ -135,14 +135,30 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
   return plan;
 }
 
+// How many heads at a time are tried, from most to fewest, none of which makes as many sections as the one before. Of
+// many rows chance balances all; few ones may come out even only where none wait for a section.
+std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int64_t section) {
+  std::vector<int64_t> found;
+  const auto add = [&](int64_t size) {
+    size = std::clamp<int64_t>(size, 1, heads);
+    const auto sections = [heads](int64_t of) { return (heads + of - 1) / of; };
+    if (found.empty() || sections(size) > sections(found.back())) found.push_back(size);
+  };
+  if (works < kFewRows * static_cast<size_t>(workers)) add(heads);
+  if (works <= kMostTried) {
+    for (const int64_t part : {1, 2, 4}) add(section / part);
+  }
+  add(section / 8);
+  return found;
+}
+
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
-// hardly later than others. Of many rows chance balances all.
+// hardly later than others.
 WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
   WorkPlan best;
   int64_t earliest = std::numeric_limits<int64_t>::max();
-  for (int64_t part = works.size() > kMostTried ? kMostSectionParts : 1; part <= kMostSectionParts; part *= 2) {
-    if (part > section && part / 2 >= section) break;  // the same again
-    WorkPlan plan = DealSections(works, heads, workers, std::max<int64_t>(1, section / part));
+  for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
+    WorkPlan plan = DealSections(works, heads, workers, size);
     earliest = std::min(earliest, plan.longest);
     if (best.begin.empty() || plan.longest - earliest <= earliest / kHardly) best = std::move(plan);
   }

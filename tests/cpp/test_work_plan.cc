@@ -276,6 +276,59 @@ TEST(WorkPlansHaveFewHeadsUnderWay) {
   CountCases(cases);
 }
 
+// What longest first of all rows, whatever their heads, would take.
+int64_t LongestFirst(const BlockMask& mask, const Walk& walk, const ExprSizes& sizes, int workers,
+                     const TileCost& cost) {
+  std::vector<int64_t> costs, loads(static_cast<size_t>(workers), 0);
+  for (int64_t bh = 0; bh < sizes.B * sizes.H; ++bh) {
+    for (int64_t i = 0; i < mask.rows; ++i) {
+      const auto row = static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + i);
+      const WorkItem item = {0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]};
+      costs.push_back(CostOf(item, walk.missing[row], mask.m / 64, cost));
+    }
+  }
+  std::sort(costs.rbegin(), costs.rend());
+  for (const int64_t own : costs) *std::min_element(loads.begin(), loads.end()) += own;
+  return *std::max_element(loads.begin(), loads.end());
+}
+
+// Sections must not keep few rows from coming out even.
+TEST(WorkPlansOfFewRowsEndEarly) {
+  Random random(11);
+  int cases = 0;
+  for (const char* text : {"k <= q", "abs(q - k) <= 40", "abs(q - k) <= 32 or k < 16 or q < 16"}) {
+    for (int i = 0; i < 40; ++i) {
+      const int64_t length = 128 * random.Range(1, 8);
+      const ExprSizes sizes = {random.Range(1, 4), random.Range(1, 48), length, length, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 128, 128);
+      const Walk walk = WalkOf(mask);
+      const int workers = random.Range(0, 1) == 0 ? 132 : 22;
+      if (sizes.B * sizes.H * mask.rows >= 4 * workers) continue;
+      const int64_t section = random.Range(1, 40);
+      const TileCost cost = {2553, 1381, 1506};
+      const int64_t best = LongestFirst(mask, walk, sizes, workers, cost);
+      const WorkPlan plan = CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " workers "));
+      CHECK(plan.longest * 100 <= best * 102, text, " B ", sizes.B, " H ", sizes.H, " S ", length, " section ", section,
+            " workers ", workers, ": ", plan.longest, ", longest first ", best);
+      ++cases;
+    }
+  }
+  CHECK(cases >= 40, cases);
+  CountCases(cases);
+}
+
+// So many that a plan is made once, by the smallest sections.
+TEST(WorkPlansOfManyRows) {
+  const ExprSizes sizes = {9, 32, 16384, 16384, 0};
+  const BlockMask mask = BuiltMask("abs(q - k) <= 64", sizes, 64, 64);
+  const Walk walk = WalkOf(mask);
+  for (const int64_t section : {1, 2, 3, 4, 5, 8, 40}) {
+    const WorkPlan plan = CheckPlan(mask, walk, sizes, 132, section, {2553, 1381, 1506}, "many rows, workers ");
+    CHECK(plan.items.size() == 73728, "section ", section, ": ", plan.items.size());
+  }
+  CountCases(7);
+}
+
 // Rows of global tokens, which are a tenth of the work and one of them longer than the mean: in parts.
 TEST(WorkPlansCutLongRows) {
   TileCost cost = {3320, 1231, 1525};
