@@ -19,6 +19,8 @@ from stof.widen import HALF
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 _ENOUGH = 64  # elements whose range tells how large an output is
+_SOFT_FILL, _HARD_FILL = -5e3, -1e4  # scores of rows without a key are lower: -10000 is a fill, and no sum of products
+_DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 
 
@@ -63,7 +65,7 @@ def compare_outputs(
     if not np.array_equal(np.isfinite(found), np.isfinite(plain)):
         where = tuple(int(i) for i in np.argwhere(np.isfinite(found) != np.isfinite(plain))[0])
         return Comparison(what, np.inf, 0.0, False, detail=f"inf or NaN at {where} in one of the two")
-    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal, *expanded)])
+    good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
     first, *others = (x[good].astype(np.float64) for x in (plain, *legal))
     own = found[good].astype(np.float64)
     # The range of a few numbers can be small by chance, and of one it is 0.
@@ -71,7 +73,9 @@ def compare_outputs(
     # Of a few numbers, legal runs that happen to agree tell little.
     floor *= MODEL_FACTOR if first.size < _ENOUGH else 1.0
     rounded_by = [np.abs(first - x) for x in others]
-    rounded_by += [np.abs(x[good].astype(np.float64) - expanded[0][good]) for x in expanded[1:]]
+    for x in expanded[1:]:
+        both = good & np.isfinite(expanded[0]) & np.isfinite(x)
+        rounded_by.append(np.abs(x[both].astype(np.float64) - expanded[0][both]))
     budget = MODEL_FACTOR * max(float(x.max(initial=0.0)) for x in rounded_by) + floor * span
     # Any legal run may be the nearest one.
     difference = min(float(np.abs(own - x).max(initial=0.0)) for x in (first, *others))
@@ -87,7 +91,7 @@ def compare_site(
     ignore_empty_rows: bool,
 ) -> Comparison:
     """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed."""
-    exact, rows = site_fp64(site, known)
+    exact, tops = site_fp64(site, known)
     site, known = _multiplied(site, known)
     original = known[site.output]
     if site.output_flat:
@@ -120,7 +124,14 @@ def compare_site(
         )
     # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
     # digits from them alone, the operator computes what it stands for, and the original is off by these digits.
-    soft = attributes.get("empty_rows") == EmptyRows.ALL.value
+    finite = np.isfinite(own) & np.isfinite(exact)
+    away = np.abs(np.where(finite, own.astype(np.float64) - exact, 0.0))
+    rows = tops > _SOFT_FILL
+    lost = float(away[~rows].max(initial=0.0))
+    span = float(np.ptp(own[finite])) if finite.any() else 0.0
+    soft = attributes.get("empty_rows") == EmptyRows.ALL.value and lost <= _DIGITS * span
+    if not soft:
+        rows = tops > _HARD_FILL
     rest = np.nan if ignore_empty_rows else exact if soft else own.astype(np.float64)
     target = np.where(rows[..., None], exact, rest)
     good = np.isfinite(own) & np.isfinite(target)
@@ -137,7 +148,7 @@ def compare_site(
 
 
 def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The site's output [B, H, S, Dv] in fp64 from its captured tensors, and which rows [B, H, S] have a key.
+    """The site's output [B, H, S, Dv] in fp64 from its captured tensors, and the largest score of each row [B, H, S].
 
     Reads what the graph itself adds to the scores, never the lifted expression.
     """
@@ -154,7 +165,7 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
         scores = site.softcap * np.tanh(scores / site.softcap)
     for term in site.terms:
         scores = term.apply(scores, term.spread(known[term.tensor], len(q)))
-    rows = scores.max(-1, initial=-np.inf) > -1e4
+    tops = scores.max(-1, initial=-np.inf)
     if site.sink is not None:
         logits = np.array(site.sink_values) if site.sink_values else known[site.sink]
         column = logits.astype(np.float64).reshape(1, -1, 1, 1)
@@ -163,7 +174,7 @@ def site_fp64(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[np.
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
     weights = weights[..., : k.shape[2]]
-    return np.einsum("bhst,bhtd->bhsd", weights, v), rows
+    return np.einsum("bhst,bhtd->bhsd", weights, v), tops
 
 
 def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:

@@ -11,6 +11,7 @@ import pytest
 from forms import PLAIN, model, run
 
 import stof
+from stof.compare import attributes_of
 from stof.errors import VerifyError
 from stof.options import Options
 from stof.report import SiteReport
@@ -171,7 +172,10 @@ def test_numbers_that_their_type_does_not_hold_are_infinite(name: str, tmp_path:
     np.testing.assert_allclose(run(optimized, feeds, library=True)[0], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("fill", [-3e4, -65504.0, -1e6])
+_FILLS = [-1e4, -3e4, -65504.0, -1e6]
+
+
+@pytest.mark.parametrize("fill", _FILLS)
 def test_digits_that_a_fill_takes_are_no_difference(fill: float, tmp_path: Path) -> None:
     """Rows whose keys are all padding keep few digits of their scores in the graph; verification runs such rows."""
     body = f"""
@@ -189,6 +193,27 @@ def test_digits_that_a_fill_takes_are_no_difference(fill: float, tmp_path: Path)
     report = stof.optimize(tmp_path / "model.onnx", tmp_path / "new.onnx", Options(verify_budget=5))
     (site,) = report.sites
     assert (site.replaced, site.empty_rows) == (True, "all"), site.reason
+
+
+def test_digits_that_are_all_of_a_score_are_a_difference(tmp_path: Path) -> None:
+    """-1e7 leaves a score of 1 no digit behind the point: what a row without a key gives is another mixture."""
+    with pytest.raises(VerifyError):
+        test_digits_that_a_fill_takes_are_no_difference(-1e7, tmp_path)
+
+
+@pytest.mark.parametrize("fill", _FILLS)
+def test_a_scale_that_is_a_little_wrong_is_seen_beside_such_a_fill(
+    fill: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
+        found = attributes_of(node)
+        scale = found.get("scale", 8**-0.5)
+        assert isinstance(scale, float)
+        return {**found, "scale": scale * 1.0001}
+
+    monkeypatch.setattr("stof.compare.attributes_of", wrong)
+    with pytest.raises(VerifyError):
+        test_digits_that_a_fill_takes_are_no_difference(fill, tmp_path)
 
 
 @pytest.mark.parametrize("rows", ["nan", "mean"])
