@@ -23,6 +23,7 @@ _ADDED = {
     "the mask less one, times 1e9": ("x = Sub (m, one) b = Mul (fill, x) {1e9}", False),
     "the mask less one, over a small number": ("x = Sub (m, one) b = Div (x, fill) {1e-9}", False),
     "the mask itself": ("b = Identity (m) {1.0}", None),
+    "one over the mask": ("b = Div (one, m) {1.0}", None),
     "a little of the mask": ("b = Mul (m, fill) {4.0}", None),
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -436,11 +437,12 @@ def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bo
         operate = _OPERATE.get(node.op_type)
         if operate is not None and not domain_of(node):
             given = [symbolic.constant(name) for name in node.input]
-            if given.count(None) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in given):
+            open_places = [place for place, value in enumerate(given) if value is None]
+            if len(open_places) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in given):
                 break
             left, right = (g if g is None else np.float64(g.reshape(-1)[0]) for g in given)
             steps.append((operate, left, right))
-            tensor = node.input[given.index(None)]
+            tensor = node.input[open_places[0]]
         elif node.op_type in _THROUGH:
             tensor = node.input[0]
         else:
@@ -449,10 +451,10 @@ def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bo
     with np.errstate(all="ignore"):
         for operate, left, right in reversed(steps):
             values = operate(values if left is None else left, values if right is None else right)
-        apart = abs(values[1] - values[0])
-    return (
-        None if apart < _DECIDES or dtype_kind(symbolic.dtype(tensor)) != "f" else (tensor, bool(values[1] < values[0]))
-    )
+        apart = abs(values[1] - values[0])  # infinite or NaN of what zeros are divided by: no mask of zeros and ones
+    if not _DECIDES <= apart < math.inf or dtype_kind(symbolic.dtype(tensor)) != "f":
+        return None
+    return tensor, bool(values[1] < values[0])
 
 
 def _with_masked(numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
