@@ -74,7 +74,8 @@ typedef struct stof_op stof_op;
 STOF_EXPORT int stof_op_create(const char* op_type, const stof_attribute* attributes, int attribute_count, stof_op** op,
                                char* error, size_t error_size);
 STOF_EXPORT void stof_op_destroy(stof_op* op);
-/* outputs: data preset by the caller, dtype and dims are checked against the op's own shape rule. threads: 1 … 64. */
+/* outputs: data preset by the caller, dtype and dims are checked against the op's own shape rule; a second one without
+ * data is not computed. threads: 1 … 64. */
 STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
                             int output_count, int threads, char* error, size_t error_size);
 

@@ -403,8 +403,9 @@ OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op)
 
 OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
   const Registration& self = Self(op);
-  std::string node = self.description->name;
+  std::string node;
   try {
+    node = self.description->name;
     auto kernel = std::make_unique<Kernel>();
     kernel->api = api;
     kernel->on_cuda = self.provider != nullptr;

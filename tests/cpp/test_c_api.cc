@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C ABI where it is used wrongly: an error that says so.
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -148,6 +149,14 @@ TEST(CApiRefusesOperators) {
   CHECK(Refused(run(attention.op, inputs, 3, &output, 1), "output has shape [1, 1, 5, 4]"));
   output.dims[2] = -4;
   CHECK(Refused(run(attention.op, inputs, 3, &output, 1), "a negative dimension"));
+  const stof_attribute both = TextOf("results", "lse");
+  const OwnedOp logs("StofAttention", {both});
+  output.dims[2] = 4;
+  stof_tensor outputs[2] = {output, TensorOf(nullptr, DType::kF32, {1, 1, 4})};
+  // Runtimes leave out a second output that nobody wants.
+  CHECK(stof_op_run(logs.op, inputs, 3, outputs, 2, 1, error, sizeof error) == 0, error);
+  outputs[1].data = data;
+  CHECK(stof_op_run(logs.op, inputs, 3, outputs, 2, 1, error, sizeof error) == 0, error);
   CHECK(Refused(stof_op_prepare(nullptr, inputs, 3, error, sizeof error), "op is a null pointer"));
   CHECK(Refused(stof_op_prepare(attention.op, nullptr, 3, error, sizeof error), "tensors is a null pointer"));
   CHECK(Refused(stof_gemm_form(nullptr, 0, nullptr, 0, error, sizeof error), "no epilogue"));
@@ -176,7 +185,8 @@ TEST(CApiSurvivesWithoutMemory) {
   rlimit before, few;
   CHECK(getrlimit(RLIMIT_AS, &before) == 0);
   few = before;
-  few.rlim_cur = static_cast<rlim_t>(pages) * 4096 + (rlim_t{100} << 20);  // for some threads, and not for 64
+  few.rlim_cur =
+      static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + (rlim_t{100} << 20);  // for some threads, and not for 64
   CHECK(setrlimit(RLIMIT_AS, &few) == 0);
   const int failed = stof_op_run(attention.op, inputs, 3, &output, 1, 64, error, sizeof error);
   const double rate = stof_fma_rate(64, 0);

@@ -21,7 +21,7 @@ from stof.errors import ArgumentError
 
 VERSION = 1
 _WAIT = 30.0  # seconds for another process to finish writing
-_DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # whose text is that of the file, as Python's message would be
+_DAMAGED = (sqlite3.Error, UnicodeDecodeError)  # text of a damaged file reaches messages, and may be no text
 _TABLE = """CREATE TABLE IF NOT EXISTS measured
     (problem TEXT, config TEXT, seconds REAL NOT NULL, PRIMARY KEY (problem, config)) WITHOUT ROWID"""
 

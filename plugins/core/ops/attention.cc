@@ -281,7 +281,7 @@ class AttentionOp final : public Op {
     }
     STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
     if (expected.Elements() == 0) return Status();
-    STOF_RETURN_IF_ERROR(CheckData(inputs, outputs[0]));
+    STOF_RETURN_IF_ERROR(CheckData(inputs, outputs[0], context.on_cuda));
     Tables& given = problem.given;
     const Tensor* pad = nullptr;
     STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
@@ -390,8 +390,9 @@ class AttentionOp final : public Op {
                          (attributes_.lse ? "output and lse" : "output alone: attribute results asks for no other"));
   }
 
-  // Graphs that no schema was checked for, and callers of the C ABI, may leave something out.
-  Status CheckData(const Tensor* inputs, const Tensor& output) const {
+  // Graphs that no schema was checked for, and callers of the C ABI, may leave something out. On a device nobody reads
+  // the tables of a mask, which were given before. An lse without data is one that nobody wants.
+  Status CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const {
     const auto missing = [](const Tensor& tensor) {
       return tensor.data == nullptr &&
              std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim != 0; });
@@ -400,6 +401,7 @@ class AttentionOp final : public Op {
       if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
       const std::string role =
           i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
+      if (on_cuda && mask_.fixed() && IsTableName(role)) continue;
       if (role != "unused") return Status::Error(role + " has no data");
     }
     return output.data == nullptr ? Status::Error("output has no data") : Status();
