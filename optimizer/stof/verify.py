@@ -418,9 +418,8 @@ class Verifier:
         found: list[str] = []
         initializers = {t.name for t in scope.prepared.base.graph.initializer}
         given = {i.name for i in scope.prepared.base.graph.input} - initializers
-        heads: list[
-            str
-        ] = []  # initializers among these are asked of the runtime, too: their data may be in another file
+        # Initializers among these are asked of the runtime, too: their data may be in another file.
+        heads: list[str] = []
         for rewrite in scope.rewrites(self.rewrites):
             site = rewrite.site
             heads += [site.query.tensor, site.key.tensor, site.value.tensor]

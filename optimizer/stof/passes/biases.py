@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -54,20 +55,34 @@ def _selecting(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, keeps:
     return append(editing, extra, "Where", [condition, zero, minus] if keeps else [condition, minus, zero])
 
 
-def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
-    """[B*H, .., ..] as [B, H, .., ..]."""
+@dataclass(frozen=True)
+class _Shaping:
+    """Nodes that bring a term into the form of a bias."""
 
-    def add(op: str, name: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
-        out = editing.variable(f"stof_bias_{name}", kind)
-        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
+    editing: Editing
+    extra: list[gs.Node]
+    prefix: str  # of names
+
+    def add(
+        self, op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
+    ) -> gs.Tensor:
+        """The output of a node more."""
+        out = self.editing.variable(f"{self.prefix}_{name}", dtype)
+        self.extra.append(self.editing.node(op, out.name, inputs, [out], **attributes))
         return out
 
-    def numbers(*values: int) -> gs.Tensor:
-        return editing.initializer("stof_bias_sizes", np.array(values, np.int64))
+    def numbers(self, *values: int) -> gs.Tensor:
+        """A constant vector."""
+        return self.editing.initializer(f"{self.prefix}_sizes", np.array(values, np.int64))
 
-    sizes = add("Shape", "shape", [tensor], TensorProto.INT64)
-    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)], TensorProto.INT64)
-    target = add("Concat", "target", [numbers(-1, heads), rest], TensorProto.INT64, axis=0)
+
+def _unmerged(editing: Editing, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
+    """[B*H, .., ..] as [B, H, .., ..]."""
+    shaping = _Shaping(editing, extra, "stof_bias")
+    add, numbers = shaping.add, shaping.numbers
+    sizes = add("Shape", "shape", [tensor])
+    rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)])
+    target = add("Concat", "target", [numbers(-1, heads), rest], axis=0)
     return add("Reshape", "spread", [tensor, target], dtype)
 
 
@@ -77,16 +92,8 @@ def _over_windows(
     """A term of scores [X, W, H, S, T] as one of [X*W, H, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    def add(
-        op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
-    ) -> gs.Tensor:
-        out = editing.variable(f"stof_windows_{name}", dtype)
-        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-        return out
-
-    def numbers(*values: int) -> gs.Tensor:
-        return editing.initializer("stof_windows_sizes", np.array(values, np.int64))
-
+    shaping = _Shaping(editing, extra, "stof_windows")
+    add, numbers = shaping.add, shaping.numbers
     tensor = editing.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
     if len(own) < 5:
@@ -111,16 +118,8 @@ def _over_groups(editing: Editing, symbolic: Symbolic, term: MaskTerm, extra: li
     """A term of scores [B, G, R, S, T] as one of [B, G*R, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    def add(
-        op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
-    ) -> gs.Tensor:
-        out = editing.variable(f"stof_groups_{name}", dtype)
-        extra.append(editing.node(op, out.name, inputs, [out], **attributes))
-        return out
-
-    def numbers(*values: int) -> gs.Tensor:
-        return editing.initializer("stof_groups_sizes", np.array(values, np.int64))
-
+    shaping = _Shaping(editing, extra, "stof_groups")
+    add, numbers = shaping.add, shaping.numbers
     tensor = editing.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
     of_heads = tuple(d.constant for d in (*(integer(1),) * (5 - len(own)), *own)[1:3])
