@@ -62,10 +62,9 @@ struct Shape {
   static_assert(kN <= kMostKeys, "an entry has a bit for every key");
   static constexpr int kQueries = kQueries_;  // query tiles in shared memory: with 2 the next comes while one is read
   static constexpr int kConsumers = kM / 64;  // of a team
-  // A warpgroup leaves tiles to others that have all their pairs.
-  static constexpr bool kPasses = kConsumers > 1 && !kExtras;
+  // A warpgroup leaves tiles to others that have all their pairs; a team's share of an item may be others' alone.
+  static constexpr bool kPasses = kConsumers > 1 && kSplit == 1 && !kExtras;
   static_assert(kConsumers <= kMostGroups, "a walk names every warpgroup of a team");
-  static_assert(!kPasses || kSplit == 1, "a team's share of an item may be others' alone");
   // Whether an item may be a part of a row of tiles; with more warpgroups it might be nothing to one of them.
   static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);

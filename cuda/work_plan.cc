@@ -17,11 +17,13 @@ WorkItem ItemOf(const BlockMask& mask, int64_t H, int64_t bh, int64_t row) {
   return {static_cast<int32_t>(bh * mask.rows + row), mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
 }
 
-// missing: of groups; a tile of which one has nothing takes the others less time.
+// missing: of groups; a tile of which one has nothing takes the others less time, but where teams split a row, whose
+// groups take part in every tile.
 int64_t CostOf(const WorkItem& work, int64_t missing, int groups, const TileCost& cost) {
   const int64_t all = (work.end - work.begin + cost.split - 1) / cost.split;
   const int64_t partial = (work.full - work.begin + cost.split - 1) / cost.split;
-  return cost.row + cost.partial * partial + cost.full * (all - partial) - cost.partial * missing / (2 * groups);
+  const int64_t passed = cost.split > 1 ? 0 : cost.partial * missing / (2 * groups);
+  return cost.row + cost.partial * partial + cost.full * (all - partial) - passed;
 }
 
 // Of every tile of bits, the groups of 64 rows that have some.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the constants of the attention kernels' selector for 9.0 to stored times, and says how much its choices lose.
 
-    STOF_LIBRARY=libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head 64] [--fit SECONDS] [RESULTS...]
+    STOF_LIBRARY=libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head D] [--fit SECONDS [--only KERNEL]] [RESULTS...]
 
 RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
@@ -260,7 +260,8 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
         for (partial, every, missing), count in section.items():
             some = together(partial)
             cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
-            cost -= kernel.partial * missing / (2 * (kernel.rows // 64))
+            if kernel.split == 1:  # else no group passes tiles over
+                cost -= kernel.partial * missing / (2 * (kernel.rows // 64))
             costs[round(cost), (partial, every)] += count
         rows.append(costs)
     sections = [Counter[float]() for _ in rows]
@@ -355,8 +356,13 @@ def loss(points: Sequence[Point], kernels: Sequence[Kernel], table: Sequence[dic
     return total / len(points)
 
 
-def fit(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, seconds: float) -> list[Kernel]:
-    """Constants by steps of one or all of a kernel, which get smaller; the same for the same seconds' worth of steps."""
+def fit(
+    points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, seconds: float, only: str | None = None
+) -> list[Kernel]:
+    """Constants by steps of one or all of a kernel, which get smaller; the same for the same seconds' worth of steps.
+
+    only: the name of the one kernel whose constants are sought, the others' stay.
+    """
     drawn = random.Random(1)
     found = list(kernels)
     table = [{k.name: predict(p, k, tiles) for k in found if k.name in p.us} for p in points]
@@ -364,7 +370,7 @@ def fit(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, second
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         left = (end - time.monotonic()) / seconds
-        at = drawn.randrange(len(found))
+        at = drawn.choice([i for i, k in enumerate(found) if only in (None, k.name)])
         names = ["row", "full", "partial"] + (["reread"] if found[at].reread else [])
         moved = names if drawn.random() < 0.5 else [drawn.choice(names)]
         steps = {n: getattr(found[at], n) * math.exp(drawn.gauss(0, 0.01 + 0.15 * left)) for n in moved}
@@ -416,6 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, metavar="FILE", help="keep the points of RESULTS there, and end")
     parser.add_argument("--head", type=int, choices=[64, 128], default=64)
     parser.add_argument("--fit", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--only", metavar="KERNEL", help="seek the constants of this one alone (sm90-128x64x2)")
     parser.add_argument(
         "--halves", action="store_true", help="fit to every other point, print the regret of the others"
     )
@@ -430,10 +437,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     kernels: Any = kernels_of(arguments.head)
+    if arguments.only not in (None, *(k.name for k in kernels)):
+        print(f"no kernel {arguments.only}; there are {', '.join(k.name for k in kernels)}", file=sys.stderr)
+        return 2
     tiles = Tiles()
     report(points, kernels, tiles)
     if arguments.fit > 0:
-        fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit)
+        fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit, arguments.only)
         print("fitted:")
         for kernel in fitted:
             print(f"  {kernel}")

@@ -19,9 +19,12 @@ using cuda::WorkItem;
 using cuda::WorkPlan;
 using cuda::WorkStart;
 
+// Rounds of tiles where `split` teams share them; what groups pass over counts where they do not.
 int64_t CostOf(const WorkItem& item, int64_t missing, int64_t groups, const TileCost& cost) {
-  return cost.row + cost.partial * (item.full - item.begin) + cost.full * (item.end - item.full) -
-         cost.partial * missing / (2 * groups);
+  const int64_t partial = (item.full - item.begin + cost.split - 1) / cost.split;
+  const int64_t all = (item.end - item.begin + cost.split - 1) / cost.split;
+  return cost.row + cost.partial * partial + cost.full * (all - partial) -
+         (cost.split == 1 ? cost.partial * missing / (2 * groups) : 0);
 }
 
 // Whether 64 rows have a pair in a tile of bits; -1 has all.
@@ -157,7 +160,8 @@ TEST(WorkPlansTakeEveryRowOnce) {
       const int workers = static_cast<int>(random.Range(1, 40));
       const int64_t section = random.Range(1, 2 * sizes.H);
       TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
-      cost.cuts = m == 64;
+      cost.split = int64_t{1} << random.Range(0, 2);
+      cost.cuts = m == 64 && cost.split == 1;
       const Walk walk = WalkOf(mask);
       CheckWalk(mask, walk, text);
       CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " S ", sizes.S, " T ", sizes.T, " workers "));
