@@ -14,6 +14,7 @@
 #include "plugins/core/op.h"
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/memory.h"
 #include "tests/cpp/random_expr.h"
 
 namespace stof::test {
@@ -600,6 +601,49 @@ TEST(OpTakesEmptyTensors) {
       CountCases(1);
     }
   }
+}
+
+// A thread of a pool must not let an exception out, which would end the process.
+TEST(OpSaysThatThreadsGotNoMemory) {
+  Random random(17);
+  Problem p;
+  p.B = 2, p.S = 70, p.T = 150;
+  MakeInputs(&p, &random);
+  p.constant_tables = false;
+  p.attributes.strings["mask"] = "segment_q[b, q - P] == segment_k[b, k]";
+  p.attributes.strings["operands"] = "segment_q segment_k";
+  for (const int64_t length : {p.S, p.T}) {
+    Array segments = MakeArray(DType::kI32, {p.B, length});
+    for (int64_t i = 0; i < segments.tensor.Elements(); ++i) {
+      const auto id = static_cast<int32_t>(random.Range(0, 2));
+      std::memcpy(segments.data.data() + 4 * i, &id, 4);
+    }
+    p.inputs.push_back(std::move(segments));
+  }
+  // All of a kernel's work on a thread of its own, without memory where that is asked for.
+  struct Team {
+    bool refuses = false;
+    static void Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {
+      std::thread([=] {
+        MemoryIsRefused() = static_cast<Team*>(self)->refuses;
+        for (size_t i = 0; i < count; ++i) fn(user, i);
+        MemoryIsRefused() = false;
+      }).join();
+    }
+  };
+  Team team;
+  const Parallel parallel = {&Team::Run, &team, 3};
+  Array expected, output;
+  Status status = RunOp(p, Attention(), &expected, parallel);
+  CHECK(status.ok(), status.message());
+  team.refuses = true;
+  status = RunOp(p, Attention(), &output, parallel);
+  CHECK(!status.ok() && std::string(status.message()).find("out of memory") != std::string::npos, status.message());
+  team.refuses = false;
+  status = RunOp(p, Attention(), &output, parallel);
+  CHECK(status.ok(), status.message());
+  for (int64_t i = 0; i < output.tensor.Elements(); ++i) CHECK(Get(output, i) == Get(expected, i), "element ", i);
+  CountCases(3);
 }
 
 // One fault each; the message has to name what is wrong.

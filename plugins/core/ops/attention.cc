@@ -303,7 +303,8 @@ class AttentionOp final : public Op {
       STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
       args.dynamic = dynamic->view();
     }
-    return Launch(*mask, sizes, ready_, context, &args);
+    STOF_RETURN_IF_ERROR(Launch(*mask, sizes, ready_, context, &args));
+    return dynamic == nullptr ? Status() : dynamic->status();
   }
 
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }

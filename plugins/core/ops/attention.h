@@ -4,6 +4,7 @@
 #define STOF_PLUGINS_CORE_OPS_ATTENTION_H_
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -107,11 +108,15 @@ class BoundDynamicMask {
                      const std::vector<std::pair<std::string, Tensor>>& given,
                      std::unique_ptr<BoundDynamicMask>* bound);
   const DynamicMask* view() const { return &view_; }
+  // Whether every tile could be evaluated: on a thread of a pool, which an exception would end with the process, there
+  // may be no memory for an evaluator.
+  Status status() const;
 
  private:
   BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings)
       : expr_(expr), sizes_(sizes), bindings_(std::move(bindings)), view_{&BoundDynamicMask::Tile, this} {}
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
+  int Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const;
   std::unique_ptr<ExprEvaluator> Take() const;
   void Return(std::unique_ptr<ExprEvaluator> evaluator) const;
 
@@ -121,6 +126,7 @@ class BoundDynamicMask {
   DynamicMask view_;
   mutable std::mutex mutex_;
   mutable std::vector<std::unique_ptr<ExprEvaluator>> stock_;
+  mutable std::atomic<bool> failed_{false};
 };
 
 const OpDescription* AttentionDescription();

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
+#include <new>
 #include <random>
 
 #include "plugins/core/hash.h"
@@ -135,19 +137,31 @@ void BoundDynamicMask::Return(std::unique_ptr<ExprEvaluator> evaluator) const {
 int BoundDynamicMask::Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
                            uint32_t* bits) {
   const auto& bound = *static_cast<const BoundDynamicMask*>(self);
-  const ExprSizes& sizes = bound.sizes_;
-  const int64_t rows = std::min<int64_t>(m, sizes.S - row0);
-  const int64_t keys = std::min<int64_t>(n, sizes.T - key0);
-  auto evaluator = bound.Take();
-  const ExprBox box = {b, b, h, h, sizes.P + row0, sizes.P + row0 + rows - 1, key0, key0 + keys - 1};
+  try {
+    return bound.Evaluate(b, h, row0, key0, m, n, bits);
+  } catch (const std::bad_alloc&) {
+    bound.failed_.store(true, std::memory_order_relaxed);
+    return 0;
+  }
+}
+
+Status BoundDynamicMask::status() const {
+  return failed_.load(std::memory_order_relaxed) ? Status::Error("out of memory for the mask's values") : Status();
+}
+
+int BoundDynamicMask::Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const {
+  const int64_t rows = std::min<int64_t>(m, sizes_.S - row0);
+  const int64_t keys = std::min<int64_t>(n, sizes_.T - key0);
+  auto evaluator = Take();
+  const ExprBox box = {b, b, h, h, sizes_.P + row0, sizes_.P + row0 + rows - 1, key0, key0 + keys - 1};
   const Verdict verdict = evaluator->Classify(box);
   int result = verdict == Verdict::kNone ? 0 : 2;
   if (verdict == Verdict::kMixed || (verdict == Verdict::kAll && keys < n)) {
     std::fill(bits, bits + static_cast<size_t>(m) * static_cast<size_t>(n) / 32, 0u);
-    const int64_t ones = evaluator->Tile(b, h, sizes.P + row0, key0, rows, keys, n / 32, bits);
+    const int64_t ones = evaluator->Tile(b, h, sizes_.P + row0, key0, rows, keys, n / 32, bits);
     result = ones == 0 ? 0 : ones == rows * n ? 2 : 1;
   }
-  bound.Return(std::move(evaluator));
+  Return(std::move(evaluator));
   return result;
 }
 
