@@ -11,6 +11,21 @@ bool& MemoryIsRefused() {
   return refused;
 }
 
+void Starved::Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {
+  struct Call {
+    void (*fn)(void* user, size_t i);
+    void* user;
+  } call = {fn, user};
+  const auto starved = [](void* own, size_t i) {
+    const auto& asked = *static_cast<const Call*>(own);
+    MemoryIsRefused() = true;
+    asked.fn(asked.user, i);
+    MemoryIsRefused() = false;
+  };
+  const Parallel& team = static_cast<Starved*>(self)->team_;
+  team.run(team.self, starved, count, &call);
+}
+
 }  // namespace stof::test
 
 // In place of the library's, for the whole test program; those of arrays come here, too.

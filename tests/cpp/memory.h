@@ -1,12 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that get no memory.
+// Threads that get no memory, as a pool's threads may: what they run is called from C, where an exception ends the
+// process, so kernels have all memory before.
 #ifndef STOF_TESTS_CPP_MEMORY_H_
 #define STOF_TESTS_CPP_MEMORY_H_
+
+#include <cstddef>
+
+#include "plugins/core/kernels.h"
 
 namespace stof::test {
 
 // While it is set, `new` throws std::bad_alloc on this thread.
 bool& MemoryIsRefused();
+
+// The threads of another team, without memory while they run what they are given.
+class Starved {
+ public:
+  explicit Starved(Parallel team) : team_(team) {}
+  Parallel view() { return {&Starved::Run, this, team_.threads}; }
+
+ private:
+  static void Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user);
+  Parallel team_;
+};
 
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_MEMORY_H_

@@ -20,6 +20,7 @@
 #include "tests/cpp/chain_random.h"
 #include "tests/cpp/chain_reference.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/memory.h"
 #include "tests/cpp/reference.h"
 
 namespace stof::test {
@@ -141,9 +142,10 @@ Status RunOp(const std::string& text, const std::vector<ChainArray>& arrays, int
   return RunOnDevice(*op, inputs, tensors);
 #else
   ThreadPool pool(threads);
+  Starved starved(pool.view());
   Memory memory;
   RunContext context;
-  context.parallel = pool.view();
+  context.parallel = starved.view();
   context.allocate = Memory::Allocate;
   context.self = &memory;
   return op->Run(inputs.data(), count, tensors.data(), outputs, context);

@@ -8,6 +8,7 @@
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/chain_reference.h"
 #include "tests/cpp/gemm_cases.h"
+#include "tests/cpp/memory.h"
 
 namespace stof::test {
 namespace {
@@ -28,9 +29,10 @@ Status RunCpu(const std::string& text, int pair, const std::vector<Host>& inputs
   bytes->assign(static_cast<size_t>(size) + begin + kBand, static_cast<char>(0xff));
   output->data = bytes->data() + begin;
   ThreadPool pool(threads);
+  Starved starved(pool.view());
   Memory memory;
   RunContext context;
-  context.parallel = pool.view();
+  context.parallel = starved.view();
   context.allocate = Memory::Allocate;
   context.self = &memory;
   return op->Run(tensors.data(), count, output, 1, context);

@@ -9,6 +9,7 @@
 
 #include "plugins/core/thread_pool.h"
 #include "tests/cpp/gemm_cases.h"
+#include "tests/cpp/memory.h"
 
 namespace stof::test {
 namespace {
@@ -62,8 +63,9 @@ Outputs Run(const Packed& p, const CpuGemmFactor& factor, int64_t M, int threads
   for (size_t i = 0; i < outputs.size(); ++i) args.output[i] = outputs[i].data() + kAround;
   if (p.has_epilogue) args.epilogue = &p.epilogue;
   ThreadPool pool(threads);
+  Starved starved(pool.view());
   Memory memory;
-  factor.Run(args, Memory::Allocate(&memory, CpuGemmFactor::Workspace(threads)), pool.view());
+  factor.Run(args, Memory::Allocate(&memory, CpuGemmFactor::Workspace(threads)), starved.view());
   return outputs;
 }
 
