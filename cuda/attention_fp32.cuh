@@ -19,6 +19,7 @@
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_fp32_parts.cuh"
 #include "cuda/log_sum.cuh"
+#include "cuda/score_biases.cuh"
 
 namespace stof {
 namespace cuda {
@@ -267,7 +268,6 @@ class Fp32Attention {
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
   __device__ __forceinline__ void Adjust(const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void AddBiases(int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void AddValues(const __half* values, float factor,
                                             const float (&s)[S::kBlocks][kColumns][4]);

@@ -83,7 +83,10 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::P
 template <int kHead, int kPlanes, int kTile, bool kExtras>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Adjust(
     const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kExtras) AddBiases(entry.tile * S::kN, unmasked, s);
+  if constexpr (kExtras) {
+    ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
+        .Add(1.0f, unmasked, s);
+  }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -115,39 +118,6 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
         const uint32_t here = word[j / 4] >> (j % 4 * 8 + shift);
         if ((here & 1u) == 0) s[i][j][2 * r] = -INFINITY;
         if ((here & 2u) == 0) s[i][j][2 * r + 1] = -INFINITY;
-      }
-    }
-  }
-}
-
-// Softcap and biases; scores come out in units of log2. What lies beyond the tensors reads their last element and is
-// forbidden afterwards, as in the kernel for halves.
-template <int kHead, int kPlanes, int kTile, bool kExtras>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::AddBiases(
-    int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
-  const int radius = static_cast<int>(p_.relative_bias_size / 2);
-  const float* relative =
-      p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
-  const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
-  const auto* dense = static_cast<const float*>(p_.bias);
-  const float inverse = 1.0f / p_.softcap;
-#pragma unroll
-  for (int i = 0; i < S::kBlocks; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = min(row0_ + Row(i, e / 2), p_.S - 1);
-        const int key = min(key0 + 8 * j + lane_ % 4 * 2 + e % 2, p_.T - 1);
-        float x = s[i][j][e];
-        if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse);
-        float bias = 0.0f;
-        if (dense != nullptr) bias = dense[head + row * p_.bias_stride_q + key * p_.bias_stride_k];
-        if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
-        float sum = (x + bias) * kLog2E;
-        // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-        if (sum == -INFINITY) sum = kLowest;
-        s[i][j][e] = bias == -INFINITY ? (unmasked ? x * kLog2E : -INFINITY) : sum;
       }
     }
   }

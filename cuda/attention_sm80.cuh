@@ -12,6 +12,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/log_sum.cuh"
 #include "cuda/mma_sm80.cuh"
+#include "cuda/score_biases.cuh"
 
 namespace stof {
 namespace cuda {
@@ -57,7 +58,6 @@ class Attention {
     // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
     // kExtras.
     scale_ = kExtras ? 1.0f : p.scale * kLog2E;
-    inverse_softcap_ = 1.0f / p.softcap;
   }
 
   __device__ void Run() {
@@ -156,19 +156,19 @@ class Attention {
   __device__ void LoadQueries() {
     LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
     CommitCopies();
-    if constexpr (S::kHeldQueries) {
-      WaitCopies<0>();
-      __syncthreads();
+  }
+  // Behind the first tile's copies, which may still be under way.
+  __device__ void HoldQueries() {
+    static_assert(S::kStages == 2, "copies of keys and of values are two groups");
+    WaitCopies<2>();
+    __syncthreads();
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
-    }
+    for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
   }
   __device__ __forceinline__ void ReadQueries(int k, uint32_t (&q)[S::kBlocks][4]) const {
+    const uint32_t first = base_ + 2 * Place<kHead>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
 #pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) {
-      const int row = (warp_ * S::kBlocks + i) * 16 + lane_ % 16;
-      LoadMatrix4(q[i], base_ + 2 * Place<kHead>(row, 2 * k + lane_ / 16));
-    }
+    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], Further<kHead>(first, 2 * k) + 2 * 16 * i * kHead);
   }
 
   __device__ void Clear() {
@@ -190,20 +190,21 @@ class Attention {
     Entry entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
+    if constexpr (S::kHeldQueries) {
+      if (!unmasked) HoldQueries();
+    }
     int stage = 0;
     while (entry.tile >= 0) {
       const Entry next = Next(&i, unmasked);
       float s[S::kBlocks][kColumns][4];
       if constexpr (S::kStages == 2) {
-        WaitCopies<1>();  // the keys; the values may still come
+        WaitCopies<0>();
         __syncthreads();
         FetchKeys(next.tile, stage ^ 1);
+        FetchValues(next.tile, stage ^ 1);
         Scores(Keys(stage), s);
         Adjust(entry, unmasked, s);
-        Softmax(s);
-        WaitCopies<1>();
-        __syncthreads();
-        FetchValues(next.tile, stage ^ 1);
+        Raise(s);
         AddValues(Values(stage), s);
         stage ^= 1;
       } else {
@@ -215,7 +216,7 @@ class Attention {
         __syncthreads();
         FetchKeys(next.tile, 0);
         Adjust(entry, unmasked, s);
-        Softmax(s);
+        Raise(s);
         AddValues(Values(0), s);
       }
       entry = next;
@@ -247,7 +248,7 @@ class Attention {
         }
       }
       Adjust(entry, unmasked, s);
-      Softmax(s);
+      Raise(s);
       WaitForOne();
       if (stages_ == 2) FetchValues(next.tile, other);
       AddValues(Values(stage), s);
@@ -277,8 +278,8 @@ class Attention {
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Adjust(const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void AddBiases(int key0, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Raise(const float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Weigh(int k, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]);
   __device__ __forceinline__ void AddValues(uint32_t values, const float (&s)[S::kBlocks][kColumns][4]);
 
   // ---- the end ----
@@ -347,7 +348,7 @@ class Attention {
   const uint32_t base_;
   int b_, h_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
-  float scale_, inverse_softcap_;
+  float scale_;
   const T *query_, *key_, *value_;
   T* output_;
   const uint32_t* pad_;

@@ -21,6 +21,7 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t ke
       for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
     }
   }
+  const uint32_t first = keys + 2 * Place<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
   constexpr int kAtOnce = S::kTight ? 4 : kSteps;  // more would take registers
 #pragma unroll kAtOnce
   for (int k = 0; k < kSteps; ++k) {
@@ -29,8 +30,7 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t ke
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       uint32_t b[4];
-      const int row = 8 * j + lane_ % 8 + lane_ / 16 * 8;
-      LoadMatrix4(b, keys + 2 * Place<kHead>(row, 2 * k + lane_ / 8 % 2));
+      LoadMatrix4(b, Further<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         Mma<T>(s[i][j], q[i], b[0], b[1]);
@@ -43,7 +43,10 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t ke
 template <int kHead, typename T, bool kExtras>
 __device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry& entry, bool unmasked,
                                                                      float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kExtras) AddBiases(entry.tile * S::kN, unmasked, s);
+  if constexpr (kExtras) {
+    ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
+        .Add(p_.scale, unmasked, s);
+  }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
@@ -80,44 +83,9 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry
   }
 }
 
-// Scale, softcap and biases; scores come out in units of log2. What lies beyond the tensors reads their last element
-// and is forbidden afterwards: without branches around the loads. With them, the compiler (13.0) let a warp that
-// skipped all of them run into the next load without its memory descriptor.
+// The rows' maxima are raised to those of the scores where these exceed them by far; outputs and sums follow.
 template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::AddBiases(int key0, bool unmasked,
-                                                                        float (&s)[S::kBlocks][kColumns][4]) {
-  const int radius = static_cast<int>(p_.relative_bias_size / 2);
-  const float* relative =
-      p_.relative_bias == nullptr ? nullptr : p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
-  const int64_t head = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h;
-#pragma unroll
-  for (int i = 0; i < S::kBlocks; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = min(row0_ + Row(i, e / 2), p_.S - 1);
-        const int key = min(key0 + 8 * j + lane_ % 4 * 2 + e % 2, p_.T - 1);
-        float x = s[i][j][e] * p_.scale;
-        if (p_.softcap > 0.0f) x = p_.softcap * tanhf(x * inverse_softcap_);
-        float bias = 0.0f;
-        if (p_.bias != nullptr) {
-          const int64_t at = head + row * p_.bias_stride_q + key * p_.bias_stride_k;
-          bias = p_.bias_is_float != 0 ? static_cast<const float*>(p_.bias)[at]
-                                       : ToFloat(static_cast<const T*>(p_.bias)[at]);
-        }
-        if (relative != nullptr) bias += relative[max(-radius, min(radius, key - (p_.query_position + row)))];
-        float sum = (x + bias) * kLog2E;
-        // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-        if (sum == -INFINITY) sum = kLowest;
-        s[i][j][e] = bias == -INFINITY ? (unmasked ? x * kLog2E : -INFINITY) : sum;
-      }
-    }
-  }
-}
-
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::Softmax(float (&s)[S::kBlocks][kColumns][4]) {
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::Raise(const float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false;
 #pragma unroll
@@ -147,40 +115,42 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Softmax(float (&s)
       }
     }
   }
+}
+
+// The weights of 16 keys, as a factor of the products with their values.
+template <int kHead, typename T, bool kExtras>
+__device__ __forceinline__ void Attention<kHead, T, kExtras>::Weigh(int k, const float (&s)[S::kBlocks][kColumns][4],
+                                                                    uint32_t (&a)[S::kBlocks][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float base = max_[i][r] == -INFINITY ? 0.0f : max_[i][r];
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[i][j][e] = Exp2(s[i][j][e] * scale_ - base);
-          sum_[i][r] += s[i][j][e];
-        }
+      for (int c = 0; c < 2; ++c) {
+        const float* const pair = s[i][2 * k + c] + 2 * r;
+        const float x = Exp2(pair[0] * scale_ - base), y = Exp2(pair[1] * scale_ - base);
+        sum_[i][r] += x;
+        sum_[i][r] += y;
+        a[i][2 * c + r] = Pack<T>(x, y);
       }
     }
   }
 }
 
+// Weights are made 16 keys at a time, so that the special function unit works beside the tensor cores.
 template <int kHead, typename T, bool kExtras>
 __device__ __forceinline__ void Attention<kHead, T, kExtras>::AddValues(uint32_t values,
                                                                         const float (&s)[S::kBlocks][kColumns][4]) {
+  const uint32_t first = values + 2 * Place<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll
   for (int k = 0; k < S::kN / 16; ++k) {
     uint32_t a[S::kBlocks][4];
-#pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) {
-      a[i][0] = Pack<T>(s[i][2 * k][0], s[i][2 * k][1]);
-      a[i][1] = Pack<T>(s[i][2 * k][2], s[i][2 * k][3]);
-      a[i][2] = Pack<T>(s[i][2 * k + 1][0], s[i][2 * k + 1][1]);
-      a[i][3] = Pack<T>(s[i][2 * k + 1][2], s[i][2 * k + 1][3]);
-    }
+    Weigh(k, s, a);
 #pragma unroll
     for (int j = 0; j < kOutputs; j += 2) {
       uint32_t b[4];
-      LoadMatrix4Transposed(b, values + 2 * Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16));
+      LoadMatrix4Transposed(b, Further<kHead>(first, j) + 2 * 16 * k * kHead);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         Mma<T>(o_[i][j], a[i], b[0], b[1]);

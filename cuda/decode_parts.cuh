@@ -38,7 +38,6 @@ __device__ __forceinline__ void MmaTf32(float (&c)[4], const uint32_t (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-__device__ __forceinline__ float ToFloat(float x) { return x; }
 template <typename T>
 __device__ __forceinline__ T FromFloat(float x);
 template <>

@@ -20,6 +20,9 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool 
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
 template <int kPending>
 __device__ __forceinline__ void WaitCopies() {
@@ -92,6 +95,7 @@ __device__ __forceinline__ void LoadConstant(uint32_t (&r)[kCount], const uint32
   }
 }
 
+__device__ __forceinline__ float ToFloat(float x) { return x; }
 __device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 
@@ -100,6 +104,19 @@ __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / x to the last bit but one, by the special function unit; 0 for infinity.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The larger number; NaN if one of them is.
+__device__ __forceinline__ float MaxOrNan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 }  // namespace cuda

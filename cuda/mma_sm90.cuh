@@ -76,18 +76,6 @@ __device__ __forceinline__ float2 LoadSharedFloats(uint32_t address) {
   return x;
 }
 
-// 1 / x to the last bit but one, by the special function unit; 0 for infinity.
-__device__ __forceinline__ float Reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// The larger number; NaN if one of them is.
-__device__ __forceinline__ float MaxOrNan(float x, float y) {
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
 template <typename T>
 __device__ __forceinline__ float2 Unpack(uint32_t pair);
 template <>
