@@ -23,25 +23,26 @@ __device__ __forceinline__ void Product(float (&c)[4], const uint32_t (&a)[4], u
 template <int kHead, int kPlanes, int kTile, bool kExtras>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Scores(
     const char* stage, float (&s)[S::kBlocks][kColumns][4]) {
-  const auto* keys = reinterpret_cast<const __half*>(stage);
+  const int row = warp_ * S::kBlocks * 16 + lane_ % 16;
+  const uint32_t query = SharedAddress(Queries() + Place<kHead>(row, lane_ / 16));
+  const uint32_t key = SharedAddress(stage) + 2 * Place<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t high[S::kBlocks][4], low[S::kBlocks][4];
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
-      const __half* at = Queries() + Place<kHead>((warp_ * S::kBlocks + i) * 16 + lane_ % 16, 2 * k + lane_ / 16);
-      LoadMatrix4(high[i], SharedAddress(at));
-      if constexpr (kPlanes == 2) LoadMatrix4(low[i], SharedAddress(at + S::kM * kHead));
+      const uint32_t at = Further<kHead>(query, 2 * k) + 2 * 16 * i * kHead;
+      LoadMatrix4(high[i], at);
+      if constexpr (kPlanes == 2) LoadMatrix4(low[i], at + 2 * S::kM * kHead);
     }
 #pragma unroll
     for (int j = 0; j < kColumns; j += kGroup) {
       uint32_t top[kGroup / 2][4], rest[kGroup / 2][4];
 #pragma unroll
       for (int n = 0; n < kGroup / 2; ++n) {
-        const int row = 8 * j + 16 * n + lane_ % 8 + lane_ / 16 * 8;
-        const __half* at = keys + Place<kHead>(row, 2 * k + lane_ / 8 % 2);
-        LoadMatrix4(top[n], SharedAddress(at));
-        if constexpr (kPlanes == 2) LoadMatrix4(rest[n], SharedAddress(at + S::kPlane));
+        const uint32_t at = Further<kHead>(key, 2 * k) + 2 * (8 * j + 16 * n) * kHead;
+        LoadMatrix4(top[n], at);
+        if constexpr (kPlanes == 2) LoadMatrix4(rest[n], at + 2 * S::kPlane);
       }
       if constexpr (kPlanes == 2) {
         Products(s, j, low, top, k == 0);
@@ -173,14 +174,15 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
     }
   }
   const float low_factor = factor * kLowInverse;
+  const uint32_t value = SharedAddress(values) + 2 * Place<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll
   for (int j = 0; j < kOutputs; j += 2) {
     float large[S::kBlocks][2][4], small[S::kBlocks][2][4];
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       uint32_t top[4];
-      const __half* at = values + Place<kHead>(16 * k + lane_ % 16, j + lane_ / 16);
-      LoadMatrix4Transposed(top, SharedAddress(at));
+      const uint32_t at = Further<kHead>(value, j) + 2 * 16 * k * kHead;
+      LoadMatrix4Transposed(top, at);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
         if constexpr (kPlanes == 2) {
@@ -192,7 +194,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
       }
       if constexpr (kPlanes == 2) {
         uint32_t rest[4];
-        LoadMatrix4Transposed(rest, SharedAddress(at + S::kPlane));
+        LoadMatrix4Transposed(rest, at + 2 * S::kPlane);
 #pragma unroll
         for (int i = 0; i < S::kBlocks; ++i) {
           Product(small[i][0], high[k][i], rest[0], rest[1], false);
