@@ -19,6 +19,7 @@ constexpr int64_t kMostMaskBytes = int64_t{128} << 20;  // of a mask that is mad
 // A BlockMask in device memory, with the order in which rows are taken.
 struct DeviceMask {
   int32_t rows = 0, layout_b = 1, layout_h = 1;
+  int32_t mean_row = 0;  // entries of a row in the mean over the tables; 0: made on the device
   const int32_t* layout = nullptr;
   const int32_t* row_ptr = nullptr;  // row r has entries [row_ptr[r], row_end[r]), from full_begin[r] on full ones
   const int32_t* row_end = nullptr;

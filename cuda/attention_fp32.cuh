@@ -337,7 +337,7 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, int kPlanes, int kTile, bool kExtras>
-__global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, kHead <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, Fp32Shape<kHead, kPlanes, kTile>::kCtas)
     Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int section) {
   extern __shared__ __align__(128) char fp32_shared[];
   Fp32Attention<kHead, kPlanes, kTile, kExtras>(params, stages, section, fp32_shared).Run();

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/attention_fp32.cuh"
 #include "cuda/attention_fp32_split.cuh"
@@ -20,8 +21,8 @@ struct Fp32Arrangement {
   int section = 1;  // heads whose keys and values fill half of the L2 cache
 };
 
-// Two stages where two CTAs fit a multiprocessor with them; else as many as let two CTAs fit, or one. False where a
-// multiprocessor has too little shared memory.
+// As many CTAs a multiprocessor as its registers allow, with two stages where they fit, else with one; fewer where
+// shared memory is short. False where it is too short for one.
 template <int kHead, int kPlanes, int kTile>
 cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arrangement) {
   int device = 0, block = 0, whole = 0, cache = 0;
@@ -40,9 +41,10 @@ cudaError_t Arrange(const AttentionParams& p, bool* fits, Fp32Arrangement* arran
   const int64_t heads = int64_t{p.B} * p.H, head_bytes = int64_t{4} * kPlanes * kHead * p.T / (p.H / p.G) + 1;
   const int64_t sections = 1 + (heads * head_bytes - 1) / std::max(cache / 2, 1);
   arrangement->section = static_cast<int>((heads + sections - 1) / sections);
-  for (const int ctas : {2, 1}) {
+  using S = Fp32Shape<kHead, kPlanes, kTile>;
+  for (int ctas = std::max(S::kCtas, 2); ctas > 0; ctas /= 2) {
     for (int stages = 2; stages >= (ctas == 1 ? 0 : 1); --stages) {
-      const int bytes = Fp32Shape<kHead, kPlanes, kTile>::SharedBytes(stages);
+      const int bytes = S::SharedBytes(stages);
       if (bytes > block || ctas * (bytes + kReserved) > whole) continue;
       arrangement->stages = stages;
       *fits = true;
@@ -70,27 +72,58 @@ int LaunchFp32As(const Fp32Params& params, const Fp32Arrangement& arrangement, v
                                            static_cast<cudaStream_t>(stream)));
 }
 
-template <int kHead, int kPlanes>
-int LaunchFp32(const Fp32Params& params, bool extras, void* stream) {
-  constexpr int kTile = Fp32Shape<kHead, kPlanes>::kM;
+// kNone where the device has too little shared memory for such tiles.
+constexpr int kNone = -1;
+template <int kHead, int kPlanes, int kTile>
+int LaunchFp32Tiles(const Fp32Params& params, bool extras, void* stream) {
   Fp32Arrangement arrangement;
   bool fits = false;
-  cudaError_t error = Arrange<kHead, kPlanes, kTile>(params.attention, &fits, &arrangement);
+  const cudaError_t error = Arrange<kHead, kPlanes, kTile>(params.attention, &fits, &arrangement);
   if (error != cudaSuccess) return static_cast<int>(error);
-  if (fits) {
-    return extras ? LaunchFp32As<kHead, kPlanes, kTile, true>(params, arrangement, stream)
-                  : LaunchFp32As<kHead, kPlanes, kTile, false>(params, arrangement, stream);
+  if (!fits) return kNone;
+  if constexpr (kTile <= 64) {
+    if (extras) return LaunchFp32As<kHead, kPlanes, kTile, true>(params, arrangement, stream);
   }
-  if constexpr (kHead > 192 && kPlanes == 2) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
-    constexpr int kSmall = 32;
-    error = Arrange<kHead, kPlanes, kSmall>(params.attention, &fits, &arrangement);
+  return LaunchFp32As<kHead, kPlanes, kTile, false>(params, arrangement, stream);
+}
+
+// Whether CTAs of 128 rows pay: enough of them for the device, whose rows have many tiles of keys each
+// (docs/cuda-experiments.md, "fp32"). STOF_CUDA_FP32_ROWS, read once, is for tests of both.
+inline cudaError_t RowsAreLong(const AttentionParams& p, bool* are) {
+  constexpr int kManyTiles = 24, kCtas = 2;  // of a multiprocessor
+  static const int asked = [] {
+    const char* text = std::getenv("STOF_CUDA_FP32_ROWS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  if (asked > 0) {
+    *are = asked == 128;
+    return cudaSuccess;
+  }
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  const int64_t items = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows);
+  const int tiles = p.has_mask != 0 ? p.mask.mean_row : (p.T + kTileKeys - 1) / kTileKeys;
+  *are = tiles >= kManyTiles && items >= int64_t{kCtas} * multiprocessors;
+  return error;
+}
+
+template <int kHead, int kPlanes>
+int LaunchFp32(const Fp32Params& params, bool extras, void* stream) {
+  int code = kNone;
+  if constexpr (kHead <= 64) {
+    bool long_rows = false;
+    const cudaError_t error = RowsAreLong(params.attention, &long_rows);
     if (error != cudaSuccess) return static_cast<int>(error);
-    if (fits) {
-      return extras ? LaunchFp32As<kHead, kPlanes, kSmall, true>(params, arrangement, stream)
-                    : LaunchFp32As<kHead, kPlanes, kSmall, false>(params, arrangement, stream);
-    }
+    if (long_rows && !extras) code = LaunchFp32Tiles<kHead, kPlanes, 128>(params, extras, stream);
   }
-  return static_cast<int>(cudaErrorInvalidConfiguration);
+  if (code == kNone) code = LaunchFp32Tiles<kHead, kPlanes, 64>(params, extras, stream);
+  if constexpr (kHead > 192 && kPlanes == 2) {  // 99 KiB, as compute capability 8.6, 8.9 and 12.0 have
+    if (code == kNone) code = LaunchFp32Tiles<kHead, kPlanes, 32>(params, extras, stream);
+  }
+  return code == kNone ? static_cast<int>(cudaErrorInvalidConfiguration) : code;
 }
 
 template <int kHead>

@@ -17,10 +17,11 @@ constexpr int kTopExponent = 14;
 constexpr float kLowScale = 2048.0f, kLowInverse = 1.0f / 2048.0f;
 
 // kPlanes: 2, high and low halves, or 1, high ones alone. kRows: query rows of a CTA.
-template <int kHead, int kPlanes, int kRows = kHead <= 64 ? 128 : 64>
+template <int kHead, int kPlanes, int kRows = 64>
 struct Fp32Shape {
   static constexpr int kM = kRows, kN = kTileKeys;
-  static constexpr int kBlocks = kHead <= 64 ? 2 : 1;  // of 16 rows, a warp
+  static constexpr int kBlocks = kRows == 128 ? 2 : 1;                                // of 16 rows, a warp
+  static constexpr int kCtas = kHead > 128 ? 1 : kHead > 64 || kRows == 128 ? 2 : 4;  // of a multiprocessor
   static constexpr int kWarps = kM / 16 / kBlocks;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kPieces = kTileRows / kM;  // CTAs for a tile of the mask

@@ -2,7 +2,8 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
+//   tf32    fp32 tensors, products as by allow_tf32
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
 //   and softcap
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
@@ -277,12 +278,13 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   Report("]");
 }
 
-void Measure(const Row& row, stof::DType dtype, bool all) {
+void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   stof::AttentionArgs args;
   const int64_t T = row.T > 0 ? row.T : row.S, G = row.G > 0 ? row.G : row.H;
   args.B = row.B, args.H = row.H, args.G = G, args.S = row.S, args.T = T, args.D = args.Dv = row.D;
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
   args.dtype = dtype;
+  args.allow_tf32 = tf32;
   const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
   args.query = random(query_count, 1), args.key = random(count, 2), args.value = random(count, 3);
   args.output = random(query_count, 4);
@@ -400,12 +402,15 @@ void Measure(const Row& row, stof::DType dtype, bool all) {
 
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  bool all = false, decode = false, wide = false, extras = false;
+  bool tf32 = false, all = false, decode = false, wide = false, extras = false;
   std::vector<std::string> only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "fp16" || word == "bf16" || word == "fp32") {
       dtype = word == "fp16" ? stof::DType::kF16 : word == "bf16" ? stof::DType::kBF16 : stof::DType::kF32;
+    } else if (word == "tf32") {
+      dtype = stof::DType::kF32;
+      tf32 = true;
     } else if (word == "decode") {
       decode = true;
     } else if (word == "wide") {
@@ -424,7 +429,7 @@ int main(int argc, char** argv) {
       }
     } else {
       std::fprintf(stderr,
-                   "usage: bench_cuda_attention [fp16 | bf16 | fp32] [decode | wide | extras] [--all] [--only "
+                   "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras] [--all] [--only "
                    "NAME]... [--json FILE]\n");
       return 2;
     }
@@ -439,7 +444,7 @@ int main(int argc, char** argv) {
                                    : std::end(kRows);
   Report("[");
   for (const Row* row = first; row != last; ++row) {
-    if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, all);
+    if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, tf32, all);
   }
   Report("]\n");
   if (report != nullptr) std::fclose(report);

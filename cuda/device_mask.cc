@@ -160,6 +160,8 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   view_.rows = mask.rows;
   view_.layout_b = mask.layout_b;
   view_.layout_h = mask.layout_h;
+  const size_t rows = std::max<size_t>(mask.full_begin.size(), 1);
+  view_.mean_row = static_cast<int32_t>((mask.key_tile.size() + rows - 1) / rows);
   view_.layout = reinterpret_cast<const int32_t*>(base + layout);
   view_.row_ptr = reinterpret_cast<const int32_t*>(base + row_ptr);
   view_.row_end = view_.row_ptr + 1;

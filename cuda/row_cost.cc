@@ -14,7 +14,7 @@ namespace {
 // pair reads, of a row's look at a tile; of a key in a row that is left alone, and of a launch.
 constexpr double kRowsRow = 160.0, kRowsByte = 0.0165, kRowsLook = 1.6, kRowsAlone = 75.0, kRowsLaunch = 4000.0;
 // A partial tile of the kernels for capability 8.0, and what each byte of a key adds to it.
-constexpr double kSm80Tile = 530.0, kSm80Byte = 5.74, kFp32Tile = 400.0, kFp32Byte = 8.8;
+constexpr double kSm80Tile = 490.0, kSm80Byte = 5.3, kFp32Tile = 50.0, kFp32Byte = 9.2;
 }  // namespace
 
 MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H) {

@@ -76,6 +76,8 @@ if wave 1; then
   suite decode 75 CudaDecode
   suite decode-8.0 75 CudaDecode STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
+  suite fp32-128-rows 75 CudaFp32 STOF_CUDA_FP32_ROWS=128
+  suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
   suite gemm 120 CudaGemm
