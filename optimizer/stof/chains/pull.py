@@ -30,7 +30,7 @@ from stof.errors import UnsupportedError
 from stof.graph import describe, domain_of
 from stof.passes.views import may_repeat
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
-from stof.symbolic.interpreter import Fact
+from stof.symbolic.facts import Fact
 from stof.symbolic.tensor import Index, Shape, input_tensor
 from stof.symbolic.terms import Atom, bound
 

@@ -24,7 +24,7 @@ from stof.mask.signature import Signatures
 from stof.runtime import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic
-from stof.symbolic.interpreter import dtype_kind
+from stof.symbolic.facts import dtype_kind
 from stof.widen import widen
 
 _LONGEST = 1200

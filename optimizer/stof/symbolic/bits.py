@@ -11,7 +11,7 @@ from collections.abc import Callable
 from onnx import TensorProto
 
 from stof.symbolic.divisions import floor_div, floor_mod
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.terms import Int, Scalar, all_of, any_of, bound, integer, negate, of_atom, to_cond, to_int
 
 _MOST_BITS = 31

@@ -8,7 +8,7 @@ import string
 from onnx import TensorProto
 
 from stof.symbolic.divisions import floor_div
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.tensor import Shape
 from stof.symbolic.terms import Int, integer
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stof.symbolic.compute import as_first
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.rules import broadcast
 from stof.symbolic.terms import integer
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import Int, Scalar, integer, parts, to_real, var

@@ -13,7 +13,7 @@ from stof.symbolic import reshapes, scatter
 from stof.symbolic.casework import rebuilt
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.dropout import drops
-from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.moved import moved, product, wrapped
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from onnx import TensorProto
 
 from stof.symbolic.compute import as_first
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.rules import broadcast
 from stof.symbolic.tensor import Shape
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from stof.symbolic import bits, compute, counting, divisions, floats, movement, ranges, widths
 from stof.symbolic.casework import reads_number, times
-from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor, constant_tensor
 from stof.symbolic.terms import (
     Cond,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import moved, wrapped
 from stof.symbolic.tensor import Index, Shape, SymTensor
 from stof.symbolic.terms import Int, Scalar, all_of, equal, integer, less_equal, negate, select, to_int, var
