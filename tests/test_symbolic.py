@@ -8,12 +8,12 @@ import pytest
 
 from stof.inputs import evaluate
 from stof.symbolic import Cond, Int, integer, var
+from stof.symbolic.arithmetic import div
 from stof.symbolic.casework import decide, reads_input
 from stof.symbolic.dims import dimension
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain, divisions
 from stof.symbolic.floats import floor
-from stof.symbolic.rules import div
 from stof.symbolic.terms import FALSE, TRUE, Real, all_of, cases, equal, less_equal, negate, of_atom, real, size, to_int
 
 Q, K, S, T = var("q"), var("k"), size("S"), size("T")

@@ -23,12 +23,12 @@ from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
+from stof.symbolic.broadcasting import project
 from stof.symbolic.casework import reads_input
+from stof.symbolic.casts import held
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
-from stof.symbolic.floats import held
 from stof.symbolic.ranges import settled
-from stof.symbolic.rules import project
 from stof.symbolic.terms import FALSE, TRUE, Atom, all_of, any_of, cases, integer, negate, of_atom, parts, to_cond
 
 LOWEST: dict[int, float] = {

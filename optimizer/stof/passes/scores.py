@@ -25,8 +25,8 @@ from stof.passes.views import (
 )
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
-from stof.symbolic.floats import held
-from stof.symbolic.rules import broadcast, project
+from stof.symbolic.broadcasting import broadcast, project
+from stof.symbolic.casts import held
 from stof.symbolic.terms import FALSE, all_of, cases, to_real
 
 _DEEPEST = 32

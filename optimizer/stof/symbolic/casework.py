@@ -17,6 +17,7 @@ from stof.symbolic.terms import (
     Cond,
     Int,
     Real,
+    Scalar,
     all_of,
     any_of,
     bound,
@@ -25,6 +26,7 @@ from stof.symbolic.terms import (
     of_atom,
     parts,
     real,
+    to_int,
     to_real,
 )
 
@@ -214,6 +216,24 @@ def _is_one(value: Int) -> Cond | None:
     return Cond("ne", (Int((((atom,), 1),)),))
 
 
+def as_int(x: Scalar) -> Int | None:
+    """The integer that a scalar is; None for a float that is not known to be one."""
+    if isinstance(x, Real):
+        if x.kind == "int":
+            return to_int(x)
+        if x.kind == "const":
+            number = x.args[0]
+            assert isinstance(number, float)
+            return integer(int(number)) if number.is_integer() else None
+        return None
+    return to_int(x)
+
+
+def to_real_case(value: float | Real) -> Real:
+    """The value of a case."""
+    return real(value) if isinstance(value, float) else value
+
+
 @lru_cache(maxsize=20_000)
 def reads_number(value: Real) -> bool:
     """Whether a float is made of numbers that a model reads, other than by conditions on them."""
@@ -272,7 +292,7 @@ def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
 
 def assume_real(value: Real, cond: Cond, holds: bool) -> Real:
     """The float where a condition is known."""
-    from stof.symbolic.rules import fold_real, negative
+    from stof.symbolic.floats import fold_real, negative
     from stof.symbolic.widths import rounded
 
     match value.kind:

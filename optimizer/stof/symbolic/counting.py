@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
+from stof.symbolic.arithmetic import mul
 from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
@@ -40,8 +41,6 @@ def _cumsum(context: Context) -> list[Fact] | None:
         steps = count if exclusive else count + ONE
         if isinstance(each, Int):
             return each * steps
-        from stof.symbolic.rules import mul
-
         return mul(each, to_real(steps))
 
     return [Fact(fact.dtype, data, SymTensor(data, value.kind, at))]

@@ -10,6 +10,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from stof.symbolic import reshapes, scatter
+from stof.symbolic.broadcasting import broadcast, project
 from stof.symbolic.casework import rebuilt
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.dropout import drops
@@ -17,6 +18,7 @@ from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.moved import moved, product, wrapped
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import (
+    FALSE,
     Int,
     Real,
     Scalar,
@@ -26,6 +28,7 @@ from stof.symbolic.terms import (
     integer,
     less_equal,
     of_atom,
+    real,
     select,
     to_int,
     to_real,
@@ -264,8 +267,6 @@ def _concat(context: Context) -> list[Fact] | None:
 
 
 def _expand(context: Context) -> list[Fact] | None:
-    from stof.symbolic.rules import broadcast, project
-
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
@@ -368,8 +369,6 @@ def _constant_of_shape(context: Context) -> list[Fact] | None:
 
 
 def _zero(kind: str) -> Scalar:
-    from stof.symbolic.terms import FALSE, real
-
     return FALSE if kind == "b" else ZERO if kind == "i" else real(0.0)
 
 
