@@ -8,31 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from stof.symbolic.bounds import bound, times
 from stof.symbolic.broadcasting import elementwise, pointwise
-from stof.symbolic.casework import as_int, times
+from stof.symbolic.casework import as_int, cases, to_int
+from stof.symbolic.conditions import all_of, equal, less_equal, negate, select
 from stof.symbolic.divisions import floor_div, floor_mod, of_sizes
 from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.floats import floor, fold_real, negative
 from stof.symbolic.tensor import SymTensor
-from stof.symbolic.terms import (
-    Int,
-    Real,
-    Scalar,
-    all_of,
-    bound,
-    cases,
-    equal,
-    integer,
-    less_equal,
-    negate,
-    of_atom,
-    parts,
-    real,
-    select,
-    to_int,
-    to_real,
-    var,
-)
+from stof.symbolic.terms import Int, Real, Scalar, integer, of_atom, parts, real, to_real, var
 
 _MOST_SIZES = 8  # that are told apart
 

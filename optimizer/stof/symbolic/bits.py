@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 from onnx import TensorProto
 
+from stof.symbolic.bounds import bound
 from stof.symbolic.broadcasting import elementwise, pointwise
+from stof.symbolic.casework import to_cond, to_int
+from stof.symbolic.conditions import all_of, any_of, negate
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.facts import Context, Fact, Rule
-from stof.symbolic.terms import Int, Scalar, all_of, any_of, bound, integer, negate, of_atom, to_cond, to_int
+from stof.symbolic.terms import Int, Scalar, integer, of_atom
 
 _MOST_BITS = 31
 _SIGNED = frozenset({TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64})

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from onnx import TensorProto
 
+from stof.symbolic.bounds import bound
 from stof.symbolic.broadcasting import elementwise
-from stof.symbolic.casework import to_real_case
+from stof.symbolic.casework import cases, to_cond, to_int, to_real_case
+from stof.symbolic.conditions import select
 from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import Index, SymTensor
-from stof.symbolic.terms import Int, Scalar, bound, cases, integer, of_atom, select, to_cond, to_int, to_real
+from stof.symbolic.terms import Int, Scalar, integer, of_atom, to_real
 from stof.symbolic.widths import EXACT, rounding
 
 # The least number that is rounded to infinity: half a unit in the last place beyond the largest one.

@@ -9,30 +9,12 @@ from collections.abc import Callable
 from onnx import TensorProto
 
 from stof.symbolic import ranges
+from stof.symbolic.bounds import fits
 from stof.symbolic.broadcasting import elementwise, pointwise
-from stof.symbolic.casework import as_int, reads_number, to_real_case
+from stof.symbolic.casework import as_int, cases, reads_number, split_cond, to_cond, to_int, to_real_case
+from stof.symbolic.conditions import all_of, any_of, equal, less_equal, negate, select
 from stof.symbolic.facts import Context, Fact, Rule
-from stof.symbolic.terms import (
-    FALSE,
-    TRUE,
-    Cond,
-    Int,
-    Real,
-    Scalar,
-    all_of,
-    any_of,
-    cases,
-    equal,
-    integer,
-    less_equal,
-    negate,
-    select,
-    split_cond,
-    to_cond,
-    to_int,
-    to_real,
-)
-from stof.symbolic.widths import fits
+from stof.symbolic.terms import FALSE, TRUE, Cond, Int, Real, Scalar, integer, to_real
 
 BOOL = TensorProto.BOOL
 _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stof.symbolic.casework import rebuilt, times
-from stof.symbolic.terms import Int, Real, Scalar, bound, integer, of_atom, real, to_real
+from stof.symbolic.bounds import bound, fits, rebuilt, times
+from stof.symbolic.terms import Int, Real, Scalar, integer, of_atom, real, to_real
 
 _LARGEST = 1 << 22  # fp32 holds every integer up to 2^24; positions are below 2^22
 
@@ -120,3 +120,18 @@ def floor(value: Real) -> Scalar | None:
     if x is None or y is None or not y.constant or y.constant < 0 or bound(x, upper=False) < 0:
         return None
     return to_real(of_atom("div", x, y.constant))
+
+
+def rounded(value: Real, largest: int) -> Real:
+    """A float whose integers are rounded where they are not known to be small."""
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return value if fits(inner, largest) else Real("rounded", (inner, largest))
+    if value.kind == "rounded":
+        inner, before = value.args
+        assert isinstance(before, int)
+        return Real("rounded", (inner, min(before, largest)))
+    if value.kind in ("select", "add", "mul", "div", "min", "max", "neg"):
+        return Real(value.kind, tuple(rounded(a, largest) if isinstance(a, Real) else a for a in value.args))
+    return value
