@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stof.mask.check import tables_of
 from stof.mask.text import B, H, Q
 from stof.runtime import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask
+from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Cond, Int, integer
 from stof.symbolic.bounds import bound, rebuilt, times
 from stof.symbolic.conditions import all_of, any_of, equal, less_equal, negate
