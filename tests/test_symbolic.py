@@ -8,13 +8,14 @@ import pytest
 
 from stof.inputs import evaluate
 from stof.symbolic import Cond, Int, integer, var
-from stof.symbolic.casework import decide, reads_input
+from stof.symbolic.arithmetic import div
+from stof.symbolic.casework import cases, reads_input, to_int
+from stof.symbolic.conditions import all_of, decide, equal, less_equal, negate
 from stof.symbolic.dims import dimension
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain, divisions
 from stof.symbolic.floats import floor
-from stof.symbolic.rules import div
-from stof.symbolic.terms import FALSE, TRUE, Real, all_of, cases, equal, less_equal, negate, of_atom, real, size, to_int
+from stof.symbolic.terms import FALSE, TRUE, Real, of_atom, real, size
 
 Q, K, S, T = var("q"), var("k"), size("S"), size("T")
 ONE = integer(1)

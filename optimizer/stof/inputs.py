@@ -17,8 +17,9 @@ from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.symbolic.casework import reads_input
-from stof.symbolic.interpreter import dtype_kind
-from stof.symbolic.terms import Atom, Cond, Int, children, integer
+from stof.symbolic.conditions import children
+from stof.symbolic.facts import dtype_kind
+from stof.symbolic.terms import Atom, Cond, Int, integer
 
 _LARGEST_INPUT = 1 << 22
 _LONGEST_CHAIN = 16

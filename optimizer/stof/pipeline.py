@@ -23,7 +23,6 @@ from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
 from stof.files import check_outputs, write_text
 from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read_constants, save
-from stof.mask.check import tables_of
 from stof.mask.families import picture, window
 from stof.options import Options
 from stof.passes.attention import is_softmax, unique
@@ -35,7 +34,7 @@ from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
-from stof.site import Finding
+from stof.site import Finding, tables_of
 from stof.targets import target_of
 
 if TYPE_CHECKING:

@@ -238,6 +238,11 @@ class LiftedMask:
     notes: tuple[str, ...] = ()
 
 
+def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:
+    """The tables of a lifted mask as arrays."""
+    return {n: np.frombuffer(data, np.dtype(t)).reshape(shape) for n, t, shape, data in mask.tables}
+
+
 @dataclass(frozen=True)
 class Finding:
     """What became of a site (or of a softmax that is none): a row of the report."""

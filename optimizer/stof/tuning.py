@@ -13,11 +13,10 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError
-from stof.mask.check import tables_of
 from stof.runtime import LibraryError, build_info
 from stof.runtime_cuda import CudaOp, DeviceInfo, device_info, kernel_names
 from stof.search.cache import Cache, cache_path
-from stof.site import AttentionSite, LiftedMask
+from stof.site import AttentionSite, LiftedMask, tables_of
 
 _GAIN = 1.03  # below that a difference is taken for noise
 _SLICE = 0.15  # seconds of replays for one time

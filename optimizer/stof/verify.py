@@ -25,7 +25,7 @@ from onnx import helper
 
 from stof.compare import Comparison, attributes_of, compare_outputs, compare_site, rounded
 from stof.inputs import Case, Counts, InputMaker, Padding
-from stof.mask.check import read_by
+from stof.mask.run import read_by
 from stof.noise import Noisy, perturbed
 from stof.passes.body import OP
 from stof.passes.emit import Rewrite

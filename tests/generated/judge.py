@@ -16,13 +16,13 @@ import stof
 from stof.errors import UnsupportedError
 from stof.kernels.cost import why_not
 from stof.mask.accept import accept, or_unguarded
-from stof.mask.check import MaskChecker, tables_of
+from stof.mask.check import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative import with_relative_bias
 from stof.passes.attention import find_sites
 from stof.passes.emit import Rewrite, emit
 from stof.passes.prepare import prepare
-from stof.site import AttentionSite, LiftedMask
+from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Symbolic
 
 from . import oracle

@@ -21,10 +21,10 @@ from stof.chains.region import Chain, Region, translate
 from stof.errors import UnsupportedError
 from stof.graph import GraphIndex, node_tensors, opset_of
 from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.bounds import bound
 from stof.symbolic.dropout import drops
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Shape
-from stof.symbolic.terms import bound
 
 _MOST_NODES = 96  # of a region
 

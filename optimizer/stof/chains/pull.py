@@ -30,9 +30,10 @@ from stof.errors import UnsupportedError
 from stof.graph import describe, domain_of
 from stof.passes.views import may_repeat
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
-from stof.symbolic.interpreter import Fact
+from stof.symbolic.bounds import bound
+from stof.symbolic.facts import Fact
 from stof.symbolic.tensor import Index, Shape, input_tensor
-from stof.symbolic.terms import Atom, bound
+from stof.symbolic.terms import Atom
 
 _ZERO, _ONE = integer(0), integer(1)
 _FLOAT = int(TensorProto.FLOAT)

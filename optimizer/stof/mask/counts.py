@@ -8,8 +8,9 @@ Y(k) - Y(q) = s * (k - q) there. A mask that asks for the same count and compare
 from __future__ import annotations
 
 from stof.symbolic import Cond, Int, Symbolic, integer, var
+from stof.symbolic.conditions import all_of, any_of, children, equal, less_equal, negate
 from stof.symbolic.domain import Domain
-from stof.symbolic.terms import Atom, all_of, any_of, children, equal, less_equal, negate
+from stof.symbolic.terms import Atom
 
 _Place = tuple[Int, Int]  # of a read: batch, position
 

@@ -22,7 +22,8 @@ from stof.mask.lift import element, lift
 from stof.passes.views import uniform
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
-from stof.symbolic.terms import cases, to_real
+from stof.symbolic.casework import cases
+from stof.symbolic.terms import to_real
 
 _DEEPEST = 16
 _COUNTING = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE})

@@ -13,26 +13,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stof.mask.check import tables_of
 from stof.mask.text import B, H, Q
 from stof.runtime import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask
+from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Cond, Int, integer
-from stof.symbolic.casework import rebuilt, times
+from stof.symbolic.bounds import bound, rebuilt, times
+from stof.symbolic.conditions import all_of, any_of, equal, less_equal, negate
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
-from stof.symbolic.terms import (
-    ANY,
-    FALSE,
-    TRUE,
-    all_of,
-    any_of,
-    bound,
-    equal,
-    less_equal,
-    negate,
-    of_atom,
-)
+from stof.symbolic.terms import ANY, FALSE, TRUE, of_atom
 
 _LARGEST = 1 << 26  # pairs of a mask that is evaluated
 _ZERO, _ONE = integer(0), integer(1)

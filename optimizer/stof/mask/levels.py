@@ -14,7 +14,8 @@ from stof.errors import UnsupportedError
 from stof.mask.lift import FLOOR, UNDERFLOW, element, read_term
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic
-from stof.symbolic.terms import cases, parts
+from stof.symbolic.casework import cases
+from stof.symbolic.terms import parts
 
 
 def equals_in_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> list[MaskTerm]:

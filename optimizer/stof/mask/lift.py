@@ -23,13 +23,14 @@ from stof.mask.tables import band_of, with_bands
 from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
-from stof.symbolic.casework import reads_input
+from stof.symbolic.broadcasting import project
+from stof.symbolic.casework import cases, reads_input, to_cond
+from stof.symbolic.casts import held
+from stof.symbolic.conditions import all_of, any_of, negate
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.domain import Domain
-from stof.symbolic.floats import held
 from stof.symbolic.ranges import settled
-from stof.symbolic.rules import project
-from stof.symbolic.terms import FALSE, TRUE, Atom, all_of, any_of, cases, integer, negate, of_atom, parts, to_cond
+from stof.symbolic.terms import FALSE, TRUE, Atom, integer, of_atom, parts
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.graph import ITEM_SIZES, GraphIndex
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
-from stof.symbolic.interpreter import dtype_kind
+from stof.symbolic.facts import dtype_kind
 from stof.symbolic.widths import extremes
 
 _CHUNK = 1 << 20  # elements of a constant that are looked at together

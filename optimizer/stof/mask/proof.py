@@ -16,7 +16,8 @@ import numpy as np
 from stof.mask.lift import LOWEST, element
 from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic
-from stof.symbolic.terms import Atom, cases
+from stof.symbolic.casework import cases
+from stof.symbolic.terms import Atom
 
 _FARTHEST = 1 << 22  # the longest input of the operator
 _CHUNK = 1 << 19

@@ -12,7 +12,8 @@ import numpy as np
 
 from stof.errors import UnsupportedError
 from stof.inputs import Case, Counts, Padding
-from stof.mask.check import MaskChecker, counted, lengths, uneven
+from stof.mask.cases import counted, lengths, uneven
+from stof.mask.check import MaskChecker
 from stof.mask.lift import UNDERFLOW, read_term
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
 from stof.symbolic import Symbolic

@@ -7,11 +7,11 @@ import re
 from dataclasses import replace
 
 from stof.errors import ArgumentError, UnsupportedError, VerifyError
-from stof.mask.check import MaskChecker, tables_of
+from stof.mask.check import MaskChecker
 from stof.mask.families import describe
 from stof.mask.lift import empty_rows, lift
 from stof.runtime import LibraryError, Mask
-from stof.site import AttentionSite, LiftedMask, RuntimeOperand
+from stof.site import AttentionSite, LiftedMask, RuntimeOperand, tables_of
 from stof.symbolic import Symbolic
 
 _ROLE = re.compile(r"\b(pad|segment_q|segment_k|lengths|table\d+)\s*\[")
@@ -76,7 +76,7 @@ def _operand(
     for operand in lifted.operands if lifted else ():
         if operand.role == role:
             return operand
-    found = checker.vectors(site)
+    found = checker.runner.vectors(site)
     if role != "pad" or len(found) != 1:
         named = ", ".join(repr(f) for f in found) or "none"
         raise ArgumentError(

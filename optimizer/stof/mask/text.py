@@ -15,20 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.symbolic.terms import (
-    FALSE,
-    TRUE,
-    Atom,
-    Cond,
-    Int,
-    Real,
-    all_of,
-    any_of,
-    children,
-    integer,
-    less_equal,
-    var,
-)
+from stof.symbolic.conditions import all_of, any_of, children, less_equal
+from stof.symbolic.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, var
 
 _WIDEST = 1 << 20  # largest constant in a band that is recognized as one
 _DEGREE = 2  # of a polynomial in q - k: its values stay below 2^63

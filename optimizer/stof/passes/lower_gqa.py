@@ -33,7 +33,8 @@ from stof.passes.core import (
 )
 from stof.passes.lowering import Request
 from stof.symbolic import Int, integer
-from stof.symbolic.terms import to_int, var
+from stof.symbolic.casework import to_int
+from stof.symbolic.terms import var
 
 _KNOWN = frozenset(
     {"num_heads", "kv_num_heads", "softcap", "do_rotary", "rotary_interleaved", "causal", "scale", "local_window_size"}

@@ -16,8 +16,9 @@ from stof.passes.scores import less_maximum
 from stof.passes.views import uniform
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
+from stof.symbolic.casework import cases
 from stof.symbolic.tensor import SymTensor
-from stof.symbolic.terms import cases, to_real
+from stof.symbolic.terms import to_real
 
 _STANDARD = ("", "ai.onnx")
 

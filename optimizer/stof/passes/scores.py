@@ -25,9 +25,11 @@ from stof.passes.views import (
 )
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
-from stof.symbolic.floats import held
-from stof.symbolic.rules import broadcast, project
-from stof.symbolic.terms import FALSE, all_of, cases, to_real
+from stof.symbolic.broadcasting import broadcast, project
+from stof.symbolic.casework import cases
+from stof.symbolic.casts import held
+from stof.symbolic.conditions import all_of
+from stof.symbolic.terms import FALSE, to_real
 
 _DEEPEST = 32
 MERGED = -1  # a mask [B*H, .., ..] while H is not known yet

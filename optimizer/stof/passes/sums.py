@@ -12,7 +12,8 @@ from dataclasses import replace
 from stof.graph import GraphIndex
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
-from stof.symbolic.terms import cases, to_real
+from stof.symbolic.casework import cases
+from stof.symbolic.terms import to_real
 
 _DEEPEST = 4
 _FORBIDS = -1e4

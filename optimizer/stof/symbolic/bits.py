@@ -10,9 +10,13 @@ from collections.abc import Callable
 
 from onnx import TensorProto
 
+from stof.symbolic.bounds import bound
+from stof.symbolic.broadcasting import elementwise, pointwise
+from stof.symbolic.casework import to_cond, to_int
+from stof.symbolic.conditions import all_of, any_of, negate
 from stof.symbolic.divisions import floor_div, floor_mod
-from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.terms import Int, Scalar, all_of, any_of, bound, integer, negate, of_atom, to_cond, to_int
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.terms import Int, Scalar, integer, of_atom
 
 _MOST_BITS = 31
 _SIGNED = frozenset({TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64})
@@ -99,31 +103,18 @@ def shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
     return apply
 
 
-def _binary(function: Callable[[Scalar, Scalar], Scalar]) -> Rule:
-    def rule(context: Context) -> list[Fact] | None:
-        from stof.symbolic.rules import elementwise
-
-        return elementwise(context, function, None)
-
-    return rule
-
-
 def _not(context: Context) -> list[Fact] | None:
-    from stof.symbolic.rules import elementwise
-
     return elementwise(context, bit_not(context.fact(0).dtype in _SIGNED), None)
 
 
 def _shift(context: Context) -> list[Fact] | None:
-    from stof.symbolic.rules import elementwise
-
     return elementwise(context, shift(context.attribute("direction") == "LEFT"), None)
 
 
 RULES: dict[str, Rule] = {
     "BitShift": _shift,
-    "BitwiseAnd": _binary(bit_and),
+    "BitwiseAnd": pointwise(bit_and),
     "BitwiseNot": _not,
-    "BitwiseOr": _binary(bit_or),
-    "BitwiseXor": _binary(bit_xor),
+    "BitwiseOr": pointwise(bit_or),
+    "BitwiseXor": pointwise(bit_xor),
 }

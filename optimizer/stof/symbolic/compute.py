@@ -7,8 +7,9 @@ import string
 
 from onnx import TensorProto
 
+from stof.symbolic.broadcasting import broadcast
 from stof.symbolic.divisions import floor_div
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.tensor import Shape
 from stof.symbolic.terms import Int, integer
 
@@ -160,17 +161,78 @@ def as_first(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
-def _broadcast(context: Context) -> list[Fact] | None:
-    from stof.symbolic.rules import broadcast
+def _norm(context: Context) -> list[Fact]:
+    return [Fact(context.fact(0).dtype, context.shape(0)), Fact(), Fact()]
 
+
+def _matmul(context: Context) -> list[Fact] | None:
+    a, b = context.shape(0), context.shape(1)
+    dtype = context.fact(0).dtype
+    if a is None or b is None or len(a) < 1 or len(b) < 1:
+        return None
+    if len(a) == 1 or len(b) == 1:
+        return [Fact(dtype, (*a[:-1],) if len(b) == 1 else (*b[:-2], b[-1]))]
+    context.equate(a[-1], b[-2])
+    return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
+
+
+def _gemm(context: Context) -> list[Fact] | None:
+    a, b = context.shape(0), context.shape(1)
+    if a is None or b is None:
+        return None
+    rows = a[1] if context.number("transA", 0) else a[0]
+    columns = b[0] if context.number("transB", 0) else b[1]
+    return [Fact(context.fact(0).dtype, (rows, columns))]
+
+
+def _reduce(context: Context) -> list[Fact] | None:
+    shape = context.shape(0)
+    if shape is None:
+        return None
+    axes: object = context.attribute("axes")
+    if axes is None and context.has(1):
+        axes = context.fixed_ints(1)
+        if axes is None:
+            return None
+    keep = context.number("keepdims", 1)
+    wanted = [] if axes is None else [int(a) for a in axes]  # type: ignore[attr-defined]
+    chosen = [a % len(shape) for a in wanted] or list(range(len(shape)))
+    result = [integer(1) if a in chosen else d for a, d in enumerate(shape) if keep or a not in chosen]
+    return [Fact(context.fact(0).dtype, tuple(result))]
+
+
+def _broadcast(context: Context) -> list[Fact] | None:
     shapes = [context.shape(i) for i in range(len(context.node.input))]
     known = [s for s in shapes if s is not None]
     return [Fact(context.fact(0).dtype, broadcast(known) if len(known) == len(shapes) else None)]
 
 
+_ACTIVATIONS = (
+    "Relu",
+    "LeakyRelu",
+    "Gelu",
+    "Softplus",
+    "HardSwish",
+    "HardSigmoid",
+    "Mish",
+    "Elu",
+    "Selu",
+    "PRelu",
+    "Swish",
+    "QuickGelu",
+    "Softsign",
+    "Celu",
+    "ThresholdedRelu",
+)
+_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 RULES: dict[str, Rule] = {
-    "Celu": as_first,
-    "ThresholdedRelu": as_first,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Softmax": as_first,
+    "LogSoftmax": as_first,
+    "LayerNormalization": _norm,
+    "RMSNormalization": _norm,
+    "BatchNormalization": _norm,
     "Mean": _broadcast,
     "Sum": _broadcast,
     "Conv": _conv,
@@ -196,3 +258,5 @@ RULES: dict[str, Rule] = {
     "CumProd": as_first,
     "RotaryEmbedding": as_first,
 }
+RULES |= dict.fromkeys(_ACTIVATIONS, as_first)
+RULES |= {f"Reduce{name}": _reduce for name in _REDUCTIONS}

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from stof.symbolic.broadcasting import broadcast
 from stof.symbolic.compute import as_first
-from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.rules import broadcast
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.terms import integer
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.arithmetic import mul
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import product
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import Int, Scalar, integer, parts, to_real, var
@@ -40,8 +41,6 @@ def _cumsum(context: Context) -> list[Fact] | None:
         steps = count if exclusive else count + ONE
         if isinstance(each, Int):
             return each * steps
-        from stof.symbolic.rules import mul
-
         return mul(each, to_real(steps))
 
     return [Fact(fact.dtype, data, SymTensor(data, value.kind, at))]

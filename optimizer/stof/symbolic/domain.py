@@ -7,23 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from stof.symbolic.casework import rebuilt
-from stof.symbolic.terms import (
-    FALSE,
-    TRUE,
-    Atom,
-    Cond,
-    Int,
-    all_of,
-    any_of,
-    bound,
-    children,
-    equal,
-    integer,
-    less_equal,
-    negate,
-    of_atom,
-)
+from stof.symbolic.bounds import bound, rebuilt
+from stof.symbolic.conditions import all_of, any_of, children, equal, less_equal, negate
+from stof.symbolic.terms import FALSE, TRUE, Atom, Cond, Int, integer, of_atom
 
 ZERO = integer(0)
 _STEPS = 16  # of a division of polynomials

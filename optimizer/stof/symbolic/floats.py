@@ -1,65 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floats that hold integers: positions that were cast before they were subtracted, compared or divided; numbers too large."""
+"""Arithmetic of floats, computed where they are known: as integers where they hold some, positions that were cast before."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import numpy as np
 
-from onnx import TensorProto
-
-from stof.symbolic.casework import rebuilt, times
-from stof.symbolic.tensor import Index
-from stof.symbolic.terms import Cond, Int, Real, Scalar, bound, cases, integer, negate, of_atom, real, select, to_real
+from stof.symbolic.bounds import bound, fits, rebuilt, times
+from stof.symbolic.terms import Int, Real, Scalar, integer, of_atom, real, to_real
 
 _LARGEST = 1 << 22  # fp32 holds every integer up to 2^24; positions are below 2^22
-# The least number that is rounded to infinity: half a unit in the last place beyond the largest one.
-_INFINITE: dict[int, float] = {
-    int(TensorProto.FLOAT16): 65520.0,
-    int(TensorProto.BFLOAT16): float.fromhex("0x1.ffp127"),
-    int(TensorProto.FLOAT): float.fromhex("0x1.ffffffp127"),
-}
-
-_HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
-def held(number: float, dtype: int) -> float:
-    """A computed number as a type holds it, where it is too large: infinite.
-
-    Half types hold what fp32 does: runtimes compute in fp32 as they see fit.
-    """
-    return _limited(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
-
-
-def _limited(number: float, dtype: int) -> float:
-    return math.copysign(math.inf, number) if abs(number) >= _INFINITE.get(dtype, math.inf) else number
-
-
-def narrowed(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
-    """The elements of a tensor that is cast from one float type to another, where one of the two may hold less.
-
-    What is cast to a half type is too large for it for certain where it is cast back.
-    """
-    if after in _HALF or before not in (*_HALF, TensorProto.DOUBLE):
-        return element
-    narrow = before if before in _HALF else after
-
-    def at(index: Index) -> Scalar:
-        value = to_real(element(index))
-        found = cases(value)
-        numbers = [_limited(x, narrow) if isinstance(x, float) else x for _, x in found]
-        if numbers == [x for _, x in found] or any(isinstance(x, float) and math.isnan(x) for x in numbers):
-            return value
-        result: Scalar = _of_case(numbers[-1])
-        for (cond, _), number in list(zip(found, numbers, strict=True))[-2::-1]:
-            result = select(cond, _of_case(number), result)
-        return result
-
-    return at
+def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+    """A float operation, computed where its operands are known."""
+    left, right = to_real(x), to_real(y)
+    if kind != "div" and "int" in (left.kind, right.kind) and (whole := _whole(kind, left, right)) is not None:
+        return whole
+    if left.kind == "const" and right.kind == "const":
+        a, b = left.args[0], right.args[0]
+        assert isinstance(a, float)
+        assert isinstance(b, float)
+        with np.errstate(all="ignore"):
+            match kind:
+                case "add":
+                    return real(a + b)
+                case "mul":
+                    return real(a * b)
+                case "div":
+                    return real(float(np.float64(a) / np.float64(b)))
+                case "min":
+                    return real(min(a, b))
+                case "max":
+                    return real(max(a, b))
+    return _neutral(kind, left, right) or _shifted(kind, left, right) or Real(kind, (left, right))
 
 
-def _of_case(value: float | Real) -> Real:
-    return real(value) if isinstance(value, float) else value
+def _shifted(kind: str, left: Real, right: Real) -> Real | None:
+    """A rounded integer and a whole number: the rounded sum, as order and the sums of small numbers are kept."""
+    if kind == "add" and right.kind == "rounded":
+        left, right = right, left
+    if kind != "add" or left.kind != "rounded" or right.kind != "const":
+        return None
+    (inner, largest), number = left.args, right.args[0]
+    assert isinstance(inner, Int)
+    assert isinstance(largest, int)
+    assert isinstance(number, float)
+    if not number.is_integer() or 2 * abs(number) > largest:
+        return None
+    return Real("rounded", (inner + integer(int(number)), largest - abs(int(number))))
+
+
+def _neutral(kind: str, left: Real, right: Real) -> Real | None:
+    """The other operand of a neutral one. Not 0 * x: x may be infinite."""
+    zero, one = real(0.0), real(1.0)
+    if kind == "add":
+        return right if left == zero else left if right == zero else None
+    if kind == "mul" and left == one:
+        return right
+    return left if kind in ("mul", "div") and right == one else None
+
+
+def negative(x: Scalar) -> Scalar:
+    """-x."""
+    if isinstance(x, Int):
+        return -x
+    value = to_real(x)
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return real(-number)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_real(-inner)
+    return Real("neg", (value,))
 
 
 def _integer(value: Real) -> Int | None:
@@ -74,7 +88,7 @@ def _integer(value: Real) -> Int | None:
     return None
 
 
-def whole(kind: str, left: Real, right: Real) -> Real | None:
+def _whole(kind: str, left: Real, right: Real) -> Real | None:
     """A sum, product or extreme of floats that hold integers, where all are small enough to be exact."""
     x, y = _integer(left), _integer(right)
     if x is None or y is None:
@@ -108,9 +122,16 @@ def floor(value: Real) -> Scalar | None:
     return to_real(of_atom("div", x, y.constant))
 
 
-def equals_zero(x: Real, y: Real) -> Cond | None:
-    """An element of a float input compared with 0."""
-    for read, zero in ((x, y), (y, x)):
-        if read.kind == "read" and zero.kind == "const" and zero.args[0] == 0.0:
-            return negate(Cond("read", read.args))
-    return None
+def rounded(value: Real, largest: int) -> Real:
+    """A float whose integers are rounded where they are not known to be small."""
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return value if fits(inner, largest) else Real("rounded", (inner, largest))
+    if value.kind == "rounded":
+        inner, before = value.args
+        assert isinstance(before, int)
+        return Real("rounded", (inner, min(before, largest)))
+    if value.kind in ("select", "add", "mul", "div", "min", "max", "neg"):
+        return Real(value.kind, tuple(rounded(a, largest) if isinstance(a, Real) else a for a in value.args))
+    return value

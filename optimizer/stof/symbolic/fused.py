@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.terms import Int, integer
 
 

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.symbolic import contrib, fused, own, quantized, rules
 from stof.symbolic.dims import dimension
+from stof.symbolic.facts import Context, Fact, dtype_kind
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
-from stof.symbolic.terms import Atom, Int, integer, parts, size, var
+from stof.symbolic.terms import Int, integer, parts, size, var
 from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
@@ -36,113 +38,6 @@ _COMPUTING = frozenset(
 )
 
 
-def dtype_kind(dtype: int) -> str | None:
-    """The scalar kind of an ONNX element type; None for strings, complex and sub-byte floats."""
-    if dtype == TensorProto.BOOL:
-        return "b"
-    if dtype in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16):
-        return "f"
-    try:
-        return "i" if helper.tensor_dtype_to_np_dtype(dtype).kind in "iu" else None
-    except (KeyError, TypeError):
-        return None
-
-
-@dataclass(frozen=True)
-class Fact:
-    """What is known of one tensor."""
-
-    dtype: int = 0
-    shape: Shape | None = None
-    value: SymTensor | None = None
-    reason: str = ""  # why there is no value
-
-
-class Context:
-    """What a rule may ask: facts of a node's inputs, attributes, fresh symbols."""
-
-    def __init__(
-        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, same: dict[tuple[Int, Int], None]
-    ) -> None:
-        self.facts = facts
-        self.same = same
-        self.node = node
-        self.opset = opset
-        self.attributes = {a.name: a for a in node.attribute}
-
-    def has(self, i: int) -> bool:
-        """Whether input ``i`` is given."""
-        return i < len(self.node.input) and bool(self.node.input[i])
-
-    def equate(self, one: Int, other: Int) -> None:
-        """Notes that a valid graph has two equal sizes, both other than 1."""
-        if one != other and self.unified(one) != self.unified(other):
-            self.same[one, other] = None
-
-    def unified(self, size: Int) -> Int:
-        """The size with others that are equal to it or to its factors written in one way: as numbers where there are any."""
-        for one, other in self.same:
-            plain, value = (one, other) if other.constant is not None else (other, one)
-            if size == plain:
-                size = value
-            elif plain.atom is not None and plain.atom in size.atoms():
-                size = _substituted(size, plain.atom, value)
-        return size
-
-    def fact(self, i: int) -> Fact:
-        """The fact of input ``i``; an empty one when it is not given."""
-        return self.facts.get(self.node.input[i], Fact()) if self.has(i) else Fact()
-
-    def shape(self, i: int) -> Shape | None:
-        """The symbolic shape of input ``i``."""
-        return self.fact(i).shape
-
-    def value(self, i: int) -> SymTensor | None:
-        """Input ``i`` as a function of its indices."""
-        return self.fact(i).value
-
-    def attribute(self, name: str, default: object = None) -> object:
-        """An attribute's value."""
-        found = self.attributes.get(name)
-        if found is None:
-            return default
-        value = helper.get_attribute_value(found)
-        return value.decode() if isinstance(value, bytes) else value
-
-    def number(self, name: str, default: int) -> int:
-        """An integer attribute."""
-        value = self.attribute(name, default)
-        assert isinstance(value, int)
-        return value
-
-    def ints(self, i: int) -> list[Int] | None:
-        """The elements of a small integer input, symbolic ones included."""
-        value = self.value(i)
-        elements = value.elements() if value is not None and value.kind == "i" else None
-        return None if elements is None else [e for e in elements if isinstance(e, Int)]
-
-    def fixed_ints(self, i: int) -> list[int] | None:
-        """The elements of a small integer input that are all known numbers."""
-        found = self.ints(i)
-        constants = None if found is None else [e.constant for e in found]
-        if constants is None or any(c is None for c in constants):
-            return None
-        return [c for c in constants if c is not None]
-
-
-def _substituted(size: Int, atom: Atom, value: Int) -> Int:
-    total = integer(0)
-    for monomial, coefficient in size.terms:
-        product = integer(coefficient)
-        for factor in monomial:
-            product = product * (value if factor == atom else Int((((factor,), 1),)))
-        total = total + product
-    return total
-
-
-Rule = Callable[[Context], list[Fact] | None]
-
-
 class Symbolic:
     """Symbolic shapes and values of every tensor of a model.
 
@@ -159,8 +54,6 @@ class Symbolic:
     """
 
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
-        from stof.symbolic import contrib, fused, own, quantized, rules
-
         self._facts: dict[str, Fact] = {}
         self._known = known
         standard = rules.RULES | fused.STANDARD | quantized.STANDARD

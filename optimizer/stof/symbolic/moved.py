@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+from stof.symbolic.bounds import may_be_negative
 from stof.symbolic.divisions import floor_mod
-from stof.symbolic.interpreter import Context, Fact, dtype_kind
+from stof.symbolic.facts import Context, Fact, dtype_kind
 from stof.symbolic.tensor import Shape, SymTensor
 from stof.symbolic.terms import Atom, Int, integer, parts
-from stof.symbolic.widths import may_be_negative
 
 ONE = integer(1)
 

@@ -10,27 +10,16 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from stof.symbolic import reshapes, scatter
-from stof.symbolic.casework import rebuilt
+from stof.symbolic.bounds import bound, rebuilt
+from stof.symbolic.broadcasting import broadcast, project
+from stof.symbolic.casework import to_int
+from stof.symbolic.conditions import all_of, equal, less_equal, select
 from stof.symbolic.divisions import floor_div, floor_mod
 from stof.symbolic.dropout import drops
-from stof.symbolic.interpreter import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.moved import moved, product, wrapped
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
-from stof.symbolic.terms import (
-    Int,
-    Real,
-    Scalar,
-    all_of,
-    bound,
-    equal,
-    integer,
-    less_equal,
-    of_atom,
-    select,
-    to_int,
-    to_real,
-    var,
-)
+from stof.symbolic.terms import FALSE, Int, Real, Scalar, integer, of_atom, real, to_real, var
 
 INT64 = TensorProto.INT64
 _MOST_ROWS = 16  # that are assigned one by one
@@ -264,8 +253,6 @@ def _concat(context: Context) -> list[Fact] | None:
 
 
 def _expand(context: Context) -> list[Fact] | None:
-    from stof.symbolic.rules import broadcast, project
-
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
@@ -368,8 +355,6 @@ def _constant_of_shape(context: Context) -> list[Fact] | None:
 
 
 def _zero(kind: str) -> Scalar:
-    from stof.symbolic.terms import FALSE, real
-
     return FALSE if kind == "b" else ZERO if kind == "i" else real(0.0)
 
 

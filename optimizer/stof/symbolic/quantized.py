@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from stof.symbolic.broadcasting import broadcast
 from stof.symbolic.compute import as_first
-from stof.symbolic.interpreter import Context, Fact, Rule
-from stof.symbolic.rules import broadcast
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.tensor import Shape
 
 _FLOAT, _UINT8, _INT32 = int(TensorProto.FLOAT), int(TensorProto.UINT8), int(TensorProto.INT32)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stof.symbolic.divisions import floor_div, floor_mod
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import moved, product
 from stof.symbolic.tensor import Index, Shape
 from stof.symbolic.terms import Int, Scalar, integer

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stof.symbolic.interpreter import Context, Fact, Rule
+from stof.symbolic.casework import to_int
+from stof.symbolic.conditions import all_of, equal, less_equal, negate, select
+from stof.symbolic.facts import Context, Fact, Rule
 from stof.symbolic.moved import moved, wrapped
 from stof.symbolic.tensor import Index, Shape, SymTensor
-from stof.symbolic.terms import Int, Scalar, all_of, equal, integer, less_equal, negate, select, to_int, var
+from stof.symbolic.terms import Int, Scalar, integer, var
 
 _MOST_ROWS = 16  # that are assigned one by one
 ZERO, ONE = integer(0), integer(1)

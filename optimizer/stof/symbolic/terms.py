@@ -9,17 +9,20 @@ sets below ``and`` and ``or``. Floats keep the shape of the computation; the mas
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 Monomial = tuple["Atom", ...]
 ANY = "any integer"
 _HEAVIEST = 2000  # parts of an atom
-_MOST_PARTS = 20_000  # of a condition; a mask of 4096 nodes, the most that can be written, has fewer
 _MOST_TERMS = 4096  # of a product
 _fresh = itertools.count()
+
+
+def fresh() -> int:
+    """A number of its own, for what is too large to be compared and equals nothing."""
+    return next(_fresh)
 
 
 class _Shared:
@@ -118,7 +121,7 @@ class Int(_Shared):
             if number is not None:
                 return one if number == 1 else one._times(number)
         if len(self.terms) * len(other.terms) > _MOST_TERMS:
-            return Int((((Atom("opaque", ("a term too large", next(_fresh))),), 1),))
+            return Int((((Atom("opaque", ("a term too large", fresh())),), 1),))
         return _collect(
             (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
         )
@@ -208,7 +211,7 @@ def of_atom(kind: str, *args: object) -> Int:
 
 
 def _light(atom: Atom) -> Atom:
-    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", next(_fresh)))
+    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", fresh()))
 
 
 def size(name: str) -> Int:
@@ -249,188 +252,6 @@ def _cond_key(cond: Cond) -> str:
 
 TRUE = Cond("true")
 FALSE = Cond("false")
-_OPPOSITE = {
-    "read": "unread",
-    "unread": "read",
-    "table": "untable",
-    "untable": "table",
-    "opaque": "unopaque",
-    "unopaque": "opaque",
-    "eq": "ne",
-    "ne": "eq",
-}
-
-
-def bound(value: Int, upper: bool, smallest: float = 0.0) -> float:
-    """An upper or lower bound, from indices being at least 0 and sizes at least ``smallest``: a past may be empty."""
-    total = 0.0
-    for m, c in value.terms:
-        low, high = 1.0, 1.0
-        for a in m:
-            lo, hi = _atom_range(a, smallest)
-            products = [_times(x, y) for x in (low, high) for y in (lo, hi)]
-            low, high = min(products), max(products)
-        total += c * (high if (c > 0) == upper else low)
-    return total
-
-
-def _times(x: float, y: float) -> float:
-    return 0.0 if x == 0 or y == 0 else x * y
-
-
-def _atom_range(atom: Atom, smallest: float) -> tuple[float, float]:
-    match atom.kind:
-        case "size":
-            return (smallest, math.inf)
-        case "var":
-            return (0.0, math.inf)
-        case "abs":
-            return (0.0, math.inf)
-        case "bool":
-            return (0.0, 1.0)
-        case "mod":
-            divisor = atom.args[1]
-            assert isinstance(divisor, int)
-            return (0.0, divisor - 1.0) if divisor > 0 else (divisor + 1.0, 0.0)
-        case "div":
-            inner, divisor = atom.args
-            assert isinstance(inner, Int)
-            assert isinstance(divisor, int)
-            if divisor > 0 and bound(inner, False, smallest) >= 0:
-                return (0.0, math.inf)
-    return (-math.inf, math.inf)
-
-
-def less_equal(left: Int, right: Int) -> Cond:
-    """Left <= right."""
-    difference = _reduced(left - right)
-    high = bound(difference, upper=True)
-    if high <= 0:
-        return TRUE
-    if bound(difference, upper=False) > 0:
-        return FALSE
-    return _by_cases(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
-
-
-def _reduced(value: Int) -> Int:
-    """An integer that is at most 0, or 0 where it can be, as ``value`` is: without a factor that all of its terms have."""
-    factor = math.gcd(*(c for m, c in value.terms if m != ()))
-    if factor < 2:
-        return value
-    return Int(tuple((m, c // factor) for m, c in value.terms if m != ())) + integer(-(-value.offset // factor))
-
-
-def _by_cases(value: Int, test: Callable[[Int], Cond]) -> Cond | None:
-    """A test of an integer that depends on conditions."""
-    from stof.symbolic.casework import decide
-
-    return decide(value, test)
-
-
-def equal(left: Int, right: Int) -> Cond:
-    """Left == right, canonical up to sign."""
-    difference = left - right
-    if difference.constant is not None:
-        return TRUE if difference.constant == 0 else FALSE
-    if difference.offset % math.gcd(*(c for m, c in difference.terms if m != ())):
-        return FALSE
-    difference = _reduced(difference)
-    if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
-        return FALSE
-    if (found := _by_cases(difference, lambda x: equal(x, integer(0)))) is not None:
-        return found
-    if len(difference.terms) == 1 and len(factors := difference.terms[0][0]) > 1:
-        return any_of(equal(Int((((a,), 1),)), integer(0)) for a in set(factors))
-    first = next(c for m, c in difference.terms if m != ())
-    return Cond("eq", (difference if first > 0 else -difference,))
-
-
-def negate(cond: Cond) -> Cond:
-    """The opposite condition."""
-    match cond.kind:
-        case "true":
-            return FALSE
-        case "false":
-            return TRUE
-        case "le":
-            (value,) = cond.args
-            assert isinstance(value, Int)
-            return less_equal(integer(1), value)
-        case "and":
-            return any_of(negate(c) for c in _conds(cond))
-        case "or":
-            return all_of(negate(c) for c in _conds(cond))
-    return Cond(_OPPOSITE[cond.kind], cond.args)
-
-
-def _conds(cond: Cond) -> tuple[Cond, ...]:
-    return cond.args  # type: ignore[return-value]
-
-
-def children(cond: Cond) -> tuple[Cond, ...]:
-    """The members of an ``and`` or ``or``."""
-    return _conds(cond) if cond.kind in ("and", "or") else ()
-
-
-def all_of(conds: Iterable[Cond]) -> Cond:
-    """The conjunction, flattened, with absorption."""
-    return _junction("and", TRUE, FALSE, conds)
-
-
-def any_of(conds: Iterable[Cond]) -> Cond:
-    """The disjunction, flattened, with absorption."""
-    return _junction("or", FALSE, TRUE, conds)
-
-
-def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) -> Cond:
-    members: set[Cond] = set()
-    for cond in conds:
-        for member in _conds(cond) if cond.kind == kind else (cond,):
-            if member == absorbing:
-                return absorbing
-            if member != neutral:
-                members.add(member)
-    dual = "or" if kind == "and" else "and"
-    if any(c.kind != dual and negate(c) in members for c in members):
-        return absorbing
-    # a and (a or x) = a;  a and (not a or x) = a and x
-    changed = True
-    while changed:
-        changed = False
-        for member in [c for c in members if c.kind == dual]:
-            inner = _conds(member)
-            if any(c in members for c in inner):
-                members.remove(member)
-                changed = True
-                break
-            rest = [c for c in inner if c.kind in ("and", "or") or negate(c) not in members]
-            if len(rest) < len(inner):
-                members.remove(member)
-                reduced = _junction(dual, absorbing, neutral, rest)
-                return _junction(kind, neutral, absorbing, [*members, reduced])
-    if not members:
-        return neutral
-    if len(members) == 1:
-        return members.pop()
-    if kind == "and" and _is_zero_without(members):
-        return FALSE
-    # Exclusive ors double a condition each.
-    if sum(c.weight for c in members) > _MOST_PARTS:
-        return Cond("opaque", ("a condition of too many parts", next(_fresh)))
-    return Cond(kind, tuple(sorted(members, key=_cond_key)))
-
-
-def _is_zero_without(conds: set[Cond]) -> bool:
-    """Whether conditions ask for a number that is 0 and leaves a remainder: how floor division tells negative numbers."""
-    for cond in conds:
-        if cond.kind != "ne" or not isinstance(cond.args[0], Int):
-            continue
-        atom = cond.args[0].atom
-        if atom is None or atom.kind != "mod" or not isinstance(atom.args[0], Int):
-            continue
-        if Cond("le", (atom.args[0],)) in conds and bound(atom.args[0], upper=False) >= 0:
-            return True
-    return False
 
 
 # ---- floats ----
@@ -473,19 +294,6 @@ def real(value: float) -> Real:
     return Real("const", (float(value) + 0.0 if value == 0 else float(value),))
 
 
-def select(cond: Cond, yes: Scalar, no: Scalar) -> Scalar:
-    """``yes`` where the condition holds, else ``no``."""
-    if cond == TRUE or yes == no:
-        return yes
-    if cond == FALSE:
-        return no
-    if isinstance(yes, Cond) and isinstance(no, Cond):
-        return any_of([all_of([cond, yes]), all_of([negate(cond), no])])
-    if isinstance(yes, Int) and isinstance(no, Int):
-        return of_atom("select", cond, yes, no)
-    return Real("select", (cond, to_real(yes), to_real(no)))
-
-
 def to_real(value: Scalar) -> Real:
     """A cast to float."""
     if isinstance(value, Real):
@@ -495,107 +303,3 @@ def to_real(value: Scalar) -> Real:
     if value.constant is not None:
         return real(value.constant)
     return Real("int", (value,))
-
-
-def to_int(value: Scalar) -> Int:
-    """A cast to integer; floats truncate where their value is known, else become opaque."""
-    if isinstance(value, Int):
-        return value
-    if isinstance(value, Cond):
-        return integer(1) if value == TRUE else integer(0) if value == FALSE else of_atom("bool", value)
-    if value.kind == "const":
-        number = value.args[0]
-        assert isinstance(number, float)
-        return integer(int(number)) if math.isfinite(number) else of_atom("opaque", "cast", number)
-    if value.kind == "int":
-        inner = value.args[0]
-        assert isinstance(inner, Int)
-        return inner
-    if value.kind == "bool":
-        cond = value.args[0]
-        assert isinstance(cond, Cond)
-        return to_int(cond)
-    if value.kind == "select":
-        cond, yes, no = value.args
-        assert isinstance(cond, Cond)
-        assert isinstance(yes, Real)
-        assert isinstance(no, Real)
-        parts = [to_int(x) for x in (yes, no)]
-        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
-            chosen = select(cond, *parts)
-            assert isinstance(chosen, Int)
-            return chosen
-    found = cases(value)
-    if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
-        total = integer(0)
-        for own, x in found:
-            assert isinstance(x, float)
-            total = total + to_int(own) * integer(int(x))
-        return total
-    return of_atom("trunc", value)
-
-
-def to_cond(value: Scalar) -> Cond:
-    """A cast to boolean: non-zero."""
-    if isinstance(value, Cond):
-        return value
-    if isinstance(value, Int):
-        atom = value.atom
-        if atom is not None and atom.kind == "bool":
-            cond = atom.args[0]
-            assert isinstance(cond, Cond)
-            return cond
-        return negate(equal(value, integer(0)))
-    if value.kind == "read":
-        return Cond("read", value.args)
-    if value.kind == "rounded":
-        inner = value.args[0]
-        assert isinstance(inner, Int)
-        return to_cond(inner)
-    return split_cond(value, lambda x: x != 0)
-
-
-def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
-    """The condition under which a float passes ``test``, by cases; opaque where a case has no constant value."""
-    return any_of(
-        cond if isinstance(x, float) and test(x) else all_of([cond, Cond("opaque", ("test", value))])
-        for cond, x in cases(value)
-        if not isinstance(x, float) or test(x)
-    )
-
-
-_MOST_CASES = 64
-_DEEPEST = 12  # conditions that are decided one after another
-
-
-def cases(value: Real) -> list[tuple[Cond, float | Real]]:
-    """Conditions that exclude each other and leave nothing out, with the value under each; a Real where it is no constant.
-
-    An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
-    """
-    from stof.symbolic.casework import compares_reads
-
-    found = None if compares_reads(value) else _cases(value, 0)
-    return [(TRUE, value)] if found is None or len(found) > _MOST_CASES else found
-
-
-@lru_cache(maxsize=20_000)
-def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
-    """None where there are too many conditions to decide."""
-    from stof.symbolic.casework import assume_real, choose, condition_of_real
-
-    if value.kind == "const":
-        number = value.args[0]
-        assert isinstance(number, float)
-        return [(TRUE, number)]
-    cond = condition_of_real(value)
-    if cond is None:
-        return [(TRUE, value)]
-    if depth == _DEEPEST:
-        return None
-    parts = [_cases(assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
-    if parts[0] is None or parts[1] is None:
-        return None
-    yes, no = ({x: c for c, x in part} for part in parts if part is not None)
-    merged = [(choose(cond, yes.get(x, FALSE), no.get(x, FALSE)), x) for x in dict.fromkeys([*yes, *no])]
-    return [(c, x) for c, x in merged if c != FALSE]
