@@ -2,10 +2,11 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras] [--all] [--only NAME]... [--json FILE]
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only NAME]... [--json
+// FILE]
 //   tf32    fp32 tensors, products as by allow_tf32
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
-//   and softcap
+//   and softcap; few  masks with few keys a query, whose tiles are hardly filled
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
 //           thinks of each and how much slower its choice is than the best
 #include <algorithm>
@@ -93,6 +94,16 @@ constexpr Row kExtraRows[] = {
     {"distances", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kDistances},
     {"pairs", "", 1, 32, 4096, 128, 0, 0, 1, Row::kPairs},
     {"softcap", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kSoftcap},
+};
+
+constexpr Row kFewRows[] = {
+    {"every-16", "(q - k) % 16 == 0", 1, 16, 4096, 64},    {"every-32", "(q - k) % 32 == 0", 1, 16, 4096, 64},
+    {"every-64", "(q - k) % 64 == 0", 1, 16, 4096, 64},    {"every-128", "(q - k) % 128 == 0", 1, 16, 4096, 64},
+    {"every-256", "(q - k) % 256 == 0", 1, 16, 4096, 64},  {"every-512", "(q - k) % 512 == 0", 1, 16, 4096, 64},
+    {"window-4", "abs(q - k) <= 4", 1, 16, 4096, 64},      {"every-16", "(q - k) % 16 == 0", 1, 32, 8192, 128},
+    {"every-32", "(q - k) % 32 == 0", 1, 32, 8192, 128},   {"every-64", "(q - k) % 64 == 0", 1, 32, 8192, 128},
+    {"every-128", "(q - k) % 128 == 0", 1, 32, 8192, 128}, {"every-256", "(q - k) % 256 == 0", 1, 32, 8192, 128},
+    {"every-512", "(q - k) % 512 == 0", 1, 32, 8192, 128}, {"window-4", "abs(q - k) <= 4", 1, 32, 8192, 128},
 };
 
 // One new token against a cache; the query is the last of T positions.
@@ -402,7 +413,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
 
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  bool tf32 = false, all = false, decode = false, wide = false, extras = false;
+  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false;
   std::vector<std::string> only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -417,6 +428,8 @@ int main(int argc, char** argv) {
       wide = true;
     } else if (word == "extras") {
       extras = true;
+    } else if (word == "few") {
+      few = true;
     } else if (word == "--all") {
       all = true;
     } else if (word == "--only" && i + 1 < argc) {
@@ -428,19 +441,22 @@ int main(int argc, char** argv) {
         return 1;
       }
     } else {
-      std::fprintf(stderr,
-                   "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras] [--all] [--only "
-                   "NAME]... [--json FILE]\n");
+      std::fprintf(
+          stderr,
+          "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only "
+          "NAME]... [--json FILE]\n");
       return 2;
     }
   }
   const Row* const first = decode   ? std::begin(kDecodeRows)
                            : wide   ? std::begin(kWideRows)
                            : extras ? std::begin(kExtraRows)
+                           : few    ? std::begin(kFewRows)
                                     : std::begin(kRows);
   const Row* const last = decode   ? std::end(kDecodeRows)
                           : wide   ? std::end(kWideRows)
                           : extras ? std::end(kExtraRows)
+                          : few    ? std::end(kFewRows)
                                    : std::end(kRows);
   Report("[");
   for (const Row* row = first; row != last; ++row) {
