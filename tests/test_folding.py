@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What single operators make of constants, beside what a runtime makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+
+from stof.symbolic import Symbolic
+
+
+def of_constants(op: str, *arrays: np.ndarray, **attributes: int) -> onnx.ModelProto:
+    """A model of one operator, whose output is y."""
+    stored = [numpy_helper.from_array(a, f"x{i}") for i, a in enumerate(arrays)]
+    node = helper.make_node(op, [t.name for t in stored], ["y"], **attributes)
+    y = helper.make_tensor_value_info("y", helper.np_dtype_to_tensor_dtype(arrays[0].dtype), None)
+    graph = helper.make_graph([node], "g", [], [y], stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+
+
+def run(model: onnx.ModelProto, **inputs: np.ndarray) -> np.ndarray:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(["y"], inputs)[0])
+
+
+@pytest.mark.parametrize("op", ["ReduceSum", "ReduceMax", "ReduceSumSquare"])
+@pytest.mark.parametrize("axes", [None, [], [1]], ids=str)
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("idle", [0, 1])
+def test_the_shape_of_what_is_reduced_along_no_axis(op: str, axes: list[int] | None, keep: int, idle: int) -> None:
+    given = [np.ones((2, 3), np.float32)] + ([] if axes is None else [np.array(axes, np.int64)])
+    model = of_constants(op, *given, keepdims=keep, noop_with_empty_axes=idle)
+    shape = Symbolic(model).shape("y")
+    assert shape is not None
+    assert tuple(d.constant for d in shape) == run(model).shape
