@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -10,6 +12,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from stof.symbolic import Symbolic
+
+INF, NAN = math.inf, math.nan
 
 
 def of_constants(op: str, *arrays: np.ndarray, **attributes: int) -> onnx.ModelProto:
@@ -24,6 +28,25 @@ def of_constants(op: str, *arrays: np.ndarray, **attributes: int) -> onnx.ModelP
 def run(model: onnx.ModelProto, **inputs: np.ndarray) -> np.ndarray:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return np.asarray(session.run(["y"], inputs)[0])
+
+
+FUNCTIONS = ["Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", "Round", "Sigmoid", "Sin", "Sqrt", "Tanh"]
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_functions_of_extreme_numbers(op: str) -> None:
+    """Which are infinite, 0 or no number: masks are made of them."""
+    numbers = np.array([-INF, -1000, -100, -2.5, -0.5, 0, 0.5, 1.5, 2.5, 100, 1000, INF], np.float32)
+    model = of_constants(op, numbers)
+    found = Symbolic(model).constant("y")
+    assert found is not None
+    np.testing.assert_allclose(found, run(model), rtol=1e-6, atol=1e-40)
+
+
+@pytest.mark.parametrize("op", ["Min", "Max"])
+def test_extremes_of_what_is_no_number(op: str) -> None:
+    model = of_constants(op, np.array([1, NAN, 2, NAN], np.float32), np.array([NAN, 1, INF, -INF], np.float32))
+    np.testing.assert_array_equal(Symbolic(model).constant("y"), run(model))
 
 
 @pytest.mark.parametrize("op", ["ReduceSum", "ReduceMax", "ReduceSumSquare"])

@@ -29,9 +29,9 @@ def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
                 case "div":
                     return real(float(np.float64(a) / np.float64(b)))
                 case "min":
-                    return real(min(a, b))
+                    return real(np.minimum(a, b))  # NaN where one is
                 case "max":
-                    return real(max(a, b))
+                    return real(np.maximum(a, b))
     return _neutral(kind, left, right) or _shifted(kind, left, right) or Real(kind, (left, right))
 
 
