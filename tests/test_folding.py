@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from stof.symbolic import Symbolic
 
@@ -47,6 +48,19 @@ def test_functions_of_extreme_numbers(op: str) -> None:
 def test_extremes_of_what_is_no_number(op: str) -> None:
     model = of_constants(op, np.array([1, NAN, 2, NAN], np.float32), np.array([NAN, 1, INF, -INF], np.float32))
     np.testing.assert_array_equal(Symbolic(model).constant("y"), run(model))
+
+
+LARGE = 2**53 + 1  # which fp64 does not hold
+DIVIDENDS = np.array([LARGE, -LARGE, 2**63 - 1, 2**62 + 1, -(2**62) - 1, 7, -7, 7, -7, 6], np.int64)
+DIVISORS = np.array([1, 1, 2, 10, 10, 2, 2, -2, -2, -3], np.int64)
+
+
+@pytest.mark.parametrize(("op", "fmod"), [("Div", None), ("Mod", 0), ("Mod", 1)])
+def test_large_integers_are_divided_exactly(op: str, fmod: int | None) -> None:
+    """ONNX Runtime itself has the remainder of C of doubles; the operator's definition has that of integers."""
+    model = of_constants(op, DIVIDENDS, DIVISORS, **({} if fmod is None else {"fmod": fmod}))
+    (wanted,) = ReferenceEvaluator(model).run(None, {})
+    np.testing.assert_array_equal(Symbolic(model).constant("y"), wanted)
 
 
 @pytest.mark.parametrize("op", ["ReduceSum", "ReduceMax", "ReduceSumSquare"])

@@ -40,7 +40,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
     """X / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
     if isinstance(x, Int) and isinstance(y, Int):
         if x.constant is not None and y.constant:
-            return integer(int(x.constant / y.constant))
+            return integer(_truncated(x.constant, y.constant))
         exact = x.divide(y)
         if exact is not None:
             return exact
@@ -57,11 +57,17 @@ def div(x: Scalar, y: Scalar) -> Scalar:
     return fold_real("div", x, y)
 
 
+def _truncated(x: int, y: int) -> int:
+    """The quotient without its fraction; not by way of fp64, which does not hold large numbers."""
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
 def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
     def modulo(x: Scalar, y: Scalar) -> Scalar:
         if isinstance(x, Int) and isinstance(y, Int) and y.constant:
             if x.constant is not None:
-                return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
+                whole = _truncated(x.constant, y.constant) if fmod else x.constant // y.constant
+                return integer(x.constant - whole * y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
             return _truncated_rest(x, abs(y.constant))
