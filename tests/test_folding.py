@@ -12,7 +12,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from stof.symbolic import Symbolic
+from stof.symbolic import Symbolic, integer, var
 
 INF, NAN = math.inf, math.nan
 
@@ -73,3 +73,26 @@ def test_the_shape_of_what_is_reduced_along_no_axis(op: str, axes: list[int] | N
     shape = Symbolic(model).shape("y")
     assert shape is not None
     assert tuple(d.constant for d in shape) == run(model).shape
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_], ids=lambda d: d.__name__)
+def test_nothing_stored_beside_an_input(dtype: type) -> None:
+    """What is chosen from is looked up at any place, also where it has no element."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node("Concat", ["none", "x"], ["y"], axis=0)
+    x, y = (helper.make_tensor_value_info(n, kind, ["S"]) for n in "xy")
+    none = numpy_helper.from_array(np.zeros(0, dtype), "none")
+    graph = helper.make_graph([node], "g", [x], [y], [none])
+    symbolic = Symbolic(helper.make_model(graph))
+    whole, own = symbolic.value("y"), symbolic.value("x")
+    assert whole is not None
+    assert own is not None
+    for place in (var("q"), integer(3)):
+        assert whole.at((place,)) == own.at((place,))
+
+
+def test_no_element_of_nothing_is_known() -> None:
+    none = numpy_helper.from_array(np.zeros(0, np.float32), "none")
+    found = Symbolic(helper.make_model(helper.make_graph([], "g", [], [], [none]))).value("none")
+    assert found is not None
+    assert found.at((var("q"),)).kind == "table"  # type: ignore[union-attr]
