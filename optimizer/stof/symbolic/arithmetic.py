@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stof.symbolic.bounds import bound, times
+from stof.symbolic.bounds import bound, rebuilt, times
 from stof.symbolic.broadcasting import elementwise, pointwise
 from stof.symbolic.casework import as_int, cases, to_int
 from stof.symbolic.conditions import all_of, equal, less_equal, negate, select
@@ -106,17 +106,8 @@ def _extreme(kind: str) -> Callable[..., Scalar]:
     def fold(*values: Scalar) -> Scalar:
         result = values[0]
         for value in values[1:]:
-            if isinstance(result, Int) and isinstance(value, Int):
-                low, high = (value, result) if kind == "max" else (result, value)
-                if bound(low - high, upper=True) <= 0:
-                    result = result if kind == "min" or low == value else value
-                    result = high if kind == "max" else low
-                elif bound(high - low, upper=True) <= 0:
-                    result = low if kind == "max" else high
-                else:
-                    result = of_atom(kind, result, value)
-            else:
-                result = fold_real(kind, result, value)
+            whole = isinstance(result, Int) and isinstance(value, Int)
+            result = rebuilt(kind, (result, value)) if whole else fold_real(kind, result, value)
         return result
 
     return fold
