@@ -18,9 +18,9 @@ import numpy as np
 from stof.errors import StofError
 
 LIBRARY = "libstof_ort.so"
-_ERROR_SIZE = 1024
+ERROR_SIZE = 1024
 # onnx.TensorProto.DataType of the NumPy types that the library reads; bfloat16 comes from ml_dtypes.
-_DTYPES = {
+DTYPES = {
     "float32": 1,
     "uint8": 2,
     "int8": 3,
@@ -67,7 +67,9 @@ def register(options: Any) -> None:
     options.register_custom_ops_library(str(library_path()))
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
+    """A dense row-major tensor as the library reads it."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
@@ -77,7 +79,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Operand(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("tensor", _Tensor)]
+    _fields_ = [("name", ctypes.c_char_p), ("tensor", Tensor)]
 
 
 class _Sizes(ctypes.Structure):
@@ -105,28 +107,33 @@ class _BlockMaskView(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The plugin library, with the types of what it gives where ctypes would not guess them.
+
+    Raises:
+        LibraryError: when it is missing or does not load.
+    """
     path = library_path()
     try:
-        library = ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path} does not load: {error}") from error
-    library.stof_build_info.restype = ctypes.c_char_p
-    library.stof_mask_hash.restype = ctypes.c_uint64
-    library.stof_mask_print.restype = ctypes.c_size_t
-    library.stof_fma_rate.restype = ctypes.c_double
-    library.stof_fma_rate.argtypes = [ctypes.c_int, ctypes.c_double]
-    library.stof_read_bandwidth.restype = ctypes.c_double
-    library.stof_read_bandwidth.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
+    found.stof_build_info.restype = ctypes.c_char_p
+    found.stof_mask_hash.restype = ctypes.c_uint64
+    found.stof_mask_print.restype = ctypes.c_size_t
+    found.stof_fma_rate.restype = ctypes.c_double
+    found.stof_fma_rate.argtypes = [ctypes.c_int, ctypes.c_double]
+    found.stof_read_bandwidth.restype = ctypes.c_double
+    found.stof_read_bandwidth.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
     for name in ("stof_mask_destroy", "stof_block_mask_destroy", "stof_op_destroy", "stof_mask_hash"):
-        getattr(library, name).argtypes = [ctypes.c_void_p]
-    library.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-    return library
+        getattr(found, name).argtypes = [ctypes.c_void_p]
+    found.stof_mask_print.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    return found
 
 
 def build_info() -> dict[str, Any]:
     """Version, build id, backends and instruction set of the library."""
-    found = json.loads(_library().stof_build_info().decode())
+    found = json.loads(library().stof_build_info().decode())
     assert isinstance(found, dict)
     return found
 
@@ -134,7 +141,7 @@ def build_info() -> dict[str, Any]:
 def has_gemm() -> bool:
     """Whether the library has StofGemm."""
     try:
-        return hasattr(_library(), "stof_gemm_form")
+        return hasattr(library(), "stof_gemm_form")
     except LibraryError:
         return False
 
@@ -150,9 +157,9 @@ def has_packed() -> bool:
 
 def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
     """The form in which the CUDA kernels have an epilogue of StofGemm; empty, and the reason, where they have not."""
-    form = ctypes.create_string_buffer(_ERROR_SIZE)
+    form = ctypes.create_string_buffer(ERROR_SIZE)
     try:
-        _call("stof_gemm_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(_ERROR_SIZE))
+        call("stof_gemm_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(ERROR_SIZE))
     except LibraryError as error:
         return "", str(error)
     return form.value.decode(), ""
@@ -161,16 +168,16 @@ def gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
 def has_cpu_gemm() -> bool:
     """Whether the library has kernels for products in fp32 by constants on the CPU."""
     try:
-        return hasattr(_library(), "stof_gemm_cpu_form")
+        return hasattr(library(), "stof_gemm_cpu_form")
     except LibraryError:
         return False
 
 
 def cpu_gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
     """The form in which the CPU's kernels apply an epilogue to what is in the cache; empty, and the reason, where they do not."""
-    form = ctypes.create_string_buffer(_ERROR_SIZE)
+    form = ctypes.create_string_buffer(ERROR_SIZE)
     try:
-        _call("stof_gemm_cpu_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(_ERROR_SIZE))
+        call("stof_gemm_cpu_form", epilogue.encode(), ctypes.c_int(pair), form, ctypes.c_size_t(ERROR_SIZE))
     except LibraryError as error:
         return "", str(error)
     return form.value.decode(), ""
@@ -178,35 +185,41 @@ def cpu_gemm_form(epilogue: str, pair: int) -> tuple[str, str]:
 
 def fma_rate(threads: int = 1, seconds: float = 0.2) -> float:
     """The fp32 FMA rate of this machine in GFLOP/s."""
-    return float(_library().stof_fma_rate(threads, seconds))
+    return float(library().stof_fma_rate(threads, seconds))
 
 
 def read_bandwidth(threads: int = 1, size: int = 1 << 28, seconds: float = 0.3) -> float:
     """The read bandwidth over ``size`` bytes in GB/s."""
-    return float(_library().stof_read_bandwidth(threads, size, seconds))
+    return float(library().stof_read_bandwidth(threads, size, seconds))
 
 
-def _tensor(array: np.ndarray) -> _Tensor:
+def tensor_of(array: np.ndarray) -> Tensor:
+    """A view of an array, which has to outlive it."""
     if not array.flags.c_contiguous:
         raise ValueError("the library reads C-contiguous arrays")
-    if array.dtype.name not in _DTYPES or array.ndim > 8:
+    if array.dtype.name not in DTYPES or array.ndim > 8:
         raise ValueError(f"the library does not read {array.dtype} of rank {array.ndim}")
-    return _Tensor(
+    return Tensor(
         array.ctypes.data if array.size else None,
-        _DTYPES[array.dtype.name],
+        DTYPES[array.dtype.name],
         array.ndim,
         (ctypes.c_int64 * 8)(*array.shape),
     )
 
 
 def _operands(arrays: Mapping[str, np.ndarray]) -> tuple[Any, int]:
-    items = [_Operand(name.encode(), _tensor(array)) for name, array in arrays.items()]
+    items = [_Operand(name.encode(), tensor_of(array)) for name, array in arrays.items()]
     return (_Operand * max(1, len(items)))(*items), len(items)
 
 
-def _call(name: str, *args: Any) -> None:
-    error = ctypes.create_string_buffer(_ERROR_SIZE)
-    if getattr(_library(), name)(*args, error, ctypes.c_size_t(_ERROR_SIZE)) != 0:
+def call(name: str, *args: Any) -> None:
+    """Calls a function of the library that ends with a buffer for the message of an error.
+
+    Raises:
+        LibraryError: with that message.
+    """
+    error = ctypes.create_string_buffer(ERROR_SIZE)
+    if getattr(library(), name)(*args, error, ctypes.c_size_t(ERROR_SIZE)) != 0:
         raise LibraryError(error.value.decode(errors="replace"))
 
 
@@ -237,21 +250,21 @@ class Mask:
     def __init__(self, expression: str, tables: Mapping[str, np.ndarray] | None = None) -> None:
         self._handle = ctypes.c_void_p()
         operands, count = _operands({k: np.ascontiguousarray(v) for k, v in (tables or {}).items()})
-        _call("stof_mask_create", expression.encode(), operands, count, ctypes.byref(self._handle))
+        call("stof_mask_create", expression.encode(), operands, count, ctypes.byref(self._handle))
 
     def __del__(self) -> None:
         if self._handle:
-            _library().stof_mask_destroy(self._handle)
+            library().stof_mask_destroy(self._handle)
 
     def __str__(self) -> str:
-        size = _library().stof_mask_print(self._handle, None, 0)
+        size = library().stof_mask_print(self._handle, None, 0)
         text = ctypes.create_string_buffer(size + 1)
-        _library().stof_mask_print(self._handle, text, size + 1)
+        library().stof_mask_print(self._handle, text, size + 1)
         return text.value.decode()
 
     def hash(self) -> int:
         """A hash of expression and tables, the same on every machine."""
-        return int(_library().stof_mask_hash(self._handle))
+        return int(library().stof_mask_hash(self._handle))
 
     def evaluate(
         self, B: int, H: int, S: int, T: int, P: int = 0, runtime: Mapping[str, np.ndarray] | None = None
@@ -260,7 +273,7 @@ class Mask:
         allowed = np.zeros((B, H, S, T), np.uint8)
         arrays = {k: np.ascontiguousarray(v) for k, v in (runtime or {}).items()}
         operands, count = _operands(arrays)
-        _call(
+        call(
             "stof_mask_eval",
             self._handle,
             ctypes.byref(_Sizes(B, H, S, T, P)),
@@ -274,10 +287,10 @@ class Mask:
         """The block mask of the static part, for tiles of m query rows × n keys."""
         handle = ctypes.c_void_p()
         sizes = ctypes.byref(_Sizes(B, H, S, T, P))
-        _call("stof_block_mask_create", self._handle, sizes, m, n, ctypes.byref(handle))
+        call("stof_block_mask_create", self._handle, sizes, m, n, ctypes.byref(handle))
         try:
             view = _BlockMaskView()
-            _library().stof_block_mask_get(handle, ctypes.byref(view))
+            library().stof_block_mask_get(handle, ctypes.byref(view))
 
             def array(pointer: Any, *shape: int) -> np.ndarray:
                 if 0 in shape:
@@ -297,7 +310,7 @@ class Mask:
                 array(view.bits, view.distinct, view.m, view.n // 32),
             )
         finally:
-            _library().stof_block_mask_destroy(handle)
+            library().stof_block_mask_destroy(handle)
 
 
 class Op:
@@ -319,21 +332,21 @@ class Op:
                 )
             )
         array = (_Attribute * max(1, len(items)))(*items)
-        _call("stof_op_create", op_type.encode(), array, len(items), ctypes.byref(self._handle))
+        call("stof_op_create", op_type.encode(), array, len(items), ctypes.byref(self._handle))
 
     def __del__(self) -> None:
         if self._handle:
-            _library().stof_op_destroy(self._handle)
+            library().stof_op_destroy(self._handle)
 
     def run(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], threads: int = 1) -> None:
         """Runs into ``outputs``, whose shapes must be the op's own."""
-        given = (_Tensor * len(inputs))(*[_tensor(a) for a in inputs])
-        results = (_Tensor * len(outputs))(*[_tensor(a) for a in outputs])
-        _call("stof_op_run", self._handle, given, len(inputs), results, len(outputs), threads)
+        given = (Tensor * len(inputs))(*[tensor_of(a) for a in inputs])
+        results = (Tensor * len(outputs))(*[tensor_of(a) for a in outputs])
+        call("stof_op_run", self._handle, given, len(inputs), results, len(outputs), threads)
 
 
 def cache_stats(clear: bool = False) -> dict[str, int]:
     """The process-wide cache of block masks: entries, bytes, hits, misses, builds."""
     stats = (ctypes.c_int64 * 5)()
-    _library().stof_block_mask_cache_stats(stats, int(clear))
+    library().stof_block_mask_cache_stats(stats, int(clear))
     return dict(zip(("entries", "bytes", "hits", "misses", "builds"), stats, strict=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stof.runtime import _DTYPES, _ERROR_SIZE, LibraryError, Op, _call, _library, _Tensor, _tensor
+from stof.runtime import DTYPES, ERROR_SIZE, LibraryError, Op, Tensor, call, library, tensor_of
 
 _NAMES_SIZE = 4096
 
@@ -22,11 +22,11 @@ class DeviceTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def _view(self) -> _Tensor:
-        if self.dtype not in _DTYPES or len(self.shape) > 8:
+    def _view(self) -> Tensor:
+        if self.dtype not in DTYPES or len(self.shape) > 8:
             raise ValueError(f"the library does not read {self.dtype} of rank {len(self.shape)}")
-        return _Tensor(
-            self.address or None, _DTYPES[self.dtype], len(self.shape), (ctypes.c_int64 * 8)(*self.shape)
+        return Tensor(
+            self.address or None, DTYPES[self.dtype], len(self.shape), (ctypes.c_int64 * 8)(*self.shape)
         )  # fmt: skip
 
 
@@ -44,10 +44,10 @@ class CudaOp(Op):
         super().__init__(op_type, attributes)
         self._inputs = inputs
         self._constants = {i: np.ascontiguousarray(a) for i, a in (constants or {}).items()}
-        given = (_Tensor * max(1, inputs))()
+        given = (Tensor * max(1, inputs))()
         for i, array in self._constants.items():
-            given[i] = _tensor(array)
-        _call("stof_op_prepare", self._handle, given, inputs)
+            given[i] = tensor_of(array)
+        call("stof_op_prepare", self._handle, given, inputs)
 
     def bind(
         self,
@@ -62,20 +62,20 @@ class CudaOp(Op):
         them. Raises LibraryError when the library refuses the call.
         """
         varying = iter(inputs)
-        given = (_Tensor * max(1, self._inputs))()
+        given = (Tensor * max(1, self._inputs))()
         for i in range(self._inputs):
             constant = self._constants.get(i)
-            given[i] = next(varying)._view() if constant is None else _tensor(constant)
-        results = (_Tensor * max(1, len(outputs)))(*[t._view() for t in outputs])
+            given[i] = next(varying)._view() if constant is None else tensor_of(constant)
+        results = (Tensor * max(1, len(outputs)))(*[t._view() for t in outputs])
         size = 0
         if workspace is not None:
             size = int(np.prod(workspace.shape)) * np.dtype(workspace.dtype).itemsize
         address = ctypes.c_void_p(workspace.address if workspace is not None else None)
-        error = ctypes.create_string_buffer(_ERROR_SIZE)
-        function = _library().stof_op_run_cuda
+        error = ctypes.create_string_buffer(ERROR_SIZE)
+        function = library().stof_op_run_cuda
         arguments = (
             self._handle, given, ctypes.c_int(self._inputs), results, ctypes.c_int(len(outputs)),
-            address, ctypes.c_size_t(size), ctypes.c_void_p(stream), error, ctypes.c_size_t(_ERROR_SIZE),
+            address, ctypes.c_size_t(size), ctypes.c_void_p(stream), error, ctypes.c_size_t(ERROR_SIZE),
         )  # fmt: skip
 
         def run() -> None:
@@ -95,10 +95,10 @@ class CudaOp(Op):
             LibraryError: when the library refuses the call.
         """
         kept = [np.ascontiguousarray(a) for a in arrays]
-        given = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [_tensor(a) for a in kept]
+        given = [DeviceTensor(0, dtype, shape)._view() for dtype, shape in tensors] + [tensor_of(a) for a in kept]
         microseconds = ctypes.c_double()
-        _call(
-            "stof_op_time_cuda", self._handle, (_Tensor * len(given))(*given), len(given), 1,
+        call(
+            "stof_op_time_cuda", self._handle, (Tensor * len(given))(*given), len(given), 1,
             ctypes.c_double(seconds), ctypes.byref(microseconds),
         )  # fmt: skip
         return microseconds.value
@@ -120,12 +120,12 @@ def device_info() -> DeviceInfo:
     """
     name = ctypes.create_string_buffer(256)
     capability = ctypes.c_int32()
-    _call("stof_cuda_device", name, ctypes.c_size_t(256), ctypes.byref(capability))
+    call("stof_cuda_device", name, ctypes.c_size_t(256), ctypes.byref(capability))
     return DeviceInfo(name.value.decode(errors="replace"), capability.value)
 
 
 def kernel_names(head_size: int, dtype: int) -> list[str]:
     """The attention kernels of the device for a head size and an ONNX element type; empty where there is no choice."""
     names = ctypes.create_string_buffer(_NAMES_SIZE)
-    _call("stof_cuda_kernels", ctypes.c_int64(head_size), ctypes.c_int32(dtype), names, ctypes.c_size_t(_NAMES_SIZE))
+    call("stof_cuda_kernels", ctypes.c_int64(head_size), ctypes.c_int32(dtype), names, ctypes.c_size_t(_NAMES_SIZE))
     return names.value.decode().split()

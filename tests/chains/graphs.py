@@ -65,13 +65,13 @@ class Builder:
 N, H, D = 24, 4, 6
 
 
-def _x(b: Builder, width: int = N) -> str:
+def activations(b: Builder, width: int = N) -> str:
     """[B, S, width], from a MatMul."""
     return str(b.add("MatMul", b.input("input", ["B", "S", 8]), b.weight(8, width)))
 
 
 def _residual(b: Builder) -> tuple[str, str]:
-    return _x(b), b.input("residual", ["B", "S", N])
+    return activations(b), b.input("residual", ["B", "S", N])
 
 
 def residual_layer_norm(b: Builder) -> onnx.ModelProto:
@@ -118,42 +118,42 @@ def skip_rms_norm(b: Builder) -> onnx.ModelProto:
 
 
 def bias_gelu(b: Builder) -> onnx.ModelProto:
-    return b.model(b.add("Gelu", b.add("Add", _x(b), b.weight(N))))
+    return b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))
 
 
 def decomposed_gelu(b: Builder) -> onnx.ModelProto:
-    x = b.add("Add", _x(b), b.weight(N))
+    x = b.add("Add", activations(b), b.weight(N))
     raised = b.add("Erf", b.add("Div", x, b.number(float(np.sqrt(2)))))
     return b.model(b.add("Mul", b.add("Mul", x, b.add("Add", raised, b.number(1.0))), b.number(0.5)))
 
 
 def contrib_gelus(b: Builder) -> onnx.ModelProto:
-    x = b.add("BiasGelu", _x(b), b.weight(N), domain="com.microsoft")
+    x = b.add("BiasGelu", activations(b), b.weight(N), domain="com.microsoft")
     y = b.add("FastGelu", x, b.weight(N), domain="com.microsoft")
     return b.model(b.add("QuickGelu", y, domain="com.microsoft", alpha=1.5))
 
 
 def split_gate(b: Builder) -> onnx.ModelProto:
-    x = b.add("Add", _x(b, 2 * N), b.weight(2 * N))
+    x = b.add("Add", activations(b, 2 * N), b.weight(2 * N))
     one, other = b.add("Split", x, outputs=2, axis=-1, num_outputs=2)
     return b.model(b.add("Mul", b.add("Gelu", one), other))
 
 
 def sliced_gate(b: Builder) -> onnx.ModelProto:
-    x = _x(b, 2 * N)
+    x = activations(b, 2 * N)
     one = b.add("Slice", x, b.ints(0), b.ints(N), b.ints(-1))
     other = b.add("Slice", x, b.ints(N), b.ints((1 << 63) - 1), b.ints(-1))
     return b.model(b.add("Mul", b.add("Mul", one, b.add("Sigmoid", one)), other))
 
 
 def softmax(b: Builder) -> onnx.ModelProto:
-    x = b.add("Div", _x(b), b.number(1.7))
+    x = b.add("Div", activations(b), b.number(1.7))
     return b.model(b.add("Softmax", b.add("Add", x, b.weight(N)), axis=-1))
 
 
 def heads(b: Builder) -> onnx.ModelProto:
     """Three heads' tensors of one packed projection, the keys turned."""
-    x = b.add("Add", _x(b, 3 * N), b.weight(3 * N))
+    x = b.add("Add", activations(b, 3 * N), b.weight(3 * N))
     parts = b.add("Split", x, outputs=3, axis=-1, num_outputs=3)
     split = [b.add("Transpose", b.add("Reshape", p, b.ints(0, 0, H, D)), perm=[0, 2, 1, 3]) for p in parts]
     return b.model(b.add("Mul", split[0], b.number(0.4)), split[1], split[2])
@@ -161,7 +161,7 @@ def heads(b: Builder) -> onnx.ModelProto:
 
 def rotary(b: Builder) -> onnx.ModelProto:
     """Rotary embedding of a normalized, split projection; cos and sin [1, S, D] are inputs."""
-    x = b.add("Transpose", b.add("Reshape", _x(b), b.ints(0, -1, H, D)), perm=[0, 2, 1, 3])
+    x = b.add("Transpose", b.add("Reshape", activations(b), b.ints(0, -1, H, D)), perm=[0, 2, 1, 3])
     x = b.add("LayerNormalization", x, b.weight(D), axis=-1, epsilon=1e-5)
     tables = [b.add("Unsqueeze", b.input(n, [1, "S", D]), b.ints(1)) for n in ("cos", "sin")]
     first = b.add("Slice", x, b.ints(0), b.ints(D // 2), b.ints(-1))
@@ -172,7 +172,7 @@ def rotary(b: Builder) -> onnx.ModelProto:
 
 def flat_rows(b: Builder) -> onnx.ModelProto:
     """A Gemm's rows [B * S, N] made [B, S, N] and back around an activation."""
-    x = b.add("Reshape", _x(b), b.ints(-1, N))
+    x = b.add("Reshape", activations(b), b.ints(-1, N))
     x = b.add("Gemm", x, b.weight(N, N), b.weight(N))
     shape = b.add("Concat", b.add("Shape", "input", start=0, end=2), b.ints(N), axis=0)
     y = b.add("Mul", b.add("Tanh", b.add("Reshape", x, shape)), b.number(0.5))
@@ -181,7 +181,7 @@ def flat_rows(b: Builder) -> onnx.ModelProto:
 
 def means(b: Builder) -> onnx.ModelProto:
     """One number of each row comes out, too."""
-    x = b.add("Exp", _x(b))
+    x = b.add("Exp", activations(b))
     total = b.add("ReduceSum", x, b.ints(-1), keepdims=0)
     return b.model(b.add("Sub", x, b.add("ReduceMax", x, b.ints(-1), keepdims=1)), total)
 

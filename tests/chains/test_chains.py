@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from graphs import CHAINS, FLOAT, HALF, Builder, N, _x
+from graphs import CHAINS, FLOAT, HALF, Builder, N, activations
 from stof.chains import check as chain_check
 from stof.chains.check import check_chain
 from stof.chains.emit import emit_chains
@@ -81,7 +81,7 @@ def test_a_chain_is_one_and_computes_what_it_replaces(make: Callable[[Builder], 
 @pytest.mark.parametrize("op", ACTIVATIONS)
 def test_every_activation(op: str) -> None:
     b = Builder()
-    y = b.add(op, b.add("Add", _x(b), b.weight(N)), **ACTIVATIONS[op])
+    y = b.add(op, b.add("Add", activations(b), b.weight(N)), **ACTIVATIONS[op])
     graph, (chain,) = found(b.model(y))
     check_chain(chain, graph.nodes, graph.symbolic, 20)
     same_through_body(graph, [chain])
@@ -90,7 +90,7 @@ def test_every_activation(op: str) -> None:
 def test_chains_of_many_shapes_share_a_function() -> None:
     """A runtime infers the shapes of every branch for every call: those of others must not fit by chance alone."""
     b = Builder()
-    x = b.add("Add", _x(b), b.weight(N))
+    x = b.add("Add", activations(b), b.weight(N))
     gate = b.add("Mul", b.add("Sigmoid", x), x)
     narrow = b.add("MatMul", gate, b.weight(N, 5))
     y = b.add("Softmax", b.add("Add", narrow, b.weight(5)), axis=-1)
@@ -113,7 +113,7 @@ def test_chains_of_many_shapes_share_a_function() -> None:
 def test_a_branch_transposes_what_other_calls_give_with_other_axes() -> None:
     """A call gives its first input for those that its chain has not: of three axes here, where another chain has four."""
     b = Builder()
-    x = _x(b)
+    x = activations(b)
     split = b.add("Reshape", b.add("Mul", x, b.weight(N)), b.ints(0, 0, 4, N // 4))
     heads = b.add("Transpose", split, perm=[0, 2, 1, 3])
     product = b.add("MatMul", heads, b.weight(N // 4, N // 4))
@@ -126,7 +126,7 @@ def test_a_branch_transposes_what_other_calls_give_with_other_axes() -> None:
 
 def test_equal_chains_share_a_branch() -> None:
     b = Builder()
-    x = _x(b)
+    x = activations(b)
     for _ in range(3):
         x = b.add("MatMul", b.add("Relu", b.add("Add", x, b.weight(N))), b.weight(N, N))
     graph, chains = found(b.model(x))
@@ -137,7 +137,7 @@ def test_equal_chains_share_a_branch() -> None:
 
 def test_a_value_that_others_read_becomes_an_output() -> None:
     b = Builder()
-    x = b.add("Add", _x(b), b.weight(N))
+    x = b.add("Add", activations(b), b.weight(N))
     y = b.add("Tanh", x)
     z = b.add("MatMul", x, b.weight(N, N))
     graph, (chain,) = found(b.model(y, z))
@@ -148,7 +148,7 @@ def test_a_value_that_others_read_becomes_an_output() -> None:
 def test_a_path_out_and_back_is_not_closed() -> None:
     """X + b is read by a MatMul whose result is added to what follows of x + b."""
     b = Builder()
-    x = b.add("Add", _x(b), b.weight(N))
+    x = b.add("Add", activations(b), b.weight(N))
     scaled = b.add("Mul", b.add("Sigmoid", x), b.number(2.0))
     back = b.add("MatMul", x, b.weight(N, N))
     y = b.add("Tanh", b.add("Add", scaled, back))
@@ -161,7 +161,7 @@ def test_a_path_out_and_back_is_not_closed() -> None:
 
 def test_sizes_that_may_differ_are_not_taken_for_equal() -> None:
     b = Builder()
-    x = b.add("Add", _x(b), b.input("other", ["A", "S", N]))  # A may be 1
+    x = b.add("Add", activations(b), b.input("other", ["A", "S", N]))  # A may be 1
     _, chains = found(b.model(b.add("Tanh", x)))
     assert not chains
 
@@ -248,7 +248,7 @@ def test_a_squeeze_of_whatever_is_1_has_no_known_shape() -> None:
 
 def test_what_nothing_reads_does_not_keep_chains_out() -> None:
     b = Builder()
-    x = b.add("Neg", _x(b))
+    x = b.add("Neg", activations(b))
     top = b.add("ReduceMax", x, b.ints(-1), keepdims=1)
     b.add("Div", x, top)  # read by nothing
     graph, chains = found(b.model(b.add("Exp", b.add("Sub", x, top))))
@@ -282,7 +282,7 @@ def test_more_axes_than_the_format_has() -> None:
 )
 def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: bool) -> None:
     b = Builder()
-    x = b.add("Neg", _x(b))
+    x = b.add("Neg", activations(b))
     x = b.add("Dropout", x, "" if ratio is None else b.number(ratio), b.array(np.array(training)), seed=3)
     graph, chains = found(b.model(b.add("Tanh", x)))
     assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.places)
@@ -290,7 +290,7 @@ def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: 
 
 def test_a_description_that_says_something_else_is_refused() -> None:
     b = Builder()
-    graph, (chain,) = found(b.model(b.add("Mul", b.add("Tanh", _x(b)), b.number(0.5))))
+    graph, (chain,) = found(b.model(b.add("Mul", b.add("Tanh", activations(b)), b.number(0.5))))
     wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
     assert wrong.text != chain.description.text
     with pytest.raises(UnsupportedError, match="differs from its operators"):
@@ -402,13 +402,13 @@ def test_the_evaluator_beside_numpy() -> None:
 
 
 def test_infinities_are_compared_by_sign() -> None:
-    from stof.chains.check import _compare
+    from stof.chains.check import compare_output
 
     own = np.array([1.0, -np.inf, np.nan], np.float32)
-    _compare(0, own, np.array([1.0, -np.inf, np.nan]))
+    compare_output(0, own, np.array([1.0, -np.inf, np.nan]))
     for exact in ([1.0, np.inf, np.nan], [1.0, -np.inf, 0.0], [1.1, -np.inf, np.nan], [-np.inf, -np.inf, np.nan]):
         with pytest.raises(UnsupportedError):
-            _compare(0, own, np.array(exact))
+            compare_output(0, own, np.array(exact))
 
 
 def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

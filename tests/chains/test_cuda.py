@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from graphs import HALF, Builder, N, _x, split_gate
+from graphs import HALF, Builder, N, activations, split_gate
 from stof.chains.apply import apply_chains
 from stof.chains.judge import Measured, judge_of
 from stof.chains.predicted import LEAST_PREDICTED, Predicted
@@ -30,7 +30,7 @@ MACHINE = Machine.cuda(2.6e12)
 
 
 def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
-    total = b.add("Add", _x(b), b.input("residual", ["B", "S", N]))
+    total = b.add("Add", activations(b), b.input("residual", ["B", "S", N]))
     y = b.add("LayerNormalization", total, b.weight(N), b.weight(N), axis=-1)
     return b.model(y, total) if read_again else b.model(y)
 
@@ -54,7 +54,7 @@ def test_what_the_runtime_leaves_apart_is_taken() -> None:
 def test_a_bias_behind_a_product_costs_the_runtime_more_than_a_chain() -> None:
     """MatMul and Add become Gemm in the runtime, which writes the bias to all rows first: a chain takes it with what follows."""
     b = Builder(HALF)
-    assert chained(b.model(b.add("Gelu", b.add("Add", _x(b), b.weight(N))))) == ["replaced"]
+    assert chained(b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))) == ["replaced"]
 
 
 def test_gains_are_of_the_rival_and_the_chain() -> None:
@@ -167,7 +167,7 @@ def test_norms_alone_are_measured(
 
 def test_a_short_norm_alone_stays() -> None:
     b = Builder(HALF)
-    normed = b.add("LayerNormalization", _x(b), b.weight(N), b.weight(N), axis=-1)
+    normed = b.add("LayerNormalization", activations(b), b.weight(N), b.weight(N), axis=-1)
     found = apply_chains(b.model(normed), Predicted(Options(target="cuda"), MACHINE), forms=_takes_all)
     assert "StofChain" not in [n.op_type for n in found.model.graph.node]
 

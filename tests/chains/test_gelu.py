@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.chains.graphs import FLOAT, HALF, Builder, N, _x
+from tests.chains.graphs import FLOAT, HALF, Builder, N, activations
 
 from stof.chains.apply import apply_chains
-from stof.chains.judge import _all
+from stof.chains.judge import take_all
 
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -52,9 +52,9 @@ def tanh_factored(b: Builder, x: str) -> str:
 
 def _text(make: Callable[[Builder, str], str], dtype: int) -> str:
     b = Builder(dtype)
-    x = b.add("Add", _x(b), b.weight(N))
+    x = b.add("Add", activations(b), b.weight(N))
     y = make(b, x)
-    found = apply_chains(b.model(y), _all)
+    found = apply_chains(b.model(y), take_all)
     (node,) = [n for n in found.model.graph.node if n.op_type == "StofChain"]
     return str(next(a.s.decode() for a in node.attribute if a.name == "chain"))
 

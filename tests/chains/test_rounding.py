@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from graphs import FLOAT, HALF, Builder, N, _x
+from graphs import FLOAT, HALF, Builder, N, activations
 from stof.chains.check import check_chain
 from stof.chains.emit import emit_chains
 from stof.chains.evaluate import evaluate_chain
@@ -28,7 +28,7 @@ def found(model: onnx.ModelProto) -> tuple[Graph, list[Chain]]:
 def test_what_a_sine_is_taken_of_is_rounded_as_in_the_graph() -> None:
     """Positions times frequencies in fp16 are off by whole turns; the sine of the exact product is another number."""
     b = Builder(HALF)
-    name = _x(b)
+    name = activations(b)
     angles = b.add("Add", b.add("Mul", name, b.input("positions", ["B", "S", 1])), b.weight(N))
     graph, (chain,) = found(b.model(b.add("Neg", b.add("Sin", angles)), b.add("Cos", angles)))
     check_chain(chain, graph.nodes, graph.symbolic, 20)
@@ -48,7 +48,7 @@ def test_what_a_sine_is_taken_of_is_rounded_as_in_the_graph() -> None:
 @pytest.mark.parametrize("narrow", [HALF, BFLOAT], ids=["f16", "bf16"])
 def test_a_cast_that_narrows_rounds(narrow: int) -> None:
     b = Builder(FLOAT)
-    half = b.add("Cast", b.add("Mul", _x(b), b.weight(N)), to=narrow)
+    half = b.add("Cast", b.add("Mul", activations(b), b.weight(N)), to=narrow)
     b.add("Sub", b.add("Cast", half, to=FLOAT), b.input("r", ["B", "S", N]))
     _, (chain,) = found(b.model(b.nodes[-1].output[0]))
     assert chain.description.text.count("f16(") == 1
@@ -66,7 +66,7 @@ def test_a_cast_that_narrows_rounds(narrow: int) -> None:
 
 def test_between_halves_values_stay_fp32() -> None:
     b = Builder(HALF)
-    _, (chain,) = found(b.model(b.add("Gelu", b.add("Mul", b.add("Cast", _x(b), to=HALF), b.weight(N)))))
+    _, (chain,) = found(b.model(b.add("Gelu", b.add("Mul", b.add("Cast", activations(b), to=HALF), b.weight(N)))))
     assert "f16(" not in chain.description.text
 
 
@@ -77,7 +77,7 @@ def test_between_halves_values_stay_fp32() -> None:
 def test_slices_by_numbers_beyond_an_axis(start: int, end: int, taken: bool) -> None:
     """S may be 1: then [:, :5] is of size 1, and a chain that says 5 would read what is not there."""
     b = Builder(FLOAT)
-    part = b.add("Slice", _x(b), b.ints(start), b.ints(end), b.ints(1))
+    part = b.add("Slice", activations(b), b.ints(start), b.ints(end), b.ints(1))
     moved = b.add("MatMul", part, b.weight(N, 4))
     graph, chains = found(b.model(b.add("Gelu", b.add("Add", moved, b.weight(4)))))
     assert bool(chains) == taken

@@ -133,10 +133,11 @@ _COMPARE = {
 def evaluate(mask: Mask, values: Values) -> np.ndarray:
     """The mask as booleans [B, H, S, T]."""
     shape = (values.B, values.H, values.S, values.T)
-    return np.broadcast_to(_value(mask.expr, mask.tables, values), shape)
+    return np.broadcast_to(value_of(mask.expr, mask.tables, values), shape)
 
 
-def _value(e: Expr, tables: Mapping[str, np.ndarray], v: Values) -> np.ndarray:
+def value_of(e: Expr, tables: Mapping[str, np.ndarray], v: Values) -> np.ndarray:
+    """What broadcasts to [B, H, S, T]."""
     match e.kind:
         case "num":
             return np.int64(e.args[0])  # type: ignore[return-value]
@@ -163,7 +164,7 @@ def _value(e: Expr, tables: Mapping[str, np.ndarray], v: Values) -> np.ndarray:
         case "len":
             assert v.lengths is not None
             return v.lengths[:, None, None, None]
-    args = [_value(a, tables, v) for a in e.args if isinstance(a, Expr)]
+    args = [value_of(a, tables, v) for a in e.args if isinstance(a, Expr)]
     match e.kind:
         case "abs":
             return np.abs(args[0])

@@ -9,7 +9,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from .builder import Builder, Tensor
-from .expr import COMPARISONS, Expr, Mask, Values, _value, band, make
+from .expr import COMPARISONS, Expr, Mask, Values, band, make, value_of
 from .indices import Indices
 
 FLAT: frozenset[str] = frozenset()
@@ -136,7 +136,7 @@ class Renderer:
         return None
 
     def _stored(self, e: Expr, heads: int, S: int, T: int, P: int) -> np.ndarray:
-        found = _value(e, self.mask.tables, Values(1, heads, S, T, P))
+        found = value_of(e, self.mask.tables, Values(1, heads, S, T, P))
         return np.ascontiguousarray(np.broadcast_to(found, (heads, S, T)))
 
     def _junction(self, e: Expr) -> Tensor:

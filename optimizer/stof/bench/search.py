@@ -129,11 +129,11 @@ def drawn_costs(space: Space, seed: int) -> Cost:
 
 def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[Line]:
     """The enumerable spaces of stored graphs, each by the analytical cost and by costs drawn at random."""
-    from stof.bench.gpu.variants import _module
+    from stof.bench.gpu.variants import load_module
     from stof.symbolic import Symbolic
 
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
-    build = _module("models/build.py")
+    build = load_module("models/build.py")
     for name in names:
         model = build.load_graph(name)
         graph = Graph(model, Symbolic(model))

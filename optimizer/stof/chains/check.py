@@ -112,7 +112,7 @@ class _Check:
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
         for place, (own, wanted) in enumerate(zip(found, exact, strict=True)):
-            _compare(place, own, wanted, self.tolerance)
+            compare_output(place, own, wanted, self.tolerance)
 
 
 def _count(shape: Sequence[int]) -> int:
@@ -152,7 +152,8 @@ def evaluate_product(chain: Product, text: str, given: Sequence[np.ndarray]) -> 
     return [found.reshape((*left.shape[:-1], width))]
 
 
-def _compare(place: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+def compare_output(place: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+    """Raises where an output of a description is not that of its operators."""
     if own.shape != exact.shape:
         raise UnsupportedError(
             f"output {place} of the description has shape {exact.shape}, of its operators {own.shape}"

@@ -54,7 +54,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     if options.chains == "off":
         return None
     if options.chains == "on" and not options.tune:
-        return _all
+        return take_all
     if options.target == "tensorrt":
         return BesideTensorRt(options, _machine(options))
     cuda = options.target == "cuda"
@@ -112,7 +112,7 @@ def _cuda_name() -> str:
         return ""
 
 
-def _all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
+def take_all(graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
     """Every region whole, and products by themselves."""
     return Verdict((Site(graph, graph.site(chain.region.places)).region,))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stof.symbolic.bounds import bound, times
+from stof.symbolic.bounds import bound, rebuilt, times
 from stof.symbolic.broadcasting import elementwise, pointwise
 from stof.symbolic.casework import as_int, cases, to_int
 from stof.symbolic.conditions import all_of, equal, less_equal, negate, select
@@ -40,7 +40,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
     """X / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
     if isinstance(x, Int) and isinstance(y, Int):
         if x.constant is not None and y.constant:
-            return integer(int(x.constant / y.constant))
+            return integer(_truncated(x.constant, y.constant))
         exact = x.divide(y)
         if exact is not None:
             return exact
@@ -57,11 +57,17 @@ def div(x: Scalar, y: Scalar) -> Scalar:
     return fold_real("div", x, y)
 
 
+def _truncated(x: int, y: int) -> int:
+    """The quotient without its fraction; not by way of fp64, which does not hold large numbers."""
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
 def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
     def modulo(x: Scalar, y: Scalar) -> Scalar:
         if isinstance(x, Int) and isinstance(y, Int) and y.constant:
             if x.constant is not None:
-                return integer(int(math.fmod(x.constant, y.constant)) if fmod else x.constant % y.constant)
+                whole = _truncated(x.constant, y.constant) if fmod else x.constant // y.constant
+                return integer(x.constant - whole * y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
             return _truncated_rest(x, abs(y.constant))
@@ -100,17 +106,8 @@ def _extreme(kind: str) -> Callable[..., Scalar]:
     def fold(*values: Scalar) -> Scalar:
         result = values[0]
         for value in values[1:]:
-            if isinstance(result, Int) and isinstance(value, Int):
-                low, high = (value, result) if kind == "max" else (result, value)
-                if bound(low - high, upper=True) <= 0:
-                    result = result if kind == "min" or low == value else value
-                    result = high if kind == "max" else low
-                elif bound(high - low, upper=True) <= 0:
-                    result = low if kind == "max" else high
-                else:
-                    result = of_atom(kind, result, value)
-            else:
-                result = fold_real(kind, result, value)
+            whole = isinstance(result, Int) and isinstance(value, Int)
+            result = rebuilt(kind, (result, value)) if whole else fold_real(kind, result, value)
         return result
 
     return fold
@@ -168,7 +165,7 @@ def _sign(x: Scalar) -> Scalar:
     return select(positive, integer(1), select(negative, integer(-1), integer(0)))
 
 
-def _real_function(name: str, function: Callable[[float], float]) -> Callable[[Scalar], Scalar]:
+def _real_function(name: str, function: Callable[[np.float64], float]) -> Callable[[Scalar], Scalar]:
     def apply(x: Scalar) -> Scalar:
         value = to_real(x)
         if name == "Floor" and (lower := floor(value)) is not None:
@@ -176,12 +173,8 @@ def _real_function(name: str, function: Callable[[float], float]) -> Callable[[S
         if value.kind == "const":
             number = value.args[0]
             assert isinstance(number, float)
-            if name == "Log" and number == 0:
-                return real(-math.inf)
-            try:
-                return real(function(number))
-            except (ValueError, ZeroDivisionError, OverflowError):
-                return real(math.nan)
+            with np.errstate(all="ignore"):
+                return real(function(np.float64(number)))
         found = cases(value)
         if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # of a mask
             result: Scalar = real(math.nan)
@@ -240,18 +233,19 @@ def _holds(context: Context, number: float) -> bool:
     return any(p.kind == "const" and p.args[0] == number for p in parts(element))
 
 
-_REAL: dict[str, Callable[[float], float]] = {
-    "Sqrt": math.sqrt,
-    "Reciprocal": lambda x: 1.0 / x,
-    "Exp": math.exp,
-    "Log": math.log,
-    "Sin": math.sin,
-    "Cos": math.cos,
-    "Tanh": math.tanh,
-    "Floor": math.floor,
-    "Ceil": math.ceil,
-    "Round": round,
-    "Sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
+# NumPy's, which are infinite or no number where ONNX says so and Python's raise.
+_REAL: dict[str, Callable[[np.float64], float]] = {
+    "Sqrt": np.sqrt,
+    "Reciprocal": np.reciprocal,
+    "Exp": np.exp,
+    "Log": np.log,
+    "Sin": np.sin,
+    "Cos": np.cos,
+    "Tanh": np.tanh,
+    "Floor": np.floor,
+    "Ceil": np.ceil,
+    "Round": np.rint,
+    "Sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)),
     "Erf": math.erf,
 }
 RULES: dict[str, Rule] = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stof.symbolic.bounds import bound, fits, rebuilt, times
+from stof.symbolic.bounds import LONGEST, bound, fits, rebuilt, times
 from stof.symbolic.terms import Int, Real, Scalar, integer, of_atom, real, to_real
-
-_LARGEST = 1 << 22  # fp32 holds every integer up to 2^24; positions are below 2^22
 
 
 def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
@@ -29,9 +27,9 @@ def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
                 case "div":
                     return real(float(np.float64(a) / np.float64(b)))
                 case "min":
-                    return real(min(a, b))
+                    return real(np.minimum(a, b))  # NaN where one is
                 case "max":
-                    return real(max(a, b))
+                    return real(np.maximum(a, b))
     return _neutral(kind, left, right) or _shifted(kind, left, right) or Real(kind, (left, right))
 
 
@@ -84,7 +82,7 @@ def _integer(value: Real) -> Int | None:
     if value.kind == "const":
         number = value.args[0]
         assert isinstance(number, float)
-        return integer(int(number)) if number.is_integer() and abs(number) <= _LARGEST else None
+        return integer(int(number)) if number.is_integer() and abs(number) <= LONGEST else None
     return None
 
 
@@ -102,7 +100,7 @@ def _whole(kind: str, left: Real, right: Real) -> Real | None:
             found = rebuilt(kind, (x, y))
         case _:
             return None
-    if any(abs(c) > _LARGEST for _, c in found.terms):
+    if any(abs(c) > LONGEST for _, c in found.terms):  # fp32 holds all up to 2^24
         return None
     return to_real(found)
 

@@ -22,7 +22,6 @@ from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 from stof.symbolic.terms import FALSE, Int, Real, Scalar, integer, of_atom, real, to_real, var
 
 INT64 = TensorProto.INT64
-_MOST_ROWS = 16  # that are assigned one by one
 ZERO, ONE = integer(0), integer(1)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between which numbers a float lies that is made of positions, constants and stored tables: biases beside masks.
 
-Positions and sizes are at most 2^22. Sums are rounded to fp32: beside the lowest number, a bias is lost in it.
+Sums are rounded to fp32: beside the lowest number, a bias is lost in it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import math
 
 import numpy as np
 
-from stof.symbolic.terms import Atom, Int, Real
+from stof.symbolic.bounds import Bounds, Range
+from stof.symbolic.terms import Int, Real
 
-_MOST = float(1 << 22)
 _LARGEST = float(np.finfo(np.float32).max)
 _HUGE = 1e6  # where fp32 has lost what fp64 may still tell apart
 _FAR = 1.01  # what differs by more is told apart whatever type it was rounded to
-Range = tuple[float, float]
 
 
 def range_of(value: Real) -> Range | None:
-    """The least and the largest value; None where it reads data, or nothing is known of an operator."""
+    """The least and the largest value; None where what it reads may be any number, or nothing is known of an operator."""
     args = value.args
     reals = [a for a in args if isinstance(a, Real)]
     match value.kind:
@@ -31,8 +30,8 @@ def range_of(value: Real) -> Range | None:
         case "int":
             inner = args[0]
             assert isinstance(inner, Int)
-            size = _size(inner)
-            return None if size is None else (-size, size)
+            low, high = Bounds({}, math.inf).integer(inner)
+            return (low, high) if max(-low, high) < _LARGEST else None
         case "bool":
             return (0.0, 1.0)
         case "table" if len(args) == 3:
@@ -70,33 +69,6 @@ def _rounded(low: float, high: float) -> Range | None:
         return None  # what overflows in fp32 does not in fp64
     with np.errstate(over="ignore"):
         return (float(np.float32(low)), float(np.float32(high)))
-
-
-def _size(value: Int) -> float | None:
-    """A bound of the absolute value."""
-    total = 0.0
-    for monomial, coefficient in value.terms:
-        product = float(abs(coefficient))
-        for atom in monomial:
-            size = _atom_size(atom)
-            if size is None:
-                return None
-            product *= size
-        total += product
-    return total if total < _LARGEST else None
-
-
-def _atom_size(atom: Atom) -> float | None:
-    if atom.kind in ("var", "size"):
-        return _MOST
-    if atom.kind == "bool":
-        return 1.0
-    if atom.kind == "mod" and isinstance(atom.args[1], int):
-        return float(abs(atom.args[1]))
-    if atom.kind not in ("abs", "min", "max", "select", "div"):
-        return None
-    sizes = [_size(a) for a in atom.args if isinstance(a, Int)]
-    return None if any(s is None for s in sizes) else max((s for s in sizes if s is not None), default=None)
 
 
 def settled(value: Real) -> float | None:

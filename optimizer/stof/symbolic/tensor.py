@@ -170,7 +170,7 @@ def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int
 
 
 def _distinct(array: np.ndarray, most: int) -> list[float] | None:
-    """The values of an array in ascending order, where they are few; of integers only 0 and 1."""
+    """The values of an array in ascending order, where they are few, but not none; of integers only 0 and 1."""
     rest, found = array.reshape(-1), list[float]()
     while rest.size:
         value = rest[0]
@@ -178,7 +178,7 @@ def _distinct(array: np.ndarray, most: int) -> list[float] | None:
             return None
         found.append(float(value))
         rest = rest[rest != value]
-    return sorted(found)
+    return sorted(found) or None
 
 
 def _one_of(name: str, where: Index, values: Sequence[float], kind: str) -> Scalar:

@@ -85,9 +85,9 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
 def _exported(name: str, length: int) -> onnx.ModelProto:
     """A stored graph in fp16 without its large weights, with the mask of this length where it has one."""
     converter = require("onnxruntime.transformers.float16")
-    model = _module("models/build.py").load_graph(name)
+    model = load_module("models/build.py").load_graph(name)
     if any(d.dim_param for i in model.graph.input for d in i.type.tensor_type.shape.dim[1:]):
-        _module("models/bigbird.py").set_length(model, length)
+        load_module("models/bigbird.py").set_length(model, length)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
             count = int(np.prod(tensor.dims))
@@ -100,7 +100,7 @@ def _exported(name: str, length: int) -> onnx.ModelProto:
 
 
 def _small(tensor: onnx.TensorProto) -> np.ndarray:
-    around = np.float32(_module("models/build.py").is_norm(tensor))
+    around = np.float32(load_module("models/build.py").is_norm(tensor))
     found: np.ndarray = values(tensor.name, tensor.dims).astype(np.float32) + around
     return found
 
@@ -131,7 +131,8 @@ def assemble(folder: Path, output: Path) -> list[str]:
     return found
 
 
-def _module(path: str) -> Any:
+def load_module(path: str) -> Any:
+    """A module of the checkout that is no part of the package."""
     spec = importlib.util.spec_from_file_location("stof_models_build", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"there is no {path} here: run this in a checkout of the repository")
