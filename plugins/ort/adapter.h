@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ONNX Runtime's view of an OpDescription, over the C API alone.
+// ONNX Runtime's view of an OpDescription, over the C API alone. A registration's kernels are in kernel.h, and the
+// shapes of its outputs in shape_inference.h.
 #ifndef STOF_PLUGINS_ORT_ADAPTER_H_
 #define STOF_PLUGINS_ORT_ADAPTER_H_
 
@@ -13,6 +14,8 @@ namespace stof::ort {
 // runtime cannot run the op, a newer one still serves this version.
 constexpr uint32_t kApiVersion = 18;
 
+constexpr int kMaxInputs = 32;  // of a node
+
 // One registration: an operator for one element type on one execution provider. `OrtCustomOp` comes first so that the
 // pointer that ONNX Runtime hands back is also a pointer to this.
 struct Registration : OrtCustomOp {
@@ -21,6 +24,8 @@ struct Registration : OrtCustomOp {
   const OrtApi* api = nullptr;
   const char* provider = nullptr;  // nullptr: the CPU provider; else one that computes with CUDA
 };
+
+inline const Registration& Self(const OrtCustomOp* op) { return *static_cast<const Registration*>(op); }
 
 void Fill(const OrtApi* api, const OpDescription& description, DType type, const char* provider,
           Registration* registration);

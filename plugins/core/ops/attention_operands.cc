@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/attention_operands.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "plugins/core/ops/attention_shapes.h"
+
+namespace stof {
+namespace {
+
+Status BindBias(const Tensor& bias, AttentionArgs* args) {
+  if (bias.dtype != args->dtype && bias.dtype != DType::kF32) {
+    return Status::Error("bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
+                         ", expected that of query or fp32");
+  }
+  const int64_t want[] = {args->B, args->H, args->S, args->T};
+  int64_t* strides[] = {&args->bias_stride_b, &args->bias_stride_h, &args->bias_stride_q, &args->bias_stride_k};
+  if (bias.rank > 4) return Status::Error("bias has shape " + ShapeText(bias) + ", expected rank 4 or less");
+  int64_t stride = 1;
+  for (int i = 0; i < bias.rank; ++i) {
+    const int axis = 3 - i;
+    const int64_t dim = bias.dims[bias.rank - 1 - i];
+    if (dim != 1 && dim != want[axis]) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", expected one that broadcasts to [" +
+                           std::to_string(want[0]) + ", " + std::to_string(want[1]) + ", " + std::to_string(want[2]) +
+                           ", " + std::to_string(want[3]) + "]");
+    }
+    *strides[axis] = dim == 1 ? 0 : stride;
+    if (__builtin_mul_overflow(stride, dim, &stride)) {
+      return Status::Error("bias has shape " + ShapeText(bias) + ", which is too large");
+    }
+  }
+  args->bias = bias.data;
+  args->bias_dtype = bias.dtype;
+  return Status();
+}
+
+Status BindRelativeBias(const Tensor& bias, AttentionArgs* args) {
+  if (bias.dtype != DType::kF32) {
+    return Status::Error("relative_bias has data type " + std::to_string(static_cast<int>(bias.dtype)) +
+                         ", expected fp32");
+  }
+  if (bias.rank != 2 || (bias.dims[0] != 1 && bias.dims[0] != args->H) || bias.dims[1] % 2 != 1) {
+    return Status::Error("relative_bias has shape " + ShapeText(bias) + ", expected [1 or " + std::to_string(args->H) +
+                         ", an odd number]");
+  }
+  args->relative_bias = static_cast<const float*>(bias.data);
+  args->relative_bias_size = bias.dims[1];
+  args->relative_bias_stride_h = bias.dims[0] == 1 ? 0 : bias.dims[1];
+  return Status();
+}
+
+Status BindSink(const Tensor& sink, AttentionArgs* args) {
+  if (sink.dtype != args->dtype && sink.dtype != DType::kF32) {
+    return Status::Error("sink has data type " + std::to_string(static_cast<int>(sink.dtype)) +
+                         ", expected that of query or fp32");
+  }
+  if (sink.rank != 1 || sink.dims[0] != args->H) {
+    return Status::Error("sink has shape " + ShapeText(sink) + ", expected [" + std::to_string(args->H) + "]");
+  }
+  args->sink = sink.data;
+  args->sink_dtype = sink.dtype;
+  return Status();
+}
+
+template <typename T, typename NonZero>
+void ToBytes(const void* data, int64_t count, uint8_t* bytes, NonZero non_zero) {
+  const T* values = static_cast<const T*>(data);
+  for (int64_t i = 0; i < count; ++i) bytes[i] = non_zero(values[i]) ? 1 : 0;
+}
+
+Status CheckPad(const Tensor& pad, int64_t B, int64_t T) {
+  if (pad.rank != 2 || (pad.dims[0] != B && pad.dims[0] != 1) || pad.dims[1] != T) {
+    return Status::Error("pad has shape " + ShapeText(pad) + ", expected [" + std::to_string(B) + ", " +
+                         std::to_string(T) + "]");
+  }
+  if (!IsPadType(pad.dtype)) {
+    return Status::Error("pad has data type " + std::to_string(static_cast<int>(pad.dtype)) +
+                         ", expected bool, uint8, int8, int32, int64, fp32 or fp16");
+  }
+  return Status();
+}
+
+// pad [B or 1, T] of any legal type as bytes [B, T].
+Status PadBytes(const Tensor& pad, int64_t B, int64_t T, const RunContext& context, uint8_t** bytes) {
+  STOF_RETURN_IF_ERROR(CheckPad(pad, B, T));
+  *bytes = static_cast<uint8_t*>(context.allocate(context.self, static_cast<size_t>(std::max<int64_t>(1, B * T))));
+  if (*bytes == nullptr) return Status::Error("out of memory for pad");
+  const int64_t count = pad.dims[0] * T;
+  const auto plain = [](auto value) { return value != 0; };
+  switch (pad.dtype) {
+    case DType::kBool:
+    case DType::kU8:
+    case DType::kI8:
+      ToBytes<uint8_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kI32:
+      ToBytes<int32_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kI64:
+      ToBytes<int64_t>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kF32:
+      ToBytes<float>(pad.data, count, *bytes, plain);
+      break;
+    case DType::kF16:
+      ToBytes<uint16_t>(pad.data, count, *bytes, [](uint16_t x) { return (x & 0x7fff) != 0; });
+      break;
+    default:
+      break;
+  }
+  for (int64_t b = 1; b < B && pad.dims[0] == 1; ++b) std::memcpy(*bytes + b * T, *bytes, static_cast<size_t>(T));
+  return Status();
+}
+
+bool ReadsPad(const MaskExpr& expr) {
+  const ExprOperands& operands = expr.operands();
+  return std::any_of(operands.begin(), operands.end(), [](const auto& operand) { return operand->name == "pad"; });
+}
+
+}  // namespace
+
+bool IsPadType(DType dtype) {
+  static constexpr DType kTypes[] = {DType::kBool, DType::kU8,  DType::kI8, DType::kI32,
+                                     DType::kI64,  DType::kF32, DType::kF16};
+  return std::find(std::begin(kTypes), std::end(kTypes), dtype) != std::end(kTypes);
+}
+
+Status BindOperands(const MaskParts& parts, Tables* given, const RunContext& context, AttentionArgs* args,
+                    const Tensor** pad) {
+  bool pad_seen = false;
+  for (auto& [role, tensor] : *given) {
+    if (role == "unused") continue;
+    if (tensor.dtype == DType::kUndefined) return Status::Error("operand " + role + " is missing");
+    if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args));
+    if (role == "relative_bias") STOF_RETURN_IF_ERROR(BindRelativeBias(tensor, args));
+    if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args));
+    if (role != "pad") continue;
+    pad_seen = true;
+    if (context.on_cuda) {
+      STOF_RETURN_IF_ERROR(CheckPad(tensor, args->B, args->T));
+      if (tensor.dtype == DType::kI8) tensor.dtype = DType::kU8;  // only whether it is 0 counts
+      if (parts.pad) *pad = &tensor;
+      continue;
+    }
+    uint8_t* bytes = nullptr;
+    STOF_RETURN_IF_ERROR(PadBytes(tensor, args->B, args->T, context, &bytes));
+    tensor.data = bytes;
+    tensor.dtype = DType::kBool;
+    tensor.dims[0] = args->B;
+    if (parts.pad) args->pad = bytes;
+  }
+  if (pad_seen && !parts.pad && !ReadsPad(parts.dynamic)) {
+    return Status::Error("operand pad is given, but the mask does not read pad[b, k]: add it, or name the role unused");
+  }
+  if (parts.pad && !pad_seen) return Status::Error("the mask reads pad, but no operand has that role");
+  return Status();
+}
+
+}  // namespace stof

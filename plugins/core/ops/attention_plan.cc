@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofAttention before a run: what runtimes that plan ahead ask, and what a first run would else have to make.
+#include <algorithm>
+
+#include "plugins/core/block_mask_cache.h"
+#include "plugins/core/cuda_backend.h"
+#include "plugins/core/ops/attention_op.h"
+#include "plugins/core/ops/attention_operands.h"
+
+namespace stof {
+namespace {
+
+// An address that stands for any where nothing is read: aligned as memory of devices is.
+constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
+constexpr int64_t kUsualLength = 1024;  // where none is known
+// Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run, and, on the
+// CPU, more tiles of all tables times nodes of the expression (some seconds where every tile is evaluated).
+constexpr int64_t kMostReadyTables = int64_t{1} << 20;
+constexpr int64_t kMostReadyWork = int64_t{1} << 20;
+
+bool AllKnown(const std::vector<Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) {
+    return std::all_of(tensor.dims, tensor.dims + tensor.rank, [](int64_t dim) { return dim >= 0; });
+  });
+}
+
+}  // namespace
+
+Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const {
+  Problem problem;
+  const Tensor* pad = nullptr;
+  STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
+  const MaskExpr& fixed = problem.mask->parts.fixed;
+  if (!fixed.empty()) {
+    std::vector<ExprBinding> none(fixed.operands().size());
+    STOF_RETURN_IF_ERROR(fixed.Check(problem.sizes, &none));
+  }
+  STOF_RETURN_IF_ERROR(
+      PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
+  // Runs of other lengths may come apart by remainders.
+  const int64_t m = problem.mask->modulus;
+  if (problem.args.S / m >= kLeastOfResidue && problem.args.T / m >= kLeastOfResidue && m > 1) {
+    AttentionArgs parts = problem.args;
+    parts.B *= m, parts.S = (parts.S + m - 1) / m, parts.T = (parts.T + m - 1) / m;
+    size_t workspace = 0;
+    const ExprSizes sizes = {parts.B, parts.H, parts.S, parts.T, 0};
+    if (PlanCudaAttention(parts, false, *problem.mask->of_residue, sizes, problem.given, &workspace).ok()) {
+      plan->workspace = std::max(plan->workspace, workspace);
+    }
+  }
+  // In fp32 keys and values are split into halves first.
+  plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
+  const CudaBackend* backend = FindCudaBackend();
+  plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
+  return Status();
+}
+
+Status AttentionOp::ReadyDevice(const Tensor* inputs, int input_count, int kernel) const {
+  return ReadyDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
+}
+
+Status AttentionOp::ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
+  if (!mask_.fixed()) return Status();
+  const std::vector<Tensor> given(inputs, inputs + input_count);
+  if (AllKnown(given)) {
+    return on_cuda ? ReadyDeviceFor(given, 0, true, true) : ReadyHost(inputs, input_count, threads);
+  }
+  for (const int64_t length : {kUsualLength, int64_t{1}}) {
+    std::vector<Tensor> sized = given;
+    if (!on_cuda || !Suppose(length, &sized)) return Status();
+    STOF_RETURN_IF_ERROR(ReadyDeviceFor(sized, 0, false, false));
+  }
+  return Status();
+}
+
+Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem* problem, const Tensor** pad) const {
+  STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem->args));
+  STOF_RETURN_IF_ERROR(Complete(inputs, true, problem));
+  RunContext context;
+  context.on_cuda = true;
+  STOF_RETURN_IF_ERROR(BindOperands(problem->mask->parts, &problem->given, context, &problem->args, pad));
+  problem->args.query_position = problem->sizes.P;
+  return Status();
+}
+
+Status AttentionOp::ReadyHost(const Tensor* inputs, int input_count, int threads) {
+  Problem problem;
+  STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
+  STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
+  if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
+  const AttentionArgs& args = problem.args;
+  if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
+      args.B * args.H > kMostReadyTables) {
+    return Status();
+  }
+  const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
+  const MaskExpr& fixed = problem.mask->parts.fixed;
+  const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
+  const int64_t tiles = ((args.S + config.m - 1) / config.m) * ((args.T + config.n - 1) / config.n);  // to 2^34
+  if (tiles > kMostReadyWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostReadyWork) {
+    return Status();
+  }
+  ready_.sizes = problem.sizes;
+  ready_.hash = problem.mask->fixed_hash;
+  ready_.config = config;
+  return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
+                                      ready_.config.m, ready_.config.n, &ready_.mask);
+}
+
+bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
+  const auto set = [](Tensor* tensor, int axis, int64_t value) {
+    if (axis < tensor->rank && tensor->dims[axis] < 0) tensor->dims[axis] = value;
+    return axis < tensor->rank ? tensor->dims[axis] : value;
+  };
+  int64_t lengths[kTypedInputs] = {length, kUsualLength, kUsualLength}, batch = 1;
+  for (size_t i = 0; i < tensors->size(); ++i) {
+    Tensor& tensor = (*tensors)[i];
+    if (tensor.rank > 0 && tensor.dims[0] < 0) tensor.dims[0] = i < kTypedInputs ? batch : 1;
+    if (i < kTypedInputs) {
+      if (i == 0) batch = tensor.rank > 0 ? tensor.dims[0] : 1;
+      lengths[i] = set(&tensor, attributes_.layout[i] == TensorLayout::kBHSD ? 2 : 1, lengths[i]);
+      if (i == 1 && attributes_.query_offset) lengths[1] = std::max(lengths[1], lengths[0]);
+      continue;
+    }
+    const std::string& role = attributes_.operands[i - kTypedInputs];
+    if (role == "pad" || role == "segment_k") set(&tensor, 1, lengths[1]);
+    if (role == "segment_q") set(&tensor, 1, lengths[0]);
+    if (role == "bias") {
+      for (int axis = 1; axis < tensor.rank; ++axis) set(&tensor, axis, 1);
+    }
+  }
+  return AllKnown(*tensors);
+}
+
+Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
+  for (Tensor& tensor : inputs) tensor.data = reinterpret_cast<void*>(kSomewhere);
+  Problem problem;
+  const Tensor* pad = nullptr;
+  STOF_RETURN_IF_ERROR(BindForDevice(inputs.data(), static_cast<int>(inputs.size()), &problem, &pad));
+  const CudaBackend* backend = FindCudaBackend();
+  if (backend == nullptr) return Status::Error(kNoKernels);
+  AttentionArgs& args = problem.args;
+  if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
+  if (args.B * args.H > kMostReadyTables) return Status();
+  args.output = reinterpret_cast<void*>(kSomewhere);
+  if (known && !attributes_.lse) problem.Split();
+  RunContext context;
+  context.on_cuda = true;
+  context.kernel = kernel;
+  if (keep) context.keeper = &keeper_;
+  if (known) return backend->ready(args, pad, *problem.mask, problem.sizes, problem.given, context);
+  // Without the part of the mask that would be made for sizes that no run may have.
+  AttentionMask mask;
+  mask.parts.dynamic = problem.mask->parts.dynamic;
+  mask.parts.pad = problem.mask->parts.pad;
+  const int kernels = args.S > 1 ? backend->kernels(args) : 0;
+  for (context.kernel = kernels > 0 ? 1 : 0; context.kernel <= kernels; ++context.kernel) {
+    STOF_RETURN_IF_ERROR(backend->ready(args, pad, mask, problem.sizes, problem.given, context));
+  }
+  return Status();
+}
+
+}  // namespace stof

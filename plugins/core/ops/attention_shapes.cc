@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/attention_shapes.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace stof {
+namespace {
+
+constexpr int64_t kMaxHeadSize = 256;
+constexpr int64_t kMaxHeads = 65536;
+constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
+
+// Sizes of one tensor in problem terms: batch, heads, positions, head size, and the strides that reach them from the
+// first element that is meant.
+struct Sized {
+  int64_t b = 0, heads = 0, s = 0, d = 0;
+  Strides stride;
+  int64_t first = 0;  // elements before it
+};
+
+Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int64_t heads, const PackedHeads& packed,
+               Sized* sized) {
+  const int rank = layout == TensorLayout::kBSN ? 3 : 4;
+  if (tensor.rank != rank) {
+    return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected rank " +
+                         std::to_string(rank) + " for layout " + kLayoutNames[static_cast<int>(layout)]);
+  }
+  const int64_t* dims = tensor.dims;
+  Sized& r = *sized;
+  r.b = dims[0];
+  int64_t total = 0;  // heads that the tensor has
+  if (layout == TensorLayout::kBSN) {
+    total = packed.total > 0 ? packed.total : heads;
+    if (heads < 1 || dims[2] % total != 0) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) +
+                           ", expected a last dimension that its number of heads (" + std::to_string(total) +
+                           ") divides");
+    }
+    r.s = dims[1];
+    r.heads = heads;
+    r.d = dims[2] / total;
+    r.first = packed.first * r.d;
+  } else {
+    r.heads = dims[layout == TensorLayout::kBHSD ? 1 : 2];
+    r.s = dims[layout == TensorLayout::kBHSD ? 2 : 1];
+    r.d = dims[3];
+    if (heads > 0 && r.heads != heads) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected " +
+                           std::to_string(heads) + " heads");
+    }
+    if (packed.total > 0 && r.heads != packed.total) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected " +
+                           std::to_string(packed.total) + " heads, as attribute packed says");
+    }
+    total = r.heads;
+  }
+  // Limits come later; here nothing may overflow, whatever a runtime claims.
+  int64_t elements = std::max<int64_t>(r.d, 1);
+  for (const int64_t size : {total, r.s}) {
+    if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
+      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", which is too large");
+    }
+  }
+  r.stride.b = total * r.s * r.d;
+  r.stride.h = layout == TensorLayout::kBHSD ? r.s * r.d : r.d;
+  r.stride.s = layout == TensorLayout::kBHSD ? r.d : total * r.d;
+  return Status();
+}
+
+// Where the heads that are meant begin; a tensor without elements may have no data.
+const void* Begin(const Tensor& tensor, const Sized& sized) {
+  if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
+  return static_cast<const char*>(tensor.data) + sized.first * SizeOf(tensor.dtype);
+}
+
+}  // namespace
+
+std::string ShapeText(const Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.dims[i]);
+  return text + "]";
+}
+
+Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
+                         AttentionArgs* args) {
+  if (input_count != kTypedInputs + static_cast<int>(attributes.operands.size())) {
+    return Status::Error("has " + std::to_string(input_count) + " inputs, expected " +
+                         std::to_string(kTypedInputs + attributes.operands.size()));
+  }
+  const DType dtype = inputs[0].dtype;
+  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+    return Status::Error("query has data type " + std::to_string(static_cast<int>(dtype)) +
+                         ", expected fp32, fp16 or bf16");
+  }
+  Sized sized[3];
+  for (int i = 0; i < 3; ++i) {
+    if (inputs[i].dtype != dtype) {
+      return Status::Error(std::string(kTensorNames[i]) + " has data type " +
+                           std::to_string(static_cast<int>(inputs[i].dtype)) + ", expected that of query, " +
+                           std::to_string(static_cast<int>(dtype)));
+    }
+    const int64_t heads = i == 0 ? attributes.num_heads : attributes.kv_num_heads;
+    STOF_RETURN_IF_ERROR(
+        Measure(inputs[i], attributes.layout[i], kTensorNames[i], heads, attributes.packed[i], &sized[i]));
+  }
+  const Sized& q = sized[0];
+  const Sized& k = sized[1];
+  const Sized& v = sized[2];
+  const auto shapes = [&] {
+    return "query " + ShapeText(inputs[0]) + ", key " + ShapeText(inputs[1]) + ", value " + ShapeText(inputs[2]);
+  };
+  if (k.b != q.b || v.b != q.b) return Status::Error("batch sizes differ: " + shapes());
+  if (k.heads != v.heads) return Status::Error("key and value differ in heads: " + shapes());
+  if (k.s != v.s) return Status::Error("key and value differ in length: " + shapes());
+  if (k.d != q.d) return Status::Error("query and key differ in head size: " + shapes());
+  if (q.heads > 0 && (k.heads < 1 || q.heads % k.heads != 0)) {
+    return Status::Error("the number of query heads is no multiple of that of key heads: " + shapes());
+  }
+  if (q.d < 1 || q.d > kMaxHeadSize || v.d < 1 || v.d > kMaxHeadSize) {
+    return Status::Error("head sizes must be 1 to 256: " + shapes());
+  }
+  if (q.s > MaskExpr::kMaxSize || k.s > MaskExpr::kMaxSize) {
+    return Status::Error("lengths must be at most 2^22: " + shapes());
+  }
+  // So that no product of sizes overflows: an empty tensor may have any batch size at no cost.
+  if (q.b > MaskExpr::kMaxSize || q.heads > kMaxHeads || k.heads > kMaxHeads) {
+    return Status::Error("batch size must be at most 2^22 and heads at most 65536: " + shapes());
+  }
+  args->B = q.b;
+  args->H = q.heads;
+  args->G = k.heads;
+  args->S = q.s;
+  args->T = k.s;
+  args->D = q.d;
+  args->Dv = v.d;
+  args->dtype = dtype;
+  args->query = Begin(inputs[0], q);
+  args->key = Begin(inputs[1], k);
+  args->value = Begin(inputs[2], v);
+  args->query_stride = q.stride;
+  args->key_stride = k.stride;
+  args->value_stride = v.stride;
+  const bool bhsd = attributes.layout[3] == TensorLayout::kBHSD;
+  args->output_stride.b = args->H * args->S * args->Dv;
+  args->output_stride.h = bhsd ? args->S * args->Dv : args->Dv;
+  args->output_stride.s = bhsd ? args->Dv : args->H * args->Dv;
+  args->scale = attributes.has_scale ? attributes.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
+  args->softcap = attributes.softcap;
+  args->empty_rows = attributes.empty_rows;
+  args->allow_tf32 = attributes.allow_tf32;
+  args->kernel = attributes.kernel.c_str();
+  return Status();
+}
+
+void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output) {
+  output->dtype = args.dtype;
+  output->rank = layout == TensorLayout::kBSN ? 3 : 4;
+  const int64_t bhsd[] = {args.B, args.H, args.S, args.Dv};
+  const int64_t bshd[] = {args.B, args.S, args.H, args.Dv};
+  const int64_t bsn[] = {args.B, args.S, args.H * args.Dv, 0};
+  const int64_t* dims = layout == TensorLayout::kBHSD ? bhsd : layout == TensorLayout::kBSHD ? bshd : bsn;
+  std::copy(dims, dims + output->rank, output->dims);
+}
+
+void SetLse(const AttentionArgs& args, Tensor* lse) {
+  lse->dtype = DType::kF32;
+  lse->rank = 3;
+  lse->dims[0] = args.B, lse->dims[1] = args.H, lse->dims[2] = args.S;
+}
+
+Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected) {
+  if (found.dtype == expected.dtype && found.rank == expected.rank &&
+      std::equal(expected.dims, expected.dims + expected.rank, found.dims)) {
+    return Status();
+  }
+  return Status::Error(std::string(name) + " has shape " + ShapeText(found) + " and data type " +
+                       std::to_string(static_cast<int>(found.dtype)) + ", expected " + ShapeText(expected) + " and " +
+                       std::to_string(static_cast<int>(expected.dtype)));
+}
+
+std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, const int* ranks, int rank_count,
+                                          int index) {
+  AttentionAttributes parsed;
+  if (rank_count < 3 || !ParseAttention(attributes, &parsed).ok()) return {};
+  for (int i = 0; i < 3; ++i) {
+    if (ranks[i] != (parsed.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
+  }
+  const TensorLayout query = parsed.layout[0];
+  const DimRule batch = {0, 0, -1};
+  const DimRule length = {0, query == TensorLayout::kBHSD ? 2 : 1, -1};
+  DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
+  if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
+  if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
+  // Value's last dimension, or that over the heads that lie in it.
+  const bool flat = parsed.layout[2] == TensorLayout::kBSN;
+  const int64_t value_heads = parsed.packed[2].total > 0 ? parsed.packed[2].total : parsed.kv_num_heads;
+  DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};
+  if (flat && value_heads == 0) head_size = {-1, 0, -1};
+  switch (parsed.layout[3]) {
+    case TensorLayout::kBHSD:
+      return {batch, heads, length, head_size};
+    case TensorLayout::kBSHD:
+      return {batch, length, heads, head_size};
+    default:
+      break;
+  }
+  DimRule both = head_size;  // H · Dv
+  if (parsed.num_heads > 0) {
+    both.times = parsed.num_heads;
+  } else if (heads.input < 0) {
+    both = {-1, 0, -1};
+  } else {
+    both.by_input = heads.input;
+    both.by_axis = heads.axis;
+  }
+  return {batch, length, both};
+}
+
+}  // namespace stof

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Types and shapes of StofAttention's query, key, value and outputs: what inputs mean in terms of the kernels, checked
+// against the attributes, and what outputs follow from them, with sizes and, where a model knows none, with symbols.
+#ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
+#define STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
+
+#include <string>
+#include <vector>
+
+#include "plugins/core/ops/attention.h"
+
+namespace stof {
+
+constexpr int kTypedInputs = 3;  // query, key and value; operands follow
+constexpr const char* kTensorNames[] = {"query", "key", "value"};
+
+std::string ShapeText(const Tensor& tensor);
+
+// Shapes, types and strides of query, key and value.
+Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
+                         AttentionArgs* args);
+
+// Types and shapes of the outputs.
+void SetOutput(const AttentionArgs& args, TensorLayout layout, Tensor* output);
+void SetLse(const AttentionArgs& args, Tensor* lse);
+Status CheckOutput(const char* name, const Tensor& found, const Tensor& expected);
+
+// OpDescription::shape_rule.
+std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, const int* ranks, int rank_count,
+                                          int index);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/ort/kernel.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/cuda_backend.h"
+#include "plugins/ort/adapter.h"
+#include "plugins/ort/attributes.h"
+#include "plugins/ort/errors.h"
+#include "plugins/ort/run_context.h"
+#include "plugins/ort/tensors.h"
+
+namespace stof::ort {
+namespace {
+
+constexpr int kMaxOutputs = 8;  // of a node
+
+struct Kernel {
+  Kernel() = default;
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  ~Kernel() {
+    if (allocator != nullptr) api->ReleaseAllocator(allocator);
+  }
+  const OrtApi* api = nullptr;
+  OrtAllocator* allocator = nullptr;  // of its provider, for CUDA
+  bool on_cuda = false;
+  std::string node;
+  std::unique_ptr<Op> op;
+};
+
+std::string NodeName(const OrtApi* api, const OrtKernelInfo* info, const char* fallback) {
+  size_t size = 0;
+  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return fallback;
+  std::string name(size, '\0');
+  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return fallback;
+  name.resize(size - 1);
+  return name;
+}
+
+// Types and ranks are known at creation only for constants; everything else is checked in each Run.
+OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+  size_t count = 0;
+  STOF_ORT_RETURN(api->KernelInfo_GetInputCount(info, &count));
+  if (count > kMaxInputs) return TooMany(api, kernel->node, count, "inputs", kMaxInputs);
+  std::vector<Tensor> inputs(count);
+  std::vector<std::vector<char>> copies(count);
+  for (size_t i = 0; i < count; ++i) {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
+    STOF_ORT_RETURN(OfInput(api, kernel->node, i, FromValue(api, value, &inputs[i])));
+    bool on_device = false;
+    STOF_ORT_RETURN(OnDevice(api, value, &on_device));
+    if (on_device) STOF_ORT_RETURN(ToOrt(api, kernel->node, ToHost(&inputs[i], &copies[i])));
+  }
+  return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
+}
+
+// Whether the thread works on the device that a kernel's provider has.
+bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
+  const OrtMemoryInfo* memory = nullptr;
+  int own = -1, current = -2;
+  return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok() && own == current;
+}
+
+// What the first run would else do: as far as the model says the shapes.
+void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+  size_t count = 0;
+  if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
+  std::vector<Tensor> inputs(count);
+  for (size_t i = 0; i < count; ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // left out
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+                           !Failed(api, Describe(api, tensor, &inputs[i]));
+    api->ReleaseTypeInfo(type);
+    if (!described) return;
+  }
+  if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
+  // What cannot be made ready now is made, or reported, by the run; so is what there is no memory for.
+  try {
+    (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+  } catch (const std::exception&) {
+  }
+}
+
+// What the model, or the runtime that changed it, says of the outputs.
+OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
+  size_t count = 0;
+  STOF_ORT_RETURN(api->KernelInfo_GetOutputCount(info, &count));
+  DType types[kMaxOutputs] = {};
+  for (size_t i = 0; i < std::min<size_t>(count, kMaxOutputs); ++i) {
+    OrtTypeInfo* type = nullptr;
+    if (Failed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    if (!Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+        !Failed(api, api->GetTensorElementType(tensor, &element))) {
+      types[i] = static_cast<DType>(element);
+    }
+    api->ReleaseTypeInfo(type);
+  }
+  op->SetOutputTypes(types, static_cast<int>(std::min<size_t>(count, kMaxOutputs)));
+  return nullptr;
+}
+
+OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
+  const OrtApi* api = kernel.api;
+  size_t input_count = 0;
+  size_t output_count = 0;
+  STOF_ORT_RETURN(api->KernelContext_GetInputCount(context, &input_count));
+  STOF_ORT_RETURN(api->KernelContext_GetOutputCount(context, &output_count));
+  if (input_count > kMaxInputs) return TooMany(api, kernel.node, input_count, "inputs", kMaxInputs);
+  if (output_count > kMaxOutputs) return TooMany(api, kernel.node, output_count, "outputs", kMaxOutputs);
+  Tensor inputs[kMaxInputs];
+  Tensor outputs[kMaxOutputs];
+  for (size_t i = 0; i < input_count; ++i) {
+    const OrtValue* value = nullptr;
+    STOF_ORT_RETURN(api->KernelContext_GetInput(context, i, &value));
+    STOF_ORT_RETURN(OfInput(api, kernel.node, i, FromValue(api, value, &inputs[i])));
+  }
+  const int ni = static_cast<int>(input_count);
+  const int no = static_cast<int>(output_count);
+  STOF_ORT_RETURN(ToOrt(api, kernel.node, kernel.op->InferOutputs(inputs, ni, outputs, no)));
+  for (size_t i = 0; i < output_count; ++i) {
+    if (outputs[i].dtype == DType::kUndefined) continue;  // one that the operator does not give
+    OrtValue* value = nullptr;
+    STOF_ORT_RETURN(api->KernelContext_GetOutput(context, i, outputs[i].dims, outputs[i].rank, &value));
+    if (value == nullptr) continue;
+    STOF_ORT_RETURN(api->GetTensorMutableData(value, &outputs[i].data));
+  }
+  OrtMemoryInfo* memory = nullptr;
+  OrtAllocator* allocator = nullptr;
+  RunContext run;
+  if (kernel.on_cuda) {
+    int device = 0;
+    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
+    STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
+    STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
+    run.on_cuda = true;
+  } else {
+    STOF_ORT_RETURN(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+  }
+  OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
+  api->ReleaseMemoryInfo(memory);
+  // A provider that is a plugin may describe its memory otherwise: then what it gave when the kernel was made.
+  const bool own = status != nullptr && kernel.allocator != nullptr;
+  if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
+  STOF_ORT_RETURN(status);
+
+  Pool pool{api, context};
+  {
+    Scratch scratch(api, allocator, run.on_cuda, run.stream);
+    run.parallel = {RunOnPool, &pool, RunThreads()};
+    run.allocate = Scratch::Allocate;
+    run.self = &scratch;
+    status = ToOrt(api, kernel.node, kernel.op->Run(inputs, ni, outputs, no, run));
+  }
+  if (!own) api->ReleaseAllocator(allocator);
+  return status != nullptr ? status : std::exchange(pool.status, nullptr);
+}
+
+}  // namespace
+
+OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** out) {
+  const Registration& self = Self(op);
+  std::string node;
+  try {
+    node = self.description->name;
+    auto kernel = std::make_unique<Kernel>();
+    kernel->api = api;
+    kernel->on_cuda = self.provider != nullptr;
+    node = NodeName(api, info, self.description->name);
+    kernel->node = node;
+    STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
+    if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
+    STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
+    if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
+      kernel->allocator = nullptr;
+    }
+    ReadyKernel(api, info, kernel.get());
+    *out = kernel.release();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return api->CreateStatus(ORT_FAIL, (node + ": " + error.what()).c_str());
+  }
+}
+
+void ORT_API_CALL DestroyKernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+OrtStatus* ORT_API_CALL Compute(void* kernel, OrtKernelContext* context) {
+  const auto& self = *static_cast<const Kernel*>(kernel);
+  try {
+    return ComputeChecked(self, context);
+  } catch (const std::bad_alloc&) {
+    return self.api->CreateStatus(ORT_FAIL, (self.node + ": out of memory").c_str());
+  } catch (const std::exception& error) {
+    return self.api->CreateStatus(ORT_FAIL, (self.node + ": " + error.what()).c_str());
+  }
+}
+
+}  // namespace stof::ort

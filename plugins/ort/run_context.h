@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What operators get from ONNX Runtime for one run: memory, and threads of its intra-op pool.
+#ifndef STOF_PLUGINS_ORT_RUN_CONTEXT_H_
+#define STOF_PLUGINS_ORT_RUN_CONTEXT_H_
+
+#include <onnxruntime_c_api.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "plugins/core/cuda_backend.h"
+
+namespace stof::ort {
+
+// Memory of one Run. On the CPU from ONNX Runtime's arena, returned at the end. On a device the end comes while kernels
+// still use it, and another thread's Run on another stream must not be given it before they are done. The arena can tie
+// memory to a stream, but the call for it (KernelContext_GetScratchBuffer) ends the process when the arena is full: it
+// throws, and is noexcept (seen with gpu_mem_limit). So such memory comes from CUDA, in the order of the stream. While
+// a graph is captured it is the arena's, as all that the graph uses: ONNX Runtime then has one thread and one stream.
+class Scratch {
+ public:
+  // stream: that of a device, and on_device.
+  Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, void* stream);
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch();
+  static void* Allocate(void* self, size_t bytes);  // RunContext::allocate
+
+ private:
+  void* FromArena(size_t bytes);
+
+  const OrtApi* api_;
+  OrtAllocator* allocator_;
+  const CudaBackend* backend_;
+  void* stream_;
+  std::vector<void*> blocks_, ordered_;
+};
+
+// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call. Asked for once:
+// the C library opens a file for it, which takes as long as a small operator.
+int RunThreads();
+
+// The intra-op pool during one run; status: its first error.
+struct Pool {
+  ~Pool() {
+    if (status != nullptr) api->ReleaseStatus(status);
+  }
+  const OrtApi* api;
+  const OrtKernelContext* context;
+  OrtStatus* status = nullptr;
+};
+
+// Parallel::run; self: a Pool.
+void RunOnPool(void* self, void (*fn)(void* user, size_t i), size_t count, void* user);
+
+}  // namespace stof::ort
+#endif  // STOF_PLUGINS_ORT_RUN_CONTEXT_H_
