@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-wise attention for compute capability 8.0 and later: mma.sync, cp.async, one CTA for a tile of 128 query rows
-// of one head, which walks the key tiles that the block mask keeps. The softmax is online, as in FlashAttention 2 (Dao
+// Block-wise attention for compute capability 8.0 and later: mma.sync, cp.async, one CTA for 128 or 64 query rows of
+// one head, which walks the key tiles that the block mask keeps. The softmax is online, as in FlashAttention 2 (Dao
 // 2023, sec. 3.1); partial tiles take their bits from the mask, full ones none.
 #ifndef STOF_CUDA_ATTENTION_SM80_CUH_
 #define STOF_CUDA_ATTENTION_SM80_CUH_
 
 #include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
 
 #include "cuda/attention.h"
 #include "cuda/attention_sm80_shape.cuh"
@@ -18,19 +21,19 @@ namespace stof {
 namespace cuda {
 
 // One CTA's work.
-template <int kHead, typename T, bool kExtras>
+template <int kHead, typename T, bool kExtras, int kRows>
 class Attention {
-  using S = Shape<kHead, kExtras>;
+  using S = Shape<kHead, kExtras, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;   // of the inner product
 
  public:
-  // stages: of heads above 128.
+  // stages: 0 where one buffer is for keys and values in turn.
   __device__ Attention(const AttentionParams& p, int stages, T* shared)
       : p_(p), stages_(S::kTight ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
-    const int item = static_cast<int>(blockIdx.x);
-    const int rows = (p.S + S::kM - 1) / S::kM;
+    const int piece = static_cast<int>(blockIdx.x) % S::kPieces, item = static_cast<int>(blockIdx.x) / S::kPieces;
+    const int rows = (p.S + kTileRows - 1) / kTileRows;
     const int bh = item / rows;
     int row = item % rows;
     b_ = bh / p.H;
@@ -47,7 +50,8 @@ class Attention {
     } else {
       end_ = (p.T + S::kN - 1) / S::kN;
     }
-    row0_ = row * S::kM;
+    piece0_ = piece * S::kM;
+    row0_ = row * kTileRows + piece0_;
     query_ = static_cast<const T*>(p.query) + b_ * p.query_stride.b + h_ * p.query_stride.h;
     key_ = static_cast<const T*>(p.key) + b_ * p.key_stride.b + g * p.key_stride.h;
     value_ = static_cast<const T*>(p.value) + b_ * p.value_stride.b + g * p.value_stride.h;
@@ -61,7 +65,7 @@ class Attention {
   }
 
   __device__ void Run() {
-    if (p_.only != nullptr && !Wanted()) return;
+    if (row0_ >= p_.S || (p_.only != nullptr && !Wanted())) return;
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
     const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
     if constexpr (S::kTight) {
@@ -70,7 +74,11 @@ class Attention {
       for (bool unmasked = false;; unmasked = true) {
         LoadQueries();  // where they lay is output the second time
         Clear();
-        SweepTight(unmasked);
+        if constexpr (S::kM < kTileRows) {
+          Sweep(unmasked);
+        } else {
+          SweepTight(unmasked);
+        }
         const bool some_empty = Finish(unmasked);
         if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
         if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
@@ -137,7 +145,7 @@ class Attention {
   // Addresses in shared memory.
   __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
   __device__ __forceinline__ uint32_t Values(int stage) const {
-    if constexpr (S::kTight) return Keys(stages_ == 0 ? 0 : stages_ + stage);
+    if constexpr (S::kTight) return Keys(stages_);
     return Keys(S::kStages + stage);
   }
   __device__ __forceinline__ void FetchKeys(int tile, int stage) const {
@@ -224,44 +232,35 @@ class Attention {
     WaitCopies<0>();
   }
 
-  // The same for heads above 128. With one stage the next tile is asked for when everybody has done with this one, and
-  // comes under the other product.
+  // The same for 128 rows and heads above 128, of which a multiprocessor has one CTA: the next tile's are asked for
+  // when everybody has done with this one's, and come under the other product.
   __device__ void SweepTight(bool unmasked) {
     int i = begin_;
     Entry entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
     if (stages_ > 0) FetchValues(entry.tile, 0);
-    int stage = 0;
     while (entry.tile >= 0) {
       const Entry next = Next(&i, unmasked);
-      const int other = stages_ == 2 ? stage ^ 1 : 0;
       WaitForOne();  // the keys and the queries; the values may still come
-      if (stages_ == 2) FetchKeys(next.tile, other);
       float s[S::kBlocks][kColumns][4];
-      Scores(Keys(stage), s);
-      if (stages_ < 2) {
-        __syncthreads();
-        if (stages_ == 1) {
-          FetchKeys(next.tile, 0);
-        } else {
-          FetchValues(entry.tile, 0);
-        }
+      Scores(Keys(0), s);
+      __syncthreads();
+      if (stages_ > 0) {
+        FetchKeys(next.tile, 0);
+      } else {
+        FetchValues(entry.tile, 0);
       }
       Adjust(entry, unmasked, s);
       Raise(s);
       WaitForOne();
-      if (stages_ == 2) FetchValues(next.tile, other);
-      AddValues(Values(stage), s);
-      if (stages_ < 2) {
-        __syncthreads();
-        if (stages_ == 1) {
-          FetchValues(next.tile, 0);
-        } else {
-          FetchKeys(next.tile, 0);
-        }
+      AddValues(Values(0), s);
+      __syncthreads();
+      if (stages_ > 0) {
+        FetchValues(next.tile, 0);
+      } else {
+        FetchKeys(next.tile, 0);
       }
       entry = next;
-      stage = other;
     }
     WaitCopies<0>();
   }
@@ -329,11 +328,11 @@ class Attention {
       for (int r = 0; r < 2; ++r) mine |= (!only_empty || empty_[i][r] ? 1u : 0u) << (2 * i + r);
     }
     __syncwarp();
-    constexpr int kRows = 16 * S::kBlocks;
-    for (int at = lane_; at < kRows * S::kChunks; at += 32) {
+    constexpr int kLines = 16 * S::kBlocks;
+    for (int at = lane_; at < kLines * S::kChunks; at += 32) {
       const int local = at / S::kChunks, chunk = at % S::kChunks;
       const uint32_t written = __shfl_sync(~0u, mine, local % 8 * 4);
-      const int row = warp_ * kRows + local;
+      const int row = warp_ * kLines + local;
       if (row0_ + row >= p_.S || 8 * chunk >= p_.Dv) continue;
       if ((written >> (local / 16 * 2 + local / 8 % 2) & 1u) == 0) continue;
       T* to = output_ + static_cast<int64_t>(row0_ + row) * p_.output_stride.s + 8 * chunk;
@@ -346,7 +345,7 @@ class Attention {
   const int stages_;
   T* const shared_;
   const uint32_t base_;
-  int b_, h_, row0_, warp_, lane_;
+  int b_, h_, piece0_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
   float scale_;
   const T *query_, *key_, *value_;
@@ -366,40 +365,93 @@ namespace cuda {
 
 struct Sm80Params {
   AttentionParams attention;
-  int stages = 2;
+  int stages = 0;
 };
 
-template <int kHead, typename T, bool kExtras>
-__global__ void __launch_bounds__(Shape<kHead, kExtras>::kThreads, Shape<kHead, kExtras>::kCtas)
+template <int kHead, typename T, bool kExtras, int kRows>
+__global__ void __launch_bounds__(Shape<kHead, kExtras, kRows>::kThreads, Shape<kHead, kExtras, kRows>::kCtas)
     AttentionKernel(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Attention<kHead, T, kExtras>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+  Attention<kHead, T, kExtras, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
 }
 
-// The most stages for which the device has the shared memory.
-template <int kHead, bool kExtras>
+// The stages for which the device has the shared memory, -1 where it is too small for one buffer.
+template <typename S>
 cudaError_t StagesOf(int* stages) {
-  using S = Shape<kHead, kExtras>;
   *stages = S::kStages;
   if (!S::kTight) return cudaSuccess;
-  int device = 0, block = 0;
+  int device = 0, block = 0, whole = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  block = CappedShared(block);
-  while (*stages > 0 && S::SharedBytes(*stages) > block) --*stages;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  constexpr int kReserved = 1024;                            // a CTA
+  if (const int most = CappedShared(block); most < block) {  // a test's
+    block = most;
+    whole = std::min(whole, block + kReserved);
+  }
+  const auto fits = [&](int count) {
+    const int bytes = S::SharedBytes(count);
+    return bytes <= block && S::kCtas * (bytes + kReserved) <= whole;
+  };
+  while (*stages >= 0 && !fits(*stages)) --*stages;
+  return error;
+}
+
+template <int kHead, typename T, bool kExtras, int kRows>
+int LaunchSm80As(const AttentionParams& params, int stages, void* stream) {
+  using S = Shape<kHead, kExtras, kRows>;
+  Sm80Params copy;
+  copy.attention = params;
+  copy.stages = stages;
+  const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kPieces;
+  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras, kRows>>(
+      copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
+}
+
+// Whether there are so few tiles of 128 rows that CTAs of 64 pay: up to so many a multiprocessor
+// (docs/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
+inline cudaError_t RowsAreFew(const AttentionParams& p, int most, bool* are) {
+  static const int asked = [] {
+    const char* text = std::getenv("STOF_CUDA_SM80_ROWS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  if (asked > 0) {
+    *are = asked == 64;
+    return cudaSuccess;
+  }
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * multiprocessors;
   return error;
 }
 
 template <int kHead, typename T, bool kExtras>
 int LaunchSm80(const AttentionParams& params, void* stream) {
-  using S = Shape<kHead, kExtras>;
-  Sm80Params copy;
-  copy.attention = params;
-  const cudaError_t error = StagesOf<kHead, kExtras>(&copy.stages);
+  using Small = Shape<kHead, kExtras, 64>;
+  using Large = Shape<kHead, kExtras, kTileRows>;
+  int stages = Small::kStages;
+  bool small = kExtras;
+  cudaError_t error = cudaSuccess;
+  if constexpr (Small::kTight) {
+    // Two CTAs of 64 rows cover each other's softmax, where a multiprocessor has room for them.
+    error = StagesOf<Small>(&stages);
+    small = stages > 0;
+  } else if constexpr (!kExtras) {
+    error = RowsAreFew(params, kHead <= 64 ? 3 : 1, &small);
+  }
   if (error != cudaSuccess) return static_cast<int>(error);
-  const int64_t items = static_cast<int64_t>(params.B) * params.H * ((params.S + S::kM - 1) / S::kM);
-  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras>>(copy, static_cast<unsigned>(items), S::kThreads,
-                                                                      S::SharedBytes(copy.stages), stream);
+  if (small) return LaunchSm80As<kHead, T, kExtras, 64>(params, stages, stream);
+  if constexpr (Large::kTight || !kExtras) {
+    error = StagesOf<Large>(&stages);
+    if (error != cudaSuccess) return static_cast<int>(error);
+    if (stages >= 0) return LaunchSm80As<kHead, T, kExtras, kTileRows>(params, stages, stream);
+  }
+  return static_cast<int>(cudaErrorInvalidConfiguration);
 }
 
 }  // namespace cuda

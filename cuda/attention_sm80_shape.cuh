@@ -18,27 +18,30 @@ constexpr float kLowest = -3.4028234663852886e38f;
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
 
-// Warps of 32 rows read keys and values half as often as those of 16, which is what bounds the wider heads; biases, and
-// the output of heads above 128, need the registers.
-template <int kHead, bool kExtras>
+// CTAs of 128 rows have warps of 32: they read keys and values half as often as those of 16, which is what bounds dense
+// attention. Biases and the output of heads above 128 need the registers. CTAs of 64 rows, half a tile of the mask,
+// have warps of 16: where there are few rows, twice as many multiprocessors work at them.
+template <int kHead, bool kExtras, int kRows>
 struct Shape {
-  static constexpr int kM = kTileRows, kN = kTileKeys;
-  // Heads above 128 may find too little shared memory for two stages of keys and values: then one, or, 0, one buffer
-  // for both in turn, as the device has it.
+  static constexpr int kM = kRows, kN = kTileKeys;
+  static constexpr int kPieces = kTileRows / kM;  // CTAs for a tile of the mask
+  // Heads above 128. CTAs of 128 rows may find too little shared memory for keys and values: then one buffer is for
+  // both in turn.
   static constexpr bool kTight = kHead > 128;
-  static constexpr int kWarps = kExtras || kTight ? 8 : 4;
+  static constexpr int kWarps = kTight && kM == kTileRows ? 8 : 4;
   // Queries stay in registers where there is room, and are read again for each tile otherwise.
-  static constexpr bool kHeldQueries = !kTight && (kExtras || kHead <= 64);
+  static constexpr bool kHeldQueries = !kTight && (kHead <= 64 || kM < kTileRows);
   // Buffers for keys and for values. With one, the keys of a tile come under the softmax and the product with the
-  // values of the tile before, and its values under its scores; two CTAs fit a multiprocessor then. The most there
-  // can be where kTight.
-  static constexpr int kStages = kHead <= 64 || kWarps == 8 ? 2 : 1;
+  // values of the tile before, and its values under its scores; two CTAs fit a multiprocessor then.
+  static constexpr int kStages = kHead <= 64 || (kHead <= 128 && kM < kTileRows) ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocks = kM / kWarps / 16;  // of 16 rows, a warp
   static constexpr int kChunks = kHead / 8;         // of 16 bytes, a row
   static constexpr int kStage = kN * kHead;         // elements
   static constexpr int SharedBytes(int stages) { return 2 * (kM * kHead + (stages == 0 ? 1 : 2 * stages) * kStage); }
-  static constexpr int kCtas = kWarps == 8 && kHead > 64 ? 1 : 2;  // of a multiprocessor
+  // CTAs that share a multiprocessor.
+  static constexpr int kSmall = kHead > 64 ? 2 : kExtras ? 4 : 3;
+  static constexpr int kCtas = kM < kTileRows ? kSmall : kTight ? 1 : 2;
 };
 
 // Where chunk c of a row lies: neighbours of a column of chunks fall into different banks.
@@ -59,37 +62,39 @@ __device__ __forceinline__ uint32_t Further(uint32_t address, int chunks) {
 // end. No state: what a thread could keep for the next tile is registers that the wide heads do not have.
 template <int kHead, int kThreads, int kCount, typename T>
 __device__ __forceinline__ void LoadRows(uint32_t to, const T* from, int64_t stride, int first, int rows, int size) {
-  // What all threads know to be there needs no test of each chunk.
-  const bool whole = size == kHead && first + kCount <= rows;
   constexpr int kChunks = kHead / 8;
-  if constexpr (kThreads % (8 * kChunks) == 0) {
-    // A chunk has the same place in its row in all steps.
-    constexpr int kStep = kThreads / kChunks;  // rows between two of a thread
-    const int chunk = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
-    const bool inside = 8 * chunk < size;
-    const uint32_t place = to + 2 * static_cast<uint32_t>(Place<kHead>(row, chunk));
-    const T* source = from + (first + row) * stride + 8 * chunk;
-    if (whole) {
+  // Neighbouring threads take a power of two of a row's chunks, so that a thread's others are constants away from its
+  // first, in memory as in shared memory.
+  constexpr int kPower = kChunks & -kChunks, kLanes = kPower > kThreads / 8 ? kThreads / 8 : kPower;
+  constexpr int kTurns = kChunks / kLanes;
+  constexpr int kStep = kThreads / kLanes;  // rows between two of a thread
+  static_assert(kStep % 8 == 0 && kCount % kStep == 0, "chunks have the same places in all of a thread's rows");
+  const bool whole = size == kHead && first + kCount <= rows;
+  const int chunk = static_cast<int>(threadIdx.x) % kLanes, row = static_cast<int>(threadIdx.x) / kLanes;
+  bool inside[kTurns];
 #pragma unroll
-      for (int i = 0; i < kCount / kStep; ++i) {
-        CopyAsync16(place + 2 * i * kStep * kHead, source);
-        source += kStep * stride;
-      }
-      return;
-    }
+  for (int j = 0; j < kTurns; ++j) inside[j] = 8 * (chunk + j * kLanes) < size;
+  const uint32_t place = to + 2 * static_cast<uint32_t>(Place<kHead>(row, chunk));
+  const T* source = from + (first + row) * stride + 8 * chunk;
+  if (whole) {
 #pragma unroll
     for (int i = 0; i < kCount / kStep; ++i) {
-      const bool valid = inside && first + row + i * kStep < rows;
-      CopyAsync16(place + 2 * i * kStep * kHead, valid ? source : from, valid);
+#pragma unroll
+      for (int j = 0; j < kTurns; ++j) {
+        CopyAsync16(place + 2 * (i * kStep * kHead + 8 * j * kLanes), source + 8 * j * kLanes);
+      }
       source += kStep * stride;
     }
-  } else {
+    return;
+  }
 #pragma unroll
-    for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
-      const int at = i * kThreads + static_cast<int>(threadIdx.x), row = at / kChunks, chunk = at % kChunks;
-      const bool valid = first + row < rows && 8 * chunk < size;
-      CopyAsync16(to + 2 * Place<kHead>(row, chunk), from + (valid ? (first + row) * stride + 8 * chunk : 0), valid);
+  for (int i = 0; i < kCount / kStep; ++i) {
+#pragma unroll
+    for (int j = 0; j < kTurns; ++j) {
+      const bool valid = inside[j] && first + row + i * kStep < rows;
+      CopyAsync16(place + 2 * (i * kStep * kHead + 8 * j * kLanes), valid ? source + 8 * j * kLanes : from, valid);
     }
+    source += kStep * stride;
   }
 }
 

@@ -10,9 +10,9 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t keys,
-                                                                     float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, typename T, bool kExtras, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Scores(uint32_t keys,
+                                                                            float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t ke
     }
   }
   const uint32_t first = keys + 2 * Place<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
-  constexpr int kAtOnce = S::kTight ? 4 : kSteps;  // more would take registers
+  constexpr int kAtOnce = S::kTight ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would take registers
 #pragma unroll kAtOnce
   for (int k = 0; k < kSteps; ++k) {
     if constexpr (!S::kHeldQueries) ReadQueries(k, q_[0]);
@@ -40,9 +40,9 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Scores(uint32_t ke
   }
 }
 
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry& entry, bool unmasked,
-                                                                     float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, typename T, bool kExtras, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Adjust(const Entry& entry, bool unmasked,
+                                                                            float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kExtras) {
     ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(p_.scale, unmasked, s);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry
   if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
   // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
   // (docs/cuda-experiments.md, "Defects of compilers and runtimes").
-  const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(max(entry.bits, 0)) * S::kM * 2;
+  const uint32_t* bits = p_.mask.bits + (static_cast<int64_t>(max(entry.bits, 0)) * kTileRows + piece0_) * 2;
   const int shift = lane_ % 4 * 2;
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
@@ -84,8 +84,8 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Adjust(const Entry
 }
 
 // The rows' maxima are raised to those of the scores where these exceed them by far; outputs and sums follow.
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::Raise(const float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, typename T, bool kExtras, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Raise(const float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false;
 #pragma unroll
@@ -118,9 +118,10 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Raise(const float 
 }
 
 // The weights of 16 keys, as a factor of the products with their values.
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::Weigh(int k, const float (&s)[S::kBlocks][kColumns][4],
-                                                                    uint32_t (&a)[S::kBlocks][4]) {
+template <int kHead, typename T, bool kExtras, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Weigh(int k,
+                                                                           const float (&s)[S::kBlocks][kColumns][4],
+                                                                           uint32_t (&a)[S::kBlocks][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
@@ -139,9 +140,9 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras>::Weigh(int k, const
 }
 
 // Weights are made 16 keys at a time, so that the special function unit works beside the tensor cores.
-template <int kHead, typename T, bool kExtras>
-__device__ __forceinline__ void Attention<kHead, T, kExtras>::AddValues(uint32_t values,
-                                                                        const float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, typename T, bool kExtras, int kRows>
+__device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::AddValues(
+    uint32_t values, const float (&s)[S::kBlocks][kColumns][4]) {
   const uint32_t first = values + 2 * Place<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll
   for (int k = 0; k < S::kN / 16; ++k) {

@@ -229,6 +229,8 @@ __device__ __forceinline__ void Attention<S, T>::Publish(const Told& told, int n
     entry.next = next;
     Bring(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, told.tile, p_.key_step_h * cursor->g,
           p_.key_step_b * cursor->b, ahead, more);
+  } else if (kEveryLaneArrives) {
+    Arrive(Barrier(kKeyFull, at));
   }
   Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
   if (lane_ == 0) {

@@ -73,6 +73,7 @@ nvidia-smi --query-gpu=name,compute_cap,power.limit --format=csv,noheader 2>/dev
 if wave 1; then
   suite table 75 CudaAttentionEquals
   suite table-8.0 75 CudaAttentionEquals STOF_CUDA_CAPABILITY=80
+  suite table-8.0-128-rows 75 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite decode 75 CudaDecode
   suite decode-8.0 75 CudaDecode STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
@@ -131,6 +132,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   [ "$capability" = 9.0 ] && suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
+  suite memcheck-8.0-128-rows 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite memcheck-8.0-99-KiB 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite memcheck-fp32 80 CudaFp32 memcheck STOF_SAMPLE=11
   suite memcheck-tf32 80 CudaTf32 memcheck STOF_SAMPLE=21
@@ -146,6 +148,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite racecheck-chains-interpreted 80 ChainNorms racecheck STOF_CHAIN_KERNELS=interpret
   # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
+  suite racecheck-8.0-128-rows 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite racecheck-gemm-8.0 80 CudaGemmEquals racecheck STOF_SAMPLE=11 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   suite racecheck-decode 80 CudaDecode racecheck STOF_SAMPLE=61
