@@ -388,7 +388,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
          reported == 0 ? "" : ",\n ", type, row.name, row.mask, row.B, row.H, G, row.S, T);
   Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, calls, us, tiles, pairs);
-  if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0') {
+  if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0' && row.extra == Row::kNone) {
     const double error = ErrorOf(row, args);
     std::printf("  largest error over largest output, a few rows: %.2e\n", error);
     Report(R"(, "error": %.3e)", error);
