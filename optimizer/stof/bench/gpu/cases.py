@@ -110,6 +110,9 @@ MASKS = (
 MASKS_SHAPES = ((1, 16, 4096, 64), (1, 32, 8192, 128), (8, 12, 1024, 64))  # B, H, S, D
 # Without a mask of its own: the dense kernels' long case, and what a short launch costs.
 MASKS_PLAIN = ((1, 32, 16384, 128), (1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64))
+# Blocks of 128 that are allowed or not, so that all tiles are full: what they cost beside those of a dense kernel.
+MASKS_FULL = ("random-10", "random-20")
+MASKS_FULL_SHAPES = ((1, 32, 8192, 128), (1, 32, 16384, 128), (1, 16, 8192, 64))
 PAPER_MASKS = ("causal", "window", "longformer", "bigbird", "dilated")
 PAPER_BATCHES = (1, 8, 16)
 PAPER_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -140,7 +143,8 @@ def grid(
 
     match name:
         case "masks":
-            for shapes, kinds in ((MASKS_SHAPES, MASKS), (MASKS_PLAIN, MASKS[:2])):
+            plain = (MASKS_PLAIN, MASKS[:2])
+            for shapes, kinds in ((MASKS_SHAPES, MASKS), plain, (MASKS_FULL_SHAPES, MASKS_FULL)):
                 for B, H, S, D in shapes:
                     for kind in named(kinds) if kept([S], lengths) else []:
                         expression, tables = mask(kind, S)

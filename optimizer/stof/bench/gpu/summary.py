@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from stof.bench.gpu.cases import anchor
+from stof.bench.gpu.problem import TILE
 from stof.bench.results import Record
 
 OWN = ("stof", "stof-ort")
 FLEX = "torch-flex"
 JIT = ("flash-4", "flash-4-blocks", "cudnn-flex")
 _LOSS = 0.97
+_LONG_ROWS = 8192
 _LONG_ROOF = 60.0  # µs; above it the goal for the fraction of the roofline is 85 %, below 50 %
 
 
@@ -61,6 +64,34 @@ def regrets(records: Sequence[Record]) -> list[list[str]]:
     return found
 
 
+def dense_tile_ns(record: Record, records: Sequence[Record]) -> float | None:
+    """What a full tile costs the best dense kernel that is not stof's: at the record's length, else at S = 8192."""
+    shape = record["shape"]
+    for other in records:
+        same = all(other["shape"][n] == shape[n] for n in ("S", "T", "D", "dtype"))
+        best = best_peer(other) if same and other["mask"] == "" else None
+        if best is not None:
+            return best[1] * 1e3 / float(other["density"]["tiles"])
+    times = record["machine"]["dense_us"].get(f"D{shape['D']} {shape['dtype']}", {})
+    found = [us for peer, us in times.items() if peer not in OWN]
+    case = anchor(shape["D"], shape["dtype"])
+    return min(found) * 1e3 / (case.B * case.H * (case.S // TILE) ** 2) if found else None
+
+
+def full_tiles(records: Sequence[Record]) -> list[list[str]]:
+    """A row for each mask of full tiles alone at 8192 keys and more: the rate on tiles over that of the best dense kernel."""
+    found = []
+    for record in records:
+        own = record["peers"].get("stof", {}).get("us")
+        if own is None or record["shape"]["S"] < _LONG_ROWS:
+            continue
+        density, tile = record["density"], dense_tile_ns(record, records)
+        if tile is not None and density["element"] == density["tile"] < 1:
+            found.append([name(record), f"{density['tile']:.1%}", f"{tile * density['tiles'] * 1e-3 / own:.1%}"])
+    return found
+
+
+FULL_HEAD = ["full tiles alone", "density", "of the best dense kernel's rate"]
 REGRET_HEAD = ["D", "kernels", "points", "regret, geometric mean", "at most", "where"]
 
 
@@ -166,6 +197,7 @@ def summary(records: Sequence[Record]) -> list[str]:
         found += [
             f"  regret, {', '.join(f'{h} {c}' for h, c in zip(REGRET_HEAD, r, strict=True))}" for r in regrets(kept)
         ]
+        found += [f"  {', '.join(f'{h} {c}' for h, c in zip(FULL_HEAD, r, strict=True))}" for r in full_tiles(kept)]
         wrong = [f"{name(r)}: {r['peers']['stof']['missing']}" for r in kept if "missing" in r["peers"].get("stof", {})]
         found += [f"    stof did not run: {text}" for text in wrong]
     return found

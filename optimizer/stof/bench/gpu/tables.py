@@ -84,13 +84,28 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
     groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
     head = ["", *summary.HEAD, *(summary.JIT_HEAD if extended else [])]
     found.append(table(head, [[k, *summary.row(v, extended)] for k, v in groups.items()]))
-    found += [*_not_measured(grid, records), *_in_runtime(records), *_regrets(records)]
+    found += [*_not_measured(grid, records), *_without(records), *_in_runtime(records), *_regrets(records)]
+    full = summary.full_tiles(records)
+    found += [table(summary.FULL_HEAD, full)] if full else []
     lost = summary.losses(records)
     found += [f"Points where a peer is faster: {len(lost)}.", ""]
     found += [*[f"* {text}" for text in lost], ""] if lost else []
     for mask, kept in summary.groups(records, lambda r: r["mask_name"]).items():
         found += [f"#### {grid}: {mask}", "", _mask(kept), "", _points(grid, kept)]
     return found
+
+
+def _without(records: Sequence[Record]) -> list[str]:
+    """Peers that no point has a time of, and why not."""
+    reasons: dict[str, set[str]] = {}
+    timed = {p for r in records for p, row in r["peers"].items() if "us" in row}
+    for record in records:
+        for peer, row in record["peers"].items():
+            if peer not in timed:
+                reasons.setdefault(row["label"], set()).add(row["missing"])
+    return (
+        [*(f"* {label}: not timed ({'; '.join(sorted(why))})" for label, why in reasons.items()), ""] if reasons else []
+    )
 
 
 def _regrets(records: Sequence[Record]) -> list[str]:
