@@ -81,6 +81,7 @@ if wave 1; then
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
+  suite repeats 150 CudaRepeats
   suite gemm 120 CudaGemm
   suite gemm-8.0 120 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then

@@ -68,8 +68,9 @@ Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>*
 // Cases whose outputs with allow_tf32 differ from those without.
 int64_t rounded_otherwise = 0;
 
-// kernels: those for compute capability 9.0 to take, by turns; -1: the one that is chosen.
-void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
+// kernels: those for compute capability 9.0 to take, by turns; -1: the one that is chosen. repeats: of each, at least
+// two, which give the same bits; the first two are also compared with the definition.
+void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, int repeats) {
   const std::string description = Text("cuda, seed ", seed, " ", Describe(c));
   Random random(seed);
   const MaskData data = DrawMask(c, &random);
@@ -148,15 +149,16 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
   Lse lse(c);
   auto* const device_lse = static_cast<float*>(OnDevice(&blocks, lse.values.data(), lse.bytes()));
   args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
-  for (size_t run = 0; run < 2 * kernels.size(); ++run) {
-    const int kernel = kernels[run / 2], repeat = static_cast<int>(run % 2);
+  const auto each = static_cast<size_t>(repeats);
+  for (size_t run = 0; run < each * kernels.size(); ++run) {
+    const int kernel = kernels[run / each], repeat = static_cast<int>(run % each);
     cuda::TakeKernel(kernel);
     const std::string where = Text(description, ", kernel ", kernel);
     if (repeat == 0) {
       CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     }
-    // Asked for in one of two runs, whose outputs are the same.
-    const bool asked = !split && (repeat == 0) == (seed % 2 == 0);
+    // Asked for in one of the two runs that are compared, whose outputs are the same.
+    const bool asked = !split && repeat < 2 && (repeat == 0) == (seed % 2 == 0);
     args.lse = asked ? device_lse : nullptr;
     lse.Reset();
     CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);
@@ -169,7 +171,8 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels) {
         cudaMemcpy(output.bytes.data(), output_bytes, output.bytes.size(), cudaMemcpyDeviceToHost);
     CHECK(error == cudaSuccess, where, ": ", cudaGetErrorString(error));
     if (repeat == 0) first = output.bytes;
-    CHECK(first == output.bytes, where, ": a second run gives other bits");
+    CHECK(first == output.bytes, where, ": run ", repeat, " gives other bits than the first");
+    if (repeat > 1) continue;
     Compare(c, dense, answer, &output, where);
     if (!asked) continue;
     CHECK(cudaMemcpy(lse.values.data(), device_lse, lse.bytes(), cudaMemcpyDeviceToHost) == cudaSuccess, where);
@@ -202,10 +205,27 @@ std::vector<Case> CudaCases() {
     c.D = (c.D + 7) / 8 * 8;
     c.Dv = (c.Dv + 7) / 8 * 8;
   }
+  // Every head size that a kernel for halves is written for, and those around it whose last columns it fills up.
+  int64_t turn = 0;
+  for (const int64_t size : {8, 24, 32, 40, 72, 88, 96, 104, 136, 144, 152, 160, 168, 184, 192, 200, 240, 248}) {
+    for (const int64_t length : {63, 64, 65, 129, 200}) {
+      Case c;
+      c.S = length, c.T = length + turn % 3 * 64, c.D = c.Dv = size, c.G = turn % 2 == 0 ? 4 : 2;
+      c.dtype = turn % 3 == 0 ? DType::kBF16 : DType::kF16;
+      c.mask = static_cast<int>(turn % 10);
+      c.pad = static_cast<Pad>(turn % 5);
+      c.empty_rows = static_cast<EmptyRows>(turn % 4);
+      c.softcap = turn % 7 == 6 ? 30.0f : 0.0f;
+      c.sink = c.empty_rows == EmptyRows::kZero;
+      c.cuda = true;
+      cases.push_back(c);
+      ++turn;
+    }
+  }
   return cases;
 }
 
-void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernels) {
+void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernels, int repeats = 2) {
   int devices = 0;
   CHECK(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "no CUDA device");
   int64_t ran = 0;
@@ -220,7 +240,7 @@ void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernel
     if (only != nullptr && std::strtoull(only, nullptr, 10) != i) continue;
     ++ran;
     try {
-      RunOnCuda(cases[i], i, kernels);
+      RunOnCuda(cases[i], i, kernels, repeats);
     } catch (const Failure& failure) {
       if (++failed <= kShown) failures += "\n  " + failure.message;
       if (cudaDeviceSynchronize() != cudaSuccess) break;
@@ -339,9 +359,8 @@ void CudaDecode() {
   RunCudaCases(cases, kinds);
 }
 
-// The kernels for compute capability 9.0, each in all cases that they take, wider heads and more rows than there are
-// workers among them. STOF_CUDA_KERNEL=0 and so on takes one of them.
-void CudaSm90() {
+// What the kernels for compute capability 9.0 take, wider heads and more rows than there are workers among them.
+std::vector<Case> Sm90Cases() {
   std::vector<Case> cases;
   for (Case c : CudaCases()) {
     if (c.bias != Bias::kNone || c.relative > 0 || c.softcap > 0) continue;
@@ -365,8 +384,11 @@ void CudaSm90() {
       cases.push_back(c);
     }
   }
-  RunCudaCases(cases, FirstKernels(10));
+  return cases;
 }
+
+// Each of these kernels. STOF_CUDA_KERNEL=0 and so on takes one of them.
+void CudaSm90() { RunCudaCases(Sm90Cases(), FirstKernels(10)); }
 
 // Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
 // that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's.
@@ -567,6 +589,22 @@ TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
 TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
 TEST(CudaRowsEqualTheDefinition) { CudaRows(); }
+// Every tenth case 50 times: of halves by the choice, the 8.0 and the row-wise kernel, of fp32, and by each 9.0 kernel.
+TEST(CudaRepeatsGiveTheSameBits) {
+  constexpr size_t kEvery = 10;
+  constexpr int kRepeats = 50;
+  const auto some = [](const std::vector<Case>& all, const char* kernel) {
+    std::vector<Case> cases;
+    for (size_t i = 0; i < all.size(); i += kEvery) {
+      cases.push_back(all[i]);
+      cases.back().kernel = kernel;
+    }
+    return cases;
+  };
+  for (const char* kernel : {"", "sm80", "rows"}) RunCudaCases(some(CudaCases(), kernel), {-1}, kRepeats);
+  RunCudaCases(some(CudaFp32Cases(), ""), {-1}, kRepeats);
+  RunCudaCases(some(Sm90Cases(), ""), FirstKernels(10), kRepeats);
+}
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
