@@ -342,10 +342,55 @@ def timed(run: Callable[[], None], stream: torch.cuda.Stream) -> float:
     return sorted(times)[15]
 
 
+def kernels(run: Callable[[], None], stream: torch.cuda.Stream) -> float:
+    """Microseconds that the device needs for a run: its kernels alone, the median of 20 runs."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    times = []
+    for _ in range(20):
+        with torch.profiler.profile(activities=activities) as profile:
+            run()
+            stream.synchronize()
+        spans = [e.time_range for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        times.append(float(max(s.end for s in spans) - min(s.start for s in spans)))
+    return sorted(times)[10]
+
+
+def identity(settings: dict[str, str], stream: torch.cuda.Stream) -> float:
+    """Microseconds of a captured run of one Identity of one number: what the runtime itself takes for a run."""
+    node = helper.make_node("Identity", ["x"], ["y"])
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in "xy")
+    data = helper.make_model(
+        helper.make_graph([node], "g", [x], [y]), opset_imports=[helper.make_opsetid("", 18)], ir_version=8
+    )
+    one = ort.InferenceSession(data.SerializeToString(), providers=[("CUDAExecutionProvider", settings)])
+    tensors = {n: torch.ones(1, device="cuda") for n in "xy"}
+    binding = one.io_binding()
+    binding.bind_input("x", "cuda", 0, TensorProto.FLOAT, (1,), tensors["x"].data_ptr())
+    binding.bind_output("y", "cuda", 0, TensorProto.FLOAT, (1,), tensors["y"].data_ptr())
+    for _ in range(3):
+        one.run_with_iobinding(binding)
+    return timed(lambda: one.run_with_iobinding(binding), stream)
+
+
+def kept(row: dict[str, Any], kind: str) -> dict[str, float]:
+    """Shares of the gain over ``kind`` that the kernels alone have: of the time that is saved, and of the quotient of
+    times, as measured and less what the runtime takes for a run of nothing.
+    """
+    own, other, floor = row["stof"], row[kind], row["identity"]
+    own_kernels, other_kernels = row["stof kernels"], row[f"{kind} kernels"]
+    gain = other_kernels / own_kernels
+    return {
+        "time": round((other - own) / (other_kernels - own_kernels), 3),
+        "quotient": round(other / own / gain, 3),
+        "quotient beyond identity": round((other - floor) / (own - floor) / gain, 3),
+    }
+
+
 def measure() -> list[dict[str, object]]:
     """Times beside the runtime's operators: captured graphs, IO binding, one stream."""
     rows = []
     for dtype, B, H, S, D, mask in (
+        ("float16", 1, 32, 8192, 128, "abs(q - k) <= 128"),
         ("float16", 1, 16, 4096, 64, "abs(q - k) <= 128"),
         ("float16", 1, 16, 4096, 64, "k <= q"),
         ("float16", 8, 12, 1024, 64, "abs(q - k) <= 128"),
@@ -361,7 +406,9 @@ def measure() -> list[dict[str, object]]:
         bound = Bound(problem, **settings)
         for _ in range(3):
             bound.run()
+        row["identity"] = round(identity(settings, stream), 1)
         row["stof"] = round(timed(bound.run, stream), 1)
+        row["stof kernels"] = round(kernels(bound.run, stream), 1)
         dense = np.asarray(Problem(problem.q[:1, :1], problem.k[:1, :1], problem.v[:1, :1], mask).allowed()[0, 0])
         for kind in ("MultiHeadAttention", "Attention"):
             packed = kind == "MultiHeadAttention"
@@ -381,7 +428,10 @@ def measure() -> list[dict[str, object]]:
                 torch.cuda.synchronize()
                 for _ in range(3):
                     one.run_with_iobinding(binding)
-                row[kind] = round(timed(lambda s=one, b=binding: s.run_with_iobinding(b), stream), 1)  # type: ignore[misc]
+                run: Callable[[], None] = lambda s=one, b=binding: s.run_with_iobinding(b)  # type: ignore[misc] # noqa: E731
+                row[kind] = round(timed(run, stream), 1)
+                row[f"{kind} kernels"] = round(kernels(run, stream), 1)
+                row[f"kept over {kind}"] = kept(row, kind)
                 torch.cuda.synchronize()
                 mine = bound.output.transpose(1, 2).reshape(B, S, H * D) if packed else bound.output
                 row[f"{kind} difference"] = float((out.float() - mine.float()).abs().max())
