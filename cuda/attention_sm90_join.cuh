@@ -31,55 +31,99 @@ __device__ __forceinline__ void SayEmpty(const Sm90Params& params, int b, int h,
   params.redo[(b * p.H + h) * ((p.S + 63) / 64) + row / 64] = 1;
 }
 
-constexpr int kJoined = 8;  // columns of a CTA: eight of 64 rows are four numbers of each thread
+constexpr int kJoined = 16;  // columns of a CTA: a warp has eight of them, of 32 rows
 
-// A CTA joins 8 columns of one row of tiles.
+// A CTA joins 16 columns of 64 rows. What lies together in a part, outputs of four neighbouring threads, is four
+// columns of a row; a thread here has eight of a row. The parts of a row are added up in their order.
 template <typename T, int kHead>
 __global__ void __launch_bounds__(kWarpgroup) JoinKernel(const __grid_constant__ Sm90Params params) {
+  constexpr int kAhead = 8;  // parts whose outputs are under way together
+  __shared__ float scales[kMostPartsOfRow][64];
+  __shared__ float highs[2][64], sums[2][64];
   LetNextStart();
   const AttentionParams& p = params.attention;
-  const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(blockIdx.x) % (kHead / kJoined);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int slice = static_cast<int>(blockIdx.x) % (kHead / kJoined);
   const CutRow cut =
       params.cut[blockIdx.x / (kHead / kJoined)];  // of a plan, which was there before the kernel in front
   const int rows = (p.S + 63) / 64, bh = cut.item / rows, b = bh / p.H, h = bh % p.H;
-  const int own = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;  // of 64 rows, and 8 below
+  const int block = 2 * slice + warp / 2, below = warp % 2;  // 8 columns; the rows of a thread or those 8 below
   WaitForPrevious();
-  const float2* const sums = params.part_sums + cut.first * 64 + own;
-  float high[2] = {-INFINITY, -INFINITY};
-  for (int i = 0; i < cut.count; ++i) {
+  const float4* const from = reinterpret_cast<const float4*>(params.parts) +
+                             (static_cast<int64_t>(cut.first) * (kHead / 2) + 4 * block + 2 * below) * 32 + lane;
+  float4 ahead[kAhead][2];
+  const auto fetch = [&](int first) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) high[r] = fmaxf(high[r], sums[i * 64 + 8 * r].x);
-  }
-  const float base[2] = {high[0] == -INFINITY ? 0.0f : high[0], high[1] == -INFINITY ? 0.0f : high[1]};
-  float total[2] = {}, o[4] = {};
-  const float* const from =
-      params.parts + (static_cast<int64_t>(cut.first) * (kHead / 2) + 4 * slice) * kWarpgroup + threadIdx.x;
-#pragma unroll 4
-  for (int i = 0; i < cut.count; ++i) {
+    for (int u = 0; u < kAhead; ++u) {
+      if (first + u >= cut.count) continue;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float2 part = sums[i * 64 + 8 * r];
-      const float scale = Exp2(part.x - base[r]);
-      total[r] += part.y * scale;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) o[2 * r + e] += from[(i * (kHead / 2) + 2 * r + e) * kWarpgroup] * scale;
+      for (int e = 0; e < 2; ++e) ahead[u][e] = from[((first + u) * (kHead / 2) + e) * 32];
     }
-  }
-  const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
+  };
+  fetch(0);
+  // Maxima and sums: half of the threads have the even parts of 64 rows, half the odd ones.
+  constexpr int kOwn = static_cast<int>(kMostPartsOfRow) / 2;
+  const int half = thread / 64, of_half = thread % 64;
+  float2 own[kOwn];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = cut.item % rows * 64 + own + 8 * r;
-    const bool empty = total[r] == 0.0f, says = slice == 0 && lane % 4 == 0;
-    if (empty && says) SayEmpty(params, b, h, row);
-    if (!empty) total[r] += SinkOf<T>(p, h, high[r]);
-    if (says) StoreLogSum<T>(p, b, h, row, high[r], total[r]);
-    const float scale = Reciprocal(total[r]);
-    const int column = slice * kJoined + lane % 4 * 2;
-    if (row >= p.S || column >= p.Dv) continue;
-    T* const to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + row * p.output_stride.s;
-    *reinterpret_cast<uint32_t*>(to + column) =
-        cuda::Pack<T>(empty ? nothing : o[2 * r] * scale, empty ? nothing : o[2 * r + 1] * scale);
+  for (int i = 0; i < kOwn; ++i) {
+    const int part = 2 * i + half;
+    own[i] = make_float2(-INFINITY, 0.0f);
+    if (part < cut.count) own[i] = params.part_sums[(cut.first + part) * 64 + of_half];
   }
+  float most = own[0].x;
+#pragma unroll
+  for (int i = 1; i < kOwn; ++i) most = fmaxf(most, own[i].x);
+  highs[half][of_half] = most;
+  __syncthreads();
+  most = fmaxf(most, highs[1 - half][of_half]);
+  const float base = most == -INFINITY ? 0.0f : most;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const float scale = Exp2(own[i].x - base);
+    sum += own[i].y * scale;
+    scales[2 * i + half][of_half] = scale;
+  }
+  sums[half][of_half] = sum;
+  __syncthreads();
+  const int at = lane / 8 * 16 + lane % 8 + 8 * below;  // this thread's row of 64
+  float o[8] = {};
+  for (int first = 0;;) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      if (first + u >= cut.count) continue;
+      const float scale = scales[first + u][at];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        o[e] += ahead[u][e].x * scale;
+        o[2 + e] += ahead[u][e].y * scale;
+        o[4 + e] += ahead[u][e].z * scale;
+        o[6 + e] += ahead[u][e].w * scale;
+      }
+    }
+    first += kAhead;
+    if (first >= cut.count) break;
+    fetch(first);
+  }
+  const int row = cut.item % rows * 64 + at, column = 8 * block;
+  const float high = fmaxf(highs[0][at], highs[1][at]);
+  float total = sums[0][at] + sums[1][at];
+  const bool empty = total == 0.0f, says = block == 0;
+  if (empty && says) SayEmpty(params, b, h, row);
+  if (!empty) total += SinkOf<T>(p, h, high);
+  if (says) StoreLogSum<T>(p, b, h, row, high, total);
+  if (row >= p.S || column >= p.Dv) return;
+  const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
+  const float scale = Reciprocal(total);
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    word[i] = cuda::Pack<T>(empty ? nothing : o[2 * i] * scale, empty ? nothing : o[2 * i + 1] * scale);
+  }
+  T* const to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h +
+                static_cast<int64_t>(row) * p.output_stride.s + column;
+  *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 }  // namespace sm90

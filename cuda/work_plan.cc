@@ -64,7 +64,6 @@ constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a wor
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
-constexpr int64_t kMostPartsOfRow = 32;
 
 // What one worker does without a break.
 struct Work {

@@ -79,6 +79,8 @@ struct WorkPlan {
 };
 // Parts of a plan at most, each of so many entries at least: what memory has to be there for them follows.
 constexpr int64_t kMostParts = 512, kFewestTilesOfPart = 4;
+// Of one row.
+constexpr int64_t kMostPartsOfRow = 32;
 
 // Of 64 rows, for heads up to this size: outputs, maxima and sums.
 constexpr int64_t PartBytes(int64_t head_size) { return 64 * (4 * head_size + 8); }

@@ -147,7 +147,7 @@ def test_windows() -> None:
 
 def test_grids() -> None:
     assert len(list(cases.grid("paper"))) == 5 * 6 * 3
-    assert len(list(cases.grid("masks"))) == 3 * 8 + 4 * 2 + 3 * 2
+    assert len(list(cases.grid("masks"))) == 3 * 8 + 5 * 2 + 3 * 2
     assert len(list(cases.grid("long"))) == 8 * 5 * 2
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
@@ -187,9 +187,9 @@ def test_full_tiles() -> None:
     def long(us: float, peers: dict[str, float], S: int, mask: str, tiles: int) -> dict[str, object]:
         density = {"element": tiles / (S // 128) ** 2, "tile": tiles / (S // 128) ** 2, "tiles": tiles}
         machine = {"dense_us": {"D64 float16": {"stof": 50, "flash-4": 16 * 4096 * 1e-3, "torch-cudnn": 99999.0}}}
-        return {**record(us, peers, S, mask), "mask": mask and "table0[q]", "density": density, "machine": machine}
+        return {**record(us, peers, S, mask), "density": density, "machine": machine}
 
-    blocks, dense = long(10, {}, 16384, "random-10", 2000), long(20, {"flash-4": 32.768}, 16384, "", 16384)
+    blocks, dense = long(10, {}, 16384, "random-10", 2000), long(20, {"flash-4": 32.768}, 16384, "dense", 16384)
     assert summary.full_tiles([blocks, dense]) == [["random-10 B1 H12 S16384 D64 float16", "12.2%", "40.0%"]]
     assert summary.full_tiles([blocks])[0][2] == "20.0%"
     assert summary.full_tiles([long(10, {}, 4096, "random-10", 2000)]) == []

@@ -109,7 +109,9 @@ MASKS = (
 )  # fmt: skip
 MASKS_SHAPES = ((1, 16, 4096, 64), (1, 32, 8192, 128), (8, 12, 1024, 64))  # B, H, S, D
 # Without a mask of its own: the dense kernels' long case, and what a short launch costs.
-MASKS_PLAIN = ((1, 32, 16384, 128), (1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64))
+MASKS_PLAIN = (
+    (1, 32, 16384, 128), (1, 16, 8192, 64), (1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64),
+)  # fmt: skip
 # Blocks of 128 that are allowed or not, so that all tiles are full: what they cost beside those of a dense kernel.
 MASKS_FULL = ("random-10", "random-20")
 MASKS_FULL_SHAPES = ((1, 32, 8192, 128), (1, 32, 16384, 128), (1, 16, 8192, 64))

@@ -69,7 +69,7 @@ def dense_tile_ns(record: Record, records: Sequence[Record]) -> float | None:
     shape = record["shape"]
     for other in records:
         same = all(other["shape"][n] == shape[n] for n in ("S", "T", "D", "dtype"))
-        best = best_peer(other) if same and other["mask"] == "" else None
+        best = best_peer(other) if same and other["mask_name"] == "dense" else None
         if best is not None:
             return best[1] * 1e3 / float(other["density"]["tiles"])
     times = record["machine"]["dense_us"].get(f"D{shape['D']} {shape['dtype']}", {})
