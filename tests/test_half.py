@@ -116,6 +116,28 @@ def test_fp16(name: str, tmp_path: Path) -> None:
             assert np.abs(found.astype(np.float64) - a).max() <= 4e-3 * span
 
 
+def test_converted_with_external_data(tmp_path: Path) -> None:
+    """As docs/command.md converts: weights lie beside the model before, between and after, and inputs keep their types."""
+    source, path = tmp_path / "fp32.onnx", tmp_path / "model.onnx"
+    single = build.fill(build.load_graph("narrow/modernbert.dynamo.sdpa"), seed=1)
+    onnx.save(single, str(source), save_as_external_data=True, location="fp32.data", size_threshold=256)
+    half = convert_float_to_float16(onnx.load(str(source)), disable_shape_infer=True, keep_io_types=True)
+    onnx.save(half, str(path), save_as_external_data=True, location="half.data", size_threshold=256)
+    kept = (tmp_path / "half.data").read_bytes()
+    report = stof.optimize(path)
+    assert report.replaced == len(report.sites) > 0
+    assert (tmp_path / "half.data").read_bytes() == kept
+    written = onnx.load(str(tmp_path / "model.stof.onnx"), load_external_data=False)
+    places = [e.value for t in written.graph.initializer for e in t.external_data if e.key == "location"]
+    assert places
+    assert set(places) == {"half.data"}
+    optimized = onnx.load(str(tmp_path / "model.stof.onnx"))
+    assert "StofAttention" in {n.op_type for n in optimized.graph.node}
+    a, b = outputs(onnx.load(str(path)))[0], outputs(optimized)[0]
+    assert a.dtype == np.float32
+    assert np.abs(a - b).max() <= 4e-3 * np.ptp(a)
+
+
 @pytest.mark.parametrize("name", ["bert.torchscript.eager", "gemma3.dynamo.eager", "modernbert.dynamo.sdpa"])
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_softmax_in_fp32(name: str, dtype: int, tmp_path: Path) -> None:
