@@ -190,7 +190,7 @@ def test_full_tiles() -> None:
         return {**record(us, peers, S, mask), "density": density, "machine": machine}
 
     blocks, dense = long(10, {}, 16384, "random-10", 2000), long(20, {"flash-4": 32.768}, 16384, "dense", 16384)
-    assert summary.full_tiles([blocks, dense]) == [["random-10 B1 H12 S16384 D64 float16", "12.2%", "40.0%"]]
+    assert summary.full_tiles([blocks, dense]) == [["random-10 B1 H12 S16384 D64 float16", "12.2%", "40.0%", "flash-4"]]
     assert summary.full_tiles([blocks])[0][2] == "20.0%"
     assert summary.full_tiles([long(10, {}, 4096, "random-10", 2000)]) == []
     partial = long(10, {}, 8192, "window", 500)

@@ -81,9 +81,8 @@ if wave 1; then
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128
   suite tf32 75 CudaTf32
   suite rows 75 CudaRowsEqual
-  suite repeats 150 CudaRepeats
-  suite gemm 120 CudaGemm
-  suite gemm-8.0 120 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
+  suite gemm 150 CudaGemm
+  suite gemm-8.0 150 CudaGemm STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   if [ -n "$cublaslt" ]; then
     suite gemm-cublaslt 75 CudaGemmPlain STOF_CUDA_GEMM=lt STOF_CUBLASLT="$cublaslt"
   else
@@ -116,6 +115,7 @@ if wave 1; then
   report
 fi
 if wave 2; then
+  suite repeats 75 CudaRepeats
   suite no-memory 45 CudaRuns
   suite cache 45 CudaMaskCache
   suite fp32-99-KiB 45 CudaFp32 STOF_CUDA_SHARED_KIB=99 STOF_SAMPLE=2

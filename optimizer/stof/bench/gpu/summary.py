@@ -64,18 +64,18 @@ def regrets(records: Sequence[Record]) -> list[list[str]]:
     return found
 
 
-def dense_tile_ns(record: Record, records: Sequence[Record]) -> float | None:
-    """What a full tile costs the best dense kernel that is not stof's: at the record's length, else at S = 8192."""
+def dense_tile_ns(record: Record, records: Sequence[Record]) -> tuple[float, str] | None:
+    """What a full tile costs the best dense kernel that is not stof's, and which: at the record's length, else at S = 8192."""
     shape = record["shape"]
     for other in records:
         same = all(other["shape"][n] == shape[n] for n in ("S", "T", "D", "dtype"))
         best = best_peer(other) if same and other["mask_name"] == "dense" else None
         if best is not None:
-            return best[1] * 1e3 / float(other["density"]["tiles"])
+            return best[1] * 1e3 / float(other["density"]["tiles"]), best[0]
     times = record["machine"]["dense_us"].get(f"D{shape['D']} {shape['dtype']}", {})
-    found = [us for peer, us in times.items() if peer not in OWN]
+    found = min(((us, peer) for peer, us in times.items() if peer not in OWN), default=None)
     case = anchor(shape["D"], shape["dtype"])
-    return min(found) * 1e3 / (case.B * case.H * (case.S // TILE) ** 2) if found else None
+    return (found[0] * 1e3 / (case.B * case.H * (case.S // TILE) ** 2), found[1]) if found else None
 
 
 def full_tiles(records: Sequence[Record]) -> list[list[str]]:
@@ -85,13 +85,14 @@ def full_tiles(records: Sequence[Record]) -> list[list[str]]:
         own = record["peers"].get("stof", {}).get("us")
         if own is None or record["shape"]["S"] < _LONG_ROWS:
             continue
-        density, tile = record["density"], dense_tile_ns(record, records)
-        if tile is not None and density["element"] == density["tile"] < 1:
-            found.append([name(record), f"{density['tile']:.1%}", f"{tile * density['tiles'] * 1e-3 / own:.1%}"])
+        density, dense = record["density"], dense_tile_ns(record, records)
+        if dense is not None and density["element"] == density["tile"] < 1:
+            share = dense[0] * density["tiles"] * 1e-3 / own
+            found.append([name(record), f"{density['tile']:.1%}", f"{share:.1%}", dense[1]])
     return found
 
 
-FULL_HEAD = ["full tiles alone", "density", "of the best dense kernel's rate"]
+FULL_HEAD = ["full tiles alone", "density", "of the best dense kernel's rate", "which is"]
 REGRET_HEAD = ["D", "kernels", "points", "regret, geometric mean", "at most", "where"]
 
 
