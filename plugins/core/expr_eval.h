@@ -57,6 +57,10 @@ class ExprEvaluator {
   void Run(const Place& place, int64_t k0, int64_t count, uint8_t* allowed);
   template <typename V>
   void Varying(int32_t i, const Place& place, int64_t k0, int64_t count);
+  bool IsRow(const ExprNode& node, const int64_t* dims) const;
+  int64_t FirstOf(const ExprNode& node, const int64_t* dims, int64_t index) const;
+  bool IsStored() const;
+  const uint8_t* StoredRow(const Place& place, int64_t k0);
   template <typename V>
   void Lookup(const ExprNode& node, int64_t count, V* out);
   template <typename V>

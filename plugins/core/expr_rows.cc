@@ -116,11 +116,58 @@ int64_t ExprEvaluator::Uniform(int32_t i, const Place& place) const {
   return Apply<int64_t>(node.op, value(0), node.arity > 1 ? value(1) : 0);
 }
 
+// Whether neighbouring keys meet neighbouring elements: only the last index varies, by one a key.
+bool ExprEvaluator::IsRow(const ExprNode& node, const int64_t* dims) const {
+  const int last = node.arity - 1;
+  for (int axis = 0; axis < last; ++axis) {
+    if (!Broadcasts(expr_, node, axis, dims) && lane_[static_cast<size_t>(node.child[axis])] >= 0) return false;
+  }
+  const Affine* affine = AffineOf(node.child[last]);
+  return affine != nullptr && affine->k == 1 && !Node(node.child[last]).boolean && !Broadcasts(expr_, node, last, dims);
+}
+
+// The element that a row of them begins with, by the numbers of the other indices and the first of the last one.
+int64_t ExprEvaluator::FirstOf(const ExprNode& node, const int64_t* dims, int64_t index) const {
+  int64_t first = 0;
+  for (int axis = 0; axis < node.arity; ++axis) {
+    const int64_t own = axis == node.arity - 1 ? index : value_[static_cast<size_t>(node.child[axis])];
+    first = first * dims[axis] + (Broadcasts(expr_, node, axis, dims) ? 0 : own);
+  }
+  return first;
+}
+
+// Whether the mask is a table of booleans along the keys, as one without a closed form is.
+bool ExprEvaluator::IsStored() const {
+  if (expr_.empty()) return false;
+  const ExprNode& root = Node(expr_.root());
+  if (root.op != ExprOp::kLookup) return false;
+  const auto at = static_cast<size_t>(root.operand);
+  const ExprOperand& operand = *expr_.operands()[at];
+  return operand.table && operand.boolean && operand.wide.empty() && IsRow(root, DimsOf(operand, bindings_[at]));
+}
+
+// Its elements from key k0 on.
+const uint8_t* ExprEvaluator::StoredRow(const Place& place, int64_t k0) {
+  const ExprNode& root = Node(expr_.root());
+  const auto at = static_cast<size_t>(root.operand);
+  const ExprOperand& operand = *expr_.operands()[at];
+  for (const int32_t i : uniform_) value_[static_cast<size_t>(i)] = Uniform(i, place);
+  const Affine& last = *AffineOf(root.child[root.arity - 1]);
+  const int64_t index = Span(last, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo;
+  return operand.bytes.data() + FirstOf(root, DimsOf(operand, bindings_[at]), index);
+}
+
 template <typename V>
 void ExprEvaluator::Lookup(const ExprNode& node, int64_t count, V* out) {
   const ExprOperand& operand = *expr_.operands()[static_cast<size_t>(node.operand)];
   const ExprBinding& binding = bindings_[static_cast<size_t>(node.operand)];
   const int64_t* dims = DimsOf(operand, binding);
+  const bool bytes = operand.table && operand.wide.empty();
+  if (bytes && IsRow(node, dims)) {
+    const uint8_t* data = operand.bytes.data() + FirstOf(node, dims, Lane<V>(node.child[node.arity - 1])[0]);
+    for (int64_t j = 0; j < count; ++j) out[j] = data[j];
+    return;
+  }
   int64_t flat[kRun] = {};
   for (int axis = 0; axis < node.arity; ++axis) {
     const V* index = Lane<V>(node.child[axis]);
@@ -133,7 +180,7 @@ void ExprEvaluator::Lookup(const ExprNode& node, int64_t count, V* out) {
       for (int64_t j = 0; j < count; ++j) flat[j] = flat[j] * dims[axis] + index[j];
     }
   }
-  if (operand.table && operand.wide.empty()) {
+  if (bytes) {
     const uint8_t* data = operand.bytes.data();
     for (int64_t j = 0; j < count; ++j) out[j] = data[flat[j]];
     return;
@@ -190,14 +237,22 @@ int64_t ExprEvaluator::Tile(int64_t b, int64_t h, int64_t q0, int64_t k0, int64_
                             uint32_t* bits) {
   int64_t ones = 0;
   uint8_t allowed[kRun];
+  const bool stored = IsStored();
   for (int64_t i = 0; i < rows; ++i) {
     uint32_t* row = bits + i * words;
+    const uint8_t* elements = stored && keys > 0 ? StoredRow({b, h, q0 + i}, k0) : nullptr;
     for (int64_t at = 0; at < words * 32; at += kRun) {
       const int64_t count = std::clamp<int64_t>(keys - at, 0, kRun);
-      std::memset(allowed, 0, sizeof allowed);
-      if (count > 0) Row(b, h, q0 + i, k0 + at, count, allowed);
+      const uint8_t* run = allowed;
+      if (stored && count >= std::min(kRun, words * 32 - at)) {
+        run = elements + at;
+      } else {
+        std::memset(allowed, 0, sizeof allowed);
+        if (count > 0 && stored) std::memcpy(allowed, elements + at, static_cast<size_t>(count));
+        if (count > 0 && !stored) Row(b, h, q0 + i, k0 + at, count, allowed);
+      }
       for (int64_t w = at / 32; w < std::min(words, (at + kRun) / 32); ++w) {
-        const uint8_t* bytes = allowed + (w * 32 - at);
+        const uint8_t* bytes = run + (w * 32 - at);
         row[w] =
             PackEight(bytes) | PackEight(bytes + 8) << 8 | PackEight(bytes + 16) << 16 | PackEight(bytes + 24) << 24;
         ones += __builtin_popcount(row[w]);

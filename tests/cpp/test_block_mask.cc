@@ -85,6 +85,69 @@ TEST(BlockMasksEqualTheDefinition) {
   CountCases(pairs);
 }
 
+// Masks that are a table, whose rows may be read as they lie: elements of all bytes, positions behind others, tiles
+// that end with the keys or before, axes of one element, and look-ups that are no rows.
+TEST(BlockMasksOfTables) {
+  constexpr int64_t kB = 2, kH = 3, kS = 70, kT = 203, kP = 9;
+  struct Form {
+    const char* text;
+    std::vector<int64_t> dims;
+    std::vector<int64_t> (*index)(int64_t b, int64_t h, int64_t q, int64_t k);
+  };
+  const std::vector<Form> forms = {
+      {"table0[q, k]", {kP + kS, kT}, [](int64_t, int64_t, int64_t q, int64_t k) { return std::vector{q, k}; }},
+      {"table0[q, k + 5]", {kP + kS, kT + 5}, [](auto, auto, auto q, auto k) { return std::vector{q, k + 5}; }},
+      {"table0[q, k - q + 100]",
+       {kP + kS, kT + 100},
+       [](auto, auto, auto q, auto k) { return std::vector{q, k - q + 100}; }},
+      {"table0[h, q - P, k]", {kH, kS, kT}, [](auto, auto h, auto q, auto k) { return std::vector{h, q - kP, k}; }},
+      {"table0[b, h, k]", {1, kH, kT}, [](auto, auto h, auto, auto k) { return std::vector<int64_t>{0, h, k}; }},
+      {"table0[k]", {kT}, [](auto, auto, auto, auto k) { return std::vector{k}; }},
+      {"table0[k, q]", {kT, kP + kS}, [](auto, auto, auto q, auto k) { return std::vector{k, q}; }},
+      {"table0[q, 2 * k]", {kP + kS, 2 * kT}, [](auto, auto, auto q, auto k) { return std::vector{q, 2 * k}; }},
+      {"table0[q, q]", {kP + kS, kP + kS}, [](auto, auto, auto q, auto) { return std::vector{q, q}; }},
+  };
+  Random random(11);
+  int64_t pairs = 0;
+  for (const Form& form : forms) {
+    Tensor tensor;
+    tensor.dtype = DType::kBool;
+    int64_t count = 1;
+    for (const int64_t dim : form.dims) tensor.dims[tensor.rank++] = dim, count *= dim;
+    std::vector<uint8_t> data(static_cast<size_t>(count));
+    // Any byte but 0 is true.
+    for (uint8_t& x : data) x = random.OneIn(2) ? 0 : static_cast<uint8_t>(random.Range(1, 255));
+    tensor.data = data.data();
+    MaskExpr expr;
+    CHECK(MaskExpr::Parse(form.text, {{"table0", tensor}}, &expr).ok(), form.text);
+    for (const auto& [m, n] : {std::pair(16, 32), {64, 64}, {33, 128}, {7, 160}, {128, 224}, {1, 1024}}) {
+      const std::string where = Text(form.text, " tile ", m, " ", n);
+      BlockMask block;
+      const Status status = BuildBlockMask(expr, {kB, kH, kS, kT, kP}, m, n, &block);
+      CHECK(status.ok(), where, status.message());
+      CheckStructure(block, where);
+      const int64_t width = (kT + n - 1) / n * n;
+      for (int64_t h = 0; h < kH; ++h) {
+        const std::vector<uint8_t> dense = Dense(block, block.TableOf(1, h));
+        for (int64_t q = 0; q < kS; ++q) {
+          for (int64_t k = 0; k < width; ++k) {
+            bool want = false;
+            if (k < kT) {
+              int64_t at = 0;
+              const std::vector<int64_t> index = form.index(1, h, kP + q, k);
+              for (size_t axis = 0; axis < index.size(); ++axis) at = at * form.dims[axis] + index[axis];
+              want = data[static_cast<size_t>(at)] != 0;
+            }
+            CHECK((dense[static_cast<size_t>(q * width + k)] != 0) == want, where, " h ", h, " q ", q, " k ", k);
+          }
+        }
+        pairs += kS * kT;
+      }
+    }
+  }
+  CountCases(pairs);
+}
+
 TEST(BlockMasksShareWhatIsEqual) {
   const auto build = [](const char* text, const ExprSizes& sizes, int m, int n) {
     MaskExpr expr;
