@@ -37,6 +37,7 @@ constexpr int kJoined = 16;  // columns of a CTA: a warp has eight of them, of 3
 // columns of a row; a thread here has eight of a row. The parts of a row are added up in their order.
 template <typename T, int kHead>
 __global__ void __launch_bounds__(kWarpgroup) JoinKernel(const __grid_constant__ Sm90Params params) {
+  static_assert(kHead % kJoined == 0, "CTAs have all columns between them");
   constexpr int kAhead = 8;  // parts whose outputs are under way together
   __shared__ float scales[kMostPartsOfRow][64];
   __shared__ float highs[2][64], sums[2][64];

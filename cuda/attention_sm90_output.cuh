@@ -88,7 +88,7 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
   }
 }
 
-// Of a part of a row: JoinKernel finds what each thread has here at its own thread's place.
+// Of a part of a row, every thread's outputs side by side: JoinKernel knows which rows and columns they are of.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::StorePart(int part, const float (&o)[kOutputs], const float (&high)[2],
                                                            const float (&sum)[2]) const {

@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.bench.gpu import cases, models, pool, run, summary, trace, variants
+from stof.bench.gpu import cases, models, pool, run, summary, tables, trace, variants
 from stof.bench.gpu.candidate import window
 from stof.bench.gpu.cases import Case
 from stof.bench.models import inputs
@@ -196,6 +196,15 @@ def test_full_tiles() -> None:
     partial = long(10, {}, 8192, "window", 500)
     partial["density"] = {"element": 0.03, "tile": 0.05, "tiles": 500}
     assert summary.full_tiles([partial]) == []
+
+
+def test_what_was_not_timed() -> None:
+    records = [record(10, {"torch-flex": 20}), record(10, {}), record(10, {})]
+    for one, reason in zip(records, ("too long", "too long", None), strict=True):
+        if reason is not None:
+            one["peers"]["torch-math"] = {"label": "math", "missing": reason}  # type: ignore[index]
+    assert tables._without(records) == ["* math: not timed (2 points: too long; not asked at 1)", ""]
+    assert tables._without(records[2:]) == []
 
 
 def test_ceilings() -> None:

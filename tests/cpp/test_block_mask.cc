@@ -102,6 +102,7 @@ TEST(BlockMasksOfTables) {
        [](auto, auto, auto q, auto k) { return std::vector{q, k - q + 100}; }},
       {"table0[h, q - P, k]", {kH, kS, kT}, [](auto, auto h, auto q, auto k) { return std::vector{h, q - kP, k}; }},
       {"table0[b, h, k]", {1, kH, kT}, [](auto, auto h, auto, auto k) { return std::vector<int64_t>{0, h, k}; }},
+      {"table0[b, h, k]", {kB, kH, kT}, [](auto b, auto h, auto, auto k) { return std::vector{b, h, k}; }},
       {"table0[k]", {kT}, [](auto, auto, auto, auto k) { return std::vector{k}; }},
       {"table0[k, q]", {kT, kP + kS}, [](auto, auto, auto q, auto k) { return std::vector{k, q}; }},
       {"table0[q, 2 * k]", {kP + kS, 2 * kT}, [](auto, auto, auto q, auto k) { return std::vector{q, 2 * k}; }},
@@ -127,18 +128,20 @@ TEST(BlockMasksOfTables) {
       CHECK(status.ok(), where, status.message());
       CheckStructure(block, where);
       const int64_t width = (kT + n - 1) / n * n;
-      for (int64_t h = 0; h < kH; ++h) {
-        const std::vector<uint8_t> dense = Dense(block, block.TableOf(1, h));
+      for (int64_t bh = 0; bh < kB * kH; ++bh) {
+        const int64_t b = bh / kH, h = bh % kH;
+        const std::vector<uint8_t> dense = Dense(block, block.TableOf(b, h));
         for (int64_t q = 0; q < kS; ++q) {
           for (int64_t k = 0; k < width; ++k) {
             bool want = false;
             if (k < kT) {
               int64_t at = 0;
-              const std::vector<int64_t> index = form.index(1, h, kP + q, k);
+              const std::vector<int64_t> index = form.index(b, h, kP + q, k);
               for (size_t axis = 0; axis < index.size(); ++axis) at = at * form.dims[axis] + index[axis];
               want = data[static_cast<size_t>(at)] != 0;
             }
-            CHECK((dense[static_cast<size_t>(q * width + k)] != 0) == want, where, " h ", h, " q ", q, " k ", k);
+            CHECK((dense[static_cast<size_t>(q * width + k)] != 0) == want, where, " b ", b, " h ", h, " q ", q, " k ",
+                  k);
           }
         }
         pairs += kS * kT;

@@ -154,9 +154,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
     const int kernel = kernels[run / each], repeat = static_cast<int>(run % each);
     cuda::TakeKernel(kernel);
     const std::string where = Text(description, ", kernel ", kernel);
-    if (repeat == 0) {
-      CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
-    }
+    CHECK(cudaMemcpy(output_bytes, poison.data(), poison.size(), cudaMemcpyHostToDevice) == cudaSuccess);
     // Asked for in one of the two runs that are compared, whose outputs are the same.
     const bool asked = !split && repeat < 2 && (repeat == 0) == (seed % 2 == 0);
     args.lse = asked ? device_lse : nullptr;
@@ -212,8 +210,8 @@ std::vector<Case> CudaCases() {
       Case c;
       c.S = length, c.T = length + turn % 3 * 64, c.D = c.Dv = size, c.G = turn % 2 == 0 ? 4 : 2;
       c.dtype = turn % 3 == 0 ? DType::kBF16 : DType::kF16;
-      c.mask = static_cast<int>(turn % 10);
-      c.pad = static_cast<Pad>(turn % 5);
+      c.mask = static_cast<int>((turn + turn / 10) % 10);  // not the same for every length
+      c.pad = static_cast<Pad>((turn + turn / 5) % 5);
       c.empty_rows = static_cast<EmptyRows>(turn % 4);
       c.softcap = turn % 7 == 6 ? 30.0f : 0.0f;
       c.sink = c.empty_rows == EmptyRows::kZero;
@@ -391,8 +389,9 @@ std::vector<Case> Sm90Cases() {
 void CudaSm90() { RunCudaCases(Sm90Cases(), FirstKernels(10)); }
 
 // Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
-// that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's.
-void CudaSm90Parts() {
+// that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's; the last ones have rows
+// of more parts than a thread of the joining kernel reads at once.
+std::vector<Case> Sm90PartsCases() {
   Random random(61);
   Deck<int64_t> rows({17, 63, 64, 65, 130, 193}, &random);
   Deck<int64_t> keys({1024, 1025, 1100, 1537, 2500, 3333}, &random);
@@ -403,7 +402,9 @@ void CudaSm90Parts() {
   Deck<Arrangement> arrangements(kArrangements, &random);
   std::vector<Case> cases;
   int64_t cut = 0;
-  for (int i = 0; i < Cases(48); ++i) {
+  int32_t most = 0;
+  const int drawn_cases = Cases(48);
+  for (int i = 0; i < drawn_cases + 6; ++i) {
     Case c;
     c.B = random.Range(1, 2), c.G = random.OneIn(2) ? 2 : 4;
     c.S = rows.Deal(), c.T = keys.Deal(), c.D = c.Dv = sizes.Deal();
@@ -415,6 +416,7 @@ void CudaSm90Parts() {
     c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
     c.rising = random.OneIn(3), c.spread = random.OneIn(3) ? 4.0f : 1.0f;
     if (c.empty_rows != EmptyRows::kAll && random.OneIn(2)) c.poison = Poison::kForbidden;
+    if (i >= drawn_cases) c.B = 1, c.S = 64 + i % 3, c.T = 8192 + 13 * i, c.mask = 1, c.offset = true;
     c.cuda = true;
     cases.push_back(c);
     // Whether there is something to join.
@@ -427,11 +429,16 @@ void CudaSm90Parts() {
     BindMask(c, data, config, &bound, &args);
     if (args.mask == nullptr) continue;
     const cuda::TileCost cost = {3000, 1200, 1400, 1, 0, true};
-    cut += cuda::PlanWork(bound.block, cuda::WalkOf(bound.block), c.B, c.H, 264, c.H, cost).parts() > 1 ? 1 : 0;
+    const cuda::WorkPlan plan = cuda::PlanWork(bound.block, cuda::WalkOf(bound.block), c.B, c.H, 264, c.H, cost);
+    cut += plan.parts() > 1 ? 1 : 0;
+    for (const cuda::CutRow& row : plan.cut) most = std::max(most, row.count);
   }
   CHECK(cut * 4 >= static_cast<int64_t>(cases.size()) * 3, cut, " of ", cases.size(), " cases have rows in parts");
-  RunCudaCases(cases, {3, 4, 5, 9, -1});
+  CHECK(most > 16, "no row has more than ", most, " parts");
+  return cases;
 }
+
+void CudaSm90Parts() { RunCudaCases(Sm90PartsCases(), {3, 4, 5, 9, -1}); }
 
 // Runs with parts that share one workspace, one behind the other without a word from the host, and as a graph: each
 // kernel may start while the one in front of it ends, and must not write what that still reads.
@@ -604,6 +611,7 @@ TEST(CudaRepeatsGiveTheSameBits) {
   for (const char* kernel : {"", "sm80", "rows"}) RunCudaCases(some(CudaCases(), kernel), {-1}, kRepeats);
   RunCudaCases(some(CudaFp32Cases(), ""), {-1}, kRepeats);
   RunCudaCases(some(Sm90Cases(), ""), FirstKernels(10), kRepeats);
+  RunCudaCases(some(Sm90PartsCases(), ""), {3, 5, -1}, kRepeats);
 }
 TEST(CudaDecodeEqualsTheDefinition) { CudaDecode(); }
 TEST(CudaAttentionSm90) { CudaSm90(); }

@@ -127,7 +127,7 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   for (const cuda::CutRow& cut : plan.cut) {
     const int64_t bh = cut.item / mask.rows;
     const auto row = static_cast<size_t>(mask.TableOf(bh / sizes.H, bh % sizes.H) * mask.rows + cut.item % mask.rows);
-    CHECK(cut.first == next && cut.count >= 2, where, " cut row ", cut.item);
+    CHECK(cut.first == next && cut.count >= 2 && cut.count <= cuda::kMostPartsOfRow, where, " cut row ", cut.item);
     int32_t entry = mask.row_ptr[row];
     for (int32_t i = 0; i < cut.count; ++i) {
       const WorkItem* item = parts[static_cast<size_t>(next++)];

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,20 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
 
 
 def _without(records: Sequence[Record]) -> list[str]:
-    """Peers that no point has a time of, and why not."""
-    reasons: dict[str, set[str]] = {}
+    """Peers that no point has a time of, why not, and at how many points they were not asked."""
+    reasons: dict[str, Counter[str]] = {}
     timed = {p for r in records for p, row in r["peers"].items() if "us" in row}
     for record in records:
         for peer, row in record["peers"].items():
             if peer not in timed:
-                reasons.setdefault(row["label"], set()).add(row["missing"])
-    return (
-        [*(f"* {label}: not timed ({'; '.join(sorted(why))})" for label, why in reasons.items()), ""] if reasons else []
-    )
+                reasons.setdefault(row["label"], Counter())[row.get("missing", "")] += 1
+    found = []
+    for label, why in reasons.items():
+        parts = [f"{count} points: {reason}" for reason, count in sorted(why.items())]
+        asked = sum(why.values())
+        parts += [f"not asked at {len(records) - asked}"] if asked < len(records) else []
+        found.append(f"* {label}: not timed ({'; '.join(parts)})")
+    return [*found, ""] if found else []
 
 
 def _regrets(records: Sequence[Record]) -> list[str]:
