@@ -20,6 +20,7 @@
 #include "cuda/attention_fp32_parts.cuh"
 #include "cuda/log_sum.cuh"
 #include "cuda/score_biases.cuh"
+#include "cuda/tile_bits.cuh"
 
 namespace stof {
 namespace cuda {
@@ -113,6 +114,11 @@ class Fp32Attention {
     }
     entry.tile = -1;
     return entry;
+  }
+
+  using Bits = TileBits<S::kBlocks>;
+  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
+    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
   }
 
   // ---- memory ----
@@ -228,6 +234,8 @@ class Fp32Attention {
       if (stages_ == 2) FetchKeys(next.tile, other);
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(stage), s);
+      Bits bits;
+      FetchBits(entry, &bits);
       if (stages_ < 2) {
         __syncthreads();
         if (stages_ == 1) {
@@ -236,7 +244,7 @@ class Fp32Attention {
           FetchValues(entry.tile, 0);
         }
       }
-      Adjust(entry, unmasked, s);
+      Adjust(entry, &bits, unmasked, s);
       Softmax(s);
       if (stages_ > 0) {
         WaitCopies<1>();
@@ -267,7 +275,8 @@ class Fp32Attention {
   static __device__ __forceinline__ void Products(float (&s)[S::kBlocks][kColumns][4], int j,
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
-  __device__ __forceinline__ void Adjust(const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
+                                         float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void AddValues(const __half* values, float factor,
                                             const float (&s)[S::kBlocks][kColumns][4]);

@@ -83,7 +83,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::P
 
 template <int kHead, int kPlanes, int kTile, bool kExtras>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Adjust(
-    const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+    const Entry& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kExtras) {
     ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(1.0f, unmasked, s);
@@ -98,30 +98,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
       }
     }
   }
-  if (entry.bits < 0 && (entry.pad[0] & entry.pad[1]) == ~0u) return;
-  // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
-  // (docs/cuda-experiments.md, "Defects of compilers and runtimes").
-  const uint32_t* bits = p_.mask.bits + (static_cast<int64_t>(max(entry.bits, 0)) * kTileRows + piece0_) * 2;
-  const int shift = lane_ % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < S::kBlocks; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint32_t word[2] = {entry.pad[0], entry.pad[1]};
-      if (entry.bits >= 0) {
-        uint32_t own[2];
-        LoadConstant(own, bits + 2 * Row(i, r));
-        word[0] &= own[0];
-        word[1] &= own[1];
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const uint32_t here = word[j / 4] >> (j % 4 * 8 + shift);
-        if ((here & 1u) == 0) s[i][j][2 * r] = -INFINITY;
-        if ((here & 2u) == 0) s[i][j][2 * r + 1] = -INFINITY;
-      }
-    }
-  }
+  if (!Bits::Some(entry.bits, entry.pad)) return;
+  bits->Forbid(entry.bits, entry.pad, lane_, s);
 }
 
 template <int kHead, int kPlanes, int kTile, bool kExtras>

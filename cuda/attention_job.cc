@@ -118,7 +118,7 @@ Status AttentionJob::Ready() {
   if (rows) return GetMask(RowsForm(), &params_, &entry);
   if (kernel != nullptr) STOF_RETURN_IF_ERROR(GetMask(FormOf(*kernel, problem), &params_, &entry));
   // Also beside an sm_90a kernel where the other one may come second.
-  return kernel == nullptr || all_keys_ ? GetMask(MaskForm(), &params_, &entry) : Status();
+  return kernel == nullptr || all_keys_ ? GetMask(TilesForm(), &params_, &entry) : Status();
 }
 
 Status AttentionJob::RunRows() {
@@ -196,7 +196,7 @@ Status AttentionJob::RunFp32() {
   std::shared_ptr<const MaskEntry> entry;
   int32_t* unused = nullptr;
   STOF_RETURN_IF_ERROR(Prepare(false, &params_.pad_bits, &unused));
-  STOF_RETURN_IF_ERROR(GetMask(MaskForm(), &params_, &entry));
+  STOF_RETURN_IF_ERROR(GetMask(TilesForm(), &params_, &entry));
   params.attention = params_;
   const size_t bytes = Fp32WorkspaceBytes(kernel, params_);
   void* memory = bytes == 0 ? nullptr : Held(0, 0, bytes);
@@ -216,7 +216,7 @@ Status AttentionJob::RunSm80() {
 
 Status AttentionJob::LaunchSm80() {
   std::shared_ptr<const MaskEntry> entry;
-  STOF_RETURN_IF_ERROR(GetMask(MaskForm(), &params_, &entry));
+  STOF_RETURN_IF_ERROR(GetMask(TilesForm(), &params_, &entry));
   const Launch launch = FindSm80(size_, bf16_, extras_);
   if (launch == nullptr) return Status::Error("no CUDA kernel for head size " + std::to_string(size_));
   return Launched(launch(params_, stream_));

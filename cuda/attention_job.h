@@ -63,6 +63,8 @@ class AttentionJob {
   Status First(const Sm90Kernel** first);
   // kernel nullptr: that for sm_80.
   Status Choose(const Sm90Kernel** kernel, Problem* problem);
+  // What the kernels for 8.0 and for fp32 want.
+  static MaskForm TilesForm();
   static MaskForm RowsForm();
   MaskForm DecodeForm() const;
   // Whether keys one by one are cheaper than tiles; never where a kernel was asked for, or the host does not see the

@@ -63,6 +63,12 @@ Status AttentionJob::Choose(const Sm90Kernel** kernel, Problem* problem) {
   return Status();
 }
 
+MaskForm AttentionJob::TilesForm() {
+  MaskForm form;
+  form.fragments = true;
+  return form;
+}
+
 MaskForm AttentionJob::RowsForm() {
   MaskForm form;
   form.m = form.n = kRowsTile;

@@ -16,6 +16,7 @@
 #include "cuda/log_sum.cuh"
 #include "cuda/mma_sm80.cuh"
 #include "cuda/score_biases.cuh"
+#include "cuda/tile_bits.cuh"
 
 namespace stof {
 namespace cuda {
@@ -141,6 +142,11 @@ class Attention {
     return entry;
   }
 
+  using Bits = TileBits<S::kBlocks>;
+  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
+    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
+  }
+
   // ---- memory ----
   // Addresses in shared memory.
   __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
@@ -211,7 +217,9 @@ class Attention {
         FetchKeys(next.tile, stage ^ 1);
         FetchValues(next.tile, stage ^ 1);
         Scores(Keys(stage), s);
-        Adjust(entry, unmasked, s);
+        Bits bits;
+        if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
+        Adjust(entry, &bits, unmasked, s);
         Raise(s);
         AddValues(Values(stage), s);
         stage ^= 1;
@@ -220,10 +228,12 @@ class Attention {
         __syncthreads();
         FetchValues(entry.tile, 0);
         Scores(Keys(0), s);
+        Bits bits;
+        if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
         WaitCopies<0>();
         __syncthreads();
         FetchKeys(next.tile, 0);
-        Adjust(entry, unmasked, s);
+        Adjust(entry, &bits, unmasked, s);
         Raise(s);
         AddValues(Values(0), s);
       }
@@ -244,13 +254,15 @@ class Attention {
       WaitForOne();  // the keys and the queries; the values may still come
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(0), s);
+      Bits bits;
+      if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
       __syncthreads();
       if (stages_ > 0) {
         FetchKeys(next.tile, 0);
       } else {
         FetchValues(entry.tile, 0);
       }
-      Adjust(entry, unmasked, s);
+      Adjust(entry, &bits, unmasked, s);
       Raise(s);
       WaitForOne();
       AddValues(Values(0), s);
@@ -276,7 +288,8 @@ class Attention {
   // ---- a tile: attention_sm80_step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Adjust(const Entry& entry, bool unmasked, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
+                                         float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Raise(const float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Weigh(int k, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]);
   __device__ __forceinline__ void AddValues(uint32_t values, const float (&s)[S::kBlocks][kColumns][4]);

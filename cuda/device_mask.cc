@@ -117,7 +117,7 @@ MaskEntry::~MaskEntry() {
 Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked,
                          cudaStream_t stream) {
   const size_t tile = static_cast<size_t>(mask.m) * static_cast<size_t>(mask.n) / 32;
-  if (form.fragments && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
+  if (form.workers > 0 && mask.bits.size() / tile > static_cast<size_t>(kIdMask)) {
     return Status::Error("the mask has " + std::to_string(mask.bits.size() / tile) +
                          " different tiles that are neither empty nor full, expected at most " +
                          std::to_string(kIdMask));
@@ -211,8 +211,8 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash,   sizes.B,      sizes.H,      sizes.S,           sizes.T,   sizes.P,
-                form.m, form.n, form.workers, form.section, HashOf(form.cost), form.group};
+  const Key key{device, hash,   sizes.B,      sizes.H,      sizes.S,           sizes.T,    sizes.P,
+                form.m, form.n, form.workers, form.section, HashOf(form.cost), form.group, form.fragments};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

@@ -40,7 +40,7 @@ struct MaskForm {
   int workers = 0;
   int64_t section = 1;     // heads whose keys and values fit the L2 cache
   TileCost cost;           // of kernels with one tile, that of a row tells which
-  bool fragments = false;  // bits in the order of fragments.h, as kernels with workers want them
+  bool fragments = false;  // bits in the order of fragments.h
   // Query heads of a key head whose rows may be stacked (stacked_mask.h), and what is asked whether it pays.
   int64_t group = 1;
   int multiprocessors = 0;
@@ -115,8 +115,8 @@ class DeviceMaskCache {
   Stats GetStats() const;
 
  private:
-  using Key =
-      std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t, int64_t>;
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t,
+                         int64_t, bool>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of a block mask's bits for the sm_90a kernels: every thread finds its bits of 64 keys in one word. Plain
-// C++, for the host and the device.
+// The order of a block mask's bits for kernels on tensor cores: every thread finds its bits of 64 keys in one word.
+// Plain C++, for the host and the device.
 //
 // A warpgroup's accumulator of 64 rows (PTX ISA, wgmma, fragment of D): thread 32 w + 4 g + t has, of every block j of
 // 8 columns, columns 8 j + 2 t + {0, 1} of rows 16 w + g (elements 4 j + {0, 1}) and 16 w + g + 8 (elements 4 j + {2,

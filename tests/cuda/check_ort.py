@@ -450,6 +450,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, help="a JSON file for the times")
     arguments = parser.parse_args()
+    if arguments.results is not None and arguments.results.is_dir():
+        parser.error(f"--results: {arguments.results} is a folder, expected the path of a file to write")
     start = time.monotonic()
     print(f"{check_results()} problems are right in the CUDA provider", flush=True)
     check_capture()
