@@ -26,7 +26,7 @@ struct DeviceMask {
   const int32_t* full_begin = nullptr;
   const int32_t* key_tile = nullptr;
   const int32_t* bits_id = nullptr;  // of full tiles not to be read
-  const uint32_t* bits = nullptr;    // [distinct, m, n / 32]
+  const uint32_t* bits = nullptr;    // [distinct, m, n / 32], or in the order of fragments.h, as MaskForm says
   const int32_t* order = nullptr;    // [tables, rows]: rows of a table by falling number of tiles
 };
 

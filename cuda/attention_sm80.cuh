@@ -229,7 +229,6 @@ class Attention {
         FetchValues(entry.tile, 0);
         Scores(Keys(0), s);
         Bits bits;
-        if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
         WaitCopies<0>();
         __syncthreads();
         FetchKeys(next.tile, 0);
@@ -255,7 +254,6 @@ class Attention {
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(0), s);
       Bits bits;
-      if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
       __syncthreads();
       if (stages_ > 0) {
         FetchKeys(next.tile, 0);

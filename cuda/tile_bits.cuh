@@ -23,8 +23,8 @@ class TileBits {
     return id >= 0 || (pad[0] & pad[1]) != ~0u;
   }
 
-  // Asks for them. bits: those of all tiles; id: the
-  // tile's, negative: it allows every pair; block: the first of the warp's 16 rows, as they lie in a tile.
+  // Asks for them. bits: those of all tiles; id: the tile's, negative: it allows every pair; block: the first of the
+  // warp's 16 rows, as they lie in a tile.
   __device__ __forceinline__ void Fetch(const uint32_t* bits, int id, int block, int lane) {
     // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
     // (docs/cuda-experiments.md, "Defects of compilers and runtimes").
