@@ -244,7 +244,7 @@ class Fp32Attention {
           FetchValues(entry.tile, 0);
         }
       }
-      Adjust(entry, &bits, unmasked, s);
+      Adjust(entry, bits, unmasked, s);
       Softmax(s);
       if (stages_ > 0) {
         WaitCopies<1>();
@@ -275,7 +275,7 @@ class Fp32Attention {
   static __device__ __forceinline__ void Products(float (&s)[S::kBlocks][kColumns][4], int j,
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
-  __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
+  __device__ __forceinline__ void Adjust(const Entry& entry, const Bits& bits, bool unmasked,
                                          float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void AddValues(const __half* values, float factor,

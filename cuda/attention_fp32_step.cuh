@@ -83,7 +83,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::P
 
 template <int kHead, int kPlanes, int kTile, bool kExtras>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::Adjust(
-    const Entry& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
+    const Entry& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kExtras) {
     ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(1.0f, unmasked, s);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
     }
   }
   if (!Bits::Some(entry.bits, entry.pad)) return;
-  bits->Forbid(entry.bits, entry.pad, lane_, s);
+  bits.Forbid(entry.bits, entry.pad, lane_, s);
 }
 
 template <int kHead, int kPlanes, int kTile, bool kExtras>

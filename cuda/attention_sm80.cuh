@@ -228,10 +228,10 @@ class Attention {
         __syncthreads();
         FetchValues(entry.tile, 0);
         Scores(Keys(0), s);
-        Bits bits;
         WaitCopies<0>();
         __syncthreads();
         FetchKeys(next.tile, 0);
+        Bits bits;
         Adjust(entry, &bits, unmasked, s);
         Raise(s);
         AddValues(Values(0), s);
@@ -253,13 +253,13 @@ class Attention {
       WaitForOne();  // the keys and the queries; the values may still come
       float s[S::kBlocks][kColumns][4];
       Scores(Keys(0), s);
-      Bits bits;
       __syncthreads();
       if (stages_ > 0) {
         FetchKeys(next.tile, 0);
       } else {
         FetchValues(entry.tile, 0);
       }
+      Bits bits;
       Adjust(entry, &bits, unmasked, s);
       Raise(s);
       WaitForOne();
