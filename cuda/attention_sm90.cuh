@@ -245,7 +245,7 @@ class Attention {
       keys->Next();
       values->Next();
       slots->Next();
-      Finish(item, query, o, high, sum);
+      Finish(item, query, o, Divide(item, high, sum));
       return;
     }
     if (S::kTurnAtEnds) TakeTurn();
@@ -324,11 +324,12 @@ class Attention {
     AddValues(values->at, weights, o);
     ProductCommit();
     if (S::kTurnAtEnds) PassTurn();
+    const Divisors divisors = Divide(item, high, sum);
     ProductWait<0>();
     Hold(o);
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
-    Finish(item, query, o, high, sum);
+    Finish(item, query, o, divisors);
     if constexpr (S::kPasses) {
       while (IsOthers(TrailOf(next))) {
         Wait(Barrier(kKeyFull, keys->at), keys->phase);
@@ -433,12 +434,21 @@ class Attention {
   }
 
   // ---- outputs: attention_sm90_output.cuh ----
-  __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], const float (&high)[2],
-                                         const float (&sum)[2]) const;
-  __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs], const float (&high)[2],
-                                                 const float (&sum)[2]) const;
-  __device__ __forceinline__ void StorePart(int part, const float (&o)[kOutputs], const float (&high)[2],
-                                            const float (&sum)[2]) const;
+  // What a thread's two rows are multiplied with at their end, and whether they have no key.
+  struct Divisors {
+    float scale[2];
+    bool empty[2];
+  };
+  __device__ __forceinline__ Divisors Divide(const Item& item, const float (&high)[2], const float (&sum)[2]) const;
+  __device__ __forceinline__ Divisors DivideTogether(const Item& item, const float (&high)[2],
+                                                     const float (&own)[2]) const;
+  __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], Divisors divisors) const;
+  __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs],
+                                                 const Divisors& divisors) const;
+  __device__ __forceinline__ void StorePart(int part, const float (&o)[kOutputs]) const;
+  // Of all teams of a CTA, where they share an item.
+  static constexpr int kTogether = S::kSplit * S::kConsumers * kWarpgroup, kFirstBarrier = 14, kSecondBarrier = 15;
+  __device__ __forceinline__ unsigned char* SharedParts() const { return shared_ - team_ * S::kTeamBytes + S::kParts; }
   __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
 
   const Sm90Params& p_;

@@ -9,37 +9,63 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
+// What needs no outputs is done under the product that ends them.
+template <typename S, typename T>
+__device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::Divide(const Item& item,
+                                                                                      const float (&high)[2],
+                                                                                      const float (&sum)[2]) const {
+  const AttentionParams& p = p_.attention;
+  float total[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    total[r] = sum[r];
+    total[r] += __shfl_xor_sync(~0u, total[r], 1);
+    total[r] += __shfl_xor_sync(~0u, total[r], 2);
+  }
+  if constexpr (S::kSplit > 1) return DivideTogether(item, high, total);
+  Divisors divisors;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) divisors.empty[r] = total[r] == 0.0f;
+  if constexpr (S::kCuts) {
+    if (item.part >= 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (lane_ % 4 == 0) p_.part_sums[item.part * 64 + row_ + 8 * r] = make_float2(high[r], total[r]);
+      }
+      return divisors;
+    }
+  }
+  if (more_) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!divisors.empty[r]) total[r] += SinkOf<T>(p, item.h, high[r]);
+      if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total[r]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) divisors.scale[r] = Reciprocal(total[r]);
+  return divisors;
+}
+
 // Divides and writes, by way of shared memory and the copy engine, which nobody waits for before the next item's
 // output is made.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int query, float (&o)[kOutputs],
-                                                        const float (&high)[2], const float (&sum)[2]) const {
+                                                        Divisors divisors) const {
   if constexpr (S::kSplit > 1) {
-    FinishTogether(item, o, high, sum);
+    FinishTogether(item, o, divisors);
     return;
   }
   if constexpr (S::kCuts) {
     if (item.part >= 0) {
-      StorePart(item.part, o, high, sum);
+      StorePart(item.part, o);
       if (!S::kOwnOutput) Release(QueryEmpty(query));
       return;
     }
   }
   const AttentionParams& p = p_.attention;
-  float scale[2];
-  bool empty[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float total = sum[r];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    empty[r] = total == 0.0f;
-    if (more_) {
-      if (!empty[r]) total += SinkOf<T>(p, item.h, high[r]);
-      if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total);
-    }
-    scale[r] = Reciprocal(total);
-  }
+  auto& scale = divisors.scale;
+  const auto& empty = divisors.empty;
   if (__any_sync(~0u, empty[0] || empty[1]) != 0) {
     // Whatever the weights of 0 were multiplied with.
     const float nothing = static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
@@ -90,39 +116,24 @@ __device__ __forceinline__ void Attention<S, T>::Finish(const Item& item, int qu
 
 // Of a part of a row, every thread's outputs side by side: JoinKernel knows which rows and columns they are of.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::StorePart(int part, const float (&o)[kOutputs], const float (&high)[2],
-                                                           const float (&sum)[2]) const {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float total = sum[r];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    if (lane_ % 4 == 0) p_.part_sums[part * 64 + row_ + 8 * r] = make_float2(high[r], total);
-  }
+__device__ __forceinline__ void Attention<S, T>::StorePart(int part, const float (&o)[kOutputs]) const {
   float* const to = p_.parts + (static_cast<int64_t>(part) * kOutputs) * kWarpgroup + threadIdx.x % kWarpgroup;
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) to[i * kWarpgroup] = o[i];
 }
 
-// The same where the teams share the item: each says its maxima and sums, brings its outputs to the maximum of all,
-// and adds up one chunk of the columns from all teams.
+// Where the teams share the item each says its maxima and sums, and brings its outputs to the maximum of all.
 template <typename S, typename T>
-__device__ __forceinline__ void Attention<S, T>::FinishTogether(const Item& item, float (&o)[kOutputs],
-                                                                const float (&high)[2], const float (&sum)[2]) const {
-  constexpr int kThreads = S::kSplit * S::kConsumers * kWarpgroup, kFirst = 14, kSecond = 15;
+__device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::DivideTogether(
+    const Item& item, const float (&high)[2], const float (&own)[2]) const {
   const AttentionParams& p = p_.attention;
-  unsigned char* const shared = shared_ - team_ * S::kTeamBytes + S::kParts;
-  float2* const stats = reinterpret_cast<float2*>(shared);
+  float2* const stats = reinterpret_cast<float2*>(SharedParts());
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float total = sum[r];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    if (lane_ % 4 == 0) stats[team_ * S::kM + row_ + 8 * r] = make_float2(high[r], total);
+    if (lane_ % 4 == 0) stats[team_ * S::kM + row_ + 8 * r] = make_float2(high[r], own[r]);
   }
-  SyncNamed(kFirst, kThreads);
-  float scale[2];
-  bool empty[2];
+  SyncNamed(kFirstBarrier, kTogether);
+  Divisors divisors;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float2 part[S::kSplit];
@@ -136,15 +147,26 @@ __device__ __forceinline__ void Attention<S, T>::FinishTogether(const Item& item
     float total = 0.0f;
 #pragma unroll
     for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
-    empty[r] = total == 0.0f;
-    if (empty[r] && team_ == 0) SayEmpty(p_, item.b, item.h, item.row0 + row_ + 8 * r);
+    const bool empty = total == 0.0f;
+    if (empty && team_ == 0) SayEmpty(p_, item.b, item.h, item.row0 + row_ + 8 * r);
     if (more_) {
-      if (!empty[r]) total += SinkOf<T>(p, item.h, most);
+      if (!empty) total += SinkOf<T>(p, item.h, most);
       if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
     }
-    scale[r] = empty[r] ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);
+    divisors.empty[r] = empty;
+    divisors.scale[r] = empty ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);
   }
-  float* const parts = reinterpret_cast<float*>(shared + S::kStatBytes) +
+  return divisors;
+}
+
+// Then it adds up one chunk of the columns from all teams.
+template <typename S, typename T>
+__device__ __forceinline__ void Attention<S, T>::FinishTogether(const Item& item, float (&o)[kOutputs],
+                                                                const Divisors& divisors) const {
+  const AttentionParams& p = p_.attention;
+  const auto& scale = divisors.scale;
+  const auto& empty = divisors.empty;
+  float* const parts = reinterpret_cast<float*>(SharedParts() + S::kStatBytes) +
                        wg_ * kWarpgroup * S::kChunk * S::kSplit * (S::kSplit - 1) + threadIdx.x % kWarpgroup;
   const auto part = [&](int chunk, int other) {
     return parts + (chunk * (S::kSplit - 1) + other) * S::kChunk * kWarpgroup;
@@ -161,7 +183,7 @@ __device__ __forceinline__ void Attention<S, T>::FinishTogether(const Item& item
       for (int i = 0; i < S::kChunk; ++i) to[i * kWarpgroup] = o[chunk * S::kChunk + i] * scale[i / 2 % 2];
     }
   }
-  SyncNamed(kSecond, kThreads);
+  SyncNamed(kSecondBarrier, kTogether);
 #pragma unroll
   for (int other = 0; other < S::kSplit - 1; ++other) {
     const float* const from = part(team_, other);

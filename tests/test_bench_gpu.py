@@ -192,6 +192,9 @@ def test_full_tiles() -> None:
     blocks, dense = long(10, {}, 16384, "random-10", 2000), long(20, {"flash-4": 32.768}, 16384, "dense", 16384)
     assert summary.full_tiles([blocks, dense]) == [["random-10 B1 H12 S16384 D64 float16", "12.2%", "40.0%", "flash-4"]]
     assert summary.full_tiles([blocks])[0][2] == "20.0%"
+    # In turns: 2000 tiles in 40 µs beside 12 heads of 128 × 128 in 1966.
+    turns = {"full_tiles": {"stof_us": 40.0, "dense_us": {"torch-cudnn": 2400.0, "flash-4": 1966.08}}}
+    assert summary.full_tiles([{**blocks, **turns}, dense])[0][2:] == ["50.0%", "flash-4"]
     assert summary.full_tiles([long(10, {}, 4096, "random-10", 2000)]) == []
     partial = long(10, {}, 8192, "window", 500)
     partial["density"] = {"element": 0.03, "tile": 0.05, "tiles": 500}

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from stof.bench.gpu.candidate import Candidate, Peer
-from stof.bench.gpu.candidates import each_kernel
+from stof.bench.gpu.candidates import ANCHORS, OWN, each_kernel
 from stof.bench.gpu.cases import Case
-from stof.bench.gpu.problem import TILE, TOLERANCE, Problem
+from stof.bench.gpu.problem import LONG_ROWS, TILE, TOLERANCE, Problem
 from stof.bench.gpu.timing import Timed, interleave
 from stof.bench.results import Record
 from stof.bench.runner import Unavailable
 
 _TEXT = 200
 _KERNEL_ROUNDS = 5
+_DENSE_ROUNDS = 21
 
 
 def _words(failure: BaseException) -> str:
@@ -26,7 +28,9 @@ def _words(failure: BaseException) -> str:
 class Point:
     """A case with its candidates. Between checking and timing only what took long to make is kept, no data.
 
-    With ``kernels``, every kernel that the selector could have taken is checked and timed, too.
+    With ``kernels``, every kernel that the selector could have taken is checked and timed, too. Where a mask has full tiles
+    alone, and many of them, so are dense kernels on the same shape without it: what a tile costs them is only comparable in the
+    same turns, for the board's power moves its clock.
     """
 
     def __init__(self, case: Case, peers: Sequence[Peer], stream: Any, kernels: bool = False) -> None:
@@ -37,6 +41,7 @@ class Point:
         self._ready: list[tuple[Peer, Candidate]] = []
         self._kernels: list[tuple[str, Candidate]] = []
         self._wrong: list[str] = []
+        self._dense: list[tuple[Peer, Candidate]] = []
         torch = self.problem.torch
         self.problem.check_mask()
         for peer in peers:
@@ -54,7 +59,22 @@ class Point:
                 row["missing"] = _words(failure)
         if kernels and any(peer.name == "stof" for peer, _ in self._ready):
             self._add_kernels()
+        self.plain = Problem(replace(case, mask="", tables={}))
+        if case.S >= LONG_ROWS and self.problem.full_tiles and any(peer.name == "stof" for peer, _ in self._ready):
+            self._add_dense(peers)
         self._drop()
+
+    def _add_dense(self, peers: Sequence[Peer]) -> None:
+        for peer in peers:
+            if peer.name not in ANCHORS or peer.name in OWN:
+                continue
+            try:
+                with self.problem.torch.cuda.stream(self._stream):
+                    candidate = peer.build(self.plain, self._stream)
+                    self._check(candidate, self.plain)
+                self._dense.append((peer, candidate))
+            except Exception as failure:
+                self.rows[peer.name]["dense"] = _words(failure)
 
     def _add_kernels(self) -> None:
         for kernel, candidate in each_kernel(self.problem, self._stream):
@@ -65,7 +85,7 @@ class Point:
             except Exception as failure:
                 self._wrong.append(f"{kernel}: {_words(failure)}")
 
-    def _check(self, candidate: Candidate) -> float:
+    def _check(self, candidate: Candidate, problem: Problem | None = None) -> float:
         """Runs once on the first set and compares.
 
         Raises:
@@ -74,19 +94,22 @@ class Point:
         candidate.bind()
         candidate.call(0)
         self._stream.synchronize()
-        error = self.problem.error(candidate.output())
+        error = (problem or self.problem).error(candidate.output())
         if not error <= TOLERANCE[self.case.dtype]:
             raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")
         return float(f"{error:.1e}")
 
     def _drop(self) -> None:
-        problem = self.problem
-        for candidate in (c for some in (self._ready, self._kernels) for _, c in some):
+        for some in (self._ready, self._dense):
+            for _, candidate in some:
+                candidate.release()
+        for _, candidate in self._kernels:
             candidate.release()
-        problem.release()
-        for name in ("dense", "additive", "_reference"):
-            problem.__dict__.pop(name, None)
-        problem.torch.cuda.empty_cache()
+        for problem in (self.problem, self.plain):
+            problem.release()
+            for name in ("dense", "additive", "_reference"):
+                problem.__dict__.pop(name, None)
+        self.problem.torch.cuda.empty_cache()
 
     def measure(self, rounds: int) -> Record:
         """Times the candidates on rotated inputs; the record lacks what the machine adds. May be called again."""
@@ -103,7 +126,8 @@ class Point:
                 except Exception as failure:
                     self.rows[peer.name]["missing"] = f"not captured: {_words(failure)}"
             timings = interleave([one for _, one in timed], rounds)
-            every_kernel = self._time_kernels(next((one for peer, one in timed if peer.name == "stof"), None))
+            chosen = next((one for peer, one in timed if peer.name == "stof"), None)
+            more = self._time_kernels(chosen) | self._time_dense(chosen)
         for (peer, one), found in zip(timed, timings, strict=True):
             self.rows[peer.name].update(
                 us=round(found.median * 1e6, 3),
@@ -131,7 +155,7 @@ class Point:
             "rotated": problem.count,
             "rounds": rounds,
             "peers": self.rows,
-            **every_kernel,
+            **more,
         }  # fmt: skip
         timed.clear()
         self._drop()
@@ -151,3 +175,17 @@ class Point:
             {"name": name, "us": round(t.median * 1e6, 3)} for (name, _), t in zip(self._kernels, others, strict=True)
         ]
         return {"kernels": {"chosen_us": round(first.median * 1e6, 3), "each": rows, "wrong": self._wrong}}
+
+    def _time_dense(self, chosen: Timed | None) -> dict[str, Any]:
+        """Dense kernels without the mask in turns with the selector's choice with it."""
+        if not self._dense or chosen is None:
+            return {}
+        self.plain.rotate()
+        timed = []
+        for _, candidate in self._dense:
+            candidate.bind()
+            timed.append(Timed(candidate.call, self.plain.count, self._stream))
+            timed[-1].capture()
+        first, *others = interleave([chosen, *timed], _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
+        dense = {peer.name: round(t.median * 1e6, 3) for (peer, _), t in zip(self._dense, others, strict=True)}
+        return {"full_tiles": {"stof_us": round(first.median * 1e6, 3), "dense_us": dense}}

@@ -16,6 +16,7 @@ from stof.bench.peers import predicate
 from stof.bench.runner import require
 from stof.runtime import BlockMask, Mask
 
+LONG_ROWS = 8192  # queries from which on full tiles are held against dense kernels
 TILE = 128  # of the densities and of the roofline, whatever tiles a kernel has
 # Largest difference over the largest value: weights are rounded to half precision before the second product.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
@@ -175,6 +176,11 @@ class Problem:
             kept * case.B,
             int(group.sum()) / (case.G * case.T),
         )
+
+    @property
+    def full_tiles(self) -> bool:
+        """Whether all tiles are full or empty, and some are empty."""
+        return self.density.element == self.density.tile < 1
 
     @property
     def useful_flops(self) -> float:

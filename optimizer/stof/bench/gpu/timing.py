@@ -116,7 +116,12 @@ class Timed:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS, plain_rounds: int = _PLAIN_ROUNDS) -> list[Timing]:
+def interleave(
+    candidates: Sequence[Timed],
+    rounds: int = ROUNDS,
+    plain_rounds: int = _PLAIN_ROUNDS,
+    slow_rounds: int = _SLOW_ROUNDS,
+) -> list[Timing]:
     """Times captured candidates in turns, in an order that rotates with every round.
 
     Without rounds of plain launches, those take no time.
@@ -129,7 +134,7 @@ def interleave(candidates: Sequence[Timed], rounds: int = ROUNDS, plain_rounds: 
         for number in range(rounds):
             for i in range(len(candidates)):
                 j = (i + number) % len(candidates)
-                if candidates[j].slow and number >= _SLOW_ROUNDS:
+                if candidates[j].slow and number >= slow_rounds:
                     continue
                 replays[j].append(candidates[j].replay())
                 if number < plain_rounds:
