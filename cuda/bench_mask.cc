@@ -96,7 +96,7 @@ void Measure(const Row& row, int n, int multiprocessors) {
   stof::cuda::MaskBuild build;
   build.program = &program, build.sizes = sizes, build.multiprocessors = multiprocessors;
   build.part = {0, 1, 0, 1, 0, S};
-  build.tile = {stof::cuda::kTileRows, n};
+  build.tile = {stof::cuda::kTileRows, n, true};  // as the kernels with 128 rows read bits
   void* memory = nullptr;
   CHECK_CUDA(cudaMalloc(&memory, stof::cuda::MaskBytes(build)));
   cudaStream_t stream = nullptr;

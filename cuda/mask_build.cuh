@@ -39,6 +39,8 @@ struct Build {
   MaskWord inline_words[kInlineWords];
   int32_t m, n, rows, columns;        // tile, tiles along the sides
   int32_t fragments;                  // own words of a thread (fragments.h); 0: bits by row
+  int32_t slots;                      // of a table: places of tiles' bits
+  int32_t step_rows, step_columns;    // to the next tile of a diagonal; 0: every tile has bits of its own
   int32_t class_stride;               // from one row of classes to the next, a multiple of 16
   int32_t tables, layout_h;           // heads that are told apart
   int32_t widest;                     // the larger one of rows and columns

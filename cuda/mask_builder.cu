@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "cuda/fragments.h"
 #include "cuda/mask_builder.h"
@@ -61,12 +62,25 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t BitBytes(const MaskTile& tile) {
   return int64_t{tile.m} * (tile.fragments ? 64 * FragmentWords(tile.n) : tile.n) / 8;
 }
-// Bits, class, and four words in lists.
-int64_t TileBytes(const MaskTile& tile) { return BitBytes(tile) + 17; }
+constexpr int64_t kListBytes = 17;  // of a tile: class, and four words in lists
 int64_t ClassStride(int64_t columns) { return CeilDiv(columns, 16) * 16; }
+
+// Bits of a table of a mask that depends on the distance from query to key alone: of the first tile of every diagonal,
+// and of those that may be cut off at the end.
+struct Diagonals {
+  Diagonals(const MaskTile& tile, int64_t columns) {
+    const int common = std::gcd(tile.m, tile.n);
+    step_rows = tile.n / common, step_columns = tile.m / common;
+    fixed = (step_rows + 1) * columns, each_row = step_columns + 1;
+  }
+  int64_t step_rows, step_columns;  // from one tile to the next
+  int64_t fixed, each_row;          // slots
+};
 
 struct Layout {
   int64_t rows = 0, columns = 0, tables = 0;
+  int64_t slots = 0;  // of a table
+  bool diagonal = false;
   int64_t summaries = 0, extremes = 0, values = 0, steps = 0, affines = 0, words = 0, numbers = 0, layout = 0,
           row_begin = 0, row_end = 0, full_begin = 0, order = 0, key_tile = 0, bits_id = 0, classes = 0, undecided = 0,
           count = 0, bits = 0, total = 0;
@@ -87,6 +101,11 @@ Layout LayoutOf(const MaskBuild& build) {
   l.rows = CeilDiv(build.part.rows, build.tile.m);
   l.columns = CeilDiv(build.sizes.T, build.tile.n);
   l.tables = (program.uses_b ? build.part.batches : 1) * (program.uses_h ? build.part.heads : 1);
+  const Diagonals diagonals(build.tile, l.columns);
+  l.slots = l.rows * l.columns;
+  if (const int64_t few = diagonals.fixed + l.rows * diagonals.each_row; program.diagonal && few < l.slots) {
+    l.diagonal = true, l.slots = few;
+  }
   const auto take = [&l](int64_t bytes) {
     const int64_t at = l.total;
     l.total += CeilDiv(bytes, kLine) * kLine;
@@ -112,11 +131,19 @@ Layout LayoutOf(const MaskBuild& build) {
   l.classes = take(all * ClassStride(l.columns));
   l.undecided = take(8 * all * l.columns);
   l.count = take(4);
-  l.bits = take(all * l.columns * BitBytes(build.tile));
+  l.bits = take(l.tables * l.slots * BitBytes(build.tile));
   return l;
 }
 
 using Kernel = void (*)(Build);
+struct Kernels {
+  Kernel decide, evaluate, list;
+};
+template <bool kDiagonal>
+Kernels KernelsFor(const MaskProgram& program) {
+  return {program.by_intervals ? Decide<true, kDiagonal> : Decide<false, kDiagonal>,
+          program.by_pairs ? Evaluate<true, kDiagonal> : Evaluate<false, kDiagonal>, ListTiles<kDiagonal>};
+}
 
 int Start(Kernel kernel, const Build& build, int64_t ctas, int threads, size_t shared, cudaStream_t stream,
           bool early) {
@@ -143,7 +170,7 @@ bool MayStartEarly() {
   const uint64_t bit = uint64_t{1} << device;
   if ((asked.load(std::memory_order_acquire) & bit) == 0) {
     cudaFuncAttributes attributes = {};
-    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(ListTiles)) != cudaSuccess) {
+    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(ListTiles<false>)) != cudaSuccess) {
       cudaGetLastError();  // not to be found by others
       return false;
     }
@@ -158,20 +185,34 @@ bool MayStartEarly() {
 MaskCuts::MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const MaskTile& tile, int64_t most)
     : sizes_(sizes) {
   const int64_t rows = CeilDiv(sizes.S, tile.m);
-  // bits_id and the list's places are 32 bits.
   const int64_t row_tiles = std::max<int64_t>(1, CeilDiv(sizes.T, tile.n));
   // With what a table has for each query and key, shared out among its tiles.
   const int64_t values = 8 * static_cast<int64_t>(program.sides.size()) *
                          std::max(CeilDiv(tile.n, std::max<int64_t>(1, rows)), CeilDiv(tile.m, row_tiles));
-  const int64_t tiles = std::max<int64_t>(1, std::min(most / (TileBytes(tile) + values), kMostTiles));
-  const int64_t table = rows * row_tiles;
-  const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1;
+  // How many tables of so many rows of tiles fit.
+  const auto tables = [&](int64_t count) {
+    const int64_t lists = count * row_tiles * (kListBytes + values);
+    int64_t slots = count * row_tiles;
+    if (program.diagonal) {
+      const Diagonals diagonals(tile, row_tiles);
+      slots = std::min(slots, diagonals.fixed + count * diagonals.each_row);
+    }
+    // bits_id and the list's places are 32 bits.
+    return std::min(most / std::max<int64_t>(1, lists + slots * BitBytes(tile)),
+                    kMostTiles / std::max<int64_t>(1, count * row_tiles));
+  };
+  const int64_t b = program.uses_b ? sizes.B : 1, h = program.uses_h ? sizes.H : 1, fit = tables(rows);
   batches_ = sizes.B, heads_ = sizes.H, rows_ = sizes.S;
-  if (b * h * table > tiles) {
-    if (program.uses_b) batches_ = std::max<int64_t>(1, tiles / (h * table));
-    if (program.uses_h && h * table > tiles) heads_ = 1;
-    if (table > tiles) rows_ = std::max<int64_t>(1, tiles / row_tiles) * tile.m;
+  if (b * h <= fit) return;
+  if (program.uses_b) batches_ = std::max<int64_t>(1, fit / h);
+  if (program.uses_h && h > fit) heads_ = 1;
+  if (fit > 0) return;
+  int64_t low = 1, high = rows;  // the most rows of which a table fits, or one
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (tables(middle) > 0 ? low : high) = middle;
   }
+  rows_ = low * tile.m;
 }
 
 bool MaskCuts::Next(MaskPart* part) {
@@ -234,6 +275,12 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   p.summaries = reinterpret_cast<int64_t*>(base + l.summaries);
   p.classes = base + l.classes;
   p.class_stride = static_cast<int32_t>(ClassStride(l.columns));
+  p.slots = static_cast<int32_t>(l.slots);
+  if (l.diagonal) {
+    const Diagonals diagonals(build.tile, l.columns);
+    p.step_rows = static_cast<int32_t>(diagonals.step_rows);
+    p.step_columns = static_cast<int32_t>(diagonals.step_columns);
+  }
   p.extremes = reinterpret_cast<int64_t*>(base + l.extremes);
   p.numbers = reinterpret_cast<unsigned long long*>(base + l.numbers), p.count = words(l.count);
   p.values = reinterpret_cast<int64_t*>(base + l.values);
@@ -254,11 +301,10 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
     p.side_ctas += l.tables * (side.keys != 0 ? CeilDiv(l.columns, kThreads / p.n) : CeilDiv(l.rows, kThreads / p.m));
   }
 
-  const Kernel decide = program.by_intervals ? Decide<true> : Decide<false>;
-  const Kernel evaluate = program.by_pairs ? Evaluate<true> : Evaluate<false>;
+  const Kernels kernels = l.diagonal ? KernelsFor<true>(program) : KernelsFor<false>(program);
   const size_t shared = program.affines.size() * sizeof(Affine) + program.words.size() * sizeof(MaskWord) +
                         program.steps.size() * sizeof(MaskStep);
-  for (const Kernel kernel : {static_cast<Kernel>(Prepare), decide, evaluate}) {
+  for (const Kernel kernel : {static_cast<Kernel>(Prepare), kernels.decide, kernels.evaluate}) {
     if (shared <= 40 << 10) break;
     const cudaError_t allowed = cudaFuncSetAttribute(
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -272,12 +318,12 @@ int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMa
   int error = Start(Prepare, p, ctas, kThreads, shared, on, false);
   if (error != 0) return error;
   const int64_t pieces = rows * CeilDiv(l.columns, kDecided);
-  error = Start(decide, p, CeilDiv(pieces, kFewThreads / 32), kFewThreads, shared, on, early);
+  error = Start(kernels.decide, p, CeilDiv(pieces, kFewThreads / 32), kFewThreads, shared, on, early);
   if (error != 0) return error;
-  error = Start(evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.multiprocessors), p.m, shared,
-                on, early);
+  error = Start(kernels.evaluate, p, std::min<int64_t>(all, int64_t{kEvaluating / p.m} * build.multiprocessors), p.m,
+                shared, on, early);
   if (error != 0) return error;
-  error = Start(ListTiles, p, CeilDiv(rows, kFewThreads / 64), kFewThreads, 0, on, early);
+  error = Start(kernels.list, p, CeilDiv(rows, kFewThreads / 64), kFewThreads, 0, on, early);
   if (error != 0) return error;
 
   mask->rows = p.rows;

@@ -175,9 +175,27 @@ __device__ __forceinline__ Place PlaceOf(const Build& p, int at, int column) {
           table};
 }
 
+// Where the mask depends on the distance from query to key alone, tiles along a diagonal have the same class and bits.
+// The first one's are computed for all of them; a tile that is cut off at the mask's end has its own.
+__device__ __forceinline__ bool IsWhole(const Build& p, int row, int column) {
+  return (row + int64_t{1}) * p.m <= p.queries && (column + int64_t{1}) * p.n <= p.keys;
+}
+template <bool kDiagonal>
+__device__ __forceinline__ bool IsOwn(const Build& p, int row, int column) {
+  return !kDiagonal || row < p.step_rows || column < p.step_columns || !IsWhole(p, row, column);
+}
+// Where a tile's bits are, of those of all tables. at: its row, of those of all tables.
+template <bool kDiagonal>
+__device__ __forceinline__ int SlotOf(const Build& p, int at, int table, int column) {
+  if constexpr (!kDiagonal) return at * p.columns + column;
+  const int row = at - table * p.rows, slot = table * p.slots;
+  if (IsWhole(p, row, column)) return slot + column * p.step_rows + (p.rows - 1 - row) * p.step_columns;
+  return slot + p.step_rows * p.columns + p.step_columns * p.rows + (row == p.rows - 1 ? column : p.columns + row);
+}
+
 // A warp decides tiles of one row: first each lane a few beside each other at once, then those of them that are
 // undecided one by one.
-template <bool kIntervals>
+template <bool kIntervals, bool kDiagonal>
 __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Build p) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ MaskOperand operands[kMostOperands];
@@ -256,7 +274,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
         if (p.invalid != nullptr) *p.invalid = 1;
         verdict = kEmptyTile;
       }
-      undecided |= (verdict == kPartialTile ? 1u : 0u) << turn;
+      undecided |= (verdict == kPartialTile && IsOwn<kDiagonal>(p, row, column) ? 1u : 0u) << turn;
       narrow |= (few ? 1u : 0u) << turn;
       full += verdict == kFullTile ? 1 : 0;
     }
@@ -429,7 +447,7 @@ struct WarpLanes {
 };
 
 // A CTA takes undecided tiles in turn, a thread a row of it.
-template <bool kPairs>
+template <bool kPairs, bool kDiagonal>
 __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMostThreads)
     Evaluate(const __grid_constant__ Build p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -450,7 +468,7 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
     i += static_cast<int>(gridDim.x);
     if (i < count) next = p.undecided[i];
     const Place place = PlaceOf(p, at, column);
-    const int64_t slot = static_cast<int64_t>(at) * p.columns + column;
+    const int64_t slot = SlotOf<kDiagonal>(p, at, place.table, column);
     const int row = thread, row0 = thread - lane;
     const bool any = row0 < place.rows;
     const int64_t own_row = place.q - p.q0 + Least(row, place.rows - 1);
@@ -484,14 +502,23 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
     own = __reduce_add_sync(~0u, own);
     if (lane == 0) ones[turn][thread / 32] = own;
     __syncthreads();
-    if (thread == 0) {
+    if (kDiagonal || thread == 0) {
       int sum = 0;
       for (int warp = 0; warp < threads / 32; ++warp) sum += ones[turn][warp];
-      const bool full = sum == place.rows * p.n;
-      if (sum == 0 || full) {
-        p.classes[static_cast<int64_t>(at) * p.class_stride + column] = full ? kFullTile : kEmptyTile;
+      const bool full = sum == place.rows * p.n, decided = sum == 0 || full;
+      const auto tell = [&](int of, int tile) {
+        if (decided) p.classes[static_cast<int64_t>(of) * p.class_stride + tile] = full ? kFullTile : kEmptyTile;
+        if (sum != 0) atomicAdd(p.numbers + of, full ? 1ull : 1ull << 32);
+      };
+      if (thread == 0) tell(at, column);
+      if constexpr (kDiagonal) {
+        // So are the other tiles of its diagonal that are undecided.
+        for (int i = thread + 1;; i += threads) {
+          const int of = at + i * p.step_rows, tile = column + i * p.step_columns;
+          if (!IsWhole(p, of - place.table * p.rows, tile)) break;
+          if (p.classes[static_cast<int64_t>(of) * p.class_stride + tile] == kPartialTile) tell(of, tile);
+        }
       }
-      if (sum != 0) atomicAdd(p.numbers + at, full ? 1ull : 1ull << 32);
     }
     turn ^= 1;
   }
@@ -505,6 +532,7 @@ __device__ __forceinline__ int64_t CostOf(unsigned long long numbers) {
 
 // A warp lists the tiles of a row, partial ones first; another one puts the row into the order by falling cost, in
 // which equal rows stay in theirs.
+template <bool kDiagonal>
 __global__ void __launch_bounds__(kFewThreads) ListTiles(const __grid_constant__ Build p) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kFewThreads / 64) + warp / 2;
@@ -563,7 +591,7 @@ __global__ void __launch_bounds__(kFewThreads) ListTiles(const __grid_constant__
       if ((own >> 16 & 1) != 0) {
         const int to = next + __popc(partial & before);
         p.key_tile[to] = column;
-        p.bits_id[to] = begin + column;
+        p.bits_id[to] = SlotOf<kDiagonal>(p, static_cast<int>(at), static_cast<int>(table), column);
       }
       next += __popc(partial), next_full += __popc(full);
     }

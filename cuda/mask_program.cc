@@ -352,6 +352,10 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
   for (size_t i = 0; i < compilers.size(); ++i) compilers[swapped ? compilers.size() - 1 - i : i].Emit();
   if (compilers.size() == 2) program->steps.push_back({ExprOp::kAnd, MaskStep::kStack, 0, 0, 0});
   DropUnused(program);
+  program->diagonal = std::all_of(program->affines.begin(), program->affines.end(),
+                                  [](const Affine& affine) { return affine.q == -affine.k; }) &&
+                      std::all_of(program->steps.begin(), program->steps.end(),
+                                  [](const MaskStep& step) { return step.op != ExprOp::kLookup || step.arg == 1; });
   MakeWords(sizes, program);
   const auto size = [program] {
     return program->steps.size() * sizeof(MaskStep) + program->affines.size() * sizeof(Affine) +

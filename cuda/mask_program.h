@@ -520,6 +520,10 @@ struct MaskProgram {
   // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
   bool proven = true;
   bool uses_b = false, uses_h = false;
+  // Whether the mask of a batch and head depends on the distance from query to key alone, and intervals are isotone:
+  // what is decided for a box is decided for every smaller one in it. (They are not where a look-up has several axes,
+  // for a box of few elements is read, and a smaller one of more of them in a row may be looked up in summaries.)
+  bool diagonal = false;
 };
 
 // The conjunction of the expressions, either of which may be empty, for these sizes. Errors: what no vectors could make

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <set>
 
 #include "cuda/device_mask.h"
 #include "cuda/fragments.h"
@@ -102,9 +103,10 @@ std::vector<uint32_t> InFragments(const std::vector<uint32_t>& rows, int m, int 
   return fragments;
 }
 
-// A part's mask as the device made it against the host's evaluation of every tile.
-void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cuda::DeviceMask& view,
-                 const std::string& where) {
+// A part's mask as the device made it, in memory that ends at `end`, against the host's evaluation of every tile. Gives
+// the number of partial tiles that share their bits with another one.
+int CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cuda::DeviceMask& view,
+                const unsigned char* end_of_memory, const std::string& where) {
   const cuda::MaskPart& part = build.part;
   const int m = build.tile.m, n = build.tile.n, words = n / 32;
   const int64_t rows = (part.rows + m - 1) / m, columns = (mask.sizes.T + n - 1) / n;
@@ -116,7 +118,11 @@ void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cud
   const size_t entries = all * static_cast<size_t>(columns);
   const auto tiles = ToHost(view.key_tile, entries), ids = ToHost(view.bits_id, entries);
   const int tile_words = build.tile.fragments ? m * 2 * cuda::FragmentWords(n) : m * words;
-  const auto bits = ToHost(view.bits, entries * static_cast<size_t>(tile_words));
+  const auto bits =
+      ToHost(view.bits, static_cast<size_t>(end_of_memory - reinterpret_cast<const unsigned char*>(view.bits)) / 4);
+  CHECK(bits.size() <= entries * static_cast<size_t>(tile_words) + 31, where, ": more bits than tiles");
+  std::set<int32_t> used;
+  int shared = 0;
   ExprEvaluator evaluator(mask.expr, mask.sizes, mask.bindings);
   std::vector<uint32_t> want(static_cast<size_t>(m * words));
   for (int64_t b = 0; b < view.layout_b; ++b) {
@@ -142,6 +148,7 @@ void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cud
           CHECK(partial < full[at] && tiles[static_cast<size_t>(partial)] == c, place, " tile ", c, " is partial");
           const std::vector<uint32_t> stored = build.tile.fragments ? InFragments(want, m, n) : want;
           const auto first = static_cast<size_t>(ids[static_cast<size_t>(partial)]) * stored.size();
+          shared += used.insert(ids[static_cast<size_t>(partial)]).second ? 0 : 1;
           CHECK(first + stored.size() <= bits.size() &&
                     std::equal(stored.begin(), stored.end(), bits.begin() + static_cast<std::ptrdiff_t>(first)),
                 place, " tile ", c, ": other bits");
@@ -160,10 +167,12 @@ void CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cud
       }
     }
   }
+  return shared;
 }
 
-// Makes the mask of every part and compares it; the number of parts.
-int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, const cuda::MaskTile& tile, int64_t most) {
+// Makes the mask of every part and compares it; the number of parts. shared: tiles that share bits.
+int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, const cuda::MaskTile& tile, int64_t most,
+                    int* shared = nullptr) {
   const std::string where =
       Text(mask.text, " S ", mask.sizes.S, " T ", mask.sizes.T, " P ", mask.sizes.P, " tile ", tile.m, "x", tile.n);
   cuda::MaskProgram program;
@@ -183,7 +192,8 @@ int BuildAndCompare(const RandomMask& mask, const cuda::MaskInputs& inputs, cons
     cuda::DeviceMask view;
     CHECK_CUDA(static_cast<cudaError_t>(cuda::LaunchMaskBuild(build, memory, nullptr, &view)));
     CHECK_CUDA(cudaDeviceSynchronize());
-    CompareMask(mask, build, view, where);
+    const int found = CompareMask(mask, build, view, memory + bytes, where);
+    if (shared != nullptr) *shared += found;
     for (const unsigned char byte : ToHost(memory + bytes, 256)) CHECK(byte == 0xa5, where, ": written beyond its end");
     covered += build.part.batches * build.part.heads * build.part.rows;
     ++parts;
@@ -260,6 +270,45 @@ TEST(CudaMasksOfUsualForms) {
       ++cases;
     }
   }
+  CountCases(cases);
+}
+
+// Where the distance alone counts, tiles along a diagonal have their bits in one place, but for those that are cut off.
+TEST(CudaMasksByDistance) {
+  const char* const texts[] = {"(q - k) % 5 != 0",
+                               "abs(q - k) <= 256 and (q - k) % 2 == 0",
+                               "k <= q and (k - q) % 6 != 4 - h",
+                               "q - k == 3 * h or k - q > 1000",
+                               "table0[max(min(q - k, 200), 0)] != b and q - k < 900",
+                               "(3 * q - 3 * k) // 64 % 2 == 0 or b == 1"};
+  int cases = 0, shared = 0, cut = 0;
+  for (const char* text : texts) {
+    for (const int64_t length : {1, 130, 640, 1000}) {
+      for (const cuda::MaskTile& tile : kTiles) {
+        Random random(static_cast<uint64_t>(cases));
+        RandomMask mask;
+        mask.text = text;
+        mask.sizes = {2, 2, length, length + random.Range(-length / 2, 300), random.Range(0, 70)};
+        std::vector<int64_t> near(201);
+        for (int64_t& x : near) x = random.Range(0, 3);
+        Tensor tensor;
+        tensor.data = near.data(), tensor.dtype = DType::kI64, tensor.rank = 1, tensor.dims[0] = 201;
+        if (std::strstr(text, "table0") != nullptr) mask.operands.tables.emplace_back("table0", tensor);
+        Status status = MaskExpr::Parse(text, mask.operands.tables, &mask.expr);
+        CHECK(status.ok(), text, ": ", status.message());
+        mask.bindings = Bind(mask.expr, mask.operands.runtime);
+        status = mask.expr.Check(mask.sizes, &mask.bindings);
+        CHECK(status.ok(), text, ": ", status.message());
+        Blocks blocks;
+        const cuda::MaskInputs inputs = OnDevice(mask.operands, &random, &blocks);
+        const int64_t most = random.OneIn(3) ? 20000 : int64_t{1} << 27;
+        cut += BuildAndCompare(mask, inputs, tile, most, &shared) > 1 ? 1 : 0;
+        ++cases;
+      }
+    }
+  }
+  CHECK(shared > 2000, shared, " tiles share their bits with another one");
+  CHECK(cut * 10 > cases, cut, " of ", cases, " were cut");
   CountCases(cases);
 }
 

@@ -341,6 +341,31 @@ TEST(MaskProgramsTellWhatVectorsMayBreak) {
   CountCases(15);
 }
 
+// Which masks depend on the distance from query to key alone.
+TEST(MaskProgramsByDistance) {
+  const ExprSizes sizes = {2, 3, 200, 300, 40};
+  int cases = 0;
+  for (const auto& [text, by_distance] : std::initializer_list<std::pair<const char*, bool>>{
+           {"k <= q", true},
+           {"abs(q - k) <= 128 and (k - q) % 3 != b", true},
+           {"(2 * q - h - 2 * k) // 7 % 2 == 0 and not q - k == 3", true},
+           {"q - k < S // 2 or h == 1", true},
+           {"abs(q - k) <= 128 or k < 16", false},
+           {"q // 64 == k // 64", false},
+           {"q - 2 * k > 0", false},
+           {"q + k > 100", false},
+           {"k < lengths[b]", false},
+           {"k <= q and segment_k[b, k] == 1", false}}) {
+    std::vector<int64_t> ones(600, 1);
+    const cuda::MaskInputs inputs = {{"lengths", Vector(&ones, {2})}, {"segment_k", Vector(&ones, {2, 300})}};
+    MaskProgram program;
+    const Status status = Compile(text, sizes, inputs, &program);
+    CHECK(status.ok() && program.diagonal == by_distance, text, ": ", status.message());
+    ++cases;
+  }
+  CountCases(cases);
+}
+
 // Long and deep expressions: the stack of a program grows with the logarithm of what is balanced only.
 TEST(MaskProgramsOfLongExpressions) {
   const ExprSizes sizes = {1, 2, 70, 70, 0};
