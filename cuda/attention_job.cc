@@ -87,8 +87,9 @@ Status AttentionJob::Run() {
   params.attention = params_;
   if (!DescribeTensors(bf16_, kernel->rows, kernel->keys, &params)) return RunSm80();
   const MaskForm form = FormOf(*kernel, problem);
-  params.workers = static_cast<int32_t>(
-      std::min<int64_t>(form.workers, args_.B * args_.H * ((args_.S + kernel->rows - 1) / kernel->rows)));
+  const int64_t count = args_.B * args_.H * ((args_.S + kernel->rows - 1) / kernel->rows);
+  params.halved = AreHalved(form.cost, count, form.workers) ? 1 : 0;
+  params.workers = static_cast<int32_t>(std::min<int64_t>(form.workers, count << params.halved));
   params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
   std::shared_ptr<const MaskEntry> entry;
   STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));

@@ -185,7 +185,11 @@ class Attention {
       Wait(QueryFull(query.at), query.phase);
       const Item item = ReadItem(query.at);
       if (item.row0 < 0) break;
-      Work(item, query.at, &keys, &values, &slots);
+      if (S::kHalves && item.part >= 0 && item.part != wg_) {
+        PassItem(query.at, &keys, &values, &slots);
+      } else {
+        Work(item, query.at, &keys, &values, &slots);
+      }
       query.Next();
     }
     if (wg_ == 0) TakeTurn();                // what was passed last is taken, so that no barrier is left half full
@@ -194,7 +198,7 @@ class Attention {
 
   __device__ __forceinline__ Item ReadItem(int at) {
     const Item item = Items()[at];
-    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), S::kCuts ? Uniform(item.part) : -1};
+    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), S::kCuts || S::kHalves ? Uniform(item.part) : -1};
   }
   __device__ __forceinline__ void TakeTurn() const {
     if constexpr (S::kConsumers > 1) SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup);
@@ -354,6 +358,34 @@ class Attention {
     slots->Next();
   }
 
+  // The same for all tiles of an item, with as many turns as the one that has them takes.
+  __device__ __forceinline__ void PassItem(int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                           Ring<S::kSlots>* slots) {
+    ReleaseQueries(query);
+    bool first = true, last = false;
+    while (!last) {
+      Wait(Barrier(kKeyFull, keys->at), keys->phase);
+      const bool nothing = Uniform(Entries()[slots->at].code) == kNothing;
+      last = (Uniform(Entries()[slots->at].flags) & kLast) != 0;
+      Release(Barrier(kKeyEmpty, keys->at));
+      if (!nothing && (S::kTurnAtEnds || !first)) {
+        TakeTurn();
+        PassTurn();
+      }
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      if (S::kTurnAtEnds && last && !nothing) {
+        TakeTurn();
+        PassTurn();
+      }
+      Release(Barrier(kValueEmpty, values->at));
+      keys->Next();
+      values->Next();
+      slots->Next();
+      first = false;
+    }
+    if (!S::kOwnOutput) Release(QueryEmpty(query));
+  }
+
   static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
     ProductWait<0>();
     Hold(o);
@@ -440,6 +472,7 @@ class Attention {
     bool empty[2];
   };
   __device__ __forceinline__ Divisors Divide(const Item& item, const float (&high)[2], const float (&sum)[2]) const;
+  __device__ __forceinline__ Divisors DivideAlone(const Item& item, const float (&high)[2], float (&total)[2]) const;
   __device__ __forceinline__ Divisors DivideTogether(const Item& item, const float (&high)[2],
                                                      const float (&own)[2]) const;
   __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], Divisors divisors) const;
@@ -496,10 +529,13 @@ int Launch(const Sm90Params& params, void* stream) {
   return error;
 }
 
+// What a half takes of a row, in percent.
+constexpr int64_t kHalf = 74;
+
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
 constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
-  const TileCost cost = {row, full, partial, S::kSplit, reread, S::kCuts};
+  const TileCost cost = {row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? kHalf : 0};
   return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

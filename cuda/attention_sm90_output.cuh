@@ -14,7 +14,6 @@ template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::Divide(const Item& item,
                                                                                       const float (&high)[2],
                                                                                       const float (&sum)[2]) const {
-  const AttentionParams& p = p_.attention;
   float total[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -22,7 +21,17 @@ __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::D
     total[r] += __shfl_xor_sync(~0u, total[r], 1);
     total[r] += __shfl_xor_sync(~0u, total[r], 2);
   }
-  if constexpr (S::kSplit > 1) return DivideTogether(item, high, total);
+  if constexpr (S::kSplit > 1) {
+    return DivideTogether(item, high, total);
+  } else {
+    return DivideAlone(item, high, total);
+  }
+}
+
+template <typename S, typename T>
+__device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::DivideAlone(const Item& item,
+                                                                                           const float (&high)[2],
+                                                                                           float (&total)[2]) const {
   Divisors divisors;
 #pragma unroll
   for (int r = 0; r < 2; ++r) divisors.empty[r] = total[r] == 0.0f;
@@ -38,8 +47,10 @@ __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::D
   if (more_) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!divisors.empty[r]) total[r] += SinkOf<T>(p, item.h, high[r]);
-      if (lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total[r]);
+      if (!divisors.empty[r]) total[r] += SinkOf<T>(p_.attention, item.h, high[r]);
+      if (lane_ % 4 == 0) {
+        StoreLogSum<T>(p_.attention, item.b, item.h, item.row0 + row_ + 8 * r, high[r], total[r]);
+      }
     }
   }
 #pragma unroll

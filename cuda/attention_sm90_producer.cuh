@@ -17,6 +17,7 @@ __device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
   Begin begin;
   if (worker >= p_.workers) return begin;
   begin.i = worker, begin.end = p.B * p.H * Rows();
+  if constexpr (S::kHalves) begin.end <<= p_.halved;
   if (p_.work == nullptr) return begin;
   const WorkStart& start = p_.work_start[worker];
   begin.i = start.begin, begin.end = start.end;
@@ -59,6 +60,10 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   Asked asked = Ask(following, Own());
   while (i < end) {
     const WorkItem work = following;
+    if (S::kCuts || S::kHalves) cursor.part = PartOf(work);
+    if constexpr (S::kHalves) {
+      if (!planned && p_.halved != 0) cursor.part = i % 2;
+    }
     i += planned ? 1 : p_.workers;
     following = i < end ? ItemAt(i, rows) : WorkItem{};
     const int bh = work.item / rows, row = work.item % rows;
@@ -67,7 +72,6 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
     cursor.g = h / (p.H / p.G);
     cursor.h = h;
     cursor.row0 = row * S::kM;
-    if (S::kCuts) cursor.part = PartOf(work);
     cursor.queries_due = S::kQueriesLast;
     if (!S::kQueriesLast) BringQueries(&cursor);
     if (tile >= 0) BringAhead(tile, cursor);
@@ -86,7 +90,7 @@ __device__ __forceinline__ void Attention<S, T>::BringQueries(Cursor* cursor) {
   const int at = cursor->query.at;
   Wait(QueryEmpty(at), cursor->query.phase ^ 1);
   if (lane_ == 0) {
-    Items()[at] = Item{cursor->b, cursor->h, cursor->row0, S::kCuts ? cursor->part : -1};
+    Items()[at] = Item{cursor->b, cursor->h, cursor->row0, S::kCuts || S::kHalves ? cursor->part : -1};
     const uint32_t to = base_ + at * S::kQueryBytes, full = QueryFull(at);
     ArriveExpect(full, S::kQueryBytes);
 #pragma unroll
@@ -106,6 +110,7 @@ template <typename S, typename T>
 __device__ WorkItem Attention<S, T>::ItemAt(int i, int rows) const {
   const AttentionParams& p = p_.attention;
   if (p_.work != nullptr) return p_.work[i];
+  if constexpr (S::kHalves) i >>= p_.halved;
   if (p.has_mask == 0) return {i, 0, 0, (p.T + S::kN - 1) / S::kN};
   const DeviceMask& mask = p.mask;
   // Rows of one place in their tables' orders, head by head: what workers take in one round costs about the same.

@@ -43,7 +43,7 @@ enum Flag : int32_t {
 // What it says about an item.
 struct Item {
   int32_t b, h, row0;  // row0 -1: no more work
-  int32_t part;        // negative: all of the row
+  int32_t part;        // with kCuts the part, with kHalves the warpgroup; negative: all of the row
 };
 
 // A kernel's shape: a tile is kM query rows, 64 a consumer, by kN keys. A CTA has kTeams of a producer warp and
@@ -67,6 +67,8 @@ struct Shape {
   static_assert(kConsumers <= kMostGroups, "a walk names every warpgroup of a team");
   // Whether an item may be a part of a row of tiles; with more warpgroups it might be nothing to one of them.
   static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
+  // Whether an item may be one warpgroup's rows alone, which end sooner: the other one passes over all of its tiles.
+  static constexpr bool kHalves = kPasses && kConsumers == 2;
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);

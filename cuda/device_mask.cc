@@ -72,7 +72,7 @@ int64_t LongestRow(const BlockMask& mask) {
 // A plan is made for these costs: kernels of one tile differ in them.
 uint64_t HashOf(const TileCost& cost) {
   uint64_t hash = cost.cuts ? 1 : 0;
-  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split}) {
+  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half}) {
     hash = MixHash(hash, static_cast<uint64_t>(x));
   }
   return hash;

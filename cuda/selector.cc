@@ -125,8 +125,9 @@ namespace {
 Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t* nanoseconds) {
   const ExprSizes& sizes = problem.sizes;
   if (problem.mask == nullptr) {
-    const int64_t rounds = CeilDiv(sizes.B * sizes.H * CeilDiv(sizes.S, form.m), form.workers);
+    const int64_t rows = sizes.B * sizes.H * CeilDiv(sizes.S, form.m), rounds = CeilDiv(rows, form.workers);
     *nanoseconds = rounds * (form.cost.row + form.cost.full * CeilDiv(CeilDiv(sizes.T, form.n), form.cost.split));
+    if (AreHalved(form.cost, rows, form.workers)) *nanoseconds = *nanoseconds * form.cost.half / 100;
     return Status();
   }
   std::shared_ptr<const BlockMask> mask;

@@ -61,6 +61,8 @@ constexpr int64_t kMostPlanned = int64_t{1} << 20;
 constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
 constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
+constexpr size_t kMostHalved = size_t{1} << 13;
+constexpr int64_t kWorthHalving = 256;
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
@@ -155,15 +157,84 @@ std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
 // hardly later than others.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, int64_t* taken = nullptr) {
   WorkPlan best;
   int64_t earliest = std::numeric_limits<int64_t>::max();
   for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
     WorkPlan plan = DealSections(works, heads, workers, size);
     earliest = std::min(earliest, plan.longest);
-    if (best.begin.empty() || plan.longest - earliest <= earliest / kHardly) best = std::move(plan);
+    if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
+    best = std::move(plan);
+    if (taken != nullptr) *taken = size;
   }
   return best;
+}
+
+// A row's two groups, each with the tiles that have some of its pairs.
+void Halve(const Work& work, const Walk& walk, const TileCost& cost, std::vector<Work>* halves) {
+  for (int group = 0; group < 2; ++group) {
+    Work half = work;
+    WorkItem& item = half.item;
+    const auto code = [&walk](int32_t at) { return walk.code[static_cast<size_t>(at)]; };
+    while (item.begin < item.end && (LeadOf(code(item.begin)) >> group & 1) != 0) ++item.begin;
+    while (item.begin < item.end && (TrailOf(code(item.end - 1)) >> group & 1) != 0) --item.end;
+    item.full = item.end + 1 + group;
+    half.cost = cost.row;
+    for (int32_t at = item.begin; at < item.end; ++at) half.cost += code(at) < 0 ? cost.full : cost.partial;
+    half.cost = half.cost * cost.half / 100;
+    halves->push_back(half);
+  }
+}
+
+std::vector<Work> WithHalves(const std::vector<Work>& works, const std::vector<size_t>& order, size_t count,
+                             const Walk& walk, const TileCost& cost) {
+  std::vector<bool> halved(works.size(), false);
+  for (size_t i = 0; i < count; ++i) halved[order[i]] = true;
+  std::vector<Work> found;
+  for (size_t i = 0; i < works.size(); ++i) {
+    if (halved[i]) {
+      Halve(works[i], walk, cost, &found);
+    } else {
+      found.push_back(works[i]);
+    }
+  }
+  return found;
+}
+
+// The plan of sections of so many heads, or one in which some rows are halved, if that ends earlier: the last rows,
+// whose heads' keys and values are in the L2 cache then, the smallest, which lose least, or, of few rows, the largest.
+// How many of them come out best depends on luck.
+WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& walk, int64_t heads, int workers,
+                   int64_t section, const TileCost& cost) {
+  const int64_t mean = TotalOf(works) / workers;
+  if (works.size() > kMostHalved || plan.longest - mean <= mean / kHardly) return plan;
+  std::vector<size_t> order(works.size());
+  const auto by_cost = [&](bool falling) {
+    std::stable_sort(order.begin(), order.end(), [&works, falling](size_t a, size_t b) {
+      return falling ? works[a].cost > works[b].cost : works[a].cost < works[b].cost;
+    });
+  };
+  const auto try_some = [&](size_t count) {
+    if (count == 0 || count > works.size()) return;
+    const std::vector<Work> halves = WithHalves(works, order, count, walk, cost);
+    const auto most = static_cast<int>(std::min(halves.size(), static_cast<size_t>(workers)));
+    WorkPlan other = DealSections(halves, heads, most, section);
+    if (other.longest < plan.longest - plan.longest / kWorthHalving) plan = std::move(other);
+  };
+  const auto eighth = static_cast<size_t>(workers) / 8;
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  if (works.size() >= kFewRows * 8 * eighth) {
+    for (const size_t count : {2 * eighth, 4 * eighth}) try_some(count);
+    by_cost(false);
+    for (const size_t count : {2 * eighth, 4 * eighth}) try_some(count);
+    return plan;
+  }
+  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth}) try_some(count);
+  by_cost(false);
+  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth}) try_some(count);
+  by_cost(true);
+  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth, works.size()}) try_some(count);
+  return plan;
 }
 
 // The works with rows that are longer than a worker's share in parts of one of_share-th of it; `cut` stays empty where
@@ -261,7 +332,9 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   const auto most = [workers](const std::vector<Work>& some) {
     return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
-  WorkPlan plan = Deal(works, B * H, most(works), section);
+  int64_t taken = section;
+  WorkPlan plan = Deal(works, B * H, most(works), section, &taken);
+  if (cost.half > 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost);
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {

@@ -16,18 +16,21 @@ namespace cuda {
 // What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
 // nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
 // where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
+// half: of a row's two groups of 64 queries one alone, in percent of both with its tiles; 0: workers take both.
 struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
   bool cuts = false;
+  int64_t half = 0;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
-// entries say of each whether it has bits, `full` is `end`, and for a part of a row that number's sum with the part's.
+// entries say of each whether it has bits, `full` is `end`, and for a part of a row, or a half, `end + 1` and its
+// number.
 struct WorkItem {
   int32_t item;  // (b * H + h) * rows + row
   int32_t begin, full, end;
 };
-// Which part of a row an item is, counted from 0 in the whole plan; negative: a row.
+// Which part of a row an item is, counted from 0 in the whole plan, or which of its two groups; negative: a row.
 STOF_EVERYWHERE inline int32_t PartOf(const WorkItem& work) { return work.full - work.end - 1; }
 
 // A row in parts.
@@ -82,6 +85,11 @@ constexpr int64_t kMostParts = 512, kFewestTilesOfPart = 4;
 // Of one row.
 constexpr int64_t kMostPartsOfRow = 32;
 
+// Whether so many rows are all halved where there is no plan: when there is a worker for every half.
+constexpr bool AreHalved(const TileCost& cost, int64_t rows, int workers) {
+  return cost.half > 0 && 2 * rows <= workers;
+}
+
 // Of 64 rows, for heads up to this size: outputs, maxima and sums.
 constexpr int64_t PartBytes(int64_t head_size) { return 64 * (4 * head_size + 8); }
 
@@ -90,7 +98,8 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 
 // Longest processing time first (Graham 1969) within sections of up to `section` heads, whose keys and values fit the
 // L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
-// than their head's; loads are carried on. workers and section are at least 1, B * H * rows fits an int32.
+// than their head's; loads are carried on. Where that comes out uneven, as many equal rows do, some are halved, if the
+// kernel can. workers and section are at least 1, B * H * rows fits an int32.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost);
 

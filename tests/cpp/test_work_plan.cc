@@ -2,6 +2,7 @@
 // The plan of a persistent CUDA kernel: every row once, no worker with much more than its share. Needs no GPU.
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "cuda/work_plan.h"
 #include "tests/cpp/fixtures.h"
@@ -95,6 +96,7 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   // Of every row how often it is there, and of every part its item.
   std::vector<int> seen(static_cast<size_t>(sizes.B * sizes.H * mask.rows), 0);
   std::vector<const WorkItem*> parts(static_cast<size_t>(plan.parts()), nullptr);
+  std::vector<int> halves(seen.size(), 0);  // a bit for each group
   int64_t total = 0, largest = 0, longest = 0;
   for (int w = 0; w < workers; ++w) {
     int64_t load = 0;
@@ -110,6 +112,29 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
       if (part < 0) {
         ++seen[static_cast<size_t>(item.item)];
         CHECK(item.begin == mask.row_ptr[row] && item.end == mask.row_ptr[row + 1] && item.full == item.end, where);
+      } else if (cost.half > 0) {
+        CHECK(part < 2 && (halves[static_cast<size_t>(item.item)] >> part & 1) == 0, where, " half ", part);
+        halves[static_cast<size_t>(item.item)] |= 1 << part;
+        CHECK(item.begin >= mask.row_ptr[row] && item.end <= mask.row_ptr[row + 1], where, " half ", part);
+        own = cost.row;
+        bool some = false;
+        for (int32_t i = mask.row_ptr[row]; i < mask.row_ptr[row + 1]; ++i) {
+          const int32_t code = walk.code[static_cast<size_t>(i)];
+          const bool has = HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, part);
+          const bool taken = i >= item.begin && i < item.end;
+          some = some || has;
+          CHECK(taken || !has, where, " half ", part, " of item ", item.item, " lacks entry ", i);
+          if (taken) own += code < 0 ? cost.full : cost.partial;
+        }
+        // It has no others at its ends, but where it has none at all.
+        if (some) {
+          for (const int32_t end : {item.begin, item.end - 1}) {
+            const int32_t code = walk.code[static_cast<size_t>(end)];
+            CHECK(HasPairs(mask, code < 0 ? -1 : code & cuda::kIdMask, part), where, " half ", part, " entry ", end);
+          }
+        }
+        own = own * cost.half / 100;
+        if (halves[static_cast<size_t>(item.item)] == 3) ++seen[static_cast<size_t>(item.item)];
       } else {
         CHECK(part < plan.parts() && parts[static_cast<size_t>(part)] == nullptr, where, " part ", part);
         parts[static_cast<size_t>(part)] = &item;
@@ -162,6 +187,7 @@ TEST(WorkPlansTakeEveryRowOnce) {
       TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
       cost.split = int64_t{1} << random.Range(0, 2);
       cost.cuts = m == 64 && cost.split == 1;
+      if (m == 128 && cost.split == 1) cost.half = random.Range(50, 80);
       const Walk walk = WalkOf(mask);
       CheckWalk(mask, walk, text);
       CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " S ", sizes.S, " T ", sizes.T, " workers "));
@@ -318,6 +344,29 @@ TEST(WorkPlansOfFewRowsEndEarly) {
     }
   }
   CHECK(cases >= 40, cases);
+  CountCases(cases);
+}
+
+// Rows of which some workers have one more than others, and rows of which there are too few for all workers.
+TEST(WorkPlansHalveRows) {
+  int cases = 0;
+  for (const auto& [text, heads, length, percent] :
+       {std::tuple("abs(q - k) <= 128", 32, 8192, 98),
+        std::tuple("abs(q - k) <= 128 or k < 64 or q < 64", 32, 8192, 99), std::tuple("abs(q - k) <= 45", 12, 2048, 85),
+        std::tuple("k <= q", 12, 1024, 85), std::tuple("k <= q", 12, 128, 70)}) {
+    const ExprSizes sizes = {1, heads, length, length, 0};
+    const BlockMask mask = BuiltMask(text, sizes, 128, 128);
+    const Walk walk = WalkOf(mask);
+    TileCost cost = {2553, 1381, 1506};
+    const int64_t whole = PlanWork(mask, walk, 1, heads, 132, 3, cost).longest;
+    cost.half = 65;
+    const WorkPlan plan = CheckPlan(mask, walk, sizes, 132, 3, cost, Text(text, " workers "));
+    const auto halves = std::count_if(plan.items.begin(), plan.items.end(),
+                                      [](const WorkItem& item) { return cuda::PartOf(item) >= 0; });
+    CHECK(halves > 0 && halves % 2 == 0 && plan.longest * 100 <= whole * percent, text, " S ", length, ": ", halves,
+          " halves, ", plan.longest, " of ", whole);
+    ++cases;
+  }
   CountCases(cases);
 }
 
