@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
@@ -110,11 +111,17 @@ void TakeKernel(int index) { Taken().store(index, std::memory_order_relaxed); }
 int TakenKernel() { return Taken().load(std::memory_order_relaxed); }
 
 MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
+  // For tests of rows that are few, and would all be halved.
+  static const bool halves = [] {
+    const char* const text = std::getenv("STOF_CUDA_HALVES");
+    return text == nullptr || std::strcmp(text, "0") != 0;
+  }();
   MaskForm form;
   form.m = kernel.rows, form.n = kernel.keys;
   form.workers = kernel.workers * problem.multiprocessors;
   form.section = problem.section;
   form.cost = kernel.cost;
+  if (!halves) form.cost.half = 0;
   form.fragments = true;
   return form;
 }

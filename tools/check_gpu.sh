@@ -95,6 +95,10 @@ if wave 1; then
       suite "gemm-9.0-kernel-$kernel" 150 CudaGemmPlain STOF_CUDA_GEMM=$kernel
     done
     for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-kernel-$kernel" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel; done
+    # Few rows are halved where a kernel can: some of them whole.
+    for kernel in 0 1 2 4 6; do
+      suite "9.0-kernel-$kernel-whole" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_HALVES=0 STOF_SAMPLE=3
+    done
     suite 9.0-parts 150 CudaPartsSm90
     for kernel in 0 1; do suite "9.0-extras-$kernel" 150 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
@@ -102,7 +106,11 @@ if wave 1; then
   fi
   suite masks 75 CudaMasksEqual
   suite masks-usual 75 CudaMasksOf
+  suite masks-by-distance 75 CudaMasksByDistance
   suite masks-captured 75 CudaMasksInCaptured
+  if [ "$capability" = 9.0 ]; then
+    for kernel in 1 2; do suite "masks-captured-$kernel" 75 CudaMasksInCaptured STOF_CUDA_KERNEL=$kernel; done
+  fi
   suite masks-broken 75 CudaVectors
   suite no-keys 75 CudaWithoutKeys
   suite chains-interpreted 150 Chain STOF_CHAIN_KERNELS=interpret
@@ -141,6 +149,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-gemm 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUBLASLT=0 STOF_GEMM_TIMING=0
   suite memcheck-gemm-8.0 80 CudaGemmEquals memcheck STOF_SAMPLE=5 STOF_CUDA_CAPABILITY=80 STOF_CUBLASLT=0
   suite memcheck-masks 80 CudaMasksOf memcheck
+  suite memcheck-masks-by-distance 80 CudaMasksByDistance memcheck
+  suite racecheck-masks-by-distance 80 CudaMasksByDistance racecheck
   suite memcheck-masks-captured 80 CudaMasksInCaptured memcheck
   suite memcheck-chains 80 ChainNorms memcheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
   suite memcheck-chains-random 80 ChainRandom memcheck STOF_SHARD=3/16 STOF_CHAIN_CACHE="$logs/chains"
