@@ -529,13 +529,14 @@ int Launch(const Sm90Params& params, void* stream) {
   return error;
 }
 
-// What a half takes of a row, in percent.
-constexpr int64_t kHalf = 74;
+// What a half takes of a row, in percent, alone on its multiprocessor and beside another team.
+constexpr int64_t kHalf = 74, kHalfBeside = 86;
 
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
 constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
-  const TileCost cost = {row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? kHalf : 0};
+  const TileCost cost = {
+      row, full, partial, S::kSplit, reread, S::kCuts, !S::kHalves ? 0 : S::kTeams == 1 ? kHalf : kHalfBeside};
   return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

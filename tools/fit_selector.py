@@ -41,6 +41,8 @@ L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
 MOST_PARTS, MOST_PARTS_OF_ROW, FEWEST_TILES = 512, 32, 4
 JOIN, JOIN_PART = 2000, 14  # nanoseconds
+HALF = {1: 74, 2: 86}  # percent of a row that one of its two groups takes alone, by teams of a multiprocessor
+HARDLY, WORTH_HALVING, MOST_HALVED, FEW_ROWS = 96, 256, 1 << 13, 4
 HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
@@ -72,6 +74,11 @@ class Kernel:
         return self.rows == 64 and self.split == 1
 
     @property
+    def half(self) -> int:
+        """What one of a row's two groups of queries takes alone, in percent; 0: workers take both."""
+        return HALF[self.teams] if self.rows == 128 and self.split == 1 else 0
+
+    @property
     def name(self) -> str:
         """What it is called in results."""
         return f"sm90-{self.rows}x{self.keys}x{self.workers}"
@@ -90,6 +97,11 @@ def kernels_of(head: int) -> list[Kernel]:
         assert size == head, entry[0]
         found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs, *[0.0] * (4 - len(costs))))
     return found
+
+
+# Of a row of tiles: partial ones, all, and for each group of 64 queries how many it passes over.
+Numbers = tuple[int, int, tuple[int, ...]]
+Rows = Counter[tuple[float, Numbers]]  # how many rows there are, by cost and numbers
 
 
 @dataclass(frozen=True)
@@ -151,9 +163,9 @@ class Tiles:
     """Numbers of tiles of the points' rows, made once for a tile's shape."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int, int], list[Counter[tuple[int, int, int]]]] = {}
+        self._known: dict[tuple[str, int, int, int], list[Counter[Numbers]]] = {}
 
-    def of(self, point: Point, m: int, n: int) -> list[Counter[tuple[int, int, int]]]:
+    def of(self, point: Point, m: int, n: int) -> list[Counter[Numbers]]:
         """For every section of heads, how many rows have (partial, all) tiles and groups that pass tiles over."""
         key = (point.name, point.head, m, n)
         if key not in self._known:
@@ -161,11 +173,11 @@ class Tiles:
         return self._known[key]
 
     @staticmethod
-    def _make(point: Point, m: int, n: int) -> list[Counter[tuple[int, int, int]]]:
+    def _make(point: Point, m: int, n: int) -> list[Counter[Numbers]]:
         B, H, _, S, T = point.shape
         rows = -(-S // m)
         if not point.expression:
-            heads = [Counter({(0, -(-T // n), 0): rows})] * (B * H)
+            heads = [Counter({(0, -(-T // n), (0,) * (m // 64)): rows})] * (B * H)
         else:
             block = Mask(point.expression, point.tables).block_mask(B, H, S, T, m, n, T - S)
             every = np.diff(block.row_ptr)
@@ -178,18 +190,18 @@ class Tiles:
         sections = []
         count = -(-B * H // point.section)
         for i in range(count):
-            total: Counter[tuple[int, int, int]] = Counter()
+            total: Counter[Numbers] = Counter()
             for head in heads[B * H * i // count : B * H * (i + 1) // count]:
                 total += head
             sections.append(total)
         return sections
 
 
-def _missing(block: Any, m: int) -> list[int]:
-    """Of every row, the groups of 64 queries that pass over its tiles, as cuda/work_plan.cc walks them."""
+def _missing(block: Any, m: int) -> list[tuple[int, ...]]:
+    """Of every row, how many tiles each group of 64 queries passes over, as cuda/work_plan.cc walks them."""
     groups = m // 64
     if groups == 1:
-        return [0] * (len(block.row_ptr) - 1)
+        return [(0,)] * (len(block.row_ptr) - 1)
     every = (1 << groups) - 1
     bits = np.asarray(block.bits).reshape(-1, groups, 64 * block.bits.shape[-1])
     known = (bits.any(axis=2) << np.arange(groups)).sum(axis=1).tolist()
@@ -211,7 +223,8 @@ def _missing(block: Any, m: int) -> list[int]:
         for i in range(len(walk) - 1, -1, -1):
             behind |= walk[i][0]
             none[i] |= every & ~behind
-        found.append(sum(n.bit_count() for n, (_, whole) in zip(none, walk, strict=True) if not whole))
+        partial = [n for n, (_, whole) in zip(none, walk, strict=True) if not whole]
+        found.append(tuple(sum(n >> g & 1 for n in partial) for g in range(groups)))
     return found
 
 
@@ -253,22 +266,26 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     if not point.expression:
         rounds = -(-items // workers)
         longest = rounds * (kernel.row + kernel.full * together(-(-T // kernel.keys)))
+        if kernel.half and 2 * items <= workers:
+            longest *= kernel.half / 100
         return LAUNCH + (longest + reread) * 1e-3
-    rows: list[Counter[tuple[float, tuple[int, int]]]] = []  # of each section, by cost, partial tiles and all
+    rows: list[Rows] = []  # of each section
     for section in tiles.of(point, kernel.rows, kernel.keys):
-        costs: Counter[tuple[float, tuple[int, int]]] = Counter()
+        costs: Rows = Counter()
         for (partial, every, missing), count in section.items():
             some = together(partial)
             cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
             if kernel.split == 1:  # else no group passes tiles over
-                cost -= kernel.partial * missing / (2 * (kernel.rows // 64))
-            costs[round(cost), (partial, every)] += count
+                cost -= kernel.partial * sum(missing) / (2 * (kernel.rows // 64))
+            costs[round(cost), (partial, every, missing)] += count
         rows.append(costs)
     sections = [Counter[float]() for _ in rows]
     for own, costs in zip(sections, rows, strict=True):
         for (cost, _), count in costs.items():
             own[cost] += count
     longest = _longest(sections, min(workers, items))
+    if kernel.half and items <= MOST_HALVED:
+        longest = _halved(rows, items, workers, kernel, longest)
     if kernel.cuts:
         for of_share in (1, 2, 3):
             cut, parts = _in_parts(rows, workers, kernel, of_share)
@@ -280,16 +297,44 @@ def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
     return LAUNCH + (longest + reread) * 1e-3
 
 
-def _in_parts(
-    rows: Sequence[Counter[tuple[float, tuple[int, int]]]], workers: int, kernel: Kernel, of_share: int
-) -> tuple[list[Counter[float]], int]:
+def _halved(rows: Sequence[Rows], items: int, workers: int, kernel: Kernel, longest: float) -> float:
+    """The same where some rows are halved, if that ends earlier, as cuda/work_plan.cc tries."""
+    mean = sum(cost * count for own in rows for (cost, _), count in own.items()) / workers
+    if longest - mean <= mean / HARDLY:
+        return longest
+    last = [(i, row, count) for i in range(len(rows) - 1, -1, -1) for row, count in rows[i].items()]
+    smallest = sorted(last, key=lambda entry: entry[1][0])
+    eighth = workers // 8
+    if items >= FEW_ROWS * 8 * eighth:
+        tries = [(order, n * eighth) for order in (last, smallest) for n in (2, 4)]
+    else:
+        tries = [(order, n * eighth) for order in (last, smallest, smallest[::-1]) for n in (1, 2, 4, 8)]
+        tries.append((last, items))
+    for order, halves in tries:
+        if not 0 < halves <= items:
+            continue
+        sections, left = [Counter[float]() for _ in rows], halves
+        for i, (cost, (partial, every, missing)), count in order:
+            taken = min(left, count)
+            left -= taken
+            sections[i][cost] += count - taken
+            for passed in missing:
+                own = kernel.row + kernel.partial * (partial - passed) + kernel.full * (every - partial)
+                sections[i][round(own * kernel.half / 100)] += taken
+        found = _longest([+own for own in sections], min(workers, items + halves))
+        if found < longest - longest / WORTH_HALVING:
+            longest = found
+    return longest
+
+
+def _in_parts(rows: Sequence[Rows], workers: int, kernel: Kernel, of_share: int) -> tuple[list[Counter[float]], int]:
     """Rows longer than a worker's share in parts of a fraction of it, and how many, as cuda/work_plan.cc cuts."""
     share = sum(cost * count for own in rows for (cost, _), count in own.items()) // workers
     part = max(share // of_share, kernel.row + FEWEST_TILES * kernel.full)
     found, parts = [], 0
     for own in rows:
         cut: Counter[float] = Counter()
-        for (cost, (partial, every)), count in own.items():
+        for (cost, (partial, every, _)), count in own.items():
             pieces = int(min(-(-cost // part), every // FEWEST_TILES, MOST_PARTS_OF_ROW))
             if cost <= share or pieces < 2:
                 cut[cost] += count
