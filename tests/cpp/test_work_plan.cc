@@ -187,7 +187,7 @@ TEST(WorkPlansTakeEveryRowOnce) {
       TileCost cost = {random.Range(1, 4000), random.Range(1, 2000), random.Range(1, 2000)};
       cost.split = int64_t{1} << random.Range(0, 2);
       cost.cuts = m == 64 && cost.split == 1;
-      if (m == 128 && cost.split == 1) cost.half = random.Range(50, 80);
+      if (m == 128 && cost.split == 1) cost.half = random.Range(50, 90);
       const Walk walk = WalkOf(mask);
       CheckWalk(mask, walk, text);
       CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " S ", sizes.S, " T ", sizes.T, " workers "));
