@@ -44,6 +44,7 @@ __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::D
       return divisors;
     }
   }
+  // Also what keeps the sums above under the product: ptxas (13.0) moves the wait for it to the start of its block.
   if (more_) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -133,7 +134,8 @@ __device__ __forceinline__ void Attention<S, T>::StorePart(int part, const float
   for (int i = 0; i < kOutputs; ++i) to[i * kWarpgroup] = o[i];
 }
 
-// Where the teams share the item each says its maxima and sums, and brings its outputs to the maximum of all.
+// Where the teams share the item each says its maxima and sums, and finds what brings its outputs to the maximum of
+// all.
 template <typename S, typename T>
 __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::DivideTogether(
     const Item& item, const float (&high)[2], const float (&own)[2]) const {

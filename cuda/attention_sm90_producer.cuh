@@ -17,6 +17,7 @@ __device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
   Begin begin;
   if (worker >= p_.workers) return begin;
   begin.i = worker, begin.end = p.B * p.H * Rows();
+  // Not by a constant 0 elsewhere: with that, ptxas (13.0) serializes the products of kernels that split (C7514).
   if constexpr (S::kHalves) begin.end <<= p_.halved;
   if (p_.work == nullptr) return begin;
   const WorkStart& start = p_.work_start[worker];

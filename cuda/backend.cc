@@ -67,7 +67,8 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
     if (build.invalid == nullptr) return Status::Error("no device memory for 4 bytes");
     STOF_RETURN_IF_ERROR(cuda::Clear(build.invalid, sizeof(int32_t), stream));
   }
-  // The same pairs make the most bytes in the smallest tiles.
+  // The same pairs make the most bytes in the smallest tiles; but bits by distance, of which a part then has twice or
+  // three times as many bytes in larger ones.
   cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
   cuda::MaskPart part;
   while (cuts.Next(&part)) {

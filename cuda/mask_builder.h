@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block masks that kernels make on the device, queued on a stream: for masks that read vectors of a run. Nothing of it
-// comes back to the host, so memory is for the case that every tile needs bits, and large problems are cut. Plain C++.
+// comes back to the host, so memory is for the case that every tile needs bits (by distance: every diagonal), and large
+// problems are cut. Plain C++.
 #ifndef STOF_CUDA_MASK_BUILDER_H_
 #define STOF_CUDA_MASK_BUILDER_H_
 

@@ -513,8 +513,8 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
       if (thread == 0) tell(at, column);
       if constexpr (kDiagonal) {
         // So are the other tiles of its diagonal that are undecided.
-        for (int i = thread + 1;; i += threads) {
-          const int of = at + i * p.step_rows, tile = column + i * p.step_columns;
+        for (int step = thread + 1;; step += threads) {
+          const int of = at + step * p.step_rows, tile = column + step * p.step_columns;
           if (!IsWhole(p, of - place.table * p.rows, tile)) break;
           if (p.classes[static_cast<int64_t>(of) * p.class_stride + tile] == kPartialTile) tell(of, tile);
         }

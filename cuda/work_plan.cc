@@ -221,19 +221,21 @@ WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& wa
     WorkPlan other = DealSections(halves, heads, most, section);
     if (other.longest < plan.longest - plan.longest / kWorthHalving) plan = std::move(other);
   };
-  const auto eighth = static_cast<size_t>(workers) / 8;
+  const size_t eighth = std::max<size_t>(1, static_cast<size_t>(workers) / 8);
+  const bool few = works.size() < kFewRows * static_cast<size_t>(workers);
+  const auto try_all = [&] {
+    for (const size_t eighths : {1, 2, 4, 8}) {
+      if (few || eighths == 2 || eighths == 4) try_some(eighths * eighth);
+    }
+  };
   std::iota(order.rbegin(), order.rend(), size_t{0});
-  if (works.size() >= kFewRows * 8 * eighth) {
-    for (const size_t count : {2 * eighth, 4 * eighth}) try_some(count);
-    by_cost(false);
-    for (const size_t count : {2 * eighth, 4 * eighth}) try_some(count);
-    return plan;
-  }
-  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth}) try_some(count);
+  try_all();
   by_cost(false);
-  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth}) try_some(count);
+  try_all();
+  if (!few) return plan;
   by_cost(true);
-  for (const size_t count : {eighth, 2 * eighth, 4 * eighth, 8 * eighth, works.size()}) try_some(count);
+  try_all();
+  try_some(works.size());
   return plan;
 }
 

@@ -16,7 +16,8 @@ namespace cuda {
 // What a kernel's worker needs for a row of tiles beside its tiles, and for a tile without and with bits, in
 // nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
 // where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
-// half: of a row's two groups of 64 queries one alone, in percent of both with its tiles; 0: workers take both.
+// half: what one of a row's two groups of 64 queries takes alone, in percent of a row with its tiles; 0: workers take
+// both.
 struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
   bool cuts = false;

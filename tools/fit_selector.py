@@ -17,6 +17,7 @@ Regret is the time of the kernel that the model chooses over that of the fastest
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
 import json
 import math
@@ -41,7 +42,6 @@ L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
 MOST_PARTS, MOST_PARTS_OF_ROW, FEWEST_TILES = 512, 32, 4
 JOIN, JOIN_PART = 2000, 14  # nanoseconds
-HALF = {1: 74, 2: 86}  # percent of a row that one of its two groups takes alone, by teams of a multiprocessor
 HARDLY, WORTH_HALVING, MOST_HALVED, FEW_ROWS = 96, 256, 1 << 13, 4
 HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
@@ -76,7 +76,9 @@ class Kernel:
     @property
     def half(self) -> int:
         """What one of a row's two groups of queries takes alone, in percent; 0: workers take both."""
-        return HALF[self.teams] if self.rows == 128 and self.split == 1 else 0
+        if self.rows != 128 or self.split != 1:
+            return 0
+        return half_of("kHalf" if self.teams == 1 else "kHalfBeside")
 
     @property
     def name(self) -> str:
@@ -86,6 +88,14 @@ class Kernel:
     def __str__(self) -> str:
         costs = [round(x) for x in (self.row, self.full, self.partial)] + ([round(self.reread)] if self.reread else [])
         return f"{self.name:18s} ({', '.join(map(str, costs))})"
+
+
+@functools.cache
+def half_of(name: str) -> int:
+    """A constant of cuda/attention_sm90.cuh."""
+    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention_sm90.cuh").read_text())
+    assert found is not None, name
+    return int(found[1])
 
 
 def kernels_of(head: int) -> list[Kernel]:
@@ -304,8 +314,8 @@ def _halved(rows: Sequence[Rows], items: int, workers: int, kernel: Kernel, long
         return longest
     last = [(i, row, count) for i in range(len(rows) - 1, -1, -1) for row, count in rows[i].items()]
     smallest = sorted(last, key=lambda entry: entry[1][0])
-    eighth = workers // 8
-    if items >= FEW_ROWS * 8 * eighth:
+    eighth = max(1, workers // 8)
+    if items >= FEW_ROWS * workers:
         tries = [(order, n * eighth) for order in (last, smallest) for n in (2, 4)]
     else:
         tries = [(order, n * eighth) for order in (last, smallest, smallest[::-1]) for n in (1, 2, 4, 8)]

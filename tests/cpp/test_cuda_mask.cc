@@ -103,8 +103,8 @@ std::vector<uint32_t> InFragments(const std::vector<uint32_t>& rows, int m, int 
   return fragments;
 }
 
-// A part's mask as the device made it, in memory that ends at `end`, against the host's evaluation of every tile. Gives
-// the number of partial tiles that share their bits with another one.
+// A part's mask as the device made it, in memory that ends at `end_of_memory`, against the host's evaluation of every
+// tile. Gives the number of partial tiles that share their bits with another one.
 int CompareMask(const RandomMask& mask, const cuda::MaskBuild& build, const cuda::DeviceMask& view,
                 const unsigned char* end_of_memory, const std::string& where) {
   const cuda::MaskPart& part = build.part;
@@ -310,6 +310,32 @@ TEST(CudaMasksByDistance) {
   CHECK(shared > 2000, shared, " tiles share their bits with another one");
   CHECK(cut * 10 > cases, cut, " of ", cases, " were cut");
   CountCases(cases);
+}
+
+// By distance a long mask comes in one piece; another one is cut, and no piece exceeds what was asked for.
+TEST(MaskMemoryByDistance) {
+  constexpr int64_t kMost = int64_t{128} << 20;
+  const ExprSizes sizes = {1, 1, 131072, 131072, 0};
+  for (const auto& [text, pieces] : {std::pair<const char*, int>("(q - k) % 5 != 0", 1), {"(q + k) % 5 != 0", 17}}) {
+    MaskExpr expr;
+    CHECK(MaskExpr::Parse(text, {}, &expr).ok(), text);
+    cuda::MaskProgram program;
+    CHECK(cuda::CompileMask(MaskExpr(), expr, sizes, {}, &program).ok(), text);
+    cuda::MaskBuild build;
+    build.program = &program, build.sizes = sizes;
+    cuda::MaskCuts cuts(program, sizes, build.tile, kMost);
+    int found = 0;
+    int64_t rows = 0, most = 0;
+    while (cuts.Next(&build.part)) {
+      most = std::max(most, static_cast<int64_t>(cuda::MaskBytes(build)));
+      rows += build.part.rows;
+      ++found;
+    }
+    // Lists of rows, and room to align, come on top.
+    CHECK(found == pieces && rows == sizes.S && most <= kMost + (1 << 20), text, ": ", found, " pieces, ", most,
+          " bytes");
+  }
+  CountCases(2);
 }
 
 // ---- the operator's side ----

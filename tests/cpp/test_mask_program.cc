@@ -355,11 +355,23 @@ TEST(MaskProgramsByDistance) {
            {"q - 2 * k > 0", false},
            {"q + k > 100", false},
            {"k < lengths[b]", false},
-           {"k <= q and segment_k[b, k] == 1", false}}) {
-    std::vector<int64_t> ones(600, 1);
-    const cuda::MaskInputs inputs = {{"lengths", Vector(&ones, {2})}, {"segment_k", Vector(&ones, {2, 300})}};
+           {"k <= q and segment_k[b, k] == 1", false},
+           // Look-ups of one index are decided by boxes as everything else; of several, some smaller boxes are not.
+           {"table0[max(min(q - k, 9), 0)] == 1", true},
+           {"table0[q - k + T] == 1", true},
+           {"table1[h, q - k + T] == 1", true},
+           {"table1[h, max(min(q - k, 9), 0)] == 1", false},
+           {"table0[q] == 1", false}}) {
+    std::vector<int64_t> ones(3 * 700, 1);
+    const cuda::MaskInputs inputs = {{"lengths", Vector(&ones, {2})},
+                                     {"segment_k", Vector(&ones, {2, 300})},
+                                     {"table0", Vector(&ones, {700})},
+                                     {"table1", Vector(&ones, {3, 700})}};
     MaskProgram program;
-    const Status status = Compile(text, sizes, inputs, &program);
+    MaskExpr expr;
+    Status status = MaskExpr::Parse(text, {inputs[2], inputs[3]}, &expr);
+    CHECK(status.ok(), text, ": ", status.message());
+    status = CompileMask(MaskExpr(), expr, sizes, inputs, &program);
     CHECK(status.ok() && program.diagonal == by_distance, text, ": ", status.message());
     ++cases;
   }

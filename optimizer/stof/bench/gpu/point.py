@@ -180,12 +180,20 @@ class Point:
         """Dense kernels without the mask in turns with the selector's choice with it."""
         if not self._dense or chosen is None:
             return {}
-        self.plain.rotate()
-        timed = []
-        for _, candidate in self._dense:
-            candidate.bind()
-            timed.append(Timed(candidate.call, self.plain.count, self._stream))
-            timed[-1].capture()
-        first, *others = interleave([chosen, *timed], _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
-        dense = {peer.name: round(t.median * 1e6, 3) for (peer, _), t in zip(self._dense, others, strict=True)}
+        timed: list[tuple[Peer, Timed]] = []
+        for peer, candidate in self._dense:
+            try:
+                if not timed:
+                    self.plain.rotate()
+                candidate.bind()
+                one = Timed(candidate.call, self.plain.count, self._stream)
+                one.capture()
+                timed.append((peer, one))
+            except Exception as failure:
+                self.rows[peer.name]["dense"] = f"not captured: {_words(failure)}"
+        if not timed:
+            return {}
+        all_timed = [chosen, *[one for _, one in timed]]
+        first, *others = interleave(all_timed, _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
+        dense = {peer.name: round(t.median * 1e6, 3) for (peer, _), t in zip(timed, others, strict=True)}
         return {"full_tiles": {"stof_us": round(first.median * 1e6, 3), "dense_us": dense}}

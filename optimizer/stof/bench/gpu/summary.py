@@ -227,4 +227,5 @@ def lines(record: Record) -> list[str]:
             f"{one['plain_us']:.1f}) {one['useful_tflops']:6.1f} TFLOP/s {one['roofline']:4.0%} of roof, "
             f"error {one['error']:.0e}"
         )
+    found += [f"  {key:17s} dense, in turns, missing: {one['dense'][:90]}" for key, one in rows if "dense" in one]
     return found
