@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/attention_rows.h"
@@ -155,6 +156,20 @@ Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t*
   return Status();
 }
 
+// Never more than Predict says.
+Status PredictAtLeast(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
+  *nanoseconds = 0;
+  if (problem.mask == nullptr) return Status();
+  const MaskForm form = FormOf(kernel, problem);
+  const ExprSizes& sizes = problem.sizes;
+  std::shared_ptr<const BlockMask> mask;
+  STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
+  if (!IsPlanned(*mask, sizes.B, sizes.H)) return Status();
+  *nanoseconds =
+      LeastOfPlan(*mask, sizes.B, sizes.H, form.workers, form.cost) + form.cost.reread * (problem.bytes >> 20);
+  return Status();
+}
+
 }  // namespace
 
 Status Predict(const Sm90Kernel& kernel, const Problem& problem, int64_t* nanoseconds) {
@@ -238,11 +253,19 @@ Status Select(const Sm90Kernel* kernels, const Problem& problem, const Sm90Kerne
       return Status();
     }
   }
-  int64_t least = std::numeric_limits<int64_t>::max();
+  // Those that may need least first: then most plans need not be made.
+  std::vector<std::pair<int64_t, const Sm90Kernel*>> candidates;
   for (const Sm90Kernel* kernel = kernels; kernel->launch != nullptr; ++kernel) {
+    candidates.emplace_back(0, kernel);
+    STOF_RETURN_IF_ERROR(PredictAtLeast(*kernel, problem, &candidates.back().first));
+  }
+  std::sort(candidates.begin(), candidates.end());
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const auto& [bound, kernel] : candidates) {
+    if (bound > least) break;
     int64_t nanoseconds = 0;
     STOF_RETURN_IF_ERROR(Predict(*kernel, problem, &nanoseconds));
-    if (nanoseconds < least) least = nanoseconds, *selected = kernel;
+    if (nanoseconds < least || (nanoseconds == least && kernel < *selected)) least = nanoseconds, *selected = kernel;
   }
   if (problem.mask != nullptr) {
     const std::lock_guard<std::mutex> lock(mutex);

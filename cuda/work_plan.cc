@@ -351,6 +351,29 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   return plan;
 }
 
+int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost) {
+  const int groups = std::max(1, mask.m / 64);
+  std::vector<int64_t> tables(mask.full_begin.size() / std::max<size_t>(1, static_cast<size_t>(mask.rows)), 0);
+  for (int64_t bh = 0; bh < B * H; ++bh) ++tables[static_cast<size_t>(mask.TableOf(bh / H, bh % H))];
+  int64_t total = 0, largest = 0;
+  for (size_t at = 0; at < mask.full_begin.size(); ++at) {
+    const WorkItem item = {0, mask.row_ptr[at], mask.full_begin[at], mask.row_ptr[at + 1]};
+    // As if all groups but one passed over each partial tile.
+    const int64_t own = CostOf(item, int64_t{groups - 1} * (item.full - item.begin), groups, cost);
+    total += own * tables[at / static_cast<size_t>(mask.rows)];
+    // The half with more tiles has at least every second partial one.
+    const int64_t half =
+        cost.half *
+        (cost.row + cost.partial * ((item.full - item.begin + 1) / 2) + cost.full * (item.end - item.full)) / 100;
+    largest = std::max(largest, cost.half > 0 ? std::min(own, half) : own);
+  }
+  if (cost.cuts) return total / workers;
+  if (cost.half == 0) return std::max(total / workers, largest);
+  // Of a tile that is one group's alone, 3 / 4 of a whole one, a half takes its percentage; and is rounded down.
+  const int64_t halved = total / workers * std::min<int64_t>(300, 4 * cost.half) / 300;
+  return std::max(halved - 2 * B * H * mask.rows / workers - 2, largest);
+}
+
 std::vector<WorkStart> StartsOf(const WorkPlan& plan, const Walk& walk) {
   std::vector<WorkStart> starts;
   for (size_t worker = 0; worker + 1 < plan.begin.size(); ++worker) {

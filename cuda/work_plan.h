@@ -104,6 +104,9 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost);
 
+// Nanoseconds that no such plan's busiest worker has less of: found without dealing anything out.
+int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost);
+
 // A start for each worker of a plan of a mask with that walk.
 std::vector<WorkStart> StartsOf(const WorkPlan& plan, const Walk& walk);
 

@@ -45,6 +45,7 @@ if command -v nvcc >/dev/null; then
   # Of the tests for a device, those that need none.
   build/cuda/tests/trt/stof_trt_cuda_tests TrtPlannedMaskMemory
   build/cuda/tests/cpp/stof_cuda_tests MaskMemoryByDistance
+  build/cuda/tests/cpp/stof_cuda_tests KernelChoice
   end
 fi
 

@@ -12,6 +12,7 @@ namespace stof::test {
 namespace {
 
 using cuda::LeadOf;
+using cuda::LeastOfPlan;
 using cuda::PlanWork;
 using cuda::TileCost;
 using cuda::Walk;
@@ -167,6 +168,8 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
   CHECK(plan.cut.empty() ? plan.longest == longest : plan.longest > longest, where, ": says ", plan.longest, ", is ",
         longest);
+  const int64_t least = LeastOfPlan(mask, sizes.B, sizes.H, most, cost);
+  CHECK(least <= plan.longest, where, ": ", plan.longest, ", at least ", least);
   // Whoever gets a row has the least load until then, which is at most the mean.
   CHECK(longest <= total / workers + largest, where, ": ", longest, " of ", total, ", largest row ", largest);
   return plan;
