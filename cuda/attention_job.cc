@@ -3,6 +3,7 @@
 #include "cuda/attention_job.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -36,6 +37,16 @@ AttentionParams ToParams(const AttentionArgs& args) {
   p.sink_is_float = args.sink_dtype == DType::kF32 ? 1 : 0;
   p.lse = args.lse, p.lse_stride_b = args.lse_stride_b, p.lse_stride_h = args.lse_stride_h;
   return p;
+}
+
+// Whether a kernel finds little in the L2 cache of what it reads first: problems of more than three quarters of it.
+// STOF_CUDA_COLD=1 is for tests, whose problems are small.
+bool IsCold(int64_t bytes, int64_t l2_bytes) {
+  static const bool always = [] {
+    const char* const text = std::getenv("STOF_CUDA_COLD");
+    return text != nullptr && std::strcmp(text, "1") == 0;
+  }();
+  return always || bytes > l2_bytes / 4 * 3;
 }
 
 Status Launched(int error) { return ToStatus(static_cast<cudaError_t>(error), "launch of the attention kernel"); }
@@ -91,6 +102,8 @@ Status AttentionJob::Run() {
   params.halved = AreHalved(form.cost, count, form.workers) ? 1 : 0;
   params.workers = static_cast<int32_t>(std::min<int64_t>(form.workers, count << params.halved));
   params.section = static_cast<int32_t>(std::min<int64_t>(problem.section, std::numeric_limits<int32_t>::max()));
+  const int64_t bytes = problem.bytes + 2 * args_.B * args_.H * args_.S * (args_.D + args_.Dv);
+  params.cold = IsCold(bytes, facts_.l2_bytes) ? 1 : 0;
   std::shared_ptr<const MaskEntry> entry;
   STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
   if (entry != nullptr && entry->work() != nullptr) STOF_RETURN_IF_ERROR(TakePlan(*kernel, *entry, &params));

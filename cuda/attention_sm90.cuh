@@ -89,12 +89,13 @@ class Attention {
       FenceBarrierInit();
     }
     // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
-    // mask, which was copied before the kernel in front of this one began.
+    // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
+    // than the L2 cache.
     const bool produces = producer_ && has_team;
     Begin begin;
     if (produces) begin = ReadBegin();
     __syncthreads();
-    if (produces) FetchPlanned(begin);
+    if (produces) FetchPlanned(begin), FetchInputs(begin);
     WaitForPrevious();
     if (producer_) {
       GiveRegisters<S::kProducer>();
@@ -131,11 +132,13 @@ class Attention {
     int i = 0, end = 0;            // its items, as its plan or it counts them
     WorkItem first = {};           // of a plan
     int tile = -1, code = kEvery;  // of this team's first tile of all, where a plan tells
+    int second = -1;               // the tile behind it, without kSplit
   };
   __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
 
   __device__ Begin ReadBegin() const;
   __device__ void FetchPlanned(const Begin& begin) const;
+  __device__ void FetchInputs(const Begin& begin) const;
   __device__ void Produce(const Begin& begin);
   __device__ __forceinline__ void BringQueries(Cursor* cursor);
   __device__ WorkItem ItemAt(int i, int rows) const;

@@ -24,7 +24,7 @@ __device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
   begin.i = start.begin, begin.end = start.end;
   begin.first = start.first;
   // Padding may leave nothing of it.
-  if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0];
+  if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0], begin.second = start.tile[1];
   begin.code = start.code[S::kSplit > 1 ? team_ : 0];
   return begin;
 }
@@ -44,6 +44,35 @@ __device__ void Attention<S, T>::FetchPlanned(const Begin& begin) const {
   static_assert(kLines <= 32, "a lane for every line of a tile's bits");
   if (begin.code >= 0 && lane_ < kLines) {
     PrefetchLine(mask.bits + (static_cast<int64_t>(begin.code) * kLines + lane_) * kInLine);
+  }
+}
+
+// Has the first queries, keys and values come to the L2 cache while the kernel in front ends, whose CTAs do not end
+// together. Into a cache that all writes go through, so that nothing is early.
+template <typename S, typename T>
+__device__ void Attention<S, T>::FetchInputs(const Begin& begin) const {
+  // What is there already would be in the way of what comes next.
+  if (p_.cold == 0 || p_.work == nullptr || begin.i >= begin.end || lane_ != 0) return;
+  const AttentionParams& p = p_.attention;
+  const int rows = Rows(), bh = begin.first.item / rows, row0 = begin.first.item % rows * S::kM;
+  const int b = bh / p.H, h = bh % p.H, g = h / (p.H / p.G);
+  constexpr int kAtoms = kHead / kAtom;
+#pragma unroll
+  for (int i = 0; i < S::kConsumers * kAtoms; ++i) {
+    PrefetchTensor(&p_.query, i % kAtoms * kAtom, row0 + 64 * (i / kAtoms), h * p_.query_step_h, b * p_.query_step_b);
+  }
+  const int tiles[2] = {begin.tile, S::kSplit > 1 ? -1 : begin.second};
+#pragma unroll
+  for (const int tile : tiles) {
+    if (tile < 0) return;
+#pragma unroll
+    for (int c = 0; c < kAtoms; ++c) {
+      PrefetchTensor(&p_.key, c * kAtom, tile * S::kN, p_.key_step_h * g, p_.key_step_b * b);
+    }
+#pragma unroll
+    for (int c = 0; c < kAtoms; ++c) {
+      PrefetchTensor(&p_.value, c * kAtom, tile * S::kN, p_.value_step_h * g, p_.value_step_b * b);
+    }
   }
 }
 

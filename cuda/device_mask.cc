@@ -131,7 +131,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   Walk walk;
   if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     walk = WalkOf(mask);
-    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost);
+    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost, true);
   }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;

@@ -109,6 +109,14 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
+// Has a box come to the L2 cache.
+__device__ __forceinline__ void PrefetchTensor(const CUtensorMap* map, int d, int s, int h, int b) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<uint64_t>(map)),
+      "r"(d), "r"(s), "r"(h), "r"(b)
+      : "memory");
+}
+
 // From shared memory to the box; what lies beyond the tensor's ends is not written.
 __device__ __forceinline__ void StoreTensor(const CUtensorMap* map, uint32_t from, int d, int s, int h, int b) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(

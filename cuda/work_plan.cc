@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <utility>
 
 namespace stof {
@@ -63,6 +64,13 @@ constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
 constexpr size_t kMostHalved = size_t{1} << 13;
 constexpr int64_t kWorthHalving = 256;
+// Fewer rows than so many a worker stay as dealt: their order counts for more than their sum.
+constexpr size_t kEnough = 8;
+// A plan is even when its busiest worker has one of so many nanoseconds more than the mean; the least busy ones that it
+// changes rows with, and how often, for each worker.
+constexpr int64_t kEven = 256;
+constexpr int kLeastBusy = 8;
+constexpr size_t kMostChanges = 4;
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
@@ -91,8 +99,70 @@ int64_t TotalOf(const std::vector<Work>& works) {
                          [](int64_t sum, const Work& work) { return sum + work.cost; });
 }
 
+using Load = std::pair<int64_t, int>;  // of a worker
+
+// What a worker takes, in which section.
+struct Taken {
+  const Work* work;
+  size_t section;
+};
+
+// What two workers of these loads have at most when they have changed two of a section's rows for each other, the best
+// ones.
+struct Change {
+  int64_t longer;
+  size_t from, to;
+};
+Change BestChange(const std::vector<Taken>& from, int64_t most, const std::vector<Taken>& to, int64_t least) {
+  Change best = {most, 0, 0};
+  for (size_t i = 0; i < from.size(); ++i) {
+    for (size_t j = 0; j < to.size(); ++j) {
+      if (from[i].section != to[j].section) continue;
+      const int64_t less = from[i].work->cost - to[j].work->cost;
+      const int64_t longer = std::max(most - less, least + less);
+      if (longer < best.longer) best = {longer, i, j};
+    }
+  }
+  return best;
+}
+
+// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker changes rows
+// with one of the least busy, as long as that makes the plan shorter. longest: the load of the busiest, before and, as
+// returned, after.
+int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* taken) {
+  if (longest - mean <= mean / kEven) return longest;
+  std::set<Load> loads;
+  for (size_t w = 0; w < taken->size(); ++w) {
+    int64_t load = 0;
+    for (const Taken& one : (*taken)[w]) load += one.work->cost;
+    loads.emplace(load, static_cast<int>(w));
+  }
+  for (size_t changes = 0; changes < kMostChanges * taken->size(); ++changes) {
+    const auto [most, busiest] = *loads.rbegin();
+    if (most - mean <= mean / kEven) break;
+    auto& from = (*taken)[static_cast<size_t>(busiest)];
+    Change best = {most, 0, 0};
+    Load with;
+    int tried = 0;
+    for (auto other = loads.begin(); tried < kLeastBusy && other->second != busiest; ++other, ++tried) {
+      const Change change = BestChange(from, most, (*taken)[static_cast<size_t>(other->second)], other->first);
+      if (change.longer < best.longer) best = change, with = *other;
+    }
+    if (best.longer == most) break;
+    Taken& a = from[best.from];
+    Taken& b = (*taken)[static_cast<size_t>(with.second)][best.to];
+    const int64_t less = a.work->cost - b.work->cost;
+    std::swap(a, b);
+    loads.erase({most, busiest});
+    loads.erase(with);
+    loads.emplace(most - less, busiest);
+    loads.emplace(with.first + less, with.second);
+  }
+  return loads.rbegin()->first;
+}
+
 // works: in the order of their heads; section: heads at a time, give or take one.
-WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section) {
+WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, bool even) {
   const int64_t total = TotalOf(works), share = total / workers;
   const int64_t sections = (heads + section - 1) / section;
   const auto section_of = [&](int64_t head) { return (sections * (head + 1) - 1) / heads; };
@@ -115,24 +185,25 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
     }
     places[static_cast<size_t>(at)].push_back(&work);
   }
-  using Load = std::pair<int64_t, int>;  // of a worker
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
   for (int w = 0; w < workers; ++w) least.emplace(0, w);
-  std::vector<std::vector<WorkItem>> taken(static_cast<size_t>(workers));
+  std::vector<std::vector<Taken>> taken(static_cast<size_t>(workers));
   WorkPlan plan;
-  for (std::vector<const Work*>& place : places) {
+  for (size_t at = 0; at < places.size(); ++at) {
+    std::vector<const Work*>& place = places[at];
     std::stable_sort(place.begin(), place.end(), [](const Work* a, const Work* b) { return a->cost > b->cost; });
     for (const Work* work : place) {
       const auto [load, worker] = least.top();
       least.pop();
       least.emplace(load + work->cost, worker);
       plan.longest = std::max(plan.longest, load + work->cost);
-      taken[static_cast<size_t>(worker)].push_back(work->item);
+      taken[static_cast<size_t>(worker)].push_back({work, at});
     }
   }
+  if (even) plan.longest = EvenOut(total / workers, plan.longest, &taken);
   plan.begin.push_back(0);
-  for (const std::vector<WorkItem>& own : taken) {
-    plan.items.insert(plan.items.end(), own.begin(), own.end());
+  for (const std::vector<Taken>& own : taken) {
+    for (const Taken& one : own) plan.items.push_back(one.work->item);
     plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
   }
   return plan;
@@ -157,11 +228,12 @@ std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
 // hardly later than others.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, int64_t* taken = nullptr) {
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, bool even,
+              int64_t* taken = nullptr) {
   WorkPlan best;
   int64_t earliest = std::numeric_limits<int64_t>::max();
   for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
-    WorkPlan plan = DealSections(works, heads, workers, size);
+    WorkPlan plan = DealSections(works, heads, workers, size, even);
     earliest = std::min(earliest, plan.longest);
     if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
     best = std::move(plan);
@@ -205,7 +277,7 @@ std::vector<Work> WithHalves(const std::vector<Work>& works, const std::vector<s
 // whose heads' keys and values are in the L2 cache then, the smallest, which lose least, or, of few rows, the largest.
 // How many of them come out best depends on luck.
 WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& walk, int64_t heads, int workers,
-                   int64_t section, const TileCost& cost) {
+                   int64_t section, const TileCost& cost, bool even) {
   const int64_t mean = TotalOf(works) / workers;
   if (works.size() > kMostHalved || plan.longest - mean <= mean / kHardly) return plan;
   std::vector<size_t> order(works.size());
@@ -218,7 +290,7 @@ WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& wa
     if (count == 0 || count > works.size()) return;
     const std::vector<Work> halves = WithHalves(works, order, count, walk, cost);
     const auto most = static_cast<int>(std::min(halves.size(), static_cast<size_t>(workers)));
-    WorkPlan other = DealSections(halves, heads, most, section);
+    WorkPlan other = DealSections(halves, heads, most, section, even);
     if (other.longest < plan.longest - plan.longest / kWorthHalving) plan = std::move(other);
   };
   const size_t eighth = std::max<size_t>(1, static_cast<size_t>(workers) / 8);
@@ -319,7 +391,7 @@ Walk WalkOf(const BlockMask& mask) {
 }
 
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost) {
+                  const TileCost& cost, bool even) {
   const int groups = std::max(1, mask.m / 64);
   std::vector<Work> works;
   for (int64_t bh = 0; bh < B * H; ++bh) {
@@ -334,16 +406,17 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   const auto most = [workers](const std::vector<Work>& some) {
     return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
+  even = even && works.size() >= kEnough * static_cast<size_t>(workers);
   int64_t taken = section;
-  WorkPlan plan = Deal(works, B * H, most(works), section, &taken);
-  if (cost.half > 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost);
+  WorkPlan plan = Deal(works, B * H, most(works), section, even, &taken);
+  if (cost.half > 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, even);
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);
     if (cut.empty()) continue;
-    WorkPlan other = Deal(pieces, B * H, most(pieces), section);
+    WorkPlan other = Deal(pieces, B * H, most(pieces), section, even);
     other.cut = std::move(cut);
     other.longest += kJoin + kJoinPart * other.parts();
     if (other.longest < plan.longest) plan = std::move(other);

@@ -71,8 +71,8 @@ void CheckWalk(const BlockMask& mask, const Walk& walk, const std::string& where
 
 // Every row once, or in parts that follow each other and hold its entries once; nobody has much more than the mean.
 WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& sizes, int most, int64_t section,
-                   const TileCost& cost, const std::string& name) {
-  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost);
+                   const TileCost& cost, const std::string& name, bool even = false) {
+  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost, even);
   const int workers = plan.workers();
   const std::string where = Text(name, workers, " of ", most, ", ", plan.parts(), " parts");
   CHECK(workers >= 1 && workers <= most && plan.begin[0] == 0, where);
@@ -193,8 +193,10 @@ TEST(WorkPlansTakeEveryRowOnce) {
       if (m == 128 && cost.split == 1) cost.half = random.Range(50, 90);
       const Walk walk = WalkOf(mask);
       CheckWalk(mask, walk, text);
-      CheckPlan(mask, walk, sizes, workers, section, cost, Text(text, " S ", sizes.S, " T ", sizes.T, " workers "));
-      ++cases;
+      const std::string name = Text(text, " S ", sizes.S, " T ", sizes.T, " workers ");
+      CheckPlan(mask, walk, sizes, workers, section, cost, name);
+      CheckPlan(mask, walk, sizes, workers, section, cost, "even, " + name, true);
+      cases += 2;
     }
   }
   CountCases(cases);
@@ -369,6 +371,33 @@ TEST(WorkPlansHalveRows) {
     CHECK(halves > 0 && halves % 2 == 0 && plan.longest * 100 <= whole * percent, text, " S ", length, ": ", halves,
           " halves, ", plan.longest, " of ", whole);
     ++cases;
+  }
+  CountCases(cases);
+}
+
+// Rows of 0 to 21 tiles, as random blocks have them: dealt out they end 1 to 3 % after the mean.
+TEST(WorkPlansComeOutEven) {
+  int cases = 0;
+  for (const char* most : {"12", "22"}) {
+    const std::string rows = "(q // 128)", keys = "(k // 128)";
+    const std::string text = "(" + rows + " * 7919 + " + keys + " * 104729 + " + rows + " * " + keys + " * 31 + " +
+                             rows + " * " + rows + " * 17) % 1009 % 100 < " + most;
+    for (const int64_t heads : {16, 32}) {
+      const ExprSizes sizes = {1, heads, 8192, 8192, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 128, 128);
+      const Walk walk = WalkOf(mask);
+      TileCost cost = {2553, 1381, 1506};
+      const int64_t mean = PlanWork(mask, walk, 1, heads, 1, 4, cost).longest / 132;
+      cost.half = 74;
+      const WorkPlan dealt = CheckPlan(mask, walk, sizes, 132, 4, cost, Text(text, " workers "));
+      const WorkPlan even = CheckPlan(mask, walk, sizes, 132, 4, cost, Text(text, " even, workers "), true);
+      const std::string where =
+          Text(text, " H ", heads, ": ", even.longest, ", dealt ", dealt.longest, ", mean ", mean);
+      // 7.75 rows for each worker stay as they are, 15.5 come out even.
+      CHECK(heads == 16 ? even.longest == dealt.longest : even.longest < dealt.longest, where);
+      CHECK(heads == 16 || 1000 * (even.longest - mean) <= 7 * mean, where);
+      ++cases;
+    }
   }
   CountCases(cases);
 }
