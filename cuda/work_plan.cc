@@ -62,7 +62,7 @@ constexpr int64_t kMostPlanned = int64_t{1} << 20;
 constexpr int64_t kHeldBack = 32;  // one of so many nanoseconds of work
 constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
-constexpr size_t kMostHalved = size_t{1} << 13;
+constexpr size_t kMostRefined = size_t{1} << 13;              // by halves and changes: more rows balance by chance
 constexpr int64_t kWorthHalving = 256;
 // Fewer rows than so many a worker stay as dealt: their order counts for more than their sum.
 constexpr size_t kEnough = 8;
@@ -279,7 +279,7 @@ std::vector<Work> WithHalves(const std::vector<Work>& works, const std::vector<s
 WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& walk, int64_t heads, int workers,
                    int64_t section, const TileCost& cost, bool even) {
   const int64_t mean = TotalOf(works) / workers;
-  if (works.size() > kMostHalved || plan.longest - mean <= mean / kHardly) return plan;
+  if (works.size() > kMostRefined || plan.longest - mean <= mean / kHardly) return plan;
   std::vector<size_t> order(works.size());
   const auto by_cost = [&](bool falling) {
     std::stable_sort(order.begin(), order.end(), [&works, falling](size_t a, size_t b) {
@@ -406,7 +406,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   const auto most = [workers](const std::vector<Work>& some) {
     return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
-  even = even && works.size() >= kEnough * static_cast<size_t>(workers);
+  even = even && works.size() >= kEnough * static_cast<size_t>(workers) && works.size() <= kMostRefined;
   int64_t taken = section;
   WorkPlan plan = Deal(works, B * H, most(works), section, even, &taken);
   if (cost.half > 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, even);

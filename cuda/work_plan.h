@@ -101,9 +101,9 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 // L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
 // than their head's; loads are carried on. Where that comes out uneven, as many equal rows do, some are halved, if the
 // kernel can. workers and section are at least 1, B * H * rows fits an int32.
-// even: of many rows workers then change some of a section with each other, which brings the busiest from 1 to 2 %
-// above the mean, as random masks have it, to below 1. Predictions do without: kernels' costs were measured on plans
-// as dealt.
+// even: of eight rows a worker and more (up to 8192) workers then change some of a section with each other, which
+// brings the busiest from 1 to 2 % above the mean, as random masks have it, to below 1. Predictions do without:
+// kernels' costs were measured on plans as dealt.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost, bool even = false);
 
