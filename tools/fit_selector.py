@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from stof.bench.gpu.cases import mask as named_mask
-from stof.runtime import Mask
+from stof.runtime import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
@@ -165,7 +165,8 @@ def store(results: Sequence[Path], target: Path) -> None:
             if record.get("kernels", {}).get("each"):
                 machine = {k: record["machine"][k] for k in ("date", "device", "library")}
                 found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
-                kept[json.dumps(record["key"])] = found | {"kernels": {"each": record["kernels"]["each"]}}
+                point = json.dumps([found[k] for k in ("grid", "mask_name", "shape")], sort_keys=True)
+                kept[point] = found | {"kernels": {"each": record["kernels"]["each"]}}
     target.write_text("[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]\n")
 
 
@@ -496,13 +497,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no kernel {arguments.only}; there are {', '.join(k.name for k in kernels)}", file=sys.stderr)
         return 2
     tiles = Tiles()
-    report(points, kernels, tiles)
-    if arguments.fit > 0:
-        fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit, arguments.only)
-        print("fitted:")
-        for kernel in fitted:
-            print(f"  {kernel}")
-        report(points[1::2] if arguments.halves else points, fitted, tiles)
+    try:
+        report(points, kernels, tiles)
+        if arguments.fit > 0:
+            fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit, arguments.only)
+            print("fitted:")
+            for kernel in fitted:
+                print(f"  {kernel}")
+            report(points[1::2] if arguments.halves else points, fitted, tiles)
+    except LibraryError as error:  # masks are cut in tiles by it
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 
