@@ -29,7 +29,7 @@ struct Sm90Params {
   const WorkStart* work_start = nullptr;
   int32_t section = 1;
   int32_t halved = 0;  // 1 without a plan: of a kernel that can, every item is one of a row's two groups of 64 queries
-  int32_t cold = 0;    // 1: more than the L2 cache holds, so that a kernel finds little of what it reads first
+  int32_t cold = 0;    // 1: so large that a kernel finds little in the L2 cache of what it reads first
   // Rows in parts: of every part the outputs before they are divided, [D rounded up / 2, 128] as threads have them, and
   // the maximum and sum of each of its 64 rows.
   const CutRow* cut = nullptr;  // [cut_rows]
