@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/attention_job.h"
+#include "cuda/draw_counts.h"
 #include "cuda/recording.h"
 
 namespace stof {
@@ -72,6 +73,10 @@ Status AttentionJob::TakePlan(const Sm90Kernel& kernel, const MaskEntry& entry, 
   params->workers = entry.workers();
   params->work = entry.work(), params->work_start = entry.work_start();
   params->cut = entry.cut(), params->cut_rows = entry.cut_rows();
+  if (entry.drawn_begin() < entry.drawn_end()) {
+    params->drawn_begin = entry.drawn_begin(), params->drawn_end = entry.drawn_end();
+    STOF_RETURN_IF_ERROR(DrawCount(stream_, context_.keeper, &params->drawn));
+  }
   if (entry.parts() == 0) return Status();
   const auto bytes = static_cast<size_t>(entry.parts() * PartBytes(kernel.head));
   auto* memory = static_cast<char*>(Held(0, 3, bytes));

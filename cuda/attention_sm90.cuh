@@ -57,7 +57,8 @@ class Attention {
     const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
     const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
     producer_ = warpgroup == 0;
-    team_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
+    dealer_ = S::kDraws && producer_ && warp >= S::kTeams;
+    team_ = dealer_ ? warp - S::kTeams : producer_ ? warp : (warpgroup - 1) / S::kConsumers;
     wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
     lane_ = static_cast<int>(threadIdx.x) % 32;
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
@@ -71,7 +72,8 @@ class Attention {
   __device__ void Run() {
     LetNextStart();
     const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
-    if (producer_ && has_team && lane_ == 0) {
+    const bool produces = producer_ && has_team && !dealer_;
+    if (produces && lane_ == 0) {
       PrefetchMap(&p_.query);
       PrefetchMap(&p_.key);
       PrefetchMap(&p_.value);
@@ -86,12 +88,15 @@ class Attention {
         InitBarrier(QueryFull(i), 1);
         InitBarrier(QueryEmpty(i), kArrivals);
       }
+      if (S::kDraws) {
+        InitBarrier(NextFull(), 1);
+        InitBarrier(NextEmpty(), kEveryLaneArrives ? 32 : 1);
+      }
       FenceBarrierInit();
     }
     // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
     // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
     // than the L2 cache.
-    const bool produces = producer_ && has_team;
     Begin begin;
     if (produces) begin = ReadBegin();
     __syncthreads();
@@ -99,7 +104,8 @@ class Attention {
     WaitForPrevious();
     if (producer_) {
       GiveRegisters<S::kProducer>();
-      if (has_team) Produce(begin);
+      if (produces) Produce(begin);
+      if (S::kDraws && dealer_ && has_team && lane_ == 0) Deal();
     } else {
       TakeRegisters<S::kConsumer>();
       Consume();
@@ -114,6 +120,9 @@ class Attention {
   }
   __device__ __forceinline__ uint32_t QueryFull(int i) const { return base_ + S::kBarriers + 8 * (4 * S::kStages + i); }
   __device__ __forceinline__ uint32_t QueryEmpty(int i) const { return QueryFull(kQueries + i); }
+  __device__ __forceinline__ uint32_t NextFull() const { return QueryFull(2 * kQueries); }
+  __device__ __forceinline__ uint32_t NextEmpty() const { return QueryFull(2 * kQueries + 1); }
+  __device__ __forceinline__ WorkItem* Next() { return reinterpret_cast<WorkItem*>(shared_ + S::kNext); }
   __device__ __forceinline__ Entry* Entries() { return reinterpret_cast<Entry*>(shared_ + S::kEntries); }
   __device__ __forceinline__ Item* Items() { return reinterpret_cast<Item*>(shared_ + S::kItems); }
 
@@ -122,6 +131,7 @@ class Attention {
     Ring<S::kStages> stage;
     Ring<S::kSlots> slot;
     Ring<kQueries> query;
+    uint32_t next_phase = 0;
     bool queries_due = false;  // they come after the item's first tile
     int b = 0, g = 0, h = 0, row0 = 0;
     int part = -1;
@@ -142,6 +152,8 @@ class Attention {
   __device__ void Produce(const Begin& begin);
   __device__ __forceinline__ void BringQueries(Cursor* cursor);
   __device__ WorkItem ItemAt(int i, int rows) const;
+  __device__ void Deal();
+  __device__ __forceinline__ WorkItem TakeNext(Cursor* cursor);
 
   // What the mask says of a tile: tile -1 beyond an item's end.
   struct Asked {
@@ -151,8 +163,7 @@ class Attention {
   // Of the first 32 tiles this lane's.
   __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
 
-  __device__ __forceinline__ Asked Walk(const WorkItem& work, const WorkItem& following, Asked asked, Cursor* cursor,
-                                        bool ahead);
+  __device__ __forceinline__ Asked Walk(const WorkItem& next, bool ahead, Asked asked, WorkItem* work, Cursor* cursor);
 
   // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
   struct Told {
@@ -490,7 +501,7 @@ class Attention {
   const Sm90Params& p_;
   unsigned char* shared_;
   uint32_t base_, inner_, across_;
-  bool producer_;
+  bool producer_, dealer_;
   int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
   bool more_ = false;   // there are sinks, or somebody asks for the sums
@@ -539,7 +550,9 @@ constexpr int64_t kHalf = 74, kHalfBeside = 86;
 template <typename S, typename T>
 constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
   const TileCost cost = {
-      row, full, partial, S::kSplit, reread, S::kCuts, !S::kHalves ? 0 : S::kTeams == 1 ? kHalf : kHalfBeside};
+      row,         full,     partial,
+      S::kSplit,   reread,   S::kCuts,
+      !S::kHalves ? 0 : S::kTeams == 1 ? kHalf : kHalfBeside, S::kDraws, S::kTeams / S::kSplit};
   return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

@@ -85,17 +85,18 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   int i = begin.i, tile = begin.tile;
   const int end = begin.end;
   // The next item is asked for while this one is worked on.
-  WorkItem following = begin.first;
-  if (!planned && i < end) following = ItemAt(i, rows);
-  Asked asked = Ask(following, Own());
-  while (i < end) {
-    const WorkItem work = following;
+  WorkItem work = begin.first;
+  if (!planned && i < end) work = ItemAt(i, rows);
+  if (i >= end) work.item = kNoItem;
+  Asked asked = Ask(work, Own());
+  while (work.item != kNoItem) {
     if (S::kCuts || S::kHalves) cursor.part = PartOf(work);
     if constexpr (S::kHalves) {
       if (!planned && p_.halved != 0) cursor.part = i % 2;
     }
     i += planned ? 1 : p_.workers;
-    following = i < end ? ItemAt(i, rows) : WorkItem{};
+    WorkItem next{kNoItem, 0, 0, 0};
+    if (!S::kDraws && i < end) next = ItemAt(i, rows);
     const int bh = work.item / rows, row = work.item % rows;
     const int b = bh / p.H, h = bh % p.H;
     cursor.b = b;
@@ -105,7 +106,7 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
     cursor.queries_due = S::kQueriesLast;
     if (!S::kQueriesLast) BringQueries(&cursor);
     if (tile >= 0) BringAhead(tile, cursor);
-    asked = Walk(work, following, asked, &cursor, tile >= 0);
+    asked = Walk(next, tile >= 0, asked, &work, &cursor);
     tile = -1;
   }
   Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
@@ -113,6 +114,44 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
     Items()[cursor.query.at].row0 = -1;
     Arrive(QueryFull(cursor.query.at));
   }
+}
+
+// Says what comes next as soon as the producer has taken what came before: its plan's items, then what is drawn. One
+// lane for each team.
+template <typename S, typename T>
+__device__ void Attention<S, T>::Deal() {
+  const AttentionParams& p = p_.attention;
+  const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_, rows = Rows();
+  if (worker >= p_.workers) return;
+  const bool planned = p_.work != nullptr;
+  int i = worker, end = p.B * p.H * rows;
+  if constexpr (S::kHalves) end <<= p_.halved;
+  if (planned) i = p_.work_start[worker].begin, end = p_.work_start[worker].end;
+  WorkItem next;
+  for (uint32_t phase = 1; i < end; phase ^= 1) {
+    i += planned ? 1 : p_.workers;
+    Wait(NextEmpty(), phase);
+    int from = i;
+    if (i >= end && p_.drawn != nullptr) {
+      from = p_.drawn_begin + atomicAdd(p_.drawn, 1);
+      // The last to find that nothing is left leaves the count as it was before the run.
+      if (from == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
+      if (from < p_.drawn_end) i = end - 1;
+    }
+    next = {kNoItem, 0, 0, 0};
+    if (i < end) next = ItemAt(from, rows);
+    *Next() = next;
+    Arrive(NextFull());
+  }
+}
+
+template <typename S, typename T>
+__device__ __forceinline__ WorkItem Attention<S, T>::TakeNext(Cursor* cursor) {
+  Wait(NextFull(), cursor->next_phase);
+  cursor->next_phase ^= 1;
+  const WorkItem next = *Next();
+  Release(NextEmpty());
+  return next;
 }
 
 template <typename S, typename T>
@@ -173,17 +212,17 @@ __device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Ask(
 // the first 32; what is returned are the first 32 of the item that follows, asked for before this one's last tile has
 // room. ahead: the first tile is under way.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk(const WorkItem& work,
-                                                                                 const WorkItem& following, Asked asked,
-                                                                                 Cursor* cursor, bool ahead) {
+__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk(const WorkItem& next, bool ahead,
+                                                                                 Asked asked, WorkItem* work,
+                                                                                 Cursor* cursor) {
   Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
   uint32_t kept = 0;
   int i = S::kSplit > 1 ? team_ : 0, from = 0;
   for (bool found = true; found;) {
-    while (kept == 0 && i < work.end - work.begin) {
+    while (kept == 0 && i < work->end - work->begin) {
       own = Judge(cursor->b, asked);
       i += 32 * S::kSplit;
-      if (i < work.end - work.begin) asked = Ask(work, i + S::kSplit * lane_);
+      if (i < work->end - work->begin) asked = Ask(*work, i + S::kSplit * lane_);
       kept = __ballot_sync(~0u, own.tile >= 0);
     }
     found = kept != 0;
@@ -191,7 +230,8 @@ __device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk
     const int code = found ? __shfl_sync(~0u, own.code, from) : kEvery;
     if (!found) {
       held.flags |= kLast;
-      asked = Ask(following, Own());
+      *work = S::kDraws ? TakeNext(cursor) : next;
+      asked = Ask(*work, Own());
     }
     if (held.tile >= 0 || !found) {
       Publish(held, code, cursor, ahead);

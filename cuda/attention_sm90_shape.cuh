@@ -18,6 +18,7 @@ constexpr float kLowest = -3.4028234663852886e38f;
 constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
 
 constexpr int kMostKeys = 128;  // of a tile
+constexpr int32_t kNoItem = -1;
 
 // What is allowed of a tile: the index of its bits in the mask, or
 enum Code : int32_t {
@@ -69,6 +70,9 @@ struct Shape {
   static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
   // Whether an item may be one warpgroup's rows alone, which end sooner: the other one passes over all of its tiles.
   static constexpr bool kHalves = kPasses && kConsumers == 2;
+  // Whether a warp beside the producers says what comes next, which may be drawn at run time: four teams leave none, and
+  // teams that share items would have to agree.
+  static constexpr bool kDraws = kSplit == 1 && kTeams < 3;
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);
@@ -85,7 +89,8 @@ struct Shape {
   static constexpr int kSlots = kStages + 1;
   // What is small, with what its alignment may cost.
   static constexpr int kSmall = kStages * 4 * kWindow + kSlots * static_cast<int>(sizeof(Entry)) +
-                                kQueries * static_cast<int>(sizeof(Item)) + 8 * (4 * kStages + 2 * kQueries) + 8;
+                                kQueries * static_cast<int>(sizeof(Item)) + 16 +
+                                8 * (4 * kStages + 2 * kQueries + 2) + 8;
   static constexpr int TeamBytes(int output) { return (kOutput + output + kSmall + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output on its way to memory: in a place of its own where there is room, else where the item's queries were.
@@ -95,9 +100,10 @@ struct Shape {
   static constexpr int kWindows = kOutput + (kOwnOutput ? kQueryBytes : 0);
   static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
-  static constexpr int kBarriers = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 7) / 8 * 8;
+  static constexpr int kNext = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 15) / 16 * 16;  // a WorkItem
+  static constexpr int kBarriers = kNext + static_cast<int>(sizeof(WorkItem));
   static constexpr int kTeamBytes = TeamBytes(kOwnOutput ? kQueryBytes : 0);
-  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries) <= kTeamBytes, "a team's memory");
+  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + 2) <= kTeamBytes, "a team's memory");
   // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
   // parts that one team makes and another adds up.
   static constexpr int kParts = kTeams * kTeamBytes;

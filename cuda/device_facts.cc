@@ -12,6 +12,16 @@
 namespace stof {
 namespace cuda {
 
+namespace {
+
+// What the environment variable says; 0 without one.
+int Limit(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text == nullptr ? 0 : std::atoi(text);
+}
+
+}  // namespace
+
 Status Facts(DeviceFacts* facts) {
   constexpr int kDevices = 64;
   static std::mutex mutex;
@@ -30,10 +40,11 @@ Status Facts(DeviceFacts* facts) {
         ToStatus(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device), "device"));
     found.l2_bytes = l2;
     found.capability = 10 * major + minor;
-    // For tests of one kernel on a device that another serves better.
-    const char* text = std::getenv("STOF_CUDA_CAPABILITY");
-    const int most = text == nullptr ? 0 : std::atoi(text);
+    // For tests of one kernel on a device that another serves better, and of many rows a worker in small problems.
+    const int most = Limit("STOF_CUDA_CAPABILITY");
     if (most >= 80) found.capability = std::min(found.capability, most);
+    const int few = Limit("STOF_CUDA_MULTIPROCESSORS");
+    if (few > 0) found.multiprocessors = std::min(found.multiprocessors, few);
   }
   *facts = found;
   return Status();

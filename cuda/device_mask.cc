@@ -71,8 +71,8 @@ int64_t LongestRow(const BlockMask& mask) {
 
 // A plan is made for these costs: kernels of one tile differ in them.
 uint64_t HashOf(const TileCost& cost) {
-  uint64_t hash = cost.cuts ? 1 : 0;
-  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half}) {
+  uint64_t hash = (cost.cuts ? 1 : 0) + (cost.draws ? 2 : 0);
+  for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half, int64_t{cost.teams}}) {
     hash = MixHash(hash, static_cast<uint64_t>(x));
   }
   return hash;
@@ -174,6 +174,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
     work_ = reinterpret_cast<const WorkItem*>(base + work);
     work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
     workers_ = plan.workers();
+    drawn_begin_ = plan.begin.back(), drawn_end_ = static_cast<int32_t>(plan.items.size());
     cut_ = reinterpret_cast<const CutRow*>(base + cut);
     cut_rows_ = static_cast<int32_t>(plan.cut.size());
     parts_ = plan.parts();

@@ -62,6 +62,9 @@ class MaskEntry {
   const WorkItem* work() const { return work_; }
   const WorkStart* work_start() const { return work_start_; }
   int workers() const { return workers_; }
+  // Its items that workers draw.
+  int32_t drawn_begin() const { return drawn_begin_; }
+  int32_t drawn_end() const { return drawn_end_; }
   // Its rows in parts, and how many parts there are.
   const CutRow* cut() const { return cut_; }
   int32_t cut_rows() const { return cut_rows_; }
@@ -82,6 +85,7 @@ class MaskEntry {
   const WorkItem* work_ = nullptr;
   const WorkStart* work_start_ = nullptr;
   int workers_ = 0;
+  int32_t drawn_begin_ = 0, drawn_end_ = 0;
   const CutRow* cut_ = nullptr;
   int32_t cut_rows_ = 0;
   int64_t parts_ = 0;

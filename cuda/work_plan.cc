@@ -64,8 +64,10 @@ constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
 constexpr size_t kMostRefined = size_t{1} << 13;              // by halves and changes: more rows balance by chance
 constexpr int64_t kWorthHalving = 256;
-// Fewer rows than so many a worker stay as dealt: their order counts for more than their sum.
-constexpr size_t kEnough = 8;
+// Of fewer rows than so many a worker none are left to be drawn: each would be too long. Of fewer than the others they
+// stay as dealt: their order counts for more than their sum.
+constexpr size_t kEnough = 8, kFewest = 3;
+constexpr int64_t kDrawn = 8;  // one of so many nanoseconds of work
 // A plan is even when its busiest worker has one of so many nanoseconds more than the mean; the least busy ones that it
 // changes rows with, and how often, for each worker.
 constexpr int64_t kEven = 256;
@@ -101,10 +103,10 @@ int64_t TotalOf(const std::vector<Work>& works) {
 
 using Load = std::pair<int64_t, int>;  // of a worker
 
-// What a worker takes, in which section.
+// What a worker takes, in which section and as which of all.
 struct Taken {
   const Work* work;
-  size_t section;
+  size_t section, place;
 };
 
 // What two workers of these loads have at most when they have changed two of a section's rows for each other, the best
@@ -161,8 +163,38 @@ int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* 
   return loads.rbegin()->first;
 }
 
+// Multiprocessors get the busiest workers and the least busy ones together.
+void PairUp(int teams, std::vector<std::vector<Taken>>* taken) {
+  const size_t count = taken->size() / static_cast<size_t>(teams);
+  if (teams == 1 || taken->size() % static_cast<size_t>(teams) != 0) return;
+  std::vector<Load> loads;
+  for (size_t w = 0; w < taken->size(); ++w) {
+    int64_t load = 0;
+    for (const Taken& one : (*taken)[w]) load += one.work->cost;
+    loads.emplace_back(load, static_cast<int>(w));
+  }
+  std::sort(loads.begin(), loads.end(), std::greater<Load>());
+  std::vector<std::vector<Taken>> paired(taken->size());
+  for (size_t i = 0; i < loads.size(); ++i) {
+    const size_t round = i / count, at = round % 2 == 0 ? i % count : count - 1 - i % count;
+    paired[at * static_cast<size_t>(teams) + round] = std::move((*taken)[static_cast<size_t>(loads[i].second)]);
+  }
+  *taken = std::move(paired);
+}
+
+// From which place on rows are left to be drawn: a kDrawn-th of the work, but not what workers begin with.
+size_t DrawnFrom(const std::vector<const Work*>& dealt, int64_t total, int workers) {
+  size_t from = dealt.size();
+  for (int64_t left = total / kDrawn; from > static_cast<size_t>(workers); --from) {
+    left -= dealt[from - 1]->cost;
+    if (left < 0) break;
+  }
+  return from;
+}
+
 // works: in the order of their heads; section: heads at a time, give or take one.
-WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, bool even) {
+WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, const TileCost& cost,
+                      bool finish) {
   const int64_t total = TotalOf(works), share = total / workers;
   const int64_t sections = (heads + section - 1) / section;
   const auto section_of = [&](int64_t head) { return (sections * (head + 1) - 1) / heads; };
@@ -188,6 +220,7 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
   for (int w = 0; w < workers; ++w) least.emplace(0, w);
   std::vector<std::vector<Taken>> taken(static_cast<size_t>(workers));
+  std::vector<const Work*> dealt;
   WorkPlan plan;
   for (size_t at = 0; at < places.size(); ++at) {
     std::vector<const Work*>& place = places[at];
@@ -197,15 +230,26 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
       least.pop();
       least.emplace(load + work->cost, worker);
       plan.longest = std::max(plan.longest, load + work->cost);
-      taken[static_cast<size_t>(worker)].push_back({work, at});
+      taken[static_cast<size_t>(worker)].push_back({work, at, dealt.size()});
+      dealt.push_back(work);
     }
   }
-  if (even) plan.longest = EvenOut(total / workers, plan.longest, &taken);
+  const size_t enough = works.size() / static_cast<size_t>(workers);
+  size_t drawn_from = dealt.size();
+  if (finish && cost.draws && enough >= kEnough) {
+    drawn_from = DrawnFrom(dealt, total, workers);
+  } else if (finish && enough >= kFewest && works.size() <= kMostRefined) {
+    plan.longest = EvenOut(total / workers, plan.longest, &taken);
+  }
+  if (finish) PairUp(cost.teams, &taken);
   plan.begin.push_back(0);
   for (const std::vector<Taken>& own : taken) {
-    for (const Taken& one : own) plan.items.push_back(one.work->item);
+    for (const Taken& one : own) {
+      if (one.place < drawn_from) plan.items.push_back(one.work->item);
+    }
     plan.begin.push_back(static_cast<int32_t>(plan.items.size()));
   }
+  for (size_t i = drawn_from; i < dealt.size(); ++i) plan.items.push_back(dealt[i]->item);
   return plan;
 }
 
@@ -228,12 +272,12 @@ std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
 // hardly later than others.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, bool even,
-              int64_t* taken = nullptr) {
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, const TileCost& cost,
+              bool finish, int64_t* taken = nullptr) {
   WorkPlan best;
   int64_t earliest = std::numeric_limits<int64_t>::max();
   for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
-    WorkPlan plan = DealSections(works, heads, workers, size, even);
+    WorkPlan plan = DealSections(works, heads, workers, size, cost, finish);
     earliest = std::min(earliest, plan.longest);
     if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
     best = std::move(plan);
@@ -277,7 +321,7 @@ std::vector<Work> WithHalves(const std::vector<Work>& works, const std::vector<s
 // whose heads' keys and values are in the L2 cache then, the smallest, which lose least, or, of few rows, the largest.
 // How many of them come out best depends on luck.
 WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& walk, int64_t heads, int workers,
-                   int64_t section, const TileCost& cost, bool even) {
+                   int64_t section, const TileCost& cost, bool finish) {
   const int64_t mean = TotalOf(works) / workers;
   if (works.size() > kMostRefined || plan.longest - mean <= mean / kHardly) return plan;
   std::vector<size_t> order(works.size());
@@ -290,7 +334,7 @@ WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& wa
     if (count == 0 || count > works.size()) return;
     const std::vector<Work> halves = WithHalves(works, order, count, walk, cost);
     const auto most = static_cast<int>(std::min(halves.size(), static_cast<size_t>(workers)));
-    WorkPlan other = DealSections(halves, heads, most, section, even);
+    WorkPlan other = DealSections(halves, heads, most, section, cost, finish);
     if (other.longest < plan.longest - plan.longest / kWorthHalving) plan = std::move(other);
   };
   const size_t eighth = std::max<size_t>(1, static_cast<size_t>(workers) / 8);
@@ -391,7 +435,7 @@ Walk WalkOf(const BlockMask& mask) {
 }
 
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost, bool even) {
+                  const TileCost& cost, bool finish) {
   const int groups = std::max(1, mask.m / 64);
   std::vector<Work> works;
   for (int64_t bh = 0; bh < B * H; ++bh) {
@@ -406,17 +450,16 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   const auto most = [workers](const std::vector<Work>& some) {
     return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
-  even = even && works.size() >= kEnough * static_cast<size_t>(workers) && works.size() <= kMostRefined;
   int64_t taken = section;
-  WorkPlan plan = Deal(works, B * H, most(works), section, even, &taken);
-  if (cost.half > 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, even);
+  WorkPlan plan = Deal(works, B * H, most(works), section, cost, finish, &taken);
+  if (cost.half > 0 && plan.drawn() == 0) plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, finish);
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);
     if (cut.empty()) continue;
-    WorkPlan other = Deal(pieces, B * H, most(pieces), section, even);
+    WorkPlan other = Deal(pieces, B * H, most(pieces), section, cost, finish);
     other.cut = std::move(cut);
     other.longest += kJoin + kJoinPart * other.parts();
     if (other.longest < plan.longest) plan = std::move(other);

@@ -17,11 +17,13 @@ namespace cuda {
 // nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
 // where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
 // half: what one of a row's two groups of 64 queries takes alone, in percent of a row with its tiles; 0: workers take
-// both.
+// both. draws: workers can draw rows at run time. teams: workers that share a multiprocessor.
 struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
   bool cuts = false;
   int64_t half = 0;
+  bool draws = false;
+  int teams = 1;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
@@ -75,10 +77,12 @@ struct alignas(64) WorkStart {
 
 struct WorkPlan {
   std::vector<int32_t> begin;  // [workers + 1]: worker w has items [begin[w], begin[w + 1])
-  std::vector<WorkItem> items;
+  std::vector<WorkItem> items;  // behind those of all workers, the ones that are nobody's
   std::vector<CutRow> cut;
   int64_t longest = 0;  // nanoseconds of the worker that has most to do, and of what joins parts
   int workers() const { return static_cast<int>(begin.size()) - 1; }
+  // Items that workers draw at run time, in this order, when they are done with their own.
+  int64_t drawn() const { return static_cast<int64_t>(items.size()) - begin.back(); }
   int64_t parts() const { return cut.empty() ? 0 : cut.back().first + cut.back().count; }
 };
 // Parts of a plan at most, each of so many entries at least: what memory has to be there for them follows.
@@ -101,11 +105,12 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 // L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
 // than their head's; loads are carried on. Where that comes out uneven, as many equal rows do, some are halved, if the
 // kernel can. workers and section are at least 1, B * H * rows fits an int32.
-// even: of eight rows a worker and more (up to 8192) workers then change some of a section with each other, which
-// brings the busiest from 1 to 2 % above the mean, as random masks have it, to below 1. Predictions do without:
-// kernels' costs were measured on plans as dealt.
+// finish: for a run and not for a prediction (kernels' costs were measured on plans as dealt). Of eight rows a worker and
+// more, those that come last, an eighth of the time, are left to be drawn, for multiprocessors differ by some percent in
+// speed. Where the kernel cannot, or of fewer rows, workers change some of a section with each other until the busiest
+// has hardly more than the mean, and those of a multiprocessor together have as much as those of another.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost, bool even = false);
+                  const TileCost& cost, bool finish = false);
 
 // Nanoseconds that no such plan's busiest worker has less of: found without dealing anything out.
 int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost);
