@@ -88,10 +88,7 @@ class Attention {
         InitBarrier(QueryFull(i), 1);
         InitBarrier(QueryEmpty(i), kArrivals);
       }
-      if (S::kDraws) {
-        InitBarrier(NextFull(), 1);
-        InitBarrier(NextEmpty(), kEveryLaneArrives ? 32 : 1);
-      }
+      if (S::kDraws) InitBarrier(NextFull(), 1);
       FenceBarrierInit();
     }
     // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
@@ -105,7 +102,7 @@ class Attention {
     if (producer_) {
       GiveRegisters<S::kProducer>();
       if (produces) Produce(begin);
-      if (S::kDraws && dealer_ && has_team && lane_ == 0) Deal();
+      if (S::kDraws && dealer_ && has_team) Deal();
     } else {
       TakeRegisters<S::kConsumer>();
       Consume();
@@ -121,7 +118,6 @@ class Attention {
   __device__ __forceinline__ uint32_t QueryFull(int i) const { return base_ + S::kBarriers + 8 * (4 * S::kStages + i); }
   __device__ __forceinline__ uint32_t QueryEmpty(int i) const { return QueryFull(kQueries + i); }
   __device__ __forceinline__ uint32_t NextFull() const { return QueryFull(2 * kQueries); }
-  __device__ __forceinline__ uint32_t NextEmpty() const { return QueryFull(2 * kQueries + 1); }
   __device__ __forceinline__ WorkItem* Next() { return reinterpret_cast<WorkItem*>(shared_ + S::kNext); }
   __device__ __forceinline__ Entry* Entries() { return reinterpret_cast<Entry*>(shared_ + S::kEntries); }
   __device__ __forceinline__ Item* Items() { return reinterpret_cast<Item*>(shared_ + S::kItems); }
@@ -185,6 +181,9 @@ class Attention {
   static constexpr int kChains = 4;
   // Of a warpgroup alone: behind those of the turns.
   static constexpr int kOwnBarrier = 1 + S::kTeams * S::kConsumers;
+  // Of a producer and the warp that says what comes next.
+  static constexpr int kWantedBarrier = kOwnBarrier + S::kTeams * S::kConsumers;
+  static_assert(!S::kDraws || kWantedBarrier + S::kTeams <= 16, "named barriers");
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;

@@ -27,8 +27,8 @@ struct Sm90Params {
   // cost within `section` heads.
   const WorkItem* work = nullptr;
   const WorkStart* work_start = nullptr;
-  // Items [drawn_begin, drawn_end) of `work` are nobody's: workers draw them one by one. drawn: how often that was, 0
-  // before and after a run; nullptr: there are none.
+  // Items [drawn_begin, drawn_end), of `work` or without it, are nobody's: workers draw them one by one. drawn: how often
+  // that was, 0 before and after a run; nullptr: there are none.
   int32_t* drawn = nullptr;
   int32_t drawn_begin = 0, drawn_end = 0;
   int32_t section = 1;

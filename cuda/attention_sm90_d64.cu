@@ -7,7 +7,7 @@ namespace cuda {
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
     sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3510, 950, 1030),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2>, T>(3627, 1006, 1080),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2, 1, Extras::kNone, true>, T>(3627, 1006, 1080),
     sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2171, 1035, 1154),
     sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1654, 1275, 1565),
     sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1675, 1290, 1402),

@@ -116,8 +116,9 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   }
 }
 
-// Says what comes next as soon as the producer has taken what came before: its plan's items, then what is drawn. One
-// lane for each team.
+// Says what comes next when the producer wants to know, some tiles ahead: its plan's items, then what is drawn, late, for
+// it may be a row that another worker would begin before. In a named barrier a warp waits without instructions, which
+// would be others'.
 template <typename S, typename T>
 __device__ void Attention<S, T>::Deal() {
   const AttentionParams& p = p_.attention;
@@ -127,21 +128,26 @@ __device__ void Attention<S, T>::Deal() {
   int i = worker, end = p.B * p.H * rows;
   if constexpr (S::kHalves) end <<= p_.halved;
   if (planned) i = p_.work_start[worker].begin, end = p_.work_start[worker].end;
-  WorkItem next;
-  for (uint32_t phase = 1; i < end; phase ^= 1) {
-    i += planned ? 1 : p_.workers;
-    Wait(NextEmpty(), phase);
-    int from = i;
-    if (i >= end && p_.drawn != nullptr) {
-      from = p_.drawn_begin + atomicAdd(p_.drawn, 1);
-      // The last to find that nothing is left leaves the count as it was before the run.
-      if (from == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
-      if (from < p_.drawn_end) i = end - 1;
-    }
+  if (!planned && p_.drawn != nullptr) end = p_.drawn_begin;
+  WorkItem next{0, 0, 0, 0};
+  if (i >= end) next.item = kNoItem;
+  while (next.item != kNoItem) {
     next = {kNoItem, 0, 0, 0};
-    if (i < end) next = ItemAt(from, rows);
-    *Next() = next;
-    Arrive(NextFull());
+    if (i < end) i += planned ? 1 : p_.workers;
+    if (i < end) next = ItemAt(i, rows);
+    SyncNamed(kWantedBarrier + team_, 2 * 32);
+    if (i >= end && p_.drawn != nullptr) {
+      int at = 0;
+      if (lane_ == 0) at = p_.drawn_begin + atomicAdd(p_.drawn, 1);
+      at = __shfl_sync(~0u, at, 0);
+      if (at < p_.drawn_end) next = ItemAt(at, rows);
+      // The last to find that nothing is left leaves the count as it was before the run.
+      if (lane_ == 0 && at == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
+    }
+    if (lane_ == 0) {
+      *Next() = next;
+      Arrive(NextFull());
+    }
   }
 }
 
@@ -149,9 +155,7 @@ template <typename S, typename T>
 __device__ __forceinline__ WorkItem Attention<S, T>::TakeNext(Cursor* cursor) {
   Wait(NextFull(), cursor->next_phase);
   cursor->next_phase ^= 1;
-  const WorkItem next = *Next();
-  Release(NextEmpty());
-  return next;
+  return *Next();
 }
 
 template <typename S, typename T>
@@ -218,12 +222,19 @@ __device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk
   Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
   uint32_t kept = 0;
   int i = S::kSplit > 1 ? team_ : 0, from = 0;
+  bool asked_next = false;
   for (bool found = true; found;) {
     while (kept == 0 && i < work->end - work->begin) {
       own = Judge(cursor->b, asked);
       i += 32 * S::kSplit;
       if (i < work->end - work->begin) asked = Ask(*work, i + S::kSplit * lane_);
       kept = __ballot_sync(~0u, own.tile >= 0);
+    }
+    if constexpr (S::kDraws) {
+      if (!asked_next && __popc(kept) + max(0, work->end - work->begin - i) <= S::kAskAhead) {
+        ArriveNamed(kWantedBarrier + team_, 2 * 32);
+        asked_next = true;
+      }
     }
     found = kept != 0;
     from = __ffs(static_cast<int>(kept)) - 1;

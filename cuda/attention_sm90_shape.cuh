@@ -73,6 +73,9 @@ struct Shape {
   // Whether a warp beside the producers says what comes next, which may be drawn at run time: four teams leave none, and
   // teams that share items would have to agree.
   static constexpr bool kDraws = kSplit == 1 && kTeams < 3;
+  // It is asked when an item has so many tiles left: two microseconds are enough for an answer, and who asks earlier draws
+  // rows that others would begin before.
+  static constexpr int kAskAhead = kN >= 128 ? 2 : 3;
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);
@@ -90,7 +93,7 @@ struct Shape {
   // What is small, with what its alignment may cost.
   static constexpr int kSmall = kStages * 4 * kWindow + kSlots * static_cast<int>(sizeof(Entry)) +
                                 kQueries * static_cast<int>(sizeof(Item)) + 16 +
-                                8 * (4 * kStages + 2 * kQueries + 2) + 8;
+                                8 * (4 * kStages + 2 * kQueries + 1) + 8;
   static constexpr int TeamBytes(int output) { return (kOutput + output + kSmall + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output on its way to memory: in a place of its own where there is room, else where the item's queries were.
@@ -103,7 +106,7 @@ struct Shape {
   static constexpr int kNext = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 15) / 16 * 16;  // a WorkItem
   static constexpr int kBarriers = kNext + static_cast<int>(sizeof(WorkItem));
   static constexpr int kTeamBytes = TeamBytes(kOwnOutput ? kQueryBytes : 0);
-  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + 2) <= kTeamBytes, "a team's memory");
+  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + 1) <= kTeamBytes, "a team's memory");
   // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
   // parts that one team makes and another adds up.
   static constexpr int kParts = kTeams * kTeamBytes;

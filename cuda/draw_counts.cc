@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cuda/device_mask.h"
+#include "cuda/recording.h"
 #include "cuda/stream_memory.h"
 
 namespace stof {
@@ -45,6 +46,8 @@ Status CountOfStream(cudaStream_t stream, int32_t** count) {
 }  // namespace
 
 Status DrawCount(cudaStream_t stream, Keeper* keeper, int32_t** count) {
+  *count = nullptr;
+  if (IsOnlyLoading()) return Status();
   if (!Captured(stream)) return CountOfStream(stream, count);
   STOF_RETURN_IF_ERROR(MakeCount(count));
   if (keeper == nullptr) return Status();
