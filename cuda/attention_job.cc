@@ -11,7 +11,6 @@
 #include "cuda/attention_decode.h"
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_rows.h"
-#include "cuda/draw_counts.h"
 
 namespace stof {
 namespace cuda {
@@ -107,13 +106,7 @@ Status AttentionJob::Run() {
   params.cold = IsCold(bytes, facts_.l2_bytes) ? 1 : 0;
   std::shared_ptr<const MaskEntry> entry;
   STOF_RETURN_IF_ERROR(GetMask(form, &params.attention, &entry));
-  if (entry != nullptr && entry->work() != nullptr) {
-    STOF_RETURN_IF_ERROR(TakePlan(*kernel, *entry, &params));
-  } else if (form.cost.draws && count > params.workers) {
-    // What nobody begins with is drawn, in its order.
-    params.drawn_begin = params.workers, params.drawn_end = static_cast<int32_t>(count);
-    STOF_RETURN_IF_ERROR(DrawCount(stream_, context_.keeper, &params.drawn));
-  }
+  if (entry != nullptr && entry->work() != nullptr) STOF_RETURN_IF_ERROR(TakePlan(*kernel, *entry, &params));
   // Rows without a key that take all keys are left to a second kernel.
   const bool unknown = params.attention.has_mask != 0 && entry == nullptr;
   const bool second = all_keys_ && (pad_ != nullptr || args_.bias != nullptr || args_.relative_bias != nullptr ||

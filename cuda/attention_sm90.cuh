@@ -57,8 +57,7 @@ class Attention {
     const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
     const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
     producer_ = warpgroup == 0;
-    dealer_ = S::kDraws && producer_ && warp >= S::kTeams;
-    team_ = dealer_ ? warp - S::kTeams : producer_ ? warp : (warpgroup - 1) / S::kConsumers;
+    team_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
     wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
     lane_ = static_cast<int>(threadIdx.x) % 32;
     row_ = 64 * wg_ + 16 * warp + lane_ / 4;
@@ -72,8 +71,7 @@ class Attention {
   __device__ void Run() {
     LetNextStart();
     const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
-    const bool produces = producer_ && has_team && !dealer_;
-    if (produces && lane_ == 0) {
+    if (producer_ && has_team && lane_ == 0) {
       PrefetchMap(&p_.query);
       PrefetchMap(&p_.key);
       PrefetchMap(&p_.value);
@@ -94,6 +92,7 @@ class Attention {
     // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
     // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
     // than the L2 cache.
+    const bool produces = producer_ && has_team;
     Begin begin;
     if (produces) begin = ReadBegin();
     __syncthreads();
@@ -101,8 +100,10 @@ class Attention {
     WaitForPrevious();
     if (producer_) {
       GiveRegisters<S::kProducer>();
-      if (produces) Produce(begin);
-      if (S::kDraws && dealer_ && has_team) Deal();
+      if (has_team) Produce(begin);
+      if constexpr (S::kDraws) {
+        if (!has_team && team_ < 2 * S::kTeams) Deal();
+      }
     } else {
       TakeRegisters<S::kConsumer>();
       Consume();
@@ -149,6 +150,7 @@ class Attention {
   __device__ __forceinline__ void BringQueries(Cursor* cursor);
   __device__ WorkItem ItemAt(int i, int rows) const;
   __device__ void Deal();
+  __device__ __forceinline__ WorkItem Draw() const;
   __device__ __forceinline__ WorkItem TakeNext(Cursor* cursor);
 
   // What the mask says of a tile: tile -1 beyond an item's end.
@@ -159,7 +161,8 @@ class Attention {
   // Of the first 32 tiles this lane's.
   __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
 
-  __device__ __forceinline__ Asked Walk(const WorkItem& next, bool ahead, Asked asked, WorkItem* work, Cursor* cursor);
+  __device__ __forceinline__ Asked Walk(const WorkItem& work, WorkItem* following, Asked asked, Cursor* cursor,
+                                        bool ahead);
 
   // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
   struct Told {
@@ -181,9 +184,9 @@ class Attention {
   static constexpr int kChains = 4;
   // Of a warpgroup alone: behind those of the turns.
   static constexpr int kOwnBarrier = 1 + S::kTeams * S::kConsumers;
-  // Of a producer and the warp that says what comes next.
-  static constexpr int kWantedBarrier = kOwnBarrier + S::kTeams * S::kConsumers;
-  static_assert(!S::kDraws || kWantedBarrier + S::kTeams <= 16, "named barriers");
+  // Of a producer and the warp that says what comes next: that this was taken.
+  static constexpr int kTakenBarrier = kOwnBarrier + S::kTeams * S::kConsumers;
+  static_assert(!S::kDraws || kTakenBarrier + S::kTeams <= 16, "named barriers");
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
@@ -500,7 +503,7 @@ class Attention {
   const Sm90Params& p_;
   unsigned char* shared_;
   uint32_t base_, inner_, across_;
-  bool producer_, dealer_;
+  bool producer_;
   int team_, wg_, lane_, row_;
   float scale_ = 1.0f;
   bool more_ = false;   // there are sinks, or somebody asks for the sums
@@ -548,10 +551,17 @@ constexpr int64_t kHalf = 74, kHalfBeside = 86;
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
 constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
-  const TileCost cost = {
-      row,         full,     partial,
-      S::kSplit,   reread,   S::kCuts,
-      !S::kHalves ? 0 : S::kTeams == 1 ? kHalf : kHalfBeside, S::kDraws, S::kTeams / S::kSplit};
+  const TileCost cost = {row,
+                         full,
+                         partial,
+                         S::kSplit,
+                         reread,
+                         S::kCuts,
+                         !S::kHalves      ? 0
+                         : S::kTeams == 1 ? kHalf
+                                          : kHalfBeside,
+                         S::kDraws,
+                         S::kTeams / S::kSplit};
   return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

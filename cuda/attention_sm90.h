@@ -27,10 +27,6 @@ struct Sm90Params {
   // cost within `section` heads.
   const WorkItem* work = nullptr;
   const WorkStart* work_start = nullptr;
-  // Items [drawn_begin, drawn_end), of `work` or without it, are nobody's: workers draw them one by one. drawn: how often
-  // that was, 0 before and after a run; nullptr: there are none.
-  int32_t* drawn = nullptr;
-  int32_t drawn_begin = 0, drawn_end = 0;
   int32_t section = 1;
   int32_t halved = 0;  // 1 without a plan: of a kernel that can, every item is one of a row's two groups of 64 queries
   int32_t cold = 0;    // 1: so large that a kernel finds little in the L2 cache of what it reads first
@@ -41,6 +37,10 @@ struct Sm90Params {
   float* parts = nullptr;
   float2* part_sums = nullptr;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
+  // Items [drawn_begin, drawn_end) of `work` are nobody's: workers draw them one by one. drawn: how often that was, 0
+  // before and after a run; nullptr: there are none.
+  int32_t* drawn = nullptr;
+  int32_t drawn_begin = 0, drawn_end = 0;
 };
 
 // What a kernel takes beyond the mask: softcap, a bias by distance and scales that are not positive, or these and a

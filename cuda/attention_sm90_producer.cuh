@@ -85,18 +85,18 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   int i = begin.i, tile = begin.tile;
   const int end = begin.end;
   // The next item is asked for while this one is worked on.
-  WorkItem work = begin.first;
-  if (!planned && i < end) work = ItemAt(i, rows);
-  if (i >= end) work.item = kNoItem;
-  Asked asked = Ask(work, Own());
-  while (work.item != kNoItem) {
+  WorkItem following = begin.first;
+  if (!planned && i < end) following = ItemAt(i, rows);
+  Asked asked = Ask(following, Own());
+  for (bool more = i < end; more;) {
+    const WorkItem work = following;
     if (S::kCuts || S::kHalves) cursor.part = PartOf(work);
     if constexpr (S::kHalves) {
       if (!planned && p_.halved != 0) cursor.part = i % 2;
     }
     i += planned ? 1 : p_.workers;
-    WorkItem next{kNoItem, 0, 0, 0};
-    if (!S::kDraws && i < end) next = ItemAt(i, rows);
+    more = i < end;
+    if constexpr (!S::kDraws) following = more ? ItemAt(i, rows) : WorkItem{};
     const int bh = work.item / rows, row = work.item % rows;
     const int b = bh / p.H, h = bh % p.H;
     cursor.b = b;
@@ -106,7 +106,8 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
     cursor.queries_due = S::kQueriesLast;
     if (!S::kQueriesLast) BringQueries(&cursor);
     if (tile >= 0) BringAhead(tile, cursor);
-    asked = Walk(next, tile >= 0, asked, &work, &cursor);
+    asked = Walk(work, &following, asked, &cursor, tile >= 0);
+    if constexpr (S::kDraws) more = following.item != kNoItem;
     tile = -1;
   }
   Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
@@ -116,11 +117,12 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   }
 }
 
-// Says what comes next when the producer wants to know, some tiles ahead: its plan's items, then what is drawn, late, for
-// it may be a row that another worker would begin before. In a named barrier a warp waits without instructions, which
-// would be others'.
+// A warp beside the producers': says what comes next, its team's own items and then what it draws, while the producer
+// is still at the item before, for an answer takes two microseconds. In a named barrier it waits without instructions,
+// which would be others'.
 template <typename S, typename T>
 __device__ void Attention<S, T>::Deal() {
+  team_ -= S::kTeams, shared_ -= S::kTeams * S::kTeamBytes, base_ -= S::kTeams * S::kTeamBytes;
   const AttentionParams& p = p_.attention;
   const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_, rows = Rows();
   if (worker >= p_.workers) return;
@@ -128,34 +130,42 @@ __device__ void Attention<S, T>::Deal() {
   int i = worker, end = p.B * p.H * rows;
   if constexpr (S::kHalves) end <<= p_.halved;
   if (planned) i = p_.work_start[worker].begin, end = p_.work_start[worker].end;
-  if (!planned && p_.drawn != nullptr) end = p_.drawn_begin;
-  WorkItem next{0, 0, 0, 0};
-  if (i >= end) next.item = kNoItem;
-  while (next.item != kNoItem) {
+  if (i >= end) return;
+  WorkItem next;
+  do {
+    i += planned ? 1 : p_.workers;
     next = {kNoItem, 0, 0, 0};
-    if (i < end) i += planned ? 1 : p_.workers;
-    if (i < end) next = ItemAt(i, rows);
-    SyncNamed(kWantedBarrier + team_, 2 * 32);
-    if (i >= end && p_.drawn != nullptr) {
-      int at = 0;
-      if (lane_ == 0) at = p_.drawn_begin + atomicAdd(p_.drawn, 1);
-      at = __shfl_sync(~0u, at, 0);
-      if (at < p_.drawn_end) next = ItemAt(at, rows);
-      // The last to find that nothing is left leaves the count as it was before the run.
-      if (lane_ == 0 && at == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
+    if (i < end) {
+      next = ItemAt(i, rows);
+    } else if (p_.drawn != nullptr) {
+      next = Draw();
     }
     if (lane_ == 0) {
       *Next() = next;
       Arrive(NextFull());
     }
-  }
+    SyncNamed(kTakenBarrier + team_, 2 * 32);
+  } while (next.item != kNoItem);
+}
+
+template <typename S, typename T>
+__device__ __forceinline__ WorkItem Attention<S, T>::Draw() const {
+  int at = 0;
+  if (lane_ == 0) at = p_.drawn_begin + atomicAdd(p_.drawn, 1);
+  at = __shfl_sync(~0u, at, 0);
+  if (at < p_.drawn_end) return p_.work[at];
+  // The last to find that nothing is left leaves the count as it was before the run.
+  if (lane_ == 0 && at == p_.drawn_end + p_.workers - 1) *p_.drawn = 0;
+  return {kNoItem, 0, 0, 0};
 }
 
 template <typename S, typename T>
 __device__ __forceinline__ WorkItem Attention<S, T>::TakeNext(Cursor* cursor) {
   Wait(NextFull(), cursor->next_phase);
   cursor->next_phase ^= 1;
-  return *Next();
+  const WorkItem next = *Next();
+  ArriveNamed(kTakenBarrier + team_, 2 * 32);
+  return next;
 }
 
 template <typename S, typename T>
@@ -216,33 +226,26 @@ __device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Ask(
 // the first 32; what is returned are the first 32 of the item that follows, asked for before this one's last tile has
 // room. ahead: the first tile is under way.
 template <typename S, typename T>
-__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk(const WorkItem& next, bool ahead,
-                                                                                 Asked asked, WorkItem* work,
-                                                                                 Cursor* cursor) {
+__device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk(const WorkItem& work,
+                                                                                 WorkItem* following, Asked asked,
+                                                                                 Cursor* cursor, bool ahead) {
   Told own{-1, kEvery, 0}, held{-1, kNothing, 0};
   uint32_t kept = 0;
   int i = S::kSplit > 1 ? team_ : 0, from = 0;
-  bool asked_next = false;
   for (bool found = true; found;) {
-    while (kept == 0 && i < work->end - work->begin) {
+    while (kept == 0 && i < work.end - work.begin) {
       own = Judge(cursor->b, asked);
       i += 32 * S::kSplit;
-      if (i < work->end - work->begin) asked = Ask(*work, i + S::kSplit * lane_);
+      if (i < work.end - work.begin) asked = Ask(work, i + S::kSplit * lane_);
       kept = __ballot_sync(~0u, own.tile >= 0);
-    }
-    if constexpr (S::kDraws) {
-      if (!asked_next && __popc(kept) + max(0, work->end - work->begin - i) <= S::kAskAhead) {
-        ArriveNamed(kWantedBarrier + team_, 2 * 32);
-        asked_next = true;
-      }
     }
     found = kept != 0;
     from = __ffs(static_cast<int>(kept)) - 1;
     const int code = found ? __shfl_sync(~0u, own.code, from) : kEvery;
     if (!found) {
       held.flags |= kLast;
-      *work = S::kDraws ? TakeNext(cursor) : next;
-      asked = Ask(*work, Own());
+      if constexpr (S::kDraws) *following = TakeNext(cursor);
+      asked = Ask(*following, Own());
     }
     if (held.tile >= 0 || !found) {
       Publish(held, code, cursor, ahead);

@@ -51,7 +51,7 @@ struct Item {
 // consumers each, which share nothing but the multiprocessor: one's start and end are covered by the other. With kSplit
 // teams to an item they share it, too: team t takes its tiles t, t + kSplit and so on.
 template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueries_, int kTeams_, int kSplit_ = 1,
-          Extras kExtras_ = Extras::kNone, bool kTurnAtEnds_ = false>
+          Extras kExtras_ = Extras::kNone, bool kTurnAtEnds_ = false, bool kDraws_ = false>
 struct Shape {
   // The turn also passes for an item's first scores and last product.
   static constexpr bool kTurnAtEnds = kTurnAtEnds_;
@@ -70,12 +70,9 @@ struct Shape {
   static constexpr bool kCuts = kConsumers == 1 && kSplit == 1 && !kExtras;
   // Whether an item may be one warpgroup's rows alone, which end sooner: the other one passes over all of its tiles.
   static constexpr bool kHalves = kPasses && kConsumers == 2;
-  // Whether a warp beside the producers says what comes next, which may be drawn at run time: four teams leave none, and
-  // teams that share items would have to agree.
-  static constexpr bool kDraws = kSplit == 1 && kTeams < 3;
-  // It is asked when an item has so many tiles left: two microseconds are enough for an answer, and who asks earlier draws
-  // rows that others would begin before.
-  static constexpr int kAskAhead = kN >= 128 ? 2 : 3;
+  // Whether a warp beside the producer says what comes next, which may be drawn at run time.
+  static constexpr bool kDraws = kDraws_;
+  static_assert(!kDraws || (kSplit == 1 && kTeams <= 2), "a warp for each team, whose items are its own");
   static constexpr int kThreads = kWarpgroup * (1 + kTeams * kConsumers);
   static constexpr int kWords = kN / 32;  // of padding, a tile
   static constexpr int kOwnWords = FragmentWords(kN);
@@ -92,8 +89,8 @@ struct Shape {
   static constexpr int kSlots = kStages + 1;
   // What is small, with what its alignment may cost.
   static constexpr int kSmall = kStages * 4 * kWindow + kSlots * static_cast<int>(sizeof(Entry)) +
-                                kQueries * static_cast<int>(sizeof(Item)) + 16 +
-                                8 * (4 * kStages + 2 * kQueries + 1) + 8;
+                                kQueries * static_cast<int>(sizeof(Item)) + 8 * (4 * kStages + 2 * kQueries) + 8 +
+                                (kDraws ? 40 : 0);
   static constexpr int TeamBytes(int output) { return (kOutput + output + kSmall + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output on its way to memory: in a place of its own where there is room, else where the item's queries were.
@@ -103,10 +100,11 @@ struct Shape {
   static constexpr int kWindows = kOutput + (kOwnOutput ? kQueryBytes : 0);
   static constexpr int kEntries = kWindows + kStages * 4 * kWindow;
   static constexpr int kItems = kEntries + kSlots * static_cast<int>(sizeof(Entry));
-  static constexpr int kNext = (kItems + kQueries * static_cast<int>(sizeof(Item)) + 15) / 16 * 16;  // a WorkItem
-  static constexpr int kBarriers = kNext + static_cast<int>(sizeof(WorkItem));
+  static constexpr int kBehindItems = kItems + kQueries * static_cast<int>(sizeof(Item));
+  static constexpr int kNext = (kBehindItems + 15) / 16 * 16;  // with kDraws: a WorkItem
+  static constexpr int kBarriers = kDraws ? kNext + static_cast<int>(sizeof(WorkItem)) : (kBehindItems + 7) / 8 * 8;
   static constexpr int kTeamBytes = TeamBytes(kOwnOutput ? kQueryBytes : 0);
-  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + 1) <= kTeamBytes, "a team's memory");
+  static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueries + (kDraws ? 1 : 0)) <= kTeamBytes, "a team's memory");
   // Behind the teams, where they share items: a maximum and a sum for every row of every team, and of every output the
   // parts that one team makes and another adds up.
   static constexpr int kParts = kTeams * kTeamBytes;

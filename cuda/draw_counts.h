@@ -13,9 +13,9 @@
 namespace stof {
 namespace cuda {
 
-// A count in memory of the current device that is 0 whenever no kernel uses it: each kernel leaves it so. Kernels of one
-// stream follow each other and share one. A captured launch gets one of its own, for its graph may run on any stream:
-// the keeper holds it, and where there is none it stays for ever.
+// A count in memory of the current device that is 0 whenever no kernel uses it: each kernel leaves it so. Kernels of
+// one stream follow each other and share one. A captured launch gets one of its own, for its graph may run on any
+// stream: the keeper holds it, and where there is none it stays for ever.
 Status DrawCount(cudaStream_t stream, Keeper* keeper, int32_t** count);
 
 }  // namespace cuda

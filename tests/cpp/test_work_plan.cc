@@ -71,13 +71,13 @@ void CheckWalk(const BlockMask& mask, const Walk& walk, const std::string& where
 
 // Every row once, or in parts that follow each other and hold its entries once; nobody has much more than the mean.
 WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& sizes, int most, int64_t section,
-                   const TileCost& cost, const std::string& name, bool even = false) {
-  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost, even);
+                   const TileCost& cost, const std::string& name, bool finish = false) {
+  const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, most, section, cost, finish);
   const int workers = plan.workers();
   const std::string where = Text(name, workers, " of ", most, ", ", plan.parts(), " parts");
   CHECK(workers >= 1 && workers <= most && plan.begin[0] == 0, where);
   CHECK(workers == most || workers == std::max<int64_t>(1, static_cast<int64_t>(plan.items.size())), where);
-  CHECK(plan.begin.back() == static_cast<int64_t>(plan.items.size()), where);
+  CHECK(plan.drawn() >= 0 && (plan.drawn() == 0 || (finish && cost.draws)), where, ": ", plan.drawn(), " are drawn");
   const std::vector<WorkStart> starts = StartsOf(plan, walk);
   CHECK(starts.size() == static_cast<size_t>(workers), where);
   for (size_t w = 0; w < starts.size(); ++w) {
@@ -99,10 +99,13 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   std::vector<const WorkItem*> parts(static_cast<size_t>(plan.parts()), nullptr);
   std::vector<int> halves(seen.size(), 0);  // a bit for each group
   int64_t total = 0, largest = 0, longest = 0;
-  for (int w = 0; w < workers; ++w) {
+  // What is drawn comes behind the workers'; each of these has a row of its own then.
+  for (int w = 0; w <= workers; ++w) {
     int64_t load = 0;
-    CHECK(plan.begin[static_cast<size_t>(w)] <= plan.begin[static_cast<size_t>(w) + 1], where);
-    for (int32_t at = plan.begin[static_cast<size_t>(w)]; at < plan.begin[static_cast<size_t>(w) + 1]; ++at) {
+    const int32_t begin = plan.begin[static_cast<size_t>(w)];
+    const int32_t end = w < workers ? plan.begin[static_cast<size_t>(w) + 1] : static_cast<int32_t>(plan.items.size());
+    CHECK(begin <= end && (plan.drawn() == 0 || begin < end), where);
+    for (int32_t at = begin; at < end; ++at) {
       const WorkItem& item = plan.items[static_cast<size_t>(at)];
       CHECK(item.item >= 0 && item.item < static_cast<int64_t>(seen.size()), where);
       const int64_t bh = item.item / mask.rows;
@@ -147,7 +150,7 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
       largest = std::max(largest, own);
     }
     total += load;
-    longest = std::max(longest, load);
+    if (w < workers) longest = std::max(longest, load);
   }
   int32_t next = 0;
   for (const cuda::CutRow& cut : plan.cut) {
@@ -166,8 +169,8 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   }
   CHECK(next == plan.parts() && next <= cuda::kMostParts, where);
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
-  CHECK(plan.cut.empty() ? plan.longest == longest : plan.longest > longest, where, ": says ", plan.longest, ", is ",
-        longest);
+  CHECK(plan.cut.empty() && plan.drawn() == 0 ? plan.longest == longest : plan.longest > longest, where, ": says ",
+        plan.longest, ", is ", longest);
   const int64_t least = LeastOfPlan(mask, sizes.B, sizes.H, most, cost);
   CHECK(least <= plan.longest, where, ": ", plan.longest, ", at least ", least);
   // Whoever gets a row has the least load until then, which is at most the mean.
@@ -417,6 +420,122 @@ TEST(WorkPlansComeOutEven) {
     }
   }
   CountCases(cases);
+}
+
+// Where each half-open stretch of a worker's items, or of what is drawn, lies.
+std::vector<int32_t> ItemsOf(const WorkPlan& plan, size_t w) {
+  std::vector<int32_t> found;
+  const auto end = w + 1 < plan.begin.size() ? static_cast<size_t>(plan.begin[w + 1]) : plan.items.size();
+  for (auto at = static_cast<size_t>(plan.begin[w]); at < end; ++at) found.push_back(plan.items[at].item);
+  return found;
+}
+
+// The rows that come last are left to be drawn: in the order in which they are dealt out else, an eighth of the work.
+TEST(WorkPlansLeaveRowsToBeDrawn) {
+  int cases = 0;
+  for (const char* text : {"abs(q - k) <= 128", "abs(q - k) <= 128 or k < 64 or q < 64", "k <= q and q - k < 700"}) {
+    for (const int64_t heads : {17, 32, 64}) {
+      for (const int64_t section : {1, 5, 64}) {
+        const ExprSizes sizes = {1, heads, 8192, 8192, 0};
+        const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+        const Walk walk = WalkOf(mask);
+        TileCost cost = {1278, 840, 948};
+        cost.draws = true;
+        const std::string where = Text(text, " H ", heads, " section ", section);
+        const WorkPlan dealt = CheckPlan(mask, walk, sizes, 132, section, cost, where + ", dealt, workers ");
+        const WorkPlan plan = CheckPlan(mask, walk, sizes, 132, section, cost, where + ", workers ", true);
+        CHECK(dealt.drawn() == 0, where);
+        // Rows of 17 heads are an eighth of a worker's share each.
+        CHECK((plan.drawn() == 0) == (heads == 17), where, ": ", plan.drawn(), " drawn");
+        ++cases;
+        if (plan.drawn() == 0) continue;
+        CHECK(plan.longest == dealt.longest, where);
+        int64_t total = 0, drawn = 0, largest = 0;
+        for (size_t at = 0; at < plan.items.size(); ++at) {
+          const WorkItem& item = plan.items[at];
+          const int64_t bh = item.item / mask.rows;
+          const auto row = static_cast<size_t>(mask.TableOf(0, bh) * mask.rows + item.item % mask.rows);
+          const int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], 2, cost);
+          total += own;
+          if (at >= static_cast<size_t>(plan.begin.back())) {
+            drawn += own;
+            largest = std::max(largest, own);
+          }
+        }
+        CHECK(8 * drawn <= total && 10 * drawn >= total, where, ": ", drawn, " of ", total);
+        CHECK(12 * largest <= total / 132, where, ": one of ", largest);
+        // Each worker keeps the beginning of what it has else.
+        for (size_t w = 0; w < 132; ++w) {
+          const std::vector<int32_t> own = ItemsOf(plan, w), before = ItemsOf(dealt, w);
+          CHECK(own.size() <= before.size() && std::equal(own.begin(), own.end(), before.begin()), where, " worker ",
+                w);
+        }
+      }
+    }
+  }
+  // A worker draws while it is at a row: long ones are given out.
+  const ExprSizes sizes = {1, 32, 8192, 8192, 0};
+  const BlockMask mask = BuiltMask("k <= q", sizes, 128, 64);
+  TileCost cost = {1278, 840, 948};
+  cost.draws = true;
+  CHECK(PlanWork(mask, WalkOf(mask), 1, 32, 132, 4, cost, true).drawn() == 0);
+  CountCases(cases + 1);
+}
+
+// Workers that share a multiprocessor: the same rows as without, but those of the busiest and of the least busy.
+TEST(WorkPlansPairWorkers) {
+  int cases = 0;
+  for (const char* text : {"abs(q - k) <= 128 or k < 64 or q < 64", "k <= q", "abs(q - k) <= 128"}) {
+    for (const int teams : {2, 4}) {
+      const ExprSizes sizes = {1, 16, 4096, 4096, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 64, 64);
+      const Walk walk = WalkOf(mask);
+      TileCost cost = {3318, 1204, 1646};
+      const std::string where = Text(text, ", ", teams, " teams");
+      // Alone on a multiprocessor workers of so many rows change them, too.
+      const WorkPlan alone = CheckPlan(mask, walk, sizes, 32 * teams, 16, cost, where + ", workers ", true);
+      cost.teams = teams;
+      const WorkPlan paired = CheckPlan(mask, walk, sizes, 32 * teams, 16, cost, where + ", paired ", true);
+      CHECK(paired.longest == alone.longest, where);
+      std::vector<std::vector<int32_t>> before, after;
+      for (size_t w = 0; w < static_cast<size_t>(32 * teams); ++w) {
+        before.push_back(ItemsOf(alone, w)), after.push_back(ItemsOf(paired, w));
+      }
+      const auto most = [&](const std::vector<std::vector<int32_t>>& workers) {
+        int64_t found = 0;
+        for (size_t first = 0; first < workers.size(); first += static_cast<size_t>(teams)) {
+          int64_t load = 0;
+          for (size_t t = 0; t < static_cast<size_t>(teams); ++t) {
+            for (const int32_t item : workers[first + t]) {
+              const auto row = static_cast<size_t>(item % mask.rows);
+              const WorkItem own = {0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]};
+              load += CostOf(own, walk.missing[row], 1, cost);
+            }
+          }
+          found = std::max(found, load);
+        }
+        return found;
+      };
+      CHECK(most(after) <= most(before), where, ": ", most(after), ", before ", most(before));
+      std::sort(before.begin(), before.end());
+      std::sort(after.begin(), after.end());
+      CHECK(before == after, where);
+      ++cases;
+    }
+  }
+  // With fewer than eight rows each, they alone change rows.
+  const ExprSizes sizes = {1, 16, 8192, 8192, 0};
+  const BlockMask mask = BuiltMask(
+      "((q // 128) * 7919 + (k // 128) * 104729 + (q // 128) * (k // 128) * 31 + (q // 128) * (q // 128) * 17) % 1009 "
+      "% "
+      "100 < 22",
+      sizes, 128, 64);
+  TileCost cost = {3627, 1006, 1080};
+  const int64_t alone = CheckPlan(mask, WalkOf(mask), sizes, 264, 16, cost, "few rows, workers ", true).longest;
+  cost.teams = 2;
+  const int64_t paired = CheckPlan(mask, WalkOf(mask), sizes, 264, 16, cost, "few rows, paired ", true).longest;
+  CHECK(paired < alone, paired, ", alone ", alone);
+  CountCases(cases + 1);
 }
 
 // So many that a plan is made once, by the smallest sections, and stays as it is dealt.

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that workers draw at run time: runs of one stream that share a count, runs side by side, and captured ones.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/attention_sm90.h"
+#include "cuda/selector.h"
+#include "cuda/work_plan.h"
+#include "plugins/core/block_mask_builder.h"
+#include "plugins/core/cuda_backend.h"
+#include "tests/cpp/check.h"
+
+namespace stof {
+namespace {
+
+constexpr int64_t kHeads = 32, kRows = 8192, kSize = 128, kCount = kHeads * kRows * kSize;
+constexpr int kDraws = 4, kOther = 0;  // kernels of heads of 128
+using Halves = std::vector<uint16_t>;
+
+struct Device {
+  std::vector<void*> blocks;
+  cudaStream_t streams[2] = {};
+  Device() {
+    for (cudaStream_t& stream : streams) {
+      CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    }
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device() {
+    cuda::TakeKernel(-1);
+    for (void* block : blocks) cudaFree(block);
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  }
+  void* Take(size_t bytes) {
+    void* block = nullptr;
+    CHECK(cudaMalloc(&block, bytes) == cudaSuccess, "no device memory for ", bytes, " bytes");
+    blocks.push_back(block);
+    return block;
+  }
+  // Normal numbers below 2, in periods that no row or head has.
+  void* Random(test::Random* random) {
+    Halves period(1000003), all(kCount);
+    for (uint16_t& x : period) {
+      x = static_cast<uint16_t>(random->Range(0, 1) << 15 | random->Range(10, 15) << 10 | random->Range(0, 1023));
+    }
+    for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % period.size()];
+    void* block = Take(2 * all.size());
+    CHECK(cudaMemcpy(block, all.data(), 2 * all.size(), cudaMemcpyHostToDevice) == cudaSuccess);
+    return block;
+  }
+};
+
+Halves Read(const void* from) {
+  Halves values(kCount);
+  CHECK(cudaMemcpy(values.data(), from, 2 * values.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
+  return values;
+}
+
+float ToFloat(uint16_t half) {
+  const int exponent = half >> 10 & 31;
+  const float mantissa = static_cast<float>((half & 1023) + (exponent > 0 ? 1024 : 0));
+  const float value = std::ldexp(mantissa, std::max(exponent, 1) - 25);
+  return half >> 15 != 0 ? -value : value;
+}
+
+TEST(CudaDrawsInTurnAndSideBySide) {
+  Device device;
+  test::Random random(71);
+  const char* const text = "abs(q - k) <= 128";
+  std::shared_ptr<const AttentionMask> mask;
+  CHECK(MakeAttentionMask(text, {}, &mask).ok());
+  const ExprSizes sizes = {1, kHeads, kRows, kRows, 0};
+  // That there is something to draw.
+  const cuda::Sm90Kernel& kernel = cuda::FindSm90(kSize, false, cuda::Extras::kNone)[kDraws];
+  BlockMask block;
+  CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
+  int multiprocessors = 0;
+  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
+  const int workers = multiprocessors * kernel.workers;
+  const cuda::WorkPlan plan = cuda::PlanWork(block, cuda::WalkOf(block), 1, kHeads, workers, kHeads, kernel.cost, true);
+  CHECK(plan.drawn() > workers, plan.drawn(), " rows are drawn by ", workers, " workers");
+  AttentionArgs args;
+  args.B = 1, args.H = args.G = kHeads, args.S = args.T = kRows, args.D = args.Dv = kSize;
+  args.dtype = DType::kF16;
+  args.scale = 0.0883883476f;
+  args.query_stride = args.output_stride = args.key_stride = args.value_stride = {kCount, kRows * kSize, kSize};
+  args.query = device.Random(&random), args.key = device.Random(&random), args.value = device.Random(&random);
+  void* outputs[4];
+  for (void*& output : outputs) output = device.Take(2 * kCount);
+  const auto clear = [&] {
+    for (void* output : outputs) CHECK(cudaMemset(output, 0xff, 2 * kCount) == cudaSuccess);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  };
+  const auto queue = [&](int output, cudaStream_t stream) {
+    args.output = outputs[output];
+    RunContext context;
+    context.on_cuda = true;
+    context.stream = stream;
+    context.allocate = [](void*, size_t) -> void* { return nullptr; };  // nothing is needed
+    const Status status = FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
+    CHECK(status.ok(), status.message());
+  };
+  clear();
+  cuda::TakeKernel(kOther);
+  queue(1, device.streams[0]);
+  cuda::TakeKernel(kDraws);
+  queue(0, device.streams[0]);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  const Halves alone = Read(outputs[0]), other = Read(outputs[1]);
+  CHECK(std::count(alone.begin(), alone.end(), uint16_t{0xffff}) == 0, "outputs are left out");
+  float most = 0;
+  for (size_t i = 0; i < alone.size(); ++i) most = std::max(most, std::abs(ToFloat(alone[i]) - ToFloat(other[i])));
+  CHECK(most <= 2e-3f, "differs by ", most, " from a kernel that draws nothing");
+  int cases = 0;
+  const auto check = [&](const char* what) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    for (const void* output : outputs) CHECK(Read(output) == alone, what, ": run ", cases, " gives other results");
+    ++cases;
+  };
+  // Each may begin while the one before it ends.
+  clear();
+  for (int i = 0; i < 4; ++i) queue(i, device.streams[0]);
+  check("one stream");
+  clear();
+  for (int i = 0; i < 4; ++i) queue(i, device.streams[i % 2]);
+  check("two streams");
+  // Two graphs of one stream's runs, one of which runs on the other stream.
+  cudaGraphExec_t instances[2] = {};
+  for (int g = 0; g < 2; ++g) {
+    cudaGraph_t graph = nullptr;
+    CHECK(cudaStreamBeginCapture(device.streams[0], cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    for (int i = 0; i < 2; ++i) queue(2 * g + i, device.streams[0]);
+    CHECK(cudaStreamEndCapture(device.streams[0], &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&instances[g], graph, 0) == cudaSuccess);
+    cudaGraphDestroy(graph);
+  }
+  for (int replay = 0; replay < 5; ++replay) {
+    clear();
+    for (int i = 0; i < 2; ++i) {
+      for (int g = 0; g < 2; ++g) CHECK(cudaGraphLaunch(instances[g], device.streams[g]) == cudaSuccess);
+    }
+    check("graphs");
+  }
+  // A captured run beside one that is not.
+  clear();
+  CHECK(cudaGraphLaunch(instances[0], device.streams[0]) == cudaSuccess);
+  for (int i = 2; i < 4; ++i) queue(i, device.streams[1]);
+  check("a graph and a stream");
+  for (cudaGraphExec_t instance : instances) cudaGraphExecDestroy(instance);
+  test::CountCases(cases);
+}
+
+}  // namespace
+}  // namespace stof
