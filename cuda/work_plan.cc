@@ -464,8 +464,10 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   }
   int64_t taken = section;
   WorkPlan plan = Deal(works, B * H, most(works), section, ends, &taken);
-  if (cost.half > 0 && plan.drawn() == 0)
+  if (cost.half > 0 && plan.drawn() == 0) {
+    ends.draws = false;
     plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, ends);
+  }
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {

@@ -102,6 +102,12 @@ if wave 1; then
     for kernel in 3 5 7 8 9; do
       suite "9.0-kernel-$kernel-cold" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_COLD=1 STOF_SAMPLE=3
     done
+    # Few multiprocessors have rows enough for some to be drawn.
+    for count in 1 5; do
+      suite "9.0-kernel-4-drawn-$count" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=$count
+    done
+    suite 9.0-draws 75 CudaDraws
+    suite 9.0-kernel-1-paired 150 CudaAttentionSm90 STOF_CUDA_KERNEL=1 STOF_CUDA_MULTIPROCESSORS=3 STOF_SAMPLE=3
     suite 9.0-parts 150 CudaPartsSm90
     for kernel in 0 1; do suite "9.0-extras-$kernel" 150 CudaExtrasSm90 STOF_CUDA_KERNEL=$kernel; done
   else
@@ -140,6 +146,7 @@ fi
 if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-decode 80 CudaDecode memcheck STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=13
+  [ "$capability" = 9.0 ] && suite memcheck-9.0-drawn 80 CudaAttentionSm90 memcheck STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=2 STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0-parts 80 CudaPartsSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=7
   [ "$capability" = 9.0 ] && suite memcheck-9.0-extras 80 CudaExtrasSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=41
   suite memcheck-table 80 CudaAttentionEquals memcheck STOF_SAMPLE=9
