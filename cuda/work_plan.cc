@@ -72,6 +72,8 @@ constexpr int64_t kDrawn = 8, kShort = 12;
 // A plan is even when its busiest worker has one of so many nanoseconds more than the mean; the least busy ones that it
 // changes rows with, and how often, for each worker.
 constexpr int64_t kEven = 256;
+// The same for workers that share a multiprocessor, of their sums.
+constexpr int64_t kHardlyTogether = 64;
 constexpr int kLeastBusy = 8;
 constexpr size_t kMostChanges = 4;
 
@@ -170,23 +172,47 @@ struct Finish {
   int teams = 1;
 };
 
-// Multiprocessors get the busiest workers and the least busy ones together.
+// Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both
+// have least, as long as that helps. All others stay where they are, for neighbours take rows that are neighbours,
+// whose keys are the same.
 void PairUp(int teams, std::vector<std::vector<Taken>>* taken) {
-  const size_t count = taken->size() / static_cast<size_t>(teams);
-  if (teams == 1 || taken->size() % static_cast<size_t>(teams) != 0) return;
-  std::vector<Load> loads;
-  for (size_t w = 0; w < taken->size(); ++w) {
-    int64_t load = 0;
-    for (const Taken& one : (*taken)[w]) load += one.work->cost;
-    loads.emplace_back(load, static_cast<int>(w));
+  const auto each = static_cast<size_t>(teams);
+  if (teams == 1 || taken->size() % each != 0) return;
+  std::vector<int64_t> load(taken->size(), 0);
+  std::set<Load> sums;
+  int64_t total = 0;
+  for (size_t first = 0; first < taken->size(); first += each) {
+    int64_t sum = 0;
+    for (size_t w = first; w < first + each; ++w) {
+      for (const Taken& one : (*taken)[w]) load[w] += one.work->cost;
+      sum += load[w];
+    }
+    sums.emplace(sum, static_cast<int>(first));
+    total += sum;
   }
-  std::sort(loads.begin(), loads.end(), std::greater<Load>());
-  std::vector<std::vector<Taken>> paired(taken->size());
-  for (size_t i = 0; i < loads.size(); ++i) {
-    const size_t round = i / count, at = round % 2 == 0 ? i % count : count - 1 - i % count;
-    paired[at * static_cast<size_t>(teams) + round] = std::move((*taken)[static_cast<size_t>(loads[i].second)]);
+  const int64_t mean = total / static_cast<int64_t>(sums.size());
+  for (size_t changes = 0; changes < kMostChanges * sums.size(); ++changes) {
+    const auto [most, busiest] = *sums.rbegin();
+    if (most - mean <= mean / kHardlyTogether) break;
+    Change best = {most, 0, 0};
+    Load with;
+    for (auto other = sums.begin(); other->second != busiest; ++other) {
+      for (size_t i = 0; i < each * each; ++i) {
+        const size_t from = static_cast<size_t>(busiest) + i / each, to = static_cast<size_t>(other->second) + i % each;
+        const int64_t less = load[from] - load[to];
+        const int64_t longer = std::max(most - less, other->first + less);
+        if (longer < best.longer) best = {longer, from, to}, with = *other;
+      }
+    }
+    if (best.longer == most) break;
+    const int64_t less = load[best.from] - load[best.to];
+    std::swap((*taken)[best.from], (*taken)[best.to]);
+    std::swap(load[best.from], load[best.to]);
+    sums.erase({most, busiest});
+    sums.erase(with);
+    sums.emplace(most - less, busiest);
+    sums.emplace(with.first + less, with.second);
   }
-  *taken = std::move(paired);
 }
 
 // From which place on rows are left to be drawn: a kDrawn-th of the work, but not what workers begin with. A worker
