@@ -46,7 +46,7 @@ HARDLY, WORTH_HALVING, MOST_HALVED, FEW_ROWS = 96, 256, 1 << 13, 4
 HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
-    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone, true)?>, T>\(([\d, ]+)\)"
+    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone(?:, true)+)?>, T>\(([\d, ]+)\)"
 )
 
 
@@ -101,11 +101,17 @@ def half_of(name: str) -> int:
 def kernels_of(head: int) -> list[Kernel]:
     """The kernels without extras of a head size, from the source."""
     found = []
-    for entry in _ENTRY.finditer((HERE / f"cuda/attention_sm90_d{head}.cu").read_text()):
+    source = (HERE / f"cuda/attention_sm90_d{head}.cu").read_text()
+    for entry in _ENTRY.finditer(source):
         size, rows, keys, teams = (int(entry[i]) for i in range(1, 5))
         costs = [float(x) for x in entry[6].split(",")]
         assert size == head, entry[0]
         found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs, *[0.0] * (4 - len(costs))))
+    written = source.split("kKernels[] = {")[1].split("};")[0].count("Describe<")
+    if len(found) != written:
+        raise SystemExit(
+            f"cuda/attention_sm90_d{head}.cu lists {written} kernels, of which {len(found)} could be read: adapt _ENTRY"
+        )
     return found
 
 
