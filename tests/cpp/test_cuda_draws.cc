@@ -77,7 +77,9 @@ TEST(CudaDrawsInTurnAndSideBySide) {
   CHECK(MakeAttentionMask(text, {}, &mask).ok());
   const ExprSizes sizes = {1, kHeads, kRows, kRows, 0};
   // That there is something to draw.
-  const cuda::Sm90Kernel& kernel = cuda::FindSm90(kSize, false, cuda::Extras::kNone)[kDraws];
+  const cuda::Sm90Kernel* kernels = cuda::FindSm90(kSize, false, cuda::Extras::kNone);
+  for (int i = 0; i <= kDraws; ++i) CHECK(kernels[i].launch != nullptr, "no kernel ", i, " for 9.0 in this build");
+  const cuda::Sm90Kernel& kernel = kernels[kDraws];
   BlockMask block;
   CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
   int multiprocessors = 0;
