@@ -4,7 +4,6 @@
 #include <string>
 
 #include "cuda/attention_job.h"
-#include "cuda/draw_counts.h"
 #include "cuda/recording.h"
 
 namespace stof {
@@ -75,7 +74,7 @@ Status AttentionJob::TakePlan(const Sm90Kernel& kernel, const MaskEntry& entry, 
   params->cut = entry.cut(), params->cut_rows = entry.cut_rows();
   if (entry.drawn_begin() < entry.drawn_end()) {
     params->drawn_begin = entry.drawn_begin(), params->drawn_end = entry.drawn_end();
-    STOF_RETURN_IF_ERROR(DrawCount(stream_, context_.keeper, &params->drawn));
+    STOF_RETURN_IF_ERROR(entry.draw_counts().Get(stream_, context_.keeper, &params->drawn));
   }
   if (entry.parts() == 0) return Status();
   const auto bytes = static_cast<size_t>(entry.parts() * PartBytes(kernel.head));

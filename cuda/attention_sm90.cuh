@@ -102,7 +102,7 @@ class Attention {
       GiveRegisters<S::kProducer>();
       if (has_team) Produce(begin);
       if constexpr (S::kDraws) {
-        if (!has_team && team_ < 2 * S::kTeams) Deal();
+        if (!has_team && team_ < 2 * S::kTeams) TellNext();
       }
     } else {
       TakeRegisters<S::kConsumer>();
@@ -149,7 +149,7 @@ class Attention {
   __device__ void Produce(const Begin& begin);
   __device__ __forceinline__ void BringQueries(Cursor* cursor);
   __device__ WorkItem ItemAt(int i, int rows) const;
-  __device__ void Deal();
+  __device__ void TellNext();
   __device__ __forceinline__ WorkItem Draw() const;
   __device__ __forceinline__ WorkItem TakeNext(Cursor* cursor);
 

@@ -37,8 +37,8 @@ struct Sm90Params {
   float* parts = nullptr;
   float2* part_sums = nullptr;
   int32_t* redo = nullptr;  // [B, H, ceil(S / 64)], set to 1 where a row has no key; nullptr: nobody asks
-  // Items [drawn_begin, drawn_end) of `work` are nobody's: workers draw them one by one. drawn: how often that was, 0
-  // before and after a run; nullptr: there are none.
+  // Items [drawn_begin, drawn_end) of `work` are nobody's: workers draw them one by one, and each has an item of its
+  // own before. drawn: how often they did, 0 before and after a run; nullptr: there are none.
   int32_t* drawn = nullptr;
   int32_t drawn_begin = 0, drawn_end = 0;
 };

@@ -121,7 +121,7 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
 // is still at the item before, for an answer takes two microseconds. In a named barrier it waits without instructions,
 // which would be others'.
 template <typename S, typename T>
-__device__ void Attention<S, T>::Deal() {
+__device__ void Attention<S, T>::TellNext() {
   team_ -= S::kTeams, shared_ -= S::kTeams * S::kTeamBytes, base_ -= S::kTeams * S::kTeamBytes;
   const AttentionParams& p = p_.attention;
   const int worker = static_cast<int>(blockIdx.x) * S::kTeams + team_, rows = Rows();

@@ -148,6 +148,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   const size_t tiles = put(planned ? walk.key_tile : mask.key_tile), ids = put(planned ? walk.code : mask.bits_id);
   const size_t bits = form.fragments ? put(ToFragments(mask)) : put(mask.bits), ordered = put(order);
   const size_t work = put(plan.items), starts = put(StartsOf(plan, walk)), cut = put(plan.cut);
+  const size_t counts = put(std::vector<int32_t>(plan.drawn() > 0 ? DrawCounts::kStreams * DrawCounts::kApart : 0, 0));
   bytes_ = static_cast<int64_t>(std::max<size_t>(image.size(), 1));
   const RelaxedCapture relaxed;
   STOF_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory_, static_cast<size_t>(bytes_)), "memory for a block mask"));
@@ -175,6 +176,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
     work_start_ = reinterpret_cast<const WorkStart*>(base + starts);
     workers_ = plan.workers();
     drawn_begin_ = plan.begin.back(), drawn_end_ = static_cast<int32_t>(plan.items.size());
+    draw_counts_.Begin(reinterpret_cast<int32_t*>(static_cast<char*>(memory_) + counts));
     cut_ = reinterpret_cast<const CutRow*>(base + cut);
     cut_rows_ = static_cast<int32_t>(plan.cut.size());
     parts_ = plan.parts();

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "cuda/attention.h"
+#include "cuda/draw_counts.h"
 #include "cuda/work_plan.h"
 #include "plugins/core/expr.h"
 #include "plugins/core/op.h"
@@ -62,9 +63,10 @@ class MaskEntry {
   const WorkItem* work() const { return work_; }
   const WorkStart* work_start() const { return work_start_; }
   int workers() const { return workers_; }
-  // Its items that workers draw.
+  // Its items that workers draw, and where they count them.
   int32_t drawn_begin() const { return drawn_begin_; }
   int32_t drawn_end() const { return drawn_end_; }
+  const DrawCounts& draw_counts() const { return draw_counts_; }
   // Its rows in parts, and how many parts there are.
   const CutRow* cut() const { return cut_; }
   int32_t cut_rows() const { return cut_rows_; }
@@ -86,6 +88,7 @@ class MaskEntry {
   const WorkStart* work_start_ = nullptr;
   int workers_ = 0;
   int32_t drawn_begin_ = 0, drawn_end_ = 0;
+  DrawCounts draw_counts_;
   const CutRow* cut_ = nullptr;
   int32_t cut_rows_ = 0;
   int64_t parts_ = 0;

@@ -64,8 +64,8 @@ constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
 constexpr size_t kMostRefined = size_t{1} << 13;              // by halves and changes: more rows balance by chance
 constexpr int64_t kWorthHalving = 256;
-// Fewer rows than so many a worker stay as dealt, or, of workers that share a multiprocessor: their order counts for
-// more than their sum.
+// Fewer rows than kEnough a worker stay as dealt, for their order counts for more than their sum; where workers share a
+// multiprocessor, fewer than kFewest.
 constexpr size_t kEnough = 8, kFewest = 3;
 // One of so many nanoseconds of work is left to be drawn, if no row of it takes more than one of so many of a worker's.
 constexpr int64_t kDrawn = 8, kShort = 12;
@@ -167,7 +167,7 @@ int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* 
 }
 
 // What is done with a plan of rows that were dealt out.
-struct Finish {
+struct Finishing {
   bool draws = false, even = false;
   int teams = 1;
 };
@@ -230,7 +230,7 @@ size_t DrawnFrom(const std::vector<const Work*>& dealt, int64_t total, int worke
 
 // works: in the order of their heads; section: heads at a time, give or take one.
 WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section,
-                      const Finish& finish) {
+                      const Finishing& finishing) {
   const int64_t total = TotalOf(works), share = total / workers;
   const int64_t sections = (heads + section - 1) / section;
   const auto section_of = [&](int64_t head) { return (sections * (head + 1) - 1) / heads; };
@@ -270,9 +270,9 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
       dealt.push_back(work);
     }
   }
-  const size_t drawn_from = finish.draws ? DrawnFrom(dealt, total, workers) : dealt.size();
-  if (finish.even && drawn_from == dealt.size()) plan.longest = EvenOut(total / workers, plan.longest, &taken);
-  PairUp(finish.teams, &taken);
+  const size_t drawn_from = finishing.draws ? DrawnFrom(dealt, total, workers) : dealt.size();
+  if (finishing.even && drawn_from == dealt.size()) plan.longest = EvenOut(total / workers, plan.longest, &taken);
+  PairUp(finishing.teams, &taken);
   plan.begin.push_back(0);
   for (const std::vector<Taken>& own : taken) {
     for (const Taken& one : own) {
@@ -303,12 +303,12 @@ std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
 // hardly later than others.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, const Finish& finish,
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, const Finishing& finishing,
               int64_t* taken = nullptr) {
   WorkPlan best;
   int64_t earliest = std::numeric_limits<int64_t>::max();
   for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
-    WorkPlan plan = DealSections(works, heads, workers, size, finish);
+    WorkPlan plan = DealSections(works, heads, workers, size, finishing);
     earliest = std::min(earliest, plan.longest);
     if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
     best = std::move(plan);
@@ -352,7 +352,7 @@ std::vector<Work> WithHalves(const std::vector<Work>& works, const std::vector<s
 // whose heads' keys and values are in the L2 cache then, the smallest, which lose least, or, of few rows, the largest.
 // How many of them come out best depends on luck.
 WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& walk, int64_t heads, int workers,
-                   int64_t section, const TileCost& cost, const Finish& finish) {
+                   int64_t section, const TileCost& cost, const Finishing& finishing) {
   const int64_t mean = TotalOf(works) / workers;
   if (works.size() > kMostRefined || plan.longest - mean <= mean / kHardly) return plan;
   std::vector<size_t> order(works.size());
@@ -365,7 +365,7 @@ WorkPlan HalveSome(WorkPlan plan, const std::vector<Work>& works, const Walk& wa
     if (count == 0 || count > works.size()) return;
     const std::vector<Work> halves = WithHalves(works, order, count, walk, cost);
     const auto most = static_cast<int>(std::min(halves.size(), static_cast<size_t>(workers)));
-    WorkPlan other = DealSections(halves, heads, most, section, finish);
+    WorkPlan other = DealSections(halves, heads, most, section, finishing);
     if (other.longest < plan.longest - plan.longest / kWorthHalving) plan = std::move(other);
   };
   const size_t eighth = std::max<size_t>(1, static_cast<size_t>(workers) / 8);
@@ -482,17 +482,17 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     return static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(some.size()), 1, workers));
   };
   const size_t enough = works.size() / static_cast<size_t>(workers);
-  Finish ends;
+  Finishing finishing;
   if (finish) {
-    ends.draws = cost.draws && enough >= kEnough;
-    ends.even = enough >= (cost.teams > 1 ? kFewest : kEnough) && works.size() <= kMostRefined;
-    ends.teams = cost.teams;
+    finishing.draws = cost.draws && enough >= kEnough;
+    finishing.even = enough >= (cost.teams > 1 ? kFewest : kEnough) && works.size() <= kMostRefined;
+    finishing.teams = cost.teams;
   }
   int64_t taken = section;
-  WorkPlan plan = Deal(works, B * H, most(works), section, ends, &taken);
+  WorkPlan plan = Deal(works, B * H, most(works), section, finishing, &taken);
   if (cost.half > 0 && plan.drawn() == 0) {
-    ends.draws = false;
-    plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, ends);
+    finishing.draws = false;
+    plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, finishing);
   }
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
@@ -500,7 +500,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);
     if (cut.empty()) continue;
-    WorkPlan other = Deal(pieces, B * H, most(pieces), section, ends);
+    WorkPlan other = Deal(pieces, B * H, most(pieces), section, finishing);
     other.cut = std::move(cut);
     other.longest += kJoin + kJoinPart * other.parts();
     if (other.longest < plan.longest) plan = std::move(other);

@@ -79,9 +79,12 @@ struct WorkPlan {
   std::vector<int32_t> begin;   // [workers + 1]: worker w has items [begin[w], begin[w + 1])
   std::vector<WorkItem> items;  // behind those of all workers, the ones that are nobody's
   std::vector<CutRow> cut;
-  int64_t longest = 0;  // nanoseconds of the worker that has most to do, and of what joins parts
+  // Nanoseconds of the worker that has most to do, what is drawn among it as it would be dealt out, and of what joins
+  // parts.
+  int64_t longest = 0;
   int workers() const { return static_cast<int>(begin.size()) - 1; }
-  // Items that workers draw at run time, in this order, when they are done with their own.
+  // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
+  // worker has one of its own, and no row is in halves.
   int64_t drawn() const { return static_cast<int64_t>(items.size()) - begin.back(); }
   int64_t parts() const { return cut.empty() ? 0 : cut.back().first + cut.back().count; }
 };

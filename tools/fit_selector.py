@@ -46,7 +46,8 @@ HARDLY, WORTH_HALVING, MOST_HALVED, FEW_ROWS = 96, 256, 1 << 13, 4
 HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 _ENTRY = re.compile(
-    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?(?:, Extras::kNone(?:, true)+)?>, T>\(([\d, ]+)\)"
+    r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?"
+    r"(?:, Extras::kNone(?:, true)+)?>, T>\(([\d, ]+)\)"
 )
 
 

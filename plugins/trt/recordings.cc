@@ -19,7 +19,7 @@ struct Recordings::Recording {
     if (graph != nullptr) FindCudaBackend()->drop(graph);
   }
   std::vector<const void*> key;
-  Keeper keeper;  // of the masks that the graph reads
+  Keeper keeper;  // of the masks that the graph reads and the counts that it uses
   void* graph = nullptr;
 };
 

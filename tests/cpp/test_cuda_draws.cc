@@ -82,7 +82,9 @@ TEST(CudaDrawsInTurnAndSideBySide) {
   const cuda::Sm90Kernel& kernel = kernels[kDraws];
   BlockMask block;
   CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
-  int multiprocessors = 0;
+  int multiprocessors = 0, major = 0;
+  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9,
+        "the kernels that draw are for compute capability 9.0");
   CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
   const int workers = multiprocessors * kernel.workers;
   const cuda::WorkPlan plan = cuda::PlanWork(block, cuda::WalkOf(block), 1, kHeads, workers, kHeads, kernel.cost, true);
@@ -99,11 +101,13 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     for (void* output : outputs) CHECK(cudaMemset(output, 0xff, 2 * kCount) == cudaSuccess);
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
   };
+  Keeper keeper;  // of captured runs' masks and counts
   const auto queue = [&](int output, cudaStream_t stream) {
     args.output = outputs[output];
     RunContext context;
     context.on_cuda = true;
     context.stream = stream;
+    context.keeper = &keeper;
     context.allocate = [](void*, size_t) -> void* { return nullptr; };  // nothing is needed
     const Status status = FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
     CHECK(status.ok(), status.message());

@@ -422,7 +422,7 @@ TEST(WorkPlansComeOutEven) {
   CountCases(cases);
 }
 
-// Where each half-open stretch of a worker's items, or of what is drawn, lies.
+// The rows of a worker, or behind the last one those that are drawn.
 std::vector<int32_t> ItemsOf(const WorkPlan& plan, size_t w) {
   std::vector<int32_t> found;
   const auto end = w + 1 < plan.begin.size() ? static_cast<size_t>(plan.begin[w + 1]) : plan.items.size();
@@ -430,7 +430,38 @@ std::vector<int32_t> ItemsOf(const WorkPlan& plan, size_t w) {
   return found;
 }
 
-// The rows that come last are left to be drawn: in the order in which they are dealt out else, an eighth of the work.
+// What a worker needs for a whole row of a mask that is the same for all heads.
+int64_t CostOfRow(int32_t item, const BlockMask& mask, const Walk& walk, const TileCost& cost) {
+  const auto row = static_cast<size_t>(item % mask.rows);
+  return CostOf({0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]}, walk.missing[row], mask.m / 64,
+                cost);
+}
+
+// The rows that come last are left to be drawn: an eighth of the work, and given out in their order to whoever has
+// least it is what the plan gives out else.
+void CheckDrawn(const WorkPlan& plan, const WorkPlan& dealt, const BlockMask& mask, const Walk& walk,
+                const TileCost& cost, const std::string& where) {
+  const auto workers = static_cast<size_t>(plan.workers());
+  int64_t total = 0, drawn = 0, largest = 0;
+  std::vector<std::vector<int32_t>> own;
+  std::vector<int64_t> loads(workers, 0);
+  for (size_t w = 0; w < workers; ++w) {
+    own.push_back(ItemsOf(plan, w));
+    for (const int32_t item : own.back()) loads[w] += CostOfRow(item, mask, walk, cost);
+    total += loads[w];
+  }
+  for (const int32_t item : ItemsOf(plan, workers)) {
+    const int64_t one = CostOfRow(item, mask, walk, cost);
+    const auto least = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
+    own[least].push_back(item), loads[least] += one;
+    total += one, drawn += one, largest = std::max(largest, one);
+  }
+  CHECK(8 * drawn <= total && 10 * drawn >= total, where, ": ", drawn, " of ", total);
+  CHECK(12 * largest <= total / plan.workers(), where, ": one of ", largest);
+  for (size_t w = 0; w < workers; ++w) CHECK(own[w] == ItemsOf(dealt, w), where, " worker ", w);
+  CHECK(plan.longest == dealt.longest, where);
+}
+
 TEST(WorkPlansLeaveRowsToBeDrawn) {
   int cases = 0;
   for (const char* text : {"abs(q - k) <= 128", "abs(q - k) <= 128 or k < 64 or q < 64", "k <= q and q - k < 700"}) {
@@ -447,81 +478,76 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
         CHECK(dealt.drawn() == 0, where);
         // Rows of 17 heads are an eighth of a worker's share each.
         CHECK((plan.drawn() == 0) == (heads == 17), where, ": ", plan.drawn(), " drawn");
+        if (plan.drawn() > 0) CheckDrawn(plan, dealt, mask, walk, cost, where);
         ++cases;
-        if (plan.drawn() == 0) continue;
-        CHECK(plan.longest == dealt.longest, where);
-        int64_t total = 0, drawn = 0, largest = 0;
-        for (size_t at = 0; at < plan.items.size(); ++at) {
-          const WorkItem& item = plan.items[at];
-          const int64_t bh = item.item / mask.rows;
-          const auto row = static_cast<size_t>(mask.TableOf(0, bh) * mask.rows + item.item % mask.rows);
-          const int64_t own = CostOf({0, item.begin, mask.full_begin[row], item.end}, walk.missing[row], 2, cost);
-          total += own;
-          if (at >= static_cast<size_t>(plan.begin.back())) {
-            drawn += own;
-            largest = std::max(largest, own);
-          }
-        }
-        CHECK(8 * drawn <= total && 10 * drawn >= total, where, ": ", drawn, " of ", total);
-        CHECK(12 * largest <= total / 132, where, ": one of ", largest);
-        // Each worker keeps the beginning of what it has else.
-        for (size_t w = 0; w < 132; ++w) {
-          const std::vector<int32_t> own = ItemsOf(plan, w), before = ItemsOf(dealt, w);
-          CHECK(own.size() <= before.size() && std::equal(own.begin(), own.end(), before.begin()), where, " worker ",
-                w);
-        }
       }
     }
   }
-  // A worker draws while it is at a row: long ones are given out.
-  const ExprSizes sizes = {1, 32, 8192, 8192, 0};
-  const BlockMask mask = BuiltMask("k <= q", sizes, 128, 64);
-  TileCost cost = {1278, 840, 948};
-  cost.draws = true;
-  CHECK(PlanWork(mask, WalkOf(mask), 1, 32, 132, 4, cost, true).drawn() == 0);
-  CountCases(cases + 1);
+  // Rows are halved or drawn, not both; and not drawn where they are long, for a worker draws while it is at a row.
+  int64_t drawn = 0, halved = 0;
+  for (const char* text : {"abs(q - k) <= 128", "k <= q and q - k < 700", "q % 1000 == k % 1000", "k <= q"}) {
+    for (const int64_t heads : {18, 20, 22, 23, 25, 32}) {
+      const ExprSizes sizes = {1, heads, 8192, 8192, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+      TileCost cost = {1278, 840, 948};
+      cost.draws = true, cost.half = 74;
+      const std::string where = Text(text, " H ", heads);
+      const WorkPlan plan = CheckPlan(mask, WalkOf(mask), sizes, 132, 4, cost, where + ", halves, workers ", true);
+      const bool half = std::any_of(plan.items.begin(), plan.items.end(),
+                                    [](const WorkItem& item) { return cuda::PartOf(item) >= 0; });
+      CHECK(!half || plan.drawn() == 0, where, ": ", plan.drawn(), " drawn beside halves");
+      CHECK(text != std::string("k <= q") || plan.drawn() == 0, where, ": ", plan.drawn(), " long ones drawn");
+      halved += half ? 1 : 0, drawn += plan.drawn() > 0 ? 1 : 0;
+      ++cases;
+    }
+  }
+  CHECK(halved > 2 && drawn > 2, halved, " plans with halves, ", drawn, " with rows to draw");
+  CountCases(cases);
 }
 
-// Workers that share a multiprocessor: the same rows as without, but those of the busiest and of the least busy.
+// Workers that share a multiprocessor change places until sums are even or no change of two helps; their rows stay
+// theirs.
 TEST(WorkPlansPairWorkers) {
   int cases = 0;
   for (const char* text : {"abs(q - k) <= 128 or k < 64 or q < 64", "k <= q", "abs(q - k) <= 128"}) {
-    for (const int teams : {2, 4}) {
+    for (const size_t teams : {2, 4}) {
       const ExprSizes sizes = {1, 16, 4096, 4096, 0};
       const BlockMask mask = BuiltMask(text, sizes, 64, 64);
       const Walk walk = WalkOf(mask);
       TileCost cost = {3318, 1204, 1646};
       const std::string where = Text(text, ", ", teams, " teams");
-      // Alone on a multiprocessor workers of so many rows change them, too.
-      const WorkPlan alone = CheckPlan(mask, walk, sizes, 32 * teams, 16, cost, where + ", workers ", true);
-      cost.teams = teams;
-      const WorkPlan paired = CheckPlan(mask, walk, sizes, 32 * teams, 16, cost, where + ", paired ", true);
-      CHECK(paired.longest == alone.longest, where);
-      std::vector<std::vector<int32_t>> before, after;
-      for (size_t w = 0; w < static_cast<size_t>(32 * teams); ++w) {
-        before.push_back(ItemsOf(alone, w)), after.push_back(ItemsOf(paired, w));
-      }
-      const auto most = [&](const std::vector<std::vector<int32_t>>& workers) {
-        int64_t found = 0;
-        for (size_t first = 0; first < workers.size(); first += static_cast<size_t>(teams)) {
-          int64_t load = 0;
-          for (size_t t = 0; t < static_cast<size_t>(teams); ++t) {
-            for (const int32_t item : workers[first + t]) {
-              const auto row = static_cast<size_t>(item % mask.rows);
-              const WorkItem own = {0, mask.row_ptr[row], mask.full_begin[row], mask.row_ptr[row + 1]};
-              load += CostOf(own, walk.missing[row], 1, cost);
-            }
-          }
-          found = std::max(found, load);
-        }
-        return found;
+      const size_t workers = 32 * teams;
+      const auto plan = [&](const char* name) {
+        const WorkPlan made = CheckPlan(mask, walk, sizes, static_cast<int>(workers), 16, cost, where + name, true);
+        std::vector<std::vector<int32_t>> items;
+        for (size_t w = 0; w < workers; ++w) items.push_back(ItemsOf(made, w));
+        return items;
       };
-      CHECK(most(after) <= most(before), where, ": ", most(after), ", before ", most(before));
-      // Where all rows are alike nobody goes elsewhere.
+      std::vector<std::vector<int32_t>> before = plan(", workers ");
+      cost.teams = static_cast<int>(teams);
+      std::vector<std::vector<int32_t>> after = plan(", paired ");
+      std::vector<int64_t> loads(workers, 0), sums(workers / teams, 0), old(workers / teams, 0);
       size_t moved = 0;
-      for (size_t w = 0; w < before.size(); ++w) moved += before[w] != after[w] ? 1 : 0;
-      CHECK((moved > 0) == (std::string(text) == "abs(q - k) <= 128 or k < 64 or q < 64"), where, ": ", moved,
-            " moved");
+      for (size_t w = 0; w < workers; ++w) {
+        for (const int32_t item : after[w]) loads[w] += CostOfRow(item, mask, walk, cost);
+        for (const int32_t item : before[w]) old[w / teams] += CostOfRow(item, mask, walk, cost);
+        sums[w / teams] += loads[w];
+        moved += before[w] != after[w] ? 1 : 0;
+      }
+      const int64_t mean = std::accumulate(sums.begin(), sums.end(), int64_t{0}) / static_cast<int64_t>(sums.size());
+      const auto busiest = static_cast<size_t>(std::max_element(sums.begin(), sums.end()) - sums.begin());
+      const int64_t most = sums[busiest], most_before = *std::max_element(old.begin(), old.end());
+      // Where all rows are alike nobody goes elsewhere.
+      const bool uneven = most_before - mean > mean / 64;
+      CHECK(uneven == (text == std::string("abs(q - k) <= 128 or k < 64 or q < 64")), where, ": ", most_before);
+      CHECK(uneven ? moved > 0 && most < most_before : moved == 0, where, ": ", moved, " moved, ", most, ", before ",
+            most_before);
+      for (size_t i = 0; most - mean > mean / 64 && i < teams * workers; ++i) {
+        const size_t from = busiest * teams + i / workers, to = i % workers;
+        if (to / teams == busiest) continue;
+        const int64_t less = loads[from] - loads[to];
+        CHECK(std::max(most - less, sums[to / teams] + less) >= most, where, ": ", from, " and ", to, " could change");
+      }
       std::sort(before.begin(), before.end());
       std::sort(after.begin(), after.end());
       CHECK(before == after, where);
@@ -530,11 +556,10 @@ TEST(WorkPlansPairWorkers) {
   }
   // With fewer than eight rows each, they alone change rows.
   const ExprSizes sizes = {1, 16, 8192, 8192, 0};
-  const BlockMask mask = BuiltMask(
-      "((q // 128) * 7919 + (k // 128) * 104729 + (q // 128) * (k // 128) * 31 + (q // 128) * (q // 128) * 17) % 1009 "
-      "% "
-      "100 < 22",
-      sizes, 128, 64);
+  const std::string rows = "(q // 128)", keys = "(k // 128)";
+  const BlockMask mask = BuiltMask("(" + rows + " * 7919 + " + keys + " * 104729 + " + rows + " * " + keys +
+                                       " * 31 + " + rows + " * " + rows + " * 17) % 1009 % 100 < 22",
+                                   sizes, 128, 64);
   TileCost cost = {3627, 1006, 1080};
   const int64_t alone = CheckPlan(mask, WalkOf(mask), sizes, 264, 16, cost, "few rows, workers ", true).longest;
   cost.teams = 2;
