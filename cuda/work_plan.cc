@@ -112,6 +112,19 @@ struct Taken {
   size_t section, place;
 };
 
+int64_t LoadOf(const std::vector<Taken>& taken) {
+  return std::accumulate(taken.begin(), taken.end(), int64_t{0},
+                         [](int64_t sum, const Taken& one) { return sum + one.work->cost; });
+}
+
+// So much of the first load goes over to the second.
+void Shift(const Load& from, const Load& to, int64_t less, std::set<Load>* loads) {
+  loads->erase(from);
+  loads->erase(to);
+  loads->emplace(from.first - less, from.second);
+  loads->emplace(to.first + less, to.second);
+}
+
 // What two workers of these loads have at most when they have changed two of a section's rows for each other, the best
 // ones.
 struct Change {
@@ -138,9 +151,7 @@ int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* 
   if (longest - mean <= mean / kEven) return longest;
   std::set<Load> loads;
   for (size_t w = 0; w < taken->size(); ++w) {
-    int64_t load = 0;
-    for (const Taken& one : (*taken)[w]) load += one.work->cost;
-    loads.emplace(load, static_cast<int>(w));
+    loads.emplace(LoadOf((*taken)[w]), static_cast<int>(w));
   }
   for (size_t changes = 0; changes < kMostChanges * taken->size(); ++changes) {
     const auto [most, busiest] = *loads.rbegin();
@@ -158,10 +169,7 @@ int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* 
     Taken& b = (*taken)[static_cast<size_t>(with.second)][best.to];
     const int64_t less = a.work->cost - b.work->cost;
     std::swap(a, b);
-    loads.erase({most, busiest});
-    loads.erase(with);
-    loads.emplace(most - less, busiest);
-    loads.emplace(with.first + less, with.second);
+    Shift({most, busiest}, with, less, &loads);
   }
   return loads.rbegin()->first;
 }
@@ -184,7 +192,7 @@ void PairUp(int teams, std::vector<std::vector<Taken>>* taken) {
   for (size_t first = 0; first < taken->size(); first += each) {
     int64_t sum = 0;
     for (size_t w = first; w < first + each; ++w) {
-      for (const Taken& one : (*taken)[w]) load[w] += one.work->cost;
+      load[w] = LoadOf((*taken)[w]);
       sum += load[w];
     }
     sums.emplace(sum, static_cast<int>(first));
@@ -208,10 +216,7 @@ void PairUp(int teams, std::vector<std::vector<Taken>>* taken) {
     const int64_t less = load[best.from] - load[best.to];
     std::swap((*taken)[best.from], (*taken)[best.to]);
     std::swap(load[best.from], load[best.to]);
-    sums.erase({most, busiest});
-    sums.erase(with);
-    sums.emplace(most - less, busiest);
-    sums.emplace(with.first + less, with.second);
+    Shift({most, busiest}, with, less, &sums);
   }
 }
 

@@ -85,7 +85,7 @@ struct WorkPlan {
   int workers() const { return static_cast<int>(begin.size()) - 1; }
   // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
   // worker has one of its own, and no row is in halves.
-  int64_t drawn() const { return static_cast<int64_t>(items.size()) - begin.back(); }
+  int64_t drawn() const { return begin.empty() ? 0 : static_cast<int64_t>(items.size()) - begin.back(); }
   int64_t parts() const { return cut.empty() ? 0 : cut.back().first + cut.back().count; }
 };
 // Parts of a plan at most, each of so many entries at least: what memory has to be there for them follows.

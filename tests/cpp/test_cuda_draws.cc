@@ -14,6 +14,8 @@
 #include "plugins/core/block_mask_builder.h"
 #include "plugins/core/cuda_backend.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/cuda_attention_cases.h"
+#include "tests/cpp/reference.h"
 
 namespace stof {
 namespace {
@@ -33,14 +35,12 @@ struct Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
   ~Device() {
-    cuda::TakeKernel(-1);
     for (void* block : blocks) cudaFree(block);
     for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
   }
   void* Take(size_t bytes) {
-    void* block = nullptr;
-    CHECK(cudaMalloc(&block, bytes) == cudaSuccess, "no device memory for ", bytes, " bytes");
-    blocks.push_back(block);
+    void* block = test::attention::Allocate(&blocks, bytes);
+    CHECK(block != nullptr, "no device memory for ", bytes, " bytes");
     return block;
   }
   // Normal numbers below 2, in periods that no row or head has.
@@ -50,9 +50,7 @@ struct Device {
       x = static_cast<uint16_t>(random->Range(0, 1) << 15 | random->Range(10, 15) << 10 | random->Range(0, 1023));
     }
     for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % period.size()];
-    void* block = Take(2 * all.size());
-    CHECK(cudaMemcpy(block, all.data(), 2 * all.size(), cudaMemcpyHostToDevice) == cudaSuccess);
-    return block;
+    return test::attention::OnDevice(&blocks, all.data(), 2 * all.size());
   }
 };
 
@@ -60,13 +58,6 @@ Halves Read(const void* from) {
   Halves values(kCount);
   CHECK(cudaMemcpy(values.data(), from, 2 * values.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
   return values;
-}
-
-float ToFloat(uint16_t half) {
-  const int exponent = half >> 10 & 31;
-  const float mantissa = static_cast<float>((half & 1023) + (exponent > 0 ? 1024 : 0));
-  const float value = std::ldexp(mantissa, std::max(exponent, 1) - 25);
-  return half >> 15 != 0 ? -value : value;
 }
 
 TEST(CudaDrawsInTurnAndSideBySide) {
@@ -113,16 +104,21 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     CHECK(status.ok(), status.message());
   };
   clear();
-  cuda::TakeKernel(kOther);
-  queue(1, device.streams[0]);
-  cuda::TakeKernel(kDraws);
+  {
+    const test::attention::Chosen chosen(kOther);
+    queue(1, device.streams[0]);
+  }
+  const test::attention::Chosen chosen(kDraws);
   queue(0, device.streams[0]);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
   const Halves alone = Read(outputs[0]), other = Read(outputs[1]);
   CHECK(std::count(alone.begin(), alone.end(), uint16_t{0xffff}) == 0, "outputs are left out");
-  float most = 0;
-  for (size_t i = 0; i < alone.size(); ++i) most = std::max(most, std::abs(ToFloat(alone[i]) - ToFloat(other[i])));
-  CHECK(most <= 2e-3f, "differs by ", most, " from a kernel that draws nothing");
+  double most = 0;
+  for (size_t i = 0; i < alone.size(); ++i) {
+    const double own = test::LoadFloat(DType::kF16, &alone[i]), its = test::LoadFloat(DType::kF16, &other[i]);
+    most = std::max(most, std::abs(own - its));
+  }
+  CHECK(most <= 2e-3, "differs by ", most, " from a kernel that draws nothing");
   int cases = 0;
   const auto check = [&](const char* what) {
     CHECK(cudaDeviceSynchronize() == cudaSuccess);

@@ -463,6 +463,7 @@ void CheckDrawn(const WorkPlan& plan, const WorkPlan& dealt, const BlockMask& ma
 }
 
 TEST(WorkPlansLeaveRowsToBeDrawn) {
+  CHECK(WorkPlan().drawn() == 0);  // as masks without a plan have it
   int cases = 0;
   for (const char* text : {"abs(q - k) <= 128", "abs(q - k) <= 128 or k < 64 or q < 64", "k <= q and q - k < 700"}) {
     for (const int64_t heads : {17, 32, 64}) {
