@@ -195,8 +195,20 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
     return Status();
   }
   if (state != cudaErrorNotReady) return ToStatus(state, "upload of a block mask");
+  cudaGetLastError();  // that it is not done is no error for whoever looks next
   return ToStatus(cudaStreamWaitEvent(stream, uploaded_, 0), "wait for a block mask");
 }
+
+namespace {
+
+// Nobody gets an entry that may not be there yet.
+Status JoinOrDrop(cudaStream_t stream, bool captured, std::shared_ptr<const MaskEntry>* entry) {
+  const Status joined = (*entry)->Join(stream, captured);
+  if (!joined.ok()) entry->reset();
+  return joined;
+}
+
+}  // namespace
 
 DeviceMaskCache& DeviceMaskCache::Global() {
   // Never destroyed: at exit the driver may be gone before static objects are.
@@ -231,7 +243,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
       }
     }
   }
-  if (*entry != nullptr) return (*entry)->Join(stream, captured);
+  if (*entry != nullptr) return JoinOrDrop(stream, captured, entry);
   if (captured) {
     *missing = true;
     return Status();
@@ -260,7 +272,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     bytes_ += made->bytes();
   }
   if (keep) Pin(&slot->second, keeper, *entry);
-  if (!fresh) return (*entry)->Join(stream, captured);  // another thread was quicker
+  if (!fresh) return JoinOrDrop(stream, captured, entry);  // another thread was quicker
   while (bytes_ > capacity_ && ages_.size() > 1) {
     const auto old = slots_.find(ages_.back());
     bytes_ -= old->second.entry->bytes();

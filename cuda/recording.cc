@@ -77,7 +77,7 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
   static auto* loaded = new std::set<uint64_t>;
   // Whoever wants the same kernels waits until they are there.
   const std::lock_guard<std::mutex> lock(OneAtATime());
-  if (!loaded->insert(key).second) return Status();
+  if (loaded->count(key) != 0) return Status();
   uintptr_t next = uintptr_t{1} << 30;
   RunContext imagined = context;
   imagined.allocate = Imagine;
@@ -86,6 +86,7 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
   const Loading loading;
   const Status status = Record(queue, self, imagined, &executable);
   if (executable != nullptr) cudaGraphExecDestroy(executable);
+  if (status.ok()) loaded->insert(key);
   return status;
 }
 

@@ -10,9 +10,12 @@ namespace stof {
 namespace cuda {
 namespace {
 
+// Where CUDA cannot say it is taken for captured, whose memory nobody else gets.
 bool IsCaptured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+  cudaGetLastError();
+  return true;
 }
 
 // A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
@@ -58,7 +61,11 @@ bool Take(void* stream, size_t bytes, void** memory) {
   *memory = nullptr;
   auto* const on = static_cast<cudaStream_t>(stream);
   int device = 0;
-  if (IsCaptured(on) || cudaGetDevice(&device) != cudaSuccess) return false;
+  if (IsCaptured(on)) return false;
+  if (cudaGetDevice(&device) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
   cudaMemPool_t pool = PoolOf(device, bytes);
   if (pool == nullptr) return false;
   const RelaxedCapture relaxed;
