@@ -130,6 +130,7 @@ class Attention {
     Ring<kQueries> query;
     uint32_t next_phase = 0;
     bool queries_due = false;  // they come after the item's first tile
+    bool begins = true;        // no tile was asked for yet
     int b = 0, g = 0, h = 0, row0 = 0;
     int part = -1;
   };

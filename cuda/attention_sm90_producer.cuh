@@ -249,6 +249,9 @@ __device__ __forceinline__ typename Attention<S, T>::Asked Attention<S, T>::Walk
     }
     if (held.tile >= 0 || !found) {
       Publish(held, code, cursor, ahead);
+      // All multiprocessors begin at once: what they ask for besides would come before some of them's first keys.
+      if (S::kSplit == 1 && cursor->begins) Wait(Barrier(kKeyFull, 0), 0);
+      cursor->begins = false;
       ahead = false;
     }
     held.code = code;
