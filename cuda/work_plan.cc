@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <queue>
@@ -69,6 +70,8 @@ constexpr int64_t kWorthHalving = 256;
 constexpr size_t kEnough = 8, kFewest = 3;
 // One of so many nanoseconds of work is left to be drawn, if no row of it takes more than one of so many of a worker's.
 constexpr int64_t kDrawn = 8, kShort = 12;
+// A row is long that takes so many times what rows take in the mean, and so many times what those take that are not.
+constexpr int64_t kLong = 4;
 // A plan is even when its busiest worker has one of so many nanoseconds more than the mean; the least busy ones that it
 // changes rows with, and how often, for each worker.
 constexpr int64_t kEven = 256;
@@ -174,10 +177,19 @@ int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* 
   return loads.rbegin()->first;
 }
 
+// Rows that take more than `from` are long, and have other rows go beside them: first those of the heads before end[0],
+// then of those before end[1] and so on, none of all heads from end.back() on.
+struct Waves {
+  int64_t from = 0;
+  std::vector<int64_t> end;
+  bool IsLong(const Work& work) const { return work.cost > from; }
+};
+
 // What is done with a plan of rows that were dealt out.
 struct Finishing {
   bool draws = false, even = false;
   int teams = 1;
+  Waves waves;
 };
 
 // Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both
@@ -233,6 +245,63 @@ size_t DrawnFrom(const std::vector<const Work*>& dealt, int64_t total, int worke
   return from;
 }
 
+// Whether rows read on where the row before them ended, as those of a diagonal band do: whether they have, in the mean,
+// at most two rows' worth of keys that it has not. Long rows do not count.
+bool ReadOn(const std::vector<Work>& works, const Waves& waves, const BlockMask& mask) {
+  std::vector<int32_t> before, own, added;
+  int64_t tiles = 0, rows = 0;
+  bool follows = false;
+  for (int64_t row = 0; row < mask.rows; ++row) {  // of the first head: all have the same
+    const Work& work = works[static_cast<size_t>(row)];
+    if (waves.IsLong(work)) {
+      follows = false;
+      continue;
+    }
+    own.assign(mask.key_tile.begin() + work.item.begin, mask.key_tile.begin() + work.item.end);
+    std::sort(own.begin(), own.end());
+    if (follows) {
+      added.clear();
+      std::set_difference(own.begin(), own.end(), before.begin(), before.end(), std::back_inserter(added));
+      tiles += static_cast<int64_t>(added.size());
+      ++rows;
+    }
+    before.swap(own);
+    follows = true;
+  }
+  return tiles * mask.n <= 2 * mask.m * rows;
+}
+
+// Rows of global tokens walk all keys of their heads, from the first to the last. Other rows of a band could do so at
+// the same time, those of so many heads that these take as long: their keys and values come from memory once then.
+// Heads for which there is no time in the end have their long rows in the last wave all the same. None where there are
+// no such rows, or all is in the L2 cache anyhow.
+Waves WavesOf(const std::vector<Work>& works, const BlockMask& mask, int64_t heads, int workers, int64_t section) {
+  Waves waves;
+  if (heads <= section || mask.layout.size() > 1 || works.empty()) return waves;
+  const int64_t total = TotalOf(works), share = total / workers;
+  waves.from = kLong * (total / static_cast<int64_t>(works.size()));
+  int64_t time = 0, count = 0, most = 0;
+  for (const Work& work : works) {
+    if (waves.IsLong(work)) {
+      time += work.cost, ++count;
+    } else {
+      most = std::max(most, work.cost);
+    }
+  }
+  const int64_t length = count > 0 ? time / count : 0;
+  // Others that take long themselves had better go by falling cost.
+  if (length > share || kLong * most > length || !ReadOn(works, waves, mask)) return waves;
+  const int64_t others = std::max<int64_t>(1, (total - time) / heads);
+  for (int64_t end = 0, left = share / length; left > 0 && end < heads; --left) {
+    const int64_t now = left > 1 ? workers * length / (others + time / heads)
+                                 : (workers - (heads - end) * count / heads) * length / others;
+    end = std::clamp(end + now, end, heads);
+    if (now <= 0) break;
+    waves.end.push_back(end);
+  }
+  return waves;
+}
+
 // works: in the order of their heads; section: heads at a time, give or take one.
 WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers, int64_t section,
                       const Finishing& finishing) {
@@ -250,13 +319,18 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
   // Rows of one section are under way together, for the L2 cache holds its heads' keys and values. Long ones (those of
   // global tokens, say) come in the last section that leaves them the time, for given out late one of them would be the
   // end of the run. The smallest rows come last of all: they fill what the others leave.
-  std::vector<std::vector<const Work*>> places(static_cast<size_t>(sections) + 1);
+  const Waves& waves = finishing.waves;
+  std::vector<std::vector<const Work*>> places(waves.end.size() + static_cast<size_t>(sections) + 1);
   for (const Work& work : works) {
     int64_t at = work.cost < small ? sections : section_of(work.head);
+    size_t wave = waves.end.size();
     if (at < sections) {
       while (at > 0 && begins[static_cast<size_t>(at)] + work.cost > share - share / kHeldBack) --at;
+      const auto own = std::upper_bound(waves.end.begin(), waves.end.end(), work.head);
+      wave = static_cast<size_t>(own - waves.end.begin());
+      if (wave > 0 && own == waves.end.end() && waves.IsLong(work)) --wave;
     }
-    places[static_cast<size_t>(at)].push_back(&work);
+    places[wave < waves.end.size() ? wave : wave + static_cast<size_t>(at)].push_back(&work);
   }
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
   for (int w = 0; w < workers; ++w) least.emplace(0, w);
@@ -265,7 +339,11 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
   WorkPlan plan;
   for (size_t at = 0; at < places.size(); ++at) {
     std::vector<const Work*>& place = places[at];
-    std::stable_sort(place.begin(), place.end(), [](const Work* a, const Work* b) { return a->cost > b->cost; });
+    std::stable_sort(place.begin(), place.end(), [&](const Work* a, const Work* b) {
+      if (at >= waves.end.size()) return a->cost > b->cost;
+      const bool first = waves.IsLong(*a), second = waves.IsLong(*b);
+      return first != second ? first : !first && a->item.begin < b->item.begin;
+    });
     for (const Work* work : place) {
       const auto [load, worker] = least.top();
       least.pop();
@@ -492,6 +570,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     finishing.draws = cost.draws && enough >= kEnough;
     finishing.even = enough >= (cost.teams > 1 ? kFewest : kEnough) && works.size() <= kMostRefined;
     finishing.teams = cost.teams;
+    finishing.waves = WavesOf(works, mask, B * H, workers, section);
   }
   int64_t taken = section;
   WorkPlan plan = Deal(works, B * H, most(works), section, finishing, &taken);
@@ -500,7 +579,8 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, finishing);
   }
   if (!cost.cuts) return plan;
-  // How well parts fill what rows leave depends on luck: three sizes are tried.
+  // How well parts fill what rows leave depends on luck: three sizes are tried. Nothing goes beside parts.
+  finishing.waves = Waves();
   for (const int64_t of_share : {1, 2, 3}) {
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);

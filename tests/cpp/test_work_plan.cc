@@ -438,8 +438,8 @@ int64_t CostOfRow(int32_t item, const BlockMask& mask, const Walk& walk, const T
 }
 
 // The rows that come last are left to be drawn: an eighth of the work, and given out in their order to whoever has
-// least it is what the plan gives out else.
-void CheckDrawn(const WorkPlan& plan, const WorkPlan& dealt, const BlockMask& mask, const Walk& walk,
+// least it is what the plan gives out else (dealt; nullptr: something in another order).
+void CheckDrawn(const WorkPlan& plan, const WorkPlan* dealt, const BlockMask& mask, const Walk& walk,
                 const TileCost& cost, const std::string& where) {
   const auto workers = static_cast<size_t>(plan.workers());
   int64_t total = 0, drawn = 0, largest = 0;
@@ -458,8 +458,9 @@ void CheckDrawn(const WorkPlan& plan, const WorkPlan& dealt, const BlockMask& ma
   }
   CHECK(8 * drawn <= total && 10 * drawn >= total, where, ": ", drawn, " of ", total);
   CHECK(12 * largest <= total / plan.workers(), where, ": one of ", largest);
-  for (size_t w = 0; w < workers; ++w) CHECK(own[w] == ItemsOf(dealt, w), where, " worker ", w);
-  CHECK(plan.longest == dealt.longest, where);
+  if (dealt == nullptr) return;
+  for (size_t w = 0; w < workers; ++w) CHECK(own[w] == ItemsOf(*dealt, w), where, " worker ", w);
+  CHECK(plan.longest == dealt->longest, where);
 }
 
 TEST(WorkPlansLeaveRowsToBeDrawn) {
@@ -479,7 +480,9 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
         CHECK(dealt.drawn() == 0, where);
         // Rows of 17 heads are an eighth of a worker's share each.
         CHECK((plan.drawn() == 0) == (heads == 17), where, ": ", plan.drawn(), " drawn");
-        if (plan.drawn() > 0) CheckDrawn(plan, dealt, mask, walk, cost, where);
+        // Rows that go along with those of global tokens are dealt out in the order of their keys.
+        const bool waves = std::string(text).find("q < 64") != std::string::npos && section < heads;
+        if (plan.drawn() > 0) CheckDrawn(plan, waves ? nullptr : &dealt, mask, walk, cost, where);
         ++cases;
       }
     }

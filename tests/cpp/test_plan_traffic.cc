@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a plan's order has come from memory, by a model of the L2 cache. Needs no GPU.
+#include <algorithm>
+#include <list>
+#include <map>
+#include <tuple>
+
+#include "cuda/work_plan.h"
+#include "tests/cpp/fixtures.h"
+
+namespace stof::test {
+namespace {
+
+using cuda::LeadOf;
+using cuda::PlanWork;
+using cuda::TileCost;
+using cuda::TrailOf;
+using cuda::Walk;
+using cuda::WalkOf;
+using cuda::WorkItem;
+using cuda::WorkPlan;
+
+constexpr const char* kGlobal = "abs(q - k) <= 128 or k < 64 or q < 64";
+constexpr int kWorkers = 132;
+// 128 x 64 at D = 128, whose keys and values of a tile take 32 KiB.
+constexpr TileCost kCost = {1278, 840, 948, 1, 0, false, 74, true, 1};
+constexpr size_t kCached = (size_t{16} << 20) / (32 * 1024);  // what is left of the device's cache beside the rest
+
+// Tiles of keys and values that do not come from a cache of so many, the least recently used of which makes room.
+// Workers take the costs' times; what is drawn is taken by who is done first.
+int64_t TilesFromMemory(const WorkPlan& plan, const BlockMask& mask, const Walk& walk, const TileCost& cost,
+                        size_t cached) {
+  std::vector<std::tuple<int64_t, int64_t, int32_t>> reads;  // when, of which head, which tile
+  std::vector<int64_t> now(static_cast<size_t>(plan.workers()), 0);
+  const auto take = [&](int64_t* when, const WorkItem& item) {
+    *when += cost.row;
+    for (int32_t at = item.begin; at < item.end; ++at) {
+      const auto entry = static_cast<size_t>(at);
+      reads.emplace_back(*when, item.item / mask.rows, walk.key_tile[entry]);
+      const int32_t code = walk.code[entry];
+      const int passed = (LeadOf(code) | TrailOf(code)) != 0 ? 1 : 0;  // by one group of two
+      *when += code < 0 ? cost.full : cost.partial * (4 - passed) / 4;
+    }
+  };
+  for (size_t w = 0; w < now.size(); ++w) {
+    for (int32_t at = plan.begin[w]; at < plan.begin[w + 1]; ++at) take(&now[w], plan.items[static_cast<size_t>(at)]);
+  }
+  for (auto at = static_cast<size_t>(plan.begin.back()); at < plan.items.size(); ++at) {
+    take(&*std::min_element(now.begin(), now.end()), plan.items[at]);
+  }
+  std::sort(reads.begin(), reads.end());
+  std::list<std::pair<int64_t, int32_t>> recent;
+  std::map<std::pair<int64_t, int32_t>, std::list<std::pair<int64_t, int32_t>>::iterator> known;
+  int64_t missed = 0;
+  for (const auto& [when, head, tile] : reads) {
+    const std::pair<int64_t, int32_t> key = {head, tile};
+    const auto found = known.find(key);
+    if (found != known.end()) {
+      recent.erase(found->second);
+    } else {
+      ++missed;
+      if (recent.size() == cached) {
+        known.erase(recent.back());
+        recent.pop_back();
+      }
+    }
+    recent.push_front(key);
+    known[key] = recent.begin();
+  }
+  return missed;
+}
+
+void CheckRowsOnce(const WorkPlan& plan, int64_t rows, const std::string& where) {
+  std::vector<int> seen(static_cast<size_t>(rows), 0);
+  for (const WorkItem& item : plan.items) {
+    const int32_t part = cuda::PartOf(item);
+    seen[static_cast<size_t>(item.item)] += part < 0 ? 3 : 1 << part;  // halves are 0 and 1
+  }
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 3; }), where);
+}
+
+struct Traffic {
+  double before, after;  // tiles from memory for each that there is, as dealt out for a prediction and for a run
+};
+Traffic TrafficOf(const char* text, const ExprSizes& sizes, int64_t section, const TileCost& cost) {
+  const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+  const Walk walk = WalkOf(mask);
+  const auto all = static_cast<double>(sizes.B * sizes.H * (sizes.T / 64));
+  double found[2];
+  for (const bool finish : {false, true}) {
+    const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost, finish);
+    CheckRowsOnce(plan, sizes.B * sizes.H * mask.rows, text);
+    found[finish] = static_cast<double>(TilesFromMemory(plan, mask, walk, cost, kCached)) / all;
+    CHECK(found[finish] >= 1.0, text, ": some tiles were never read");
+  }
+  return {found[0], found[1]};
+}
+
+// Rows of global tokens read all keys of their heads a second time, long before or after the other rows, unless these
+// go along with them: those of two thirds of 32 heads, for the rest is over when such a row is, and of nearly all of
+// more heads.
+TEST(WorkPlansReadKeysOfGlobalTokensOnce) {
+  TileCost halves = kCost;  // of a kernel that halves rows instead of drawing them
+  halves.draws = false;
+  int cases = 0;
+  for (const TileCost& cost : {kCost, halves}) {
+    for (const auto& [batches, heads, length, again] : {std::tuple(1, 32, 8192, 0.6), std::tuple(1, 32, 16384, 0.6),
+                                                        std::tuple(1, 48, 8192, 0.3), std::tuple(4, 12, 8192, 0.3)}) {
+      const ExprSizes sizes = {batches, heads, length, length, 0};
+      const Traffic traffic = TrafficOf(kGlobal, sizes, 6 * 8192 / length, cost);
+      const std::string where = Text(length, " keys of ", batches, " x ", heads, " heads: ");
+      CHECK(traffic.before >= 1.8, where, traffic.before);
+      CHECK(traffic.after - 1 <= again * (traffic.before - 1), where, traffic.after, " instead of ", traffic.before);
+      ++cases;
+    }
+  }
+  CountCases(cases);
+}
+
+// What has no such rows, or rows beside them that read keys all over, is read head by head as before.
+TEST(WorkPlansKeepHeadsTogetherElsewhere) {
+  int cases = 0;
+  for (const auto& [text, heads] : {std::pair("k <= q", 32), std::pair("k <= q", 8),
+                                    std::pair("abs(q - k) <= 128 or k < 64", 32), std::pair("abs(q - k) <= 128", 32),
+                                    std::pair("abs(q - k) <= 128 or q < 64 or (q // 64 * 7 + k // 64 * 13 + "
+                                              "(q // 64) * (k // 64)) % 23 == 0",
+                                              32)}) {
+    const ExprSizes sizes = {1, heads, 8192, 8192, 0};
+    const Traffic traffic = TrafficOf(text, sizes, 6, kCost);
+    CHECK(traffic.after <= 1.1 * traffic.before, text, " of ", heads, " heads: ", traffic.after, " instead of ",
+          traffic.before);
+    ++cases;
+  }
+  CountCases(cases);
+}
+
+}  // namespace
+}  // namespace stof::test
