@@ -2,13 +2,15 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only NAME]... [--json
-// FILE]
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only NAME]... [--zeros]
+// [--seconds S] [--json FILE]
 //   tf32    fp32 tensors, products as by allow_tf32
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
 //   and softcap; few  masks with few keys a query, whose tiles are hardly filled
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
 //           thinks of each and how much slower its choice is than the best
+//   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
+//   has the clock that the board's power allows (docs/cuda-experiments.md, "Energy")
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -37,6 +39,15 @@ struct Row {
   enum Extra { kNone, kPairs, kSharedPairs, kWidePairs, kNear, kDistances, kSoftcap } extra = kNone;
 };
 
+constexpr const char* kScattered12 =
+    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) % 1009 % "
+    "100 "
+    "< 12";
+constexpr const char* kScattered22 =
+    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) % 1009 % "
+    "100 "
+    "< 22";
+
 constexpr Row kRows[] = {
     {"dense", "", 1, 16, 4096, 64},
     {"causal", "k <= q", 1, 16, 4096, 64},
@@ -59,6 +70,11 @@ constexpr Row kRows[] = {
     {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128},
     {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128, 0, 8},
     {"blocks-21", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 13", 1, 32, 8192, 128},
+    // And in rows of different lengths.
+    {"blocks-12", kScattered12, 1, 32, 8192, 128},
+    {"blocks-22", kScattered22, 1, 32, 8192, 128},
+    {"blocks-12", kScattered12, 1, 16, 8192, 64},
+    {"blocks-22", kScattered22, 1, 16, 8192, 64},
     {"causal", "k <= q", 16, 12, 128, 64},
     {"causal", "k <= q", 16, 12, 256, 64},
     {"dense", "", 1, 12, 128, 64, 0, 0, 100},
@@ -127,13 +143,16 @@ constexpr Row kDecodeRows[] = {
 constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
 constexpr size_t kMostSets = 32;
 
+bool zeros = false;
+double seconds = 0;  // of replays; 0: as many as TimeGraph takes
+
 // On the device, `count` of them; a long tensor repeats a part, for the host takes its time to draw numbers.
 template <typename T, typename Draw>
 void* RandomTensor(int64_t count, uint32_t seed, Draw draw) {
   constexpr int64_t kPart = int64_t{1} << 22;
   std::vector<T> values(static_cast<size_t>(std::min(count, kPart)));
   std::mt19937 random(seed);
-  for (T& x : values) x = draw(static_cast<uint32_t>(random()));
+  for (T& x : values) x = zeros ? T{} : draw(static_cast<uint32_t>(random()));
   char* memory = nullptr;
   CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(count) * sizeof(T)));
   for (int64_t at = 0; at < count; at += kPart) {
@@ -231,7 +250,8 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
       std::exit(1);
     }
   };
-  const double us = TimeGraph(stream, calls, run);
+  double us = TimeGraph(stream, calls, run);
+  if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
   CHECK_CUDA(cudaStreamDestroy(stream));
   stof::cuda::TakeKernel(taken);
   return us;
@@ -432,6 +452,15 @@ int main(int argc, char** argv) {
       few = true;
     } else if (word == "--all") {
       all = true;
+    } else if (word == "--zeros") {
+      zeros = true;
+    } else if (word == "--seconds" && i + 1 < argc) {
+      char* end = nullptr;
+      seconds = std::strtod(argv[++i], &end);
+      if (*end != '\0' || !(seconds > 0 && seconds <= 60)) {
+        std::fprintf(stderr, "--seconds %s: expected a number up to 60\n", argv[i]);
+        return 2;
+      }
     } else if (word == "--only" && i + 1 < argc) {
       only.emplace_back(argv[++i]);
     } else if (word == "--json" && i + 1 < argc) {
@@ -444,7 +473,7 @@ int main(int argc, char** argv) {
       std::fprintf(
           stderr,
           "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only "
-          "NAME]... [--json FILE]\n");
+          "NAME]... [--zeros] [--seconds S] [--json FILE]\n");
       return 2;
     }
   }
