@@ -51,6 +51,7 @@ Status AttentionJob::Choose(const Sm90Kernel** kernel, Problem* problem) {
   if (context_.kernel == 0 && std::strcmp(args_.kernel, kSm80Name) == 0) return Status();
   const int64_t head = std::max<int64_t>(1, 2 * args_.T * (args_.D + args_.Dv));
   problem->section = std::max<int64_t>(1, facts_.l2_bytes / 2 / head) * (args_.H / args_.G);
+  problem->sharing = args_.H / args_.G;
   problem->bytes = args_.B * args_.G * head;
   if (context_.kernel > 1 && context_.kernel <= 1 + Listed(first)) {
     *kernel = first + (context_.kernel - 2);

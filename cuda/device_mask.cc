@@ -131,7 +131,7 @@ Status MaskEntry::Upload(const BlockMask& mask, const ExprSizes& sizes, const Ma
   Walk walk;
   if (form.workers > 0 && IsPlanned(mask, sizes.B, sizes.H)) {
     walk = WalkOf(mask);
-    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost, true);
+    plan = PlanWork(mask, walk, sizes.B, sizes.H, form.workers, form.section, form.cost, true, form.sharing);
   }
   const std::vector<int32_t> order = OrderOf(mask);
   std::vector<char> image;
@@ -226,8 +226,8 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash,   sizes.B,      sizes.H,      sizes.S,           sizes.T,    sizes.P,
-                form.m, form.n, form.workers, form.section, HashOf(form.cost), form.group, form.fragments};
+  const Key key{device, hash,         sizes.B,      sizes.H,      sizes.S,           sizes.T,    sizes.P,       form.m,
+                form.n, form.workers, form.section, form.sharing, HashOf(form.cost), form.group, form.fragments};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

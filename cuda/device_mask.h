@@ -40,6 +40,7 @@ struct MaskForm {
   int m = kTileRows, n = kTileKeys;
   int workers = 0;
   int64_t section = 1;     // heads whose keys and values fit the L2 cache
+  int64_t sharing = 1;     // query heads of a key head
   TileCost cost;           // of kernels with one tile, that of a row tells which
   bool fragments = false;  // bits in the order of fragments.h
   // Query heads of a key head whose rows may be stacked (stacked_mask.h), and what is asked whether it pays.
@@ -122,8 +123,8 @@ class DeviceMaskCache {
   Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, uint64_t,
-                         int64_t, bool>;
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t,
+                         uint64_t, int64_t, bool>;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;

@@ -121,6 +121,7 @@ MaskForm FormOf(const Sm90Kernel& kernel, const Problem& problem) {
   form.m = kernel.rows, form.n = kernel.keys;
   form.workers = kernel.workers * problem.multiprocessors;
   form.section = problem.section;
+  form.sharing = problem.sharing;
   form.cost = kernel.cost;
   if (!halves) form.cost.half = 0;
   form.fragments = true;

@@ -19,6 +19,7 @@ struct Problem {
   uint64_t hash = 0;               // of the mask
   ExprSizes sizes;
   int64_t section = 1;  // heads whose keys and values fit the L2 cache
+  int64_t sharing = 1;  // query heads of a key head
   int64_t bytes = 0;    // of all keys and values
   int multiprocessors = 1;
 };

@@ -85,9 +85,13 @@ bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream
 
 bool CapturedOrDone(void* stream) {
   auto* const on = static_cast<cudaStream_t>(stream);
-  if (IsCaptured(on)) return true;
-  if (cudaStreamSynchronize(on) != cudaSuccess) cudaGetLastError();
-  return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const bool known = cudaStreamIsCapturing(on, &status) == cudaSuccess;
+  if (!known) cudaGetLastError();
+  if (status != cudaStreamCaptureStatusNone) return true;
+  if (cudaStreamSynchronize(on) == cudaSuccess) return false;
+  cudaGetLastError();
+  return !known;  // where CUDA could not say, a stream that cannot be waited for is captured
 }
 
 void Relaxed(void (*run)(void* self), void* self) {

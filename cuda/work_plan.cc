@@ -65,6 +65,7 @@ constexpr int64_t kHardly = 96;
 constexpr size_t kMostTried = size_t{1} << 16, kFewRows = 4;  // kFewRows: a worker
 constexpr size_t kMostRefined = size_t{1} << 13;              // by halves and changes: more rows balance by chance
 constexpr int64_t kWorthHalving = 256;
+constexpr int64_t kWorthReading = 32;  // keys once instead of twice: 4 to 10 % of a run
 // Fewer rows than kEnough a worker stay as dealt, for their order counts for more than their sum; where workers share a
 // multiprocessor, fewer than kFewest.
 constexpr size_t kEnough = 8, kFewest = 3;
@@ -246,27 +247,20 @@ size_t DrawnFrom(const std::vector<const Work*>& dealt, int64_t total, int worke
 }
 
 // Whether rows read on where the row before them ended, as those of a diagonal band do: whether they have, in the mean,
-// at most two rows' worth of keys that it has not. Long rows do not count.
+// at most two rows' worth of keys that it has not. Long rows do not count. All heads have the same rows.
 bool ReadOn(const std::vector<Work>& works, const Waves& waves, const BlockMask& mask) {
   std::vector<int32_t> before, own, added;
   int64_t tiles = 0, rows = 0;
-  bool follows = false;
-  for (int64_t row = 0; row < mask.rows; ++row) {  // of the first head: all have the same
+  for (int64_t row = 0; row < mask.rows; ++row) {
     const Work& work = works[static_cast<size_t>(row)];
-    if (waves.IsLong(work)) {
-      follows = false;
-      continue;
-    }
+    if (waves.IsLong(work)) continue;
     own.assign(mask.key_tile.begin() + work.item.begin, mask.key_tile.begin() + work.item.end);
     std::sort(own.begin(), own.end());
-    if (follows) {
-      added.clear();
-      std::set_difference(own.begin(), own.end(), before.begin(), before.end(), std::back_inserter(added));
-      tiles += static_cast<int64_t>(added.size());
-      ++rows;
-    }
+    added.clear();
+    std::set_difference(own.begin(), own.end(), before.begin(), before.end(), std::back_inserter(added));
+    tiles += static_cast<int64_t>(added.size());
+    ++rows;
     before.swap(own);
-    follows = true;
   }
   return tiles * mask.n <= 2 * mask.m * rows;
 }
@@ -274,10 +268,10 @@ bool ReadOn(const std::vector<Work>& works, const Waves& waves, const BlockMask&
 // Rows of global tokens walk all keys of their heads, from the first to the last. Other rows of a band could do so at
 // the same time, those of so many heads that these take as long: their keys and values come from memory once then.
 // Heads for which there is no time in the end have their long rows in the last wave all the same. None where there are
-// no such rows, or all is in the L2 cache anyhow.
+// no such rows, where these walk keys that no other row has, or all is in the L2 cache anyhow.
 Waves WavesOf(const std::vector<Work>& works, const BlockMask& mask, int64_t heads, int workers, int64_t section) {
   Waves waves;
-  if (heads <= section || mask.layout.size() > 1 || works.empty()) return waves;
+  if (heads <= section || mask.layout.size() > 1 || mask.S != mask.T || works.empty()) return waves;
   const int64_t total = TotalOf(works), share = total / workers;
   waves.from = kLong * (total / static_cast<int64_t>(works.size()));
   int64_t time = 0, count = 0, most = 0;
@@ -290,7 +284,7 @@ Waves WavesOf(const std::vector<Work>& works, const BlockMask& mask, int64_t hea
   }
   const int64_t length = count > 0 ? time / count : 0;
   // Others that take long themselves had better go by falling cost.
-  if (length > share || kLong * most > length || !ReadOn(works, waves, mask)) return waves;
+  if (length == 0 || kLong * most > length || !ReadOn(works, waves, mask)) return waves;
   const int64_t others = std::max<int64_t>(1, (total - time) / heads);
   for (int64_t end = 0, left = share / length; left > 0 && end < heads; --left) {
     const int64_t now = left > 1 ? workers * length / (others + time / heads)
@@ -549,7 +543,7 @@ Walk WalkOf(const BlockMask& mask) {
 }
 
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost, bool finish) {
+                  const TileCost& cost, bool finish, int64_t sharing) {
   const int groups = std::max(1, mask.m / 64);
   std::vector<Work> works;
   for (int64_t bh = 0; bh < B * H; ++bh) {
@@ -570,17 +564,28 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     finishing.draws = cost.draws && enough >= kEnough;
     finishing.even = enough >= (cost.teams > 1 ? kFewest : kEnough) && works.size() <= kMostRefined;
     finishing.teams = cost.teams;
-    finishing.waves = WavesOf(works, mask, B * H, workers, section);
+    if (sharing == 1) finishing.waves = WavesOf(works, mask, B * H, workers, section);
   }
   int64_t taken = section;
   WorkPlan plan = Deal(works, B * H, most(works), section, finishing, &taken);
+  if (!finishing.waves.end.empty()) {
+    // Long rows of different lengths may come out uneven so.
+    const Waves waves = std::exchange(finishing.waves, Waves());
+    int64_t other_taken = section;
+    WorkPlan other = Deal(works, B * H, most(works), section, finishing, &other_taken);
+    if (plan.longest - other.longest > other.longest / kWorthReading) {
+      plan = std::move(other);
+      taken = other_taken;
+    } else {
+      finishing.waves = waves;
+    }
+  }
   if (cost.half > 0 && plan.drawn() == 0) {
     finishing.draws = false;
     plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, finishing);
   }
   if (!cost.cuts) return plan;
-  // How well parts fill what rows leave depends on luck: three sizes are tried. Nothing goes beside parts.
-  finishing.waves = Waves();
+  // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);

@@ -108,15 +108,17 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 // L2 cache together, then the smallest rows of all. Rows that would be the end of the run come in an earlier section
 // than their head's; loads are carried on. Where that comes out uneven, as many equal rows do, some are halved, if the
 // kernel can. workers and section are at least 1, B * H * rows fits an int32.
+// sharing: query heads of a key head.
 // finish: for a run and not for a prediction (kernels' costs were measured on plans as dealt). Where few rows of every
 // head walk all keys and the others are a band, heads whose others take as long as such a row go along with it, in the
-// order of their keys, so that these come from memory once (where the L2 cache does not hold all). Of eight rows a
-// worker and more, where the kernel can and they are short, those that come last, an eighth of the time, are left to be
-// drawn, for multiprocessors differ by some percent in speed. Else (of up to 8192 rows) workers change some of a
-// section with each other until the busiest has hardly more than the mean, instead of 1 to 2 % as random masks have it;
-// those that share a multiprocessor also with three rows each, and busy ones share it with less busy ones.
+// order of their keys, so that these come from memory once (where the L2 cache does not hold all, each head has keys of
+// its own, and the plan ends hardly later). Of eight rows a worker and more, where the kernel can and they are short,
+// those that come last, an eighth of the time, are left to be drawn, for multiprocessors differ by some percent in
+// speed. Else (of up to 8192 rows) workers change some of a section with each other until the busiest has hardly more
+// than the mean, instead of 1 to 2 % as random masks have it; those that share a multiprocessor also with three rows
+// each, and busy ones share it with less busy ones.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
-                  const TileCost& cost, bool finish = false);
+                  const TileCost& cost, bool finish = false, int64_t sharing = 1);
 
 // Nanoseconds that no such plan's busiest worker has less of: found without dealing anything out.
 int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost);

@@ -398,9 +398,10 @@ TEST(DeviceMasksAreUploadedOnce) {
     // What is another mask, in whatever it differs.
     std::set<Entry> entries = {entry};
     const auto add = [&](const RandomMask& of, const MaskForm& as) { entries.insert(Get(&cache, of, as, stream)); };
-    MaskForm wide = form, more = form, longer = form, dearer = form, plain = form;
-    wide.n = 128, more.workers = 5, longer.section = 8, ++dearer.cost.partial, plain.fragments = false;
-    for (const MaskForm& as : {wide, more, longer, dearer, plain, Tiles()}) add(mask, as);
+    MaskForm wide = form, more = form, longer = form, shared = form, dearer = form, plain = form;
+    wide.n = 128, more.workers = 5, longer.section = 8, shared.sharing = 4, ++dearer.cost.partial;
+    plain.fragments = false;
+    for (const MaskForm& as : {wide, more, longer, shared, dearer, plain, Tiles()}) add(mask, as);
     for (const ExprSizes& sizes : {ExprSizes{2, 8, 700, 700, 0}, ExprSizes{1, 8, 700, 701, 0}}) {
       add(Parsed("abs(q - k) <= 40", sizes), form);
     }
@@ -408,11 +409,11 @@ TEST(DeviceMasksAreUploadedOnce) {
     CHECK(cudaSetDevice(1) == cudaSuccess);
     add(mask, form);
     CHECK(cudaSetDevice(0) == cudaSuccess);
-    CHECK(entries.size() == 11 && cache.GetStats().entries == 11, entries.size());
-    CHECK(fake::GetAsked().copies == asked.copies + 11);
+    CHECK(entries.size() == 12 && cache.GetStats().entries == 12, entries.size());
+    CHECK(fake::GetAsked().copies == asked.copies + 12);
   }
   fake::CheckTidy(before, "masks");
-  CountCases(11);
+  CountCases(12);
 }
 
 TEST(DeviceMasksServeManyThreads) {
@@ -567,7 +568,11 @@ TEST(DeviceMasksThatFailLeaveNothing) {
                     {"cudaStreamIsCapturing", "state of the stream"},
                     {"cudaEventQuery", "upload of a block mask"},
                     {"cudaStreamWaitEvent", "wait for a block mask"}},
-                   [&] { return TryGet(cache.get(), mask, form, nullptr, &entry); });
+                   [&] {
+                     const Status status = TryGet(cache.get(), mask, form, nullptr, &entry);
+                     CHECK((entry != nullptr) == status.ok(), "an entry that nobody waited for is handed out");
+                     return status;
+                   });
     fake::Finish();
     Seen seen;
     CheckEntry(*Get(cache.get(), mask, form, nullptr), mask, form, &seen);

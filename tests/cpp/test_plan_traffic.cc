@@ -117,6 +117,62 @@ TEST(WorkPlansReadKeysOfGlobalTokensOnce) {
   CountCases(cases);
 }
 
+bool AreAlike(const WorkPlan& a, const WorkPlan& b) {
+  return a.begin == b.begin &&
+         std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(),
+                    [](const WorkItem& x, const WorkItem& y) { return x.item == y.item && x.begin == y.begin; });
+}
+
+// Rows are dealt out as for a prediction where nothing goes beside long ones: masks that differ by head, keys that
+// heads share, keys beyond the queries, heads that the cache holds together, rows beside them that are long themselves,
+// and where rows come in parts.
+TEST(WorkPlansGoBesideLongRowsOnlyThere) {
+  TileCost cost = kCost;
+  cost.draws = false;
+  const auto dealt = [&](const char* text, const ExprSizes& sizes, int64_t section, int64_t sharing) {
+    const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+    const Walk walk = WalkOf(mask);
+    const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost, true, sharing);
+    return AreAlike(plan, PlanWork(mask, walk, sizes.B, sizes.H, kWorkers, section, cost));
+  };
+  const ExprSizes sizes = {6, 32, 8192, 8192, 0};  // more rows than workers change with each other
+  CHECK(!dealt(kGlobal, sizes, 6, 1));
+  CHECK(dealt(kGlobal, sizes, 6, 4));
+  CHECK(dealt(kGlobal, sizes, 6 * 32, 1));
+  CHECK(dealt("abs(q - k) <= 128 or k < 64 or q < 64 + 64 * (h % 2)", sizes, 6, 1));
+  CHECK(dealt(kGlobal, {9, 32, 4096, 8192, 0}, 6, 1));
+  CHECK(dealt("abs(q - k) <= 128 or k < 64 or q < 64 or (q % 2048 < 128 and k < 2560)", sizes, 6, 1));
+  const BlockMask mask = BuiltMask(kGlobal, {1, 16, 4096, 4096, 0}, 64, 64);
+  const Walk walk = WalkOf(mask);
+  const TileCost parts = {3320, 1231, 1525, 1, 0, true};
+  const WorkPlan plan = PlanWork(mask, walk, 1, 16, 528, 4, parts, true);
+  CHECK(plan.parts() > 0 && AreAlike(plan, PlanWork(mask, walk, 1, 16, 528, 4, parts)));
+  CountCases(7);
+}
+
+// Long rows of different lengths fill workers unevenly where others go beside them: not at the price of a longer run.
+TEST(WorkPlansBesideLongRowsEndAsEarly) {
+  int cases = 0;
+  for (const auto& [text, heads, length] :
+       {std::tuple("(k <= q and q - k <= 4) or q >= S - 128 or (q % 1152 < 128 and k < 5820)", 16, 18432),
+        std::tuple("(k <= q and q - k <= 25) or q < 128 or (q % 2048 < 128 and k < 3483)", 30, 20480),
+        std::tuple("abs(q - k) <= 53 or q >= S - 128 or (q % 1408 < 128 and k < 4691)", 16, 18432),
+        std::tuple("abs(q - k) <= 64 or q < 128 or (q % 2048 < 128 and k < 3483)", 32, 16384),
+        std::tuple(kGlobal, 32, 8192), std::tuple(kGlobal, 48, 8192)}) {
+    const ExprSizes sizes = {1, heads, length, length, 0};
+    for (const int n : {64, 128}) {
+      const BlockMask mask = BuiltMask(text, sizes, 128, n);
+      const Walk walk = WalkOf(mask);
+      const TileCost cost = n == 64 ? kCost : TileCost{2553, 1381, 1506, 1, 0, false, 74};
+      const int64_t before = PlanWork(mask, walk, 1, heads, kWorkers, 2, cost).longest;
+      const int64_t after = PlanWork(mask, walk, 1, heads, kWorkers, 2, cost, true).longest;
+      CHECK(after - before <= before / 32, text, " by ", n, ": ", after, " instead of ", before);
+      ++cases;
+    }
+  }
+  CountCases(cases);
+}
+
 // What has no such rows, or rows beside them that read keys all over, is read head by head as before.
 TEST(WorkPlansKeepHeadsTogetherElsewhere) {
   int cases = 0;
