@@ -129,7 +129,10 @@ def own_runs(
         runs.append(lambda s=session, b=binding: s.run_with_iobinding(b))  # type: ignore[misc]
     torch.cuda.synchronize()
     mine = output.transpose(1, 2).reshape(B, S, H * D) if packed else output
-    return runs, float((out.float() - mine.float()).abs().max())
+    difference = float((out.float() - mine.float()).abs().max())
+    if not difference < 0.1:
+        raise RuntimeError(f"{kind}: its output differs from StofAttention's by {difference}")
+    return runs, difference
 
 
 def measure() -> list[dict[str, Any]]:
