@@ -87,7 +87,7 @@ done
 # Side by side: most of either runs on one core.
 ctest --preset asan > build/asan/ctest.log 2>&1 &
 asan=$! failed=0
-ctest --preset tsan || failed=1
+ctest --preset tsan -j 2 || failed=1
 wait $asan || failed=1
 cat build/asan/ctest.log
 [ $failed = 0 ]
