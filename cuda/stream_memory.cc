@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 
 #include "cuda/device_mask.h"
 
@@ -10,13 +11,16 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// Where CUDA cannot say it is taken for captured, whose memory nobody else gets.
-bool IsCaptured(cudaStream_t stream) {
+// Whether the stream is captured; nothing where CUDA cannot say.
+std::optional<bool> CaptureOf(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
   cudaGetLastError();
-  return true;
+  return std::nullopt;
 }
+
+// What may be captured gets memory that nobody else gets.
+bool IsCaptured(cudaStream_t stream) { return CaptureOf(stream).value_or(true); }
 
 // A pool of this library's own for each device, so that its settings are nobody else's; nullptr without. What is not
 // used stays in it up to 64 MiB or the largest block that was asked for, which would else be mapped anew in every run.
@@ -85,13 +89,11 @@ bool Captured(void* stream) { return IsCaptured(static_cast<cudaStream_t>(stream
 
 bool CapturedOrDone(void* stream) {
   auto* const on = static_cast<cudaStream_t>(stream);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const bool known = cudaStreamIsCapturing(on, &status) == cudaSuccess;
-  if (!known) cudaGetLastError();
-  if (status != cudaStreamCaptureStatusNone) return true;
+  const std::optional<bool> captured = CaptureOf(on);
+  if (captured.value_or(false)) return true;
   if (cudaStreamSynchronize(on) == cudaSuccess) return false;
   cudaGetLastError();
-  return !known;  // where CUDA could not say, a stream that cannot be waited for is captured
+  return !captured.has_value();  // where CUDA could not say, a stream that cannot be waited for is captured
 }
 
 void Relaxed(void (*run)(void* self), void* self) {

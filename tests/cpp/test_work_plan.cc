@@ -220,53 +220,6 @@ TEST(WorkPlansBeginWithLargeRows) {
   CountCases(1);
 }
 
-// 32 heads in sections of up to 6: two that are left for the last would have too few rows to even out what is uneven.
-TEST(WorkPlansShareOutCausalRows) {
-  const ExprSizes sizes = {1, 32, 8192, 8192, 0};
-  int cases = 0;
-  for (const int m : {128, 192}) {
-    const BlockMask mask = BuiltMask("k <= q", sizes, m, 64);
-    const Walk walk = WalkOf(mask);
-    const TileCost cost = {4554, 952, 1040};
-    for (int64_t section = 1; section <= 32; ++section) {
-      const WorkPlan plan = PlanWork(mask, walk, sizes.B, sizes.H, 132, section, cost);
-      const int64_t total = PlanWork(mask, walk, sizes.B, sizes.H, 1, section, cost).longest;
-      CHECK(plan.longest * 100 <= total / 132 * 102, m, " rows, section ", section, ": ", plan.longest, " of ",
-            total / 132);
-      ++cases;
-    }
-  }
-  CountCases(cases);
-}
-
-// Of one worker: sections of heads one after the other, then the smallest rows of all.
-TEST(WorkPlansKeepSectionsTogether) {
-  const ExprSizes sizes = {1, 32, 4096, 4096, 0};
-  const BlockMask mask = BuiltMask("k <= q", sizes, 128, 128);
-  const WorkPlan plan = PlanWork(mask, WalkOf(mask), sizes.B, sizes.H, 1, 6, {2700, 1380, 1480});
-  const auto rows = static_cast<int32_t>(mask.rows);
-  size_t at = 0;
-  int32_t highest = 0;
-  for (int32_t section = 0; section < 6; ++section) {
-    const int32_t first = 32 * section / 6, last = 32 * (section + 1) / 6;
-    for (; at < plan.items.size() && plan.items[at].item / rows < last; ++at) {
-      if (plan.items[at].item / rows < first) break;  // the last part has begun
-      highest = std::max(highest, plan.items[at].item / rows);
-    }
-    CHECK(highest == last - 1, "section ", section, " ends with head ", highest);
-  }
-  int64_t held = 0, total = 0;
-  for (size_t i = 0; i < plan.items.size(); ++i) {
-    const int64_t tiles = plan.items[i].end - plan.items[i].begin;
-    total += tiles;
-    if (i < at) continue;
-    held += tiles;
-    CHECK(tiles <= 8, "a row of ", tiles, " tiles was held back");
-  }
-  CHECK(held > 0 && held * 32 <= total, held, " of ", total, " tiles are held back");
-  CountCases(1);
-}
-
 // What a plan's workers have under way together, of how many heads in the mean over its time: the L2 cache has to hold
 // their keys and values.
 double HeadsUnderWay(const WorkPlan& plan, const BlockMask& mask, const Walk& walk, int64_t heads,
