@@ -138,12 +138,14 @@ class Attention {
   // What a worker begins with.
   struct Begin {
     int i = 0, end = 0;            // its items, as its plan or it counts them
-    WorkItem first = {};           // of a plan
+    WorkItem first = {};           // where no mask has to be read for it
     int tile = -1, code = kEvery;  // of this team's first tile of all, where a plan tells
     int second = -1;               // the tile behind it, without kSplit
+    Cursor cursor;                 // at the first item
   };
   __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
 
+  __device__ __forceinline__ void Locate(const WorkItem& work, Cursor* cursor) const;
   __device__ Begin ReadBegin() const;
   __device__ void FetchPlanned(const Begin& begin) const;
   __device__ void FetchInputs(const Begin& begin) const;

@@ -10,6 +10,17 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
+// Which queries and keys an item is of.
+template <typename S, typename T>
+__device__ __forceinline__ void Attention<S, T>::Locate(const WorkItem& work, Cursor* cursor) const {
+  const AttentionParams& p = p_.attention;
+  const int rows = Rows(), bh = work.item / rows;
+  cursor->row0 = work.item % rows * S::kM;
+  cursor->b = bh / p.H;
+  cursor->h = bh % p.H;
+  cursor->g = cursor->h / (p.H / p.G);
+}
+
 template <typename S, typename T>
 __device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
   const AttentionParams& p = p_.attention;
@@ -19,13 +30,20 @@ __device__ typename Attention<S, T>::Begin Attention<S, T>::ReadBegin() const {
   begin.i = worker, begin.end = p.B * p.H * Rows();
   // Not by a constant 0 elsewhere: with that, ptxas (13.0) serializes the products of kernels that split (C7514).
   if constexpr (S::kHalves) begin.end <<= p_.halved;
-  if (p_.work == nullptr) return begin;
+  if (p_.work == nullptr) {
+    if (p.has_mask != 0 || begin.i >= begin.end) return begin;
+    begin.first = ItemAt(begin.i, Rows());
+    Locate(begin.first, &begin.cursor);
+    return begin;
+  }
   const WorkStart& start = p_.work_start[worker];
   begin.i = start.begin, begin.end = start.end;
   begin.first = start.first;
   // Padding may leave nothing of it.
   if (p.pad_bits == nullptr) begin.tile = start.tile[S::kSplit > 1 ? team_ : 0], begin.second = start.tile[1];
   begin.code = start.code[S::kSplit > 1 ? team_ : 0];
+  // Divisions take their time, of which there is some before the wait.
+  Locate(begin.first, &begin.cursor);
   return begin;
 }
 
@@ -53,9 +71,7 @@ template <typename S, typename T>
 __device__ void Attention<S, T>::FetchInputs(const Begin& begin) const {
   // What is there already would be in the way of what comes next.
   if (p_.cold == 0 || p_.work == nullptr || begin.i >= begin.end || lane_ != 0) return;
-  const AttentionParams& p = p_.attention;
-  const int rows = Rows(), bh = begin.first.item / rows, row0 = begin.first.item % rows * S::kM;
-  const int b = bh / p.H, h = bh % p.H, g = h / (p.H / p.G);
+  const int b = begin.cursor.b, h = begin.cursor.h, g = begin.cursor.g, row0 = begin.cursor.row0;
   constexpr int kAtoms = kHead / kAtom;
 #pragma unroll
   for (int i = 0; i < S::kConsumers * kAtoms; ++i) {
@@ -80,13 +96,15 @@ template <typename S, typename T>
 __device__ void Attention<S, T>::Produce(const Begin& begin) {
   const AttentionParams& p = p_.attention;
   const int rows = Rows();
-  Cursor cursor;
   const bool planned = p_.work != nullptr;
+  // Those with biases have no registers for it.
+  bool located = !S::kExtras && (planned || p.has_mask == 0);
+  Cursor cursor = S::kExtras ? Cursor() : begin.cursor;
   int i = begin.i, tile = begin.tile;
   const int end = begin.end;
   // The next item is asked for while this one is worked on.
   WorkItem following = begin.first;
-  if (!planned && i < end) following = ItemAt(i, rows);
+  if (!planned && p.has_mask != 0 && i < end) following = ItemAt(i, rows);
   Asked asked = Ask(following, Own());
   for (bool more = i < end; more;) {
     const WorkItem work = following;
@@ -97,12 +115,8 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
     i += planned ? 1 : p_.workers;
     more = i < end;
     if constexpr (!S::kDraws) following = more ? ItemAt(i, rows) : WorkItem{};
-    const int bh = work.item / rows, row = work.item % rows;
-    const int b = bh / p.H, h = bh % p.H;
-    cursor.b = b;
-    cursor.g = h / (p.H / p.G);
-    cursor.h = h;
-    cursor.row0 = row * S::kM;
+    if (!located) Locate(work, &cursor);
+    located = false;
     cursor.queries_due = S::kQueriesLast;
     if (!S::kQueriesLast) BringQueries(&cursor);
     if (tile >= 0) BringAhead(tile, cursor);

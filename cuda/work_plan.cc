@@ -7,8 +7,9 @@
 #include <limits>
 #include <numeric>
 #include <queue>
-#include <set>
 #include <utility>
+
+#include "cuda/plan_even.h"
 
 namespace stof {
 namespace cuda {
@@ -42,22 +43,11 @@ constexpr size_t kEnough = 8, kFewest = 3;
 constexpr int64_t kDrawn = 8, kShort = 12;
 // A row is long that takes so many times what rows take in the mean, and so many times what those take that are not.
 constexpr int64_t kLong = 4;
-// A plan is even when its busiest worker has one of so many nanoseconds more than the mean; the least busy ones that it
-// changes rows with, and how often, for each worker.
-constexpr int64_t kEven = 256;
-// The same for workers that share a multiprocessor, of their sums.
-constexpr int64_t kHardlyTogether = 64;
-constexpr int kLeastBusy = 8;
-constexpr size_t kMostChanges = 4;
+// Of a row's start and end, in percent, what the tiles of another worker of the multiprocessor cover.
+constexpr int64_t kCovered = 45;
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
-
-// What one worker does without a break.
-struct Work {
-  int64_t cost, head;  // head: b * H + h
-  WorkItem item;       // with the `full` of a plan
-};
 
 // The cost below which rows are held back: all of them together take a kHeldBack-th of the time at most.
 int64_t HeldBelow(const std::vector<Work>& works, int64_t total) {
@@ -77,76 +67,6 @@ int64_t TotalOf(const std::vector<Work>& works) {
                          [](int64_t sum, const Work& work) { return sum + work.cost; });
 }
 
-using Load = std::pair<int64_t, int>;  // of a worker
-
-// What a worker takes, in which section and as which of all.
-struct Taken {
-  const Work* work;
-  size_t section, place;
-};
-
-int64_t LoadOf(const std::vector<Taken>& taken) {
-  return std::accumulate(taken.begin(), taken.end(), int64_t{0},
-                         [](int64_t sum, const Taken& one) { return sum + one.work->cost; });
-}
-
-// So much of the first load goes over to the second.
-void Shift(const Load& from, const Load& to, int64_t less, std::set<Load>* loads) {
-  loads->erase(from);
-  loads->erase(to);
-  loads->emplace(from.first - less, from.second);
-  loads->emplace(to.first + less, to.second);
-}
-
-// What two workers of these loads have at most when they have changed two of a section's rows for each other, the best
-// ones.
-struct Change {
-  int64_t longer;
-  size_t from, to;
-};
-Change BestChange(const std::vector<Taken>& from, int64_t most, const std::vector<Taken>& to, int64_t least) {
-  Change best = {most, 0, 0};
-  for (size_t i = 0; i < from.size(); ++i) {
-    for (size_t j = 0; j < to.size(); ++j) {
-      if (from[i].section != to[j].section) continue;
-      const int64_t less = from[i].work->cost - to[j].work->cost;
-      const int64_t longer = std::max(most - less, least + less);
-      if (longer < best.longer) best = {longer, i, j};
-    }
-  }
-  return best;
-}
-
-// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker changes rows
-// with one of the least busy, as long as that makes the plan shorter. longest: the load of the busiest, before and, as
-// returned, after.
-int64_t EvenOut(int64_t mean, int64_t longest, std::vector<std::vector<Taken>>* taken) {
-  if (longest - mean <= mean / kEven) return longest;
-  std::set<Load> loads;
-  for (size_t w = 0; w < taken->size(); ++w) {
-    loads.emplace(LoadOf((*taken)[w]), static_cast<int>(w));
-  }
-  for (size_t changes = 0; changes < kMostChanges * taken->size(); ++changes) {
-    const auto [most, busiest] = *loads.rbegin();
-    if (most - mean <= mean / kEven) break;
-    auto& from = (*taken)[static_cast<size_t>(busiest)];
-    Change best = {most, 0, 0};
-    Load with;
-    int tried = 0;
-    for (auto other = loads.begin(); tried < kLeastBusy && other->second != busiest; ++other, ++tried) {
-      const Change change = BestChange(from, most, (*taken)[static_cast<size_t>(other->second)], other->first);
-      if (change.longer < best.longer) best = change, with = *other;
-    }
-    if (best.longer == most) break;
-    Taken& a = from[best.from];
-    Taken& b = (*taken)[static_cast<size_t>(with.second)][best.to];
-    const int64_t less = a.work->cost - b.work->cost;
-    std::swap(a, b);
-    Shift({most, busiest}, with, less, &loads);
-  }
-  return loads.rbegin()->first;
-}
-
 // Rows that take more than `from` are long, and have other rows go beside them: first those of the heads before end[0],
 // then of those before end[1] and so on, none of all heads from end.back() on.
 struct Waves {
@@ -155,52 +75,14 @@ struct Waves {
   bool IsLong(const Work& work) const { return work.cost > from; }
 };
 
-// What is done with a plan of rows that were dealt out.
+// What is done with a plan of rows that were dealt out. holds: the smallest rows of all heads come last. covered: of
+// each row's nanoseconds, by the other teams of a multiprocessor.
 struct Finishing {
-  bool draws = false, even = false;
+  bool draws = false, even = false, holds = true;
   int teams = 1;
+  int64_t covered = 0;
   Waves waves;
 };
-
-// Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both
-// have least, as long as that helps. All others stay where they are, for neighbours take rows that are neighbours,
-// whose keys are the same.
-void PairUp(int teams, std::vector<std::vector<Taken>>* taken) {
-  const auto each = static_cast<size_t>(teams);
-  if (teams == 1 || taken->size() % each != 0) return;
-  std::vector<int64_t> load(taken->size(), 0);
-  std::set<Load> sums;
-  int64_t total = 0;
-  for (size_t first = 0; first < taken->size(); first += each) {
-    int64_t sum = 0;
-    for (size_t w = first; w < first + each; ++w) {
-      load[w] = LoadOf((*taken)[w]);
-      sum += load[w];
-    }
-    sums.emplace(sum, static_cast<int>(first));
-    total += sum;
-  }
-  const int64_t mean = total / static_cast<int64_t>(sums.size());
-  for (size_t changes = 0; changes < kMostChanges * sums.size(); ++changes) {
-    const auto [most, busiest] = *sums.rbegin();
-    if (most - mean <= mean / kHardlyTogether) break;
-    Change best = {most, 0, 0};
-    Load with;
-    for (auto other = sums.begin(); other->second != busiest; ++other) {
-      for (size_t i = 0; i < each * each; ++i) {
-        const size_t from = static_cast<size_t>(busiest) + i / each, to = static_cast<size_t>(other->second) + i % each;
-        const int64_t less = load[from] - load[to];
-        const int64_t longer = std::max(most - less, other->first + less);
-        if (longer < best.longer) best = {longer, from, to}, with = *other;
-      }
-    }
-    if (best.longer == most) break;
-    const int64_t less = load[best.from] - load[best.to];
-    std::swap((*taken)[best.from], (*taken)[best.to]);
-    std::swap(load[best.from], load[best.to]);
-    Shift({most, busiest}, with, less, &sums);
-  }
-}
 
 // From which place on rows are left to be drawn: a kDrawn-th of the work, but not what workers begin with. A worker
 // draws while it is still at a row: others might begin a long one earlier.
@@ -271,7 +153,7 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
   const int64_t total = TotalOf(works), share = total / workers;
   const int64_t sections = (heads + section - 1) / section;
   const auto section_of = [&](int64_t head) { return (sections * (head + 1) - 1) / heads; };
-  const int64_t small = HeldBelow(works, total);
+  const int64_t small = finishing.holds ? HeldBelow(works, total) : 0;
   // When each section begins.
   std::vector<int64_t> begins(static_cast<size_t>(sections) + 1, 0);
   for (const Work& work : works) {
@@ -295,6 +177,7 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
     }
     places[wave < waves.end.size() ? wave : wave + static_cast<size_t>(at)].push_back(&work);
   }
+  using Load = std::pair<int64_t, int>;  // of a worker
   std::priority_queue<Load, std::vector<Load>, std::greater<Load>> least;
   for (int w = 0; w < workers; ++w) least.emplace(0, w);
   std::vector<std::vector<Taken>> taken(static_cast<size_t>(workers));
@@ -317,8 +200,13 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
     }
   }
   const size_t drawn_from = finishing.draws ? DrawnFrom(dealt, total, workers) : dealt.size();
-  if (finishing.even && drawn_from == dealt.size()) plan.longest = EvenOut(total / workers, plan.longest, &taken);
-  PairUp(finishing.teams, &taken);
+  const bool evens = finishing.even && drawn_from == dealt.size();
+  if (evens) plan.longest = EvenOut(1, 0, &taken);
+  const auto each = static_cast<size_t>(finishing.teams);
+  if (each > 1 && taken.size() % each == 0) {
+    PairUp(each, &taken);
+    if (evens) EvenOut(each, finishing.covered, &taken);
+  }
   plan.begin.push_back(0);
   for (const std::vector<Taken>& own : taken) {
     for (const Taken& one : own) {
@@ -331,34 +219,48 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
 }
 
 // How many heads at a time are tried, from most to fewest, none of which makes as many sections as the one before. Of
-// many rows chance balances all; few ones may come out even only where none wait for a section.
-std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int64_t section) {
-  std::vector<int64_t> found;
-  const auto add = [&](int64_t size) {
-    size = std::clamp<int64_t>(size, 1, heads);
-    const auto sections = [heads](int64_t of) { return (heads + of - 1) / of; };
-    if (found.empty() || sections(size) > sections(found.back())) found.push_back(size);
-  };
-  if (works < kFewRows * static_cast<size_t>(workers)) add(heads);
+// many rows chance balances all; few ones may come out even only where none wait for a section. What is finished can
+// also be of sections of about one row a worker.
+std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int64_t section,
+                                   const Finishing& finishing) {
+  std::vector<int64_t> sizes;
+  if (works < kFewRows * static_cast<size_t>(workers)) sizes.push_back(heads);
   if (works <= kMostTried) {
-    for (const int64_t part : {1, 2, 4}) add(section / part);
+    for (const int64_t part : {1, 2, 4}) sizes.push_back(section / part);
+    const int64_t one_each = workers * heads / static_cast<int64_t>(std::max<size_t>(1, works));
+    if ((finishing.draws || finishing.even) && finishing.teams == 1 && one_each <= section) sizes.push_back(one_each);
   }
-  add(section / 8);
-  return found;
+  sizes.push_back(section / 8);
+  for (int64_t& size : sizes) size = std::clamp<int64_t>(size, 1, heads);
+  std::sort(sizes.begin(), sizes.end(), std::greater<int64_t>());
+  const auto sections = [heads](int64_t of) { return (heads + of - 1) / of; };
+  sizes.erase(std::unique(sizes.begin(), sizes.end(),
+                          [&](int64_t more, int64_t fewer) { return sections(more) == sections(fewer); }),
+              sizes.end());
+  return sizes;
 }
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
-// hardly later than others.
-WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, const Finishing& finishing,
+// hardly later than others. The smallest rows of all heads, held back to the end, have all keys come from memory again:
+// where workers can change rows with each other, or draw some, they stay with their heads if that ends hardly later.
+// Of finishing, `holds` is set to what was taken, as `taken` is.
+WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_t section, Finishing* finishing,
               int64_t* taken = nullptr) {
   WorkPlan best;
+  Finishing tried = *finishing;
   int64_t earliest = std::numeric_limits<int64_t>::max();
-  for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
-    WorkPlan plan = DealSections(works, heads, workers, size, finishing);
-    earliest = std::min(earliest, plan.longest);
-    if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
-    best = std::move(plan);
-    if (taken != nullptr) *taken = size;
+  const bool may_stay = (finishing->even || finishing->draws) && finishing->waves.end.empty() && finishing->teams == 1;
+  for (const int64_t size : SectionsToTry(works.size(), heads, workers, section, *finishing)) {
+    for (const bool holds : {true, false}) {
+      if (!holds && !may_stay) continue;
+      tried.holds = holds;
+      WorkPlan plan = DealSections(works, heads, workers, size, tried);
+      earliest = std::min(earliest, plan.longest);
+      if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
+      best = std::move(plan);
+      finishing->holds = holds;
+      if (taken != nullptr) *taken = size;
+    }
   }
   return best;
 }
@@ -492,20 +394,21 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     finishing.draws = cost.draws && enough >= kEnough;
     finishing.even = enough >= (cost.teams > 1 ? kFewest : kEnough) && works.size() <= kMostRefined;
     finishing.teams = cost.teams;
+    finishing.covered = cost.row * kCovered / 100;
     if (sharing == 1) finishing.waves = WavesOf(works, mask, B * H, workers, section);
   }
   int64_t taken = section;
-  WorkPlan plan = Deal(works, B * H, most(works), section, finishing, &taken);
+  WorkPlan plan = Deal(works, B * H, most(works), section, &finishing, &taken);
   if (!finishing.waves.end.empty()) {
     // Long rows of different lengths may come out uneven so.
-    const Waves waves = std::exchange(finishing.waves, Waves());
+    Finishing without = finishing;
+    without.waves = Waves();
     int64_t other_taken = section;
-    WorkPlan other = Deal(works, B * H, most(works), section, finishing, &other_taken);
+    WorkPlan other = Deal(works, B * H, most(works), section, &without, &other_taken);
     if (plan.longest - other.longest > other.longest / kWorthReading) {
       plan = std::move(other);
       taken = other_taken;
-    } else {
-      finishing.waves = waves;
+      finishing = without;
     }
   }
   if (cost.half > 0 && plan.drawn() == 0) {
@@ -518,7 +421,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);
     if (cut.empty()) continue;
-    WorkPlan other = Deal(pieces, B * H, most(pieces), section, finishing);
+    WorkPlan other = Deal(pieces, B * H, most(pieces), section, &finishing);
     other.cut = std::move(cut);
     other.longest += kJoin + kJoinPart * other.parts();
     if (other.longest < plan.longest) plan = std::move(other);

@@ -220,6 +220,27 @@ TEST(WorkPlansKeepSectionsTogether) {
   CountCases(1);
 }
 
+// The smallest rows of all heads do not come last where workers can change rows with each other, or draw them: they
+// would have all keys come from memory again.
+TEST(WorkPlansKeepSmallRowsWithTheirHeads) {
+  const std::string random =
+      "((q // 128) * 7919 + (k // 128) * 104729 + (q // 128) * (k // 128) * 31 + "
+      "(q // 128) * (q // 128) * 17) % 1009 % 100 < 12";
+  TileCost halves = kCost;
+  halves.draws = false;
+  int cases = 0;
+  for (const TileCost& cost : {kCost, halves}) {
+    for (const auto& [text, length] : {std::pair(random, 8192), std::pair(random, 16384)}) {
+      const ExprSizes sizes = {1, 32, length, length, 0};
+      const Traffic traffic = TrafficOf(text.c_str(), sizes, 6 * 8192 / length, cost);
+      CHECK(traffic.after - 1 <= 0.7 * (traffic.before - 1), text, " of ", length, " keys: ", traffic.after,
+            " instead of ", traffic.before);
+      ++cases;
+    }
+  }
+  CountCases(cases);
+}
+
 // What has no such rows, or rows beside them that read keys all over, is read head by head as before.
 TEST(WorkPlansKeepHeadsTogetherElsewhere) {
   int cases = 0;

@@ -169,8 +169,12 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   }
   CHECK(next == plan.parts() && next <= cuda::kMostParts, where);
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
-  CHECK(plan.cut.empty() && plan.drawn() == 0 ? plan.longest == longest : plan.longest > longest, where, ": says ",
-        plan.longest, ", is ", longest);
+  // Workers that share a multiprocessor change rows once more when the plan is made.
+  const bool shared = finish && cost.teams > 1;
+  CHECK(shared                                  ? 10 * std::abs(plan.longest - longest) <= longest
+        : plan.cut.empty() && plan.drawn() == 0 ? plan.longest == longest
+                                                : plan.longest > longest,
+        where, ": says ", plan.longest, ", is ", longest);
   const int64_t least = LeastOfPlan(mask, sizes.B, sizes.H, most, cost);
   CHECK(least <= plan.longest, where, ": ", plan.longest, ", at least ", least);
   // Whoever gets a row has the least load until then, which is at most the mean.
@@ -335,6 +339,17 @@ TEST(WorkPlansHalveRows) {
 
 int32_t HeadOf(const WorkItem& item, const BlockMask& mask) { return item.item / mask.rows; }
 
+// How often a worker goes back to an earlier head.
+size_t TimesBack(const WorkPlan& plan, const BlockMask& mask) {
+  size_t times = 0;
+  for (size_t w = 0; w + 1 < plan.begin.size(); ++w) {
+    for (auto at = static_cast<size_t>(plan.begin[w]) + 1; at < static_cast<size_t>(plan.begin[w + 1]); ++at) {
+      times += HeadOf(plan.items[at], mask) < HeadOf(plan.items[at - 1], mask) ? 1 : 0;
+    }
+  }
+  return times;
+}
+
 // Rows of 0 to 21 tiles, as random blocks have them: dealt out they end 1 to 4 % after the mean.
 TEST(WorkPlansComeOutEven) {
   int cases = 0;
@@ -357,18 +372,13 @@ TEST(WorkPlansComeOutEven) {
       CHECK(heads == 16 ? even.longest == dealt.longest : even.longest < dealt.longest, where);
       CHECK(100 * (dealt.longest - mean) >= mean, where);
       CHECK(heads == 16 || 1000 * (even.longest - mean) <= 7 * mean, where);
-      // Of one head at a time rows change places with rows of their head, but for the smallest, which come last.
+      // Dealt out for a prediction the smallest rows of all heads come last; those that change places stay with their
+      // head.
       cost.half = 0;
-      const WorkPlan before = PlanWork(mask, walk, 1, heads, 132, 1, cost);
-      const WorkPlan after = PlanWork(mask, walk, 1, heads, 132, 1, cost, true);
-      CHECK(before.begin == after.begin, where);
-      size_t changed = 0, elsewhere = 0;
-      for (size_t i = 0; i < before.items.size(); ++i) {
-        changed += before.items[i].item != after.items[i].item ? 1 : 0;
-        elsewhere += HeadOf(before.items[i], mask) != HeadOf(after.items[i], mask) ? 1 : 0;
-      }
-      CHECK((changed > 0) == (heads == 32) && 20 * elsewhere <= before.items.size(), where, ", ", changed, " changed, ",
-            elsewhere, " with another head's");
+      const size_t before = TimesBack(PlanWork(mask, walk, 1, heads, 132, 1, cost), mask);
+      const size_t after = TimesBack(PlanWork(mask, walk, 1, heads, 132, 1, cost, true), mask);
+      CHECK(heads == 16 ? after == before : 2 * after <= before, where, ", back to an earlier head ", after,
+            " times instead of ", before);
       ++cases;
     }
   }
@@ -391,29 +401,27 @@ int64_t CostOfRow(int32_t item, const BlockMask& mask, const Walk& walk, const T
 }
 
 // The rows that come last are left to be drawn: an eighth of the work, and given out in their order to whoever has
-// least it is what the plan gives out else (dealt; nullptr: something in another order).
-void CheckDrawn(const WorkPlan& plan, const WorkPlan* dealt, const BlockMask& mask, const Walk& walk,
+// least they end when the plan says, which is hardly later than dealt for a prediction.
+void CheckDrawn(const WorkPlan& plan, const WorkPlan& dealt, const BlockMask& mask, const Walk& walk,
                 const TileCost& cost, const std::string& where) {
   const auto workers = static_cast<size_t>(plan.workers());
   int64_t total = 0, drawn = 0, largest = 0;
-  std::vector<std::vector<int32_t>> own;
   std::vector<int64_t> loads(workers, 0);
   for (size_t w = 0; w < workers; ++w) {
-    own.push_back(ItemsOf(plan, w));
-    for (const int32_t item : own.back()) loads[w] += CostOfRow(item, mask, walk, cost);
+    for (const int32_t item : ItemsOf(plan, w)) loads[w] += CostOfRow(item, mask, walk, cost);
     total += loads[w];
   }
   for (const int32_t item : ItemsOf(plan, workers)) {
     const int64_t one = CostOfRow(item, mask, walk, cost);
     const auto least = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
-    own[least].push_back(item), loads[least] += one;
+    loads[least] += one;
     total += one, drawn += one, largest = std::max(largest, one);
   }
   CHECK(8 * drawn <= total && 10 * drawn >= total, where, ": ", drawn, " of ", total);
   CHECK(12 * largest <= total / plan.workers(), where, ": one of ", largest);
-  if (dealt == nullptr) return;
-  for (size_t w = 0; w < workers; ++w) CHECK(own[w] == ItemsOf(*dealt, w), where, " worker ", w);
-  CHECK(plan.longest == dealt->longest, where);
+  const int64_t longest = *std::max_element(loads.begin(), loads.end());
+  CHECK(plan.longest == longest, where, ": says ", plan.longest, ", is ", longest);
+  CHECK(plan.longest - dealt.longest <= dealt.longest / 32, where, ": ", plan.longest, ", dealt ", dealt.longest);
 }
 
 TEST(WorkPlansLeaveRowsToBeDrawn) {
@@ -434,9 +442,7 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
         CHECK(dealt.drawn() == 0, where);
         // Rows of 17 heads are an eighth of a worker's share each.
         CHECK((plan.drawn() == 0) == (heads == 17), where, ": ", plan.drawn(), " drawn");
-        // Rows that go along with those of global tokens are dealt out in the order of their keys.
-        const bool waves = std::string(text).find("q < 64") != std::string::npos && section < heads;
-        if (plan.drawn() > 0) CheckDrawn(plan, waves ? nullptr : &dealt, mask, walk, cost, where);
+        if (plan.drawn() > 0) CheckDrawn(plan, dealt, mask, walk, cost, where);
         ++cases;
       }
     }
@@ -463,10 +469,10 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
   CountCases(cases);
 }
 
-// Workers that share a multiprocessor change places until sums are even or no change of two helps; their rows stay
-// theirs.
+// Of few rows, workers that share a multiprocessor change places until sums are even or no change of two helps; their
+// rows stay theirs.
 TEST(WorkPlansPairWorkers) {
-  int cases = 0;
+  int cases = 0, changed = 0;
   for (const char* text : {"abs(q - k) <= 128 or k < 64 or q < 64", "k <= q", "abs(q - k) <= 128"}) {
     for (const size_t teams : {2, 4}) {
       const ExprSizes sizes = {1, 16, 4096, 4096, 0};
@@ -474,7 +480,7 @@ TEST(WorkPlansPairWorkers) {
       const Walk walk = WalkOf(mask);
       TileCost cost = {3318, 1204, 1646};
       const std::string where = Text(text, ", ", teams, " teams");
-      const size_t workers = 32 * teams;
+      const size_t workers = 96 * teams * (4 / teams);  // with 2.7 rows each
       const auto plan = [&](const char* name) {
         const WorkPlan made = CheckPlan(mask, walk, sizes, static_cast<int>(workers), 16, cost, where + name, true);
         std::vector<std::vector<int32_t>> items;
@@ -495,11 +501,9 @@ TEST(WorkPlansPairWorkers) {
       const int64_t mean = std::accumulate(sums.begin(), sums.end(), int64_t{0}) / static_cast<int64_t>(sums.size());
       const auto busiest = static_cast<size_t>(std::max_element(sums.begin(), sums.end()) - sums.begin());
       const int64_t most = sums[busiest], most_before = *std::max_element(old.begin(), old.end());
-      // Where all rows are alike nobody goes elsewhere.
       const bool uneven = most_before - mean > mean / 64;
-      CHECK(uneven == (text == std::string("abs(q - k) <= 128 or k < 64 or q < 64")), where, ": ", most_before);
-      CHECK(uneven ? moved > 0 && most < most_before : moved == 0, where, ": ", moved, " moved, ", most, ", before ",
-            most_before);
+      CHECK(uneven ? most <= most_before : moved == 0, where, ": ", moved, " moved, ", most, ", before ", most_before);
+      changed += most < most_before ? 1 : 0;
       for (size_t i = 0; most - mean > mean / 64 && i < teams * workers; ++i) {
         const size_t from = busiest * teams + i / workers, to = i % workers;
         if (to / teams == busiest) continue;
@@ -512,18 +516,57 @@ TEST(WorkPlansPairWorkers) {
       ++cases;
     }
   }
-  // With fewer than eight rows each, they alone change rows.
-  const ExprSizes sizes = {1, 16, 8192, 8192, 0};
+  CHECK(changed >= 3, changed, " plans became shorter");
+  CountCases(cases);
+}
+
+// Of three rows a worker and more, multiprocessors come out even: half by the sum of their workers' loads, half by the
+// greatest of them, without most of what a row's start and end take, which other workers cover.
+TEST(WorkPlansShareMultiprocessors) {
   const std::string rows = "(q // 128)", keys = "(k // 128)";
-  const BlockMask mask = BuiltMask("(" + rows + " * 7919 + " + keys + " * 104729 + " + rows + " * " + keys +
-                                       " * 31 + " + rows + " * " + rows + " * 17) % 1009 % 100 < 22",
-                                   sizes, 128, 64);
-  TileCost cost = {3627, 1006, 1080};
-  const int64_t alone = CheckPlan(mask, WalkOf(mask), sizes, 264, 16, cost, "few rows, workers ", true).longest;
-  cost.teams = 2;
-  const int64_t paired = CheckPlan(mask, WalkOf(mask), sizes, 264, 16, cost, "few rows, paired ", true).longest;
-  CHECK(paired < alone, paired, ", alone ", alone);
-  CountCases(cases + 1);
+  const std::string random = "(" + rows + " * 7919 + " + keys + " * 104729 + " + rows + " * " + keys + " * 31 + " +
+                             rows + " * " + rows + " * 17) % 1009 % 100 < ";
+  int cases = 0;
+  for (const auto& [text, batches, heads, length] :
+       {std::tuple(random + "12", 1, 16, 8192), std::tuple(random + "22", 1, 16, 8192),
+        std::tuple(random + "12", 1, 16, 16384),
+        std::tuple(std::string("abs(q - k) <= 45 or q < 45 or k < 45"), 16, 12, 2048),
+        std::tuple(std::string("k <= q"), 16, 12, 2048)}) {
+    for (const size_t teams : {2, 3}) {
+      const ExprSizes sizes = {batches, heads, length, length, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+      const Walk walk = WalkOf(mask);
+      TileCost cost = {3627, 1006, 1080};
+      cost.teams = static_cast<int>(teams);
+      const size_t workers = 132 * teams;
+      if (static_cast<size_t>(batches * heads * mask.rows) < 3 * workers) continue;
+      const std::string where = Text(text, ", ", teams, " teams, S ", length);
+      const auto times = [&](bool finish) {
+        const WorkPlan plan =
+            CheckPlan(mask, walk, sizes, static_cast<int>(workers), 98304 / length, cost, where + ", workers ", finish);
+        int64_t longest = 0, all = 0;
+        for (size_t w = 0; w < workers; w += teams) {
+          int64_t sum = 0, most = 0;
+          for (size_t i = w; i < w + teams; ++i) {
+            int64_t load = 0;
+            for (const int32_t item : ItemsOf(plan, i)) {
+              load += std::max<int64_t>(0, CostOfRow(item, mask, walk, cost) - cost.row * 45 / 100);
+            }
+            sum += load, most = std::max(most, load);
+          }
+          all += sum;
+          longest = std::max(longest, (sum / static_cast<int64_t>(teams) + most) / 2);
+        }
+        return std::pair(longest, all / static_cast<int64_t>(workers));
+      };
+      const auto [before, ignored] = times(false);
+      const auto [after, mean] = times(true);
+      CHECK(3 * (after - mean) <= 2 * (before - mean), where, ": ", after, ", dealt ", before, ", mean ", mean);
+      ++cases;
+    }
+  }
+  CHECK(cases == 8, cases);
+  CountCases(cases);
 }
 
 // So many that a plan is made once, by the smallest sections, and stays as it is dealt.

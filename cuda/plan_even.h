@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Makes a plan of rows that were dealt out one after the other come out even. Plain C++.
+#ifndef STOF_CUDA_PLAN_EVEN_H_
+#define STOF_CUDA_PLAN_EVEN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/work_plan.h"
+
+namespace stof {
+namespace cuda {
+
+// What one worker does without a break.
+struct Work {
+  int64_t cost, head;  // head: b * H + h
+  WorkItem item;       // with the `full` of a plan
+};
+
+// What a worker takes, in which section and as which of all.
+struct Taken {
+  const Work* work;
+  size_t section, place;
+};
+
+// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker, or, of
+// workers that share a multiprocessor with `each - 1` others, the busiest multiprocessor, changes a row of a section
+// with one of the least busy, or one of its workers with another, as long as that makes the plan shorter. covered: of
+// each row's nanoseconds, what the others of a multiprocessor cover. Returned is what the busiest has in the end.
+// `taken` is of a multiple of `each` workers.
+int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken);
+
+// Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both
+// have least, as long as that helps. All others stay where they are, for neighbours take rows that are neighbours,
+// whose keys are the same.
+void PairUp(size_t each, std::vector<std::vector<Taken>>* taken);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_PLAN_EVEN_H_
