@@ -97,32 +97,37 @@ __device__ void Attention<S, T>::Produce(const Begin& begin) {
   const AttentionParams& p = p_.attention;
   const int rows = Rows();
   const bool planned = p_.work != nullptr;
-  // Those with biases have no registers for it.
-  bool located = !S::kExtras && (planned || p.has_mask == 0);
-  Cursor cursor = S::kExtras ? Cursor() : begin.cursor;
   int i = begin.i, tile = begin.tile;
   const int end = begin.end;
-  // The next item is asked for while this one is worked on.
-  WorkItem following = begin.first;
-  if (!planned && p.has_mask != 0 && i < end) following = ItemAt(i, rows);
-  Asked asked = Ask(following, Own());
+  WorkItem work = begin.first;
+  Cursor cursor;
+  if (!planned && p.has_mask != 0 && i < end) work = ItemAt(i, rows);
+  // Those with biases have no registers for it.
+  if (S::kExtras || (!planned && p.has_mask != 0)) {
+    Locate(work, &cursor);
+  } else {
+    cursor = begin.cursor;
+  }
+  Asked asked = Ask(work, Own());
   for (bool more = i < end; more;) {
-    const WorkItem work = following;
     if (S::kCuts || S::kHalves) cursor.part = PartOf(work);
     if constexpr (S::kHalves) {
       if (!planned && p_.halved != 0) cursor.part = i % 2;
     }
     i += planned ? 1 : p_.workers;
     more = i < end;
-    if constexpr (!S::kDraws) following = more ? ItemAt(i, rows) : WorkItem{};
-    if (!located) Locate(work, &cursor);
-    located = false;
+    // The next item is asked for while this one is worked on.
+    WorkItem following = {};
+    if (!S::kDraws && more) following = ItemAt(i, rows);
     cursor.queries_due = S::kQueriesLast;
     if (!S::kQueriesLast) BringQueries(&cursor);
     if (tile >= 0) BringAhead(tile, cursor);
     asked = Walk(work, &following, asked, &cursor, tile >= 0);
     if constexpr (S::kDraws) more = following.item != kNoItem;
     tile = -1;
+    work = following;
+    // After the last one, too: of conditional divisions nothing can be made ready before the loop.
+    Locate(work, &cursor);
   }
   Wait(QueryEmpty(cursor.query.at), cursor.query.phase ^ 1);
   if (lane_ == 0) {
