@@ -17,6 +17,8 @@ constexpr int64_t kHardlyTogether = 64;
 // The least busy ones that the busiest changes rows with, and how often, for each worker.
 constexpr int kLeastBusy = 8;
 constexpr size_t kMostChanges = 4;
+// Pairs of rows that are compared at most, for many rows of few workers take their square: some 10 ms.
+constexpr size_t kMostCompared = size_t{1} << 22;
 
 using Load = std::pair<int64_t, int>;  // of a worker or a multiprocessor
 
@@ -46,6 +48,7 @@ class SharedLoads {
     }
     for (size_t bin = 0; bin < taken_.size() / each_; ++bin) times_.emplace(TimeOf(bin), static_cast<int>(bin));
   }
+  size_t compared() const { return compared_; }
   int64_t mean() const { return total_ / static_cast<int64_t>(own_.size()); }
   // The busiest last.
   const std::set<Load>& times() const { return times_; }
@@ -57,7 +60,7 @@ class SharedLoads {
   static constexpr size_t kNone = ~size_t{0};
   // The best change of a row for one of its section, or, of workers that share a multiprocessor, for none, between
   // these multiprocessors, if it is better than `best`.
-  void FindChange(size_t bin, size_t other, Change* best) const {
+  void FindChange(size_t bin, size_t other, Change* best) {
     for (size_t from = bin * each_; from < (bin + 1) * each_; ++from) {
       for (size_t to = other * each_; to < (other + 1) * each_; ++to) {
         if (from != to) FindRows(from, to, best);
@@ -74,9 +77,9 @@ class SharedLoads {
       less -= CountedOf(to[change.b]);
       std::swap(from[change.a], to[change.b]);
     } else {
+      // Before the first row that was dealt out later; within a section rows may have changed places before.
       const auto moved = from.begin() + static_cast<std::ptrdiff_t>(change.a);
-      const auto earlier = [](const Taken& one, const Taken& other) { return one.place < other.place; };
-      to.insert(std::upper_bound(to.begin(), to.end(), *moved, earlier), *moved);
+      to.insert(std::find_if(to.begin(), to.end(), [&](const Taken& one) { return one.place > moved->place; }), *moved);
       from.erase(moved);
     }
     own_[change.from] -= less, own_[change.to] += less;
@@ -106,8 +109,9 @@ class SharedLoads {
 
   int64_t CountedOf(const Taken& one) const { return std::max<int64_t>(0, one.work->cost - covered_); }
 
-  void FindRows(size_t from, size_t to, Change* best) const {
+  void FindRows(size_t from, size_t to, Change* best) {
     const std::vector<Taken>&a = taken_[from], &b = taken_[to];
+    compared_ += a.size() * (b.size() + 1);
     const bool together = from / each_ == to / each_;
     const Rest beside = RestOf(from / each_, from, to), beside_other = RestOf(to / each_, from, to);
     const auto look = [&](int64_t less, size_t i, size_t j) {
@@ -130,6 +134,7 @@ class SharedLoads {
   std::vector<std::vector<Taken>>& taken_;
   std::vector<int64_t> own_;
   int64_t total_ = 0;
+  size_t compared_ = 0;
   std::set<Load> times_;
 };
 
@@ -138,7 +143,7 @@ class SharedLoads {
 int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken) {
   SharedLoads loads(each, covered, taken);
   const int64_t mean = loads.mean();
-  for (size_t changes = 0; changes < kMostChanges * taken->size(); ++changes) {
+  for (size_t changes = 0; changes < kMostChanges * taken->size() && loads.compared() < kMostCompared; ++changes) {
     const auto [most, busiest] = *loads.times().rbegin();
     if (most - mean <= mean / kEven) break;
     const auto bin = static_cast<size_t>(busiest);

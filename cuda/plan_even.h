@@ -24,11 +24,12 @@ struct Taken {
   size_t section, place;
 };
 
-// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker, or, of
-// workers that share a multiprocessor with `each - 1` others, the busiest multiprocessor, changes a row of a section
-// with one of the least busy, or one of its workers with another, as long as that makes the plan shorter. covered: of
-// each row's nanoseconds, what the others of a multiprocessor cover. Returned is what the busiest has in the end.
-// `taken` is of a multiple of `each` workers.
+// Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker changes a row
+// of a section with one of the least busy, as long as that makes the plan shorter. Where `each` workers share a
+// multiprocessor, the busiest of these does so, with others and among its workers, or one of its workers gives a row
+// away, not its last; its time is halfway between the mean and the greatest of its workers' loads, for who ends last
+// has it alone then. covered: of each row's nanoseconds, what the other workers of a multiprocessor cover. Returned is
+// what the busiest has in the end. `taken` is of a multiple of `each` workers, each in the order of sections.
 int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* taken);
 
 // Makes multiprocessors have about as much as each other: the busiest and another change a worker each, so that both

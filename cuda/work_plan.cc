@@ -219,25 +219,20 @@ WorkPlan DealSections(const std::vector<Work>& works, int64_t heads, int workers
 }
 
 // How many heads at a time are tried, from most to fewest, none of which makes as many sections as the one before. Of
-// many rows chance balances all; few ones may come out even only where none wait for a section. What is finished can
-// also be of sections of about one row a worker.
-std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int64_t section,
-                                   const Finishing& finishing) {
-  std::vector<int64_t> sizes;
-  if (works < kFewRows * static_cast<size_t>(workers)) sizes.push_back(heads);
+// many rows chance balances all; few ones may come out even only where none wait for a section.
+std::vector<int64_t> SectionsToTry(size_t works, int64_t heads, int workers, int64_t section) {
+  std::vector<int64_t> found;
+  const auto add = [&](int64_t size) {
+    size = std::clamp<int64_t>(size, 1, heads);
+    const auto sections = [heads](int64_t of) { return (heads + of - 1) / of; };
+    if (found.empty() || sections(size) > sections(found.back())) found.push_back(size);
+  };
+  if (works < kFewRows * static_cast<size_t>(workers)) add(heads);
   if (works <= kMostTried) {
-    for (const int64_t part : {1, 2, 4}) sizes.push_back(section / part);
-    const int64_t one_each = workers * heads / static_cast<int64_t>(std::max<size_t>(1, works));
-    if ((finishing.draws || finishing.even) && finishing.teams == 1 && one_each <= section) sizes.push_back(one_each);
+    for (const int64_t part : {1, 2, 4}) add(section / part);
   }
-  sizes.push_back(section / 8);
-  for (int64_t& size : sizes) size = std::clamp<int64_t>(size, 1, heads);
-  std::sort(sizes.begin(), sizes.end(), std::greater<int64_t>());
-  const auto sections = [heads](int64_t of) { return (heads + of - 1) / of; };
-  sizes.erase(std::unique(sizes.begin(), sizes.end(),
-                          [&](int64_t more, int64_t fewer) { return sections(more) == sections(fewer); }),
-              sizes.end());
-  return sizes;
+  add(section / 8);
+  return found;
 }
 
 // Few heads at a time leave the L2 cache room, but their rows may come out less even: the smallest sections that end
@@ -250,13 +245,15 @@ WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_
   Finishing tried = *finishing;
   int64_t earliest = std::numeric_limits<int64_t>::max();
   const bool may_stay = (finishing->even || finishing->draws) && finishing->waves.end.empty() && finishing->teams == 1;
-  for (const int64_t size : SectionsToTry(works.size(), heads, workers, section, *finishing)) {
+  for (const int64_t size : SectionsToTry(works.size(), heads, workers, section)) {
     for (const bool holds : {true, false}) {
       if (!holds && !may_stay) continue;
       tried.holds = holds;
       WorkPlan plan = DealSections(works, heads, workers, size, tried);
       earliest = std::min(earliest, plan.longest);
       if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
+      // Where the last rows of all heads are too long to be drawn, the smallest ones may be short enough.
+      if (!holds && best.drawn() > 0 && plan.drawn() == 0) continue;
       best = std::move(plan);
       finishing->holds = holds;
       if (taken != nullptr) *taken = size;

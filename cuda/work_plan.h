@@ -80,7 +80,7 @@ struct WorkPlan {
   std::vector<WorkItem> items;  // behind those of all workers, the ones that are nobody's
   std::vector<CutRow> cut;
   // Nanoseconds of the worker that has most to do, what is drawn among it as it would be dealt out, and of what joins
-  // parts.
+  // parts; before workers of one multiprocessor change rows with others.
   int64_t longest = 0;
   int workers() const { return static_cast<int>(begin.size()) - 1; }
   // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
@@ -116,7 +116,8 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 // those that come last, an eighth of the time, are left to be drawn, for multiprocessors differ by some percent in
 // speed. Else (of up to 8192 rows) workers change some of a section with each other until the busiest has hardly more
 // than the mean, instead of 1 to 2 % as random masks have it; those that share a multiprocessor also with three rows
-// each, and busy ones share it with less busy ones.
+// each, busy ones share it with less busy ones, and multiprocessors come out even. Where workers that share none change
+// rows or draw them the smallest rows of all stay with their heads, if that ends hardly later.
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost, bool finish = false, int64_t sharing = 1);
 

@@ -104,7 +104,8 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
     int64_t load = 0;
     const int32_t begin = plan.begin[static_cast<size_t>(w)];
     const int32_t end = w < workers ? plan.begin[static_cast<size_t>(w) + 1] : static_cast<int32_t>(plan.items.size());
-    CHECK(begin <= end && (plan.drawn() == 0 || begin < end), where);
+    const bool may_be_empty = w == workers || plan.items.size() < static_cast<size_t>(workers);
+    CHECK(begin < end || (begin == end && may_be_empty), where, ": nothing for worker ", w);
     for (int32_t at = begin; at < end; ++at) {
       const WorkItem& item = plan.items[static_cast<size_t>(at)];
       CHECK(item.item >= 0 && item.item < static_cast<int64_t>(seen.size()), where);
@@ -171,7 +172,7 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
   // Workers that share a multiprocessor change rows once more when the plan is made.
   const bool shared = finish && cost.teams > 1;
-  CHECK(shared                                  ? 10 * std::abs(plan.longest - longest) <= longest
+  CHECK(shared                                  ? 5 * std::abs(plan.longest - longest) <= longest
         : plan.cut.empty() && plan.drawn() == 0 ? plan.longest == longest
                                                 : plan.longest > longest,
         where, ": says ", plan.longest, ", is ", longest);
@@ -205,7 +206,9 @@ TEST(WorkPlansTakeEveryRowOnce) {
       // Ten rows for each worker, so that they may change some.
       const auto few = static_cast<int>(std::max<int64_t>(1, sizes.B * sizes.H * mask.rows / 10));
       CheckPlan(mask, walk, sizes, few, section, cost, "even, " + name, true);
-      cases += 2;
+      cost.teams = static_cast<int>(random.Range(2, 4));
+      CheckPlan(mask, walk, sizes, few, section, cost, Text(cost.teams, " teams, ", name), true);
+      cases += 3;
     }
   }
   CountCases(cases);
@@ -429,7 +432,6 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
   int cases = 0;
   for (const char* text : {"abs(q - k) <= 128", "abs(q - k) <= 128 or k < 64 or q < 64", "k <= q and q - k < 700"}) {
     for (const int64_t heads : {17, 32, 64}) {
-      if (heads == 64 && Effort() < 0.1) continue;  // nothing of it has threads
       for (const int64_t section : {1, 5, 64}) {
         const ExprSizes sizes = {1, heads, 8192, 8192, 0};
         const BlockMask mask = BuiltMask(text, sizes, 128, 64);
@@ -446,6 +448,17 @@ TEST(WorkPlansLeaveRowsToBeDrawn) {
         ++cases;
       }
     }
+  }
+  // Nor are rows drawn less for the smallest ones' sake, which are short enough where the last ones of all heads are
+  // not.
+  for (const auto& [heads, length] : {std::pair(24, 16384), std::pair(48, 8192)}) {
+    const ExprSizes sizes = {1, heads, length, length, 0};
+    const BlockMask mask = BuiltMask("k <= q", sizes, 128, 64);
+    TileCost cost = {1278, 840, 948};
+    cost.draws = true;
+    const WorkPlan plan = PlanWork(mask, WalkOf(mask), 1, heads, 132, 6 * 8192 / length, cost, true);
+    CHECK(plan.drawn() > 500, heads, " heads: ", plan.drawn());
+    ++cases;
   }
   // Rows are halved or drawn, not both; and not drawn where they are long, for a worker draws while it is at a row.
   int64_t drawn = 0, halved = 0;

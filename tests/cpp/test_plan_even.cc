@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that workers, and multiprocessors that they share, change with each other. Needs no GPU.
+#include <algorithm>
+#include <numeric>
+
+#include "cuda/plan_even.h"
+#include "tests/cpp/fixtures.h"
+
+namespace stof::test {
+namespace {
+
+using cuda::EvenOut;
+using cuda::PairUp;
+using cuda::Taken;
+using cuda::Work;
+
+// Random rows, dealt out section by section to whoever has least.
+struct Dealt {
+  std::vector<Work> works;
+  std::vector<std::vector<Taken>> taken;
+};
+Dealt Deal(Random* random, size_t workers, size_t rows, int64_t least, int64_t most) {
+  Dealt dealt;
+  const auto sections = static_cast<size_t>(random->Range(1, 5));
+  for (size_t i = 0; i < rows; ++i) {
+    dealt.works.push_back({random->Range(least, most), 0, {static_cast<int32_t>(i), 0, 0, 0}});
+  }
+  dealt.taken.resize(workers);
+  std::vector<int64_t> loads(workers, 0);
+  for (size_t i = 0; i < rows; ++i) {
+    const auto to = static_cast<size_t>(std::min_element(loads.begin(), loads.end()) - loads.begin());
+    loads[to] += dealt.works[i].cost;
+    dealt.taken[to].push_back({&dealt.works[i], i * sections / rows, i});
+  }
+  return dealt;
+}
+
+int64_t CountedOf(const std::vector<Taken>& own, int64_t covered) {
+  int64_t sum = 0;
+  for (const Taken& one : own) sum += std::max<int64_t>(0, one.work->cost - covered);
+  return sum;
+}
+
+// Of the multiprocessors, which so many workers share.
+std::vector<int64_t> TimesOf(const std::vector<std::vector<Taken>>& taken, size_t each, int64_t covered) {
+  std::vector<int64_t> times;
+  for (size_t first = 0; first < taken.size(); first += each) {
+    int64_t sum = 0, most = 0;
+    for (size_t w = first; w < first + each; ++w) {
+      const int64_t load = CountedOf(taken[w], covered);
+      sum += load, most = std::max(most, load);
+    }
+    times.push_back((sum / static_cast<int64_t>(each) + most) / 2);
+  }
+  return times;
+}
+
+int64_t MostOf(const std::vector<int64_t>& times) { return *std::max_element(times.begin(), times.end()); }
+
+void CheckAllThere(const Dealt& dealt, const std::vector<size_t>& had, const std::string& where) {
+  std::vector<int> seen(dealt.works.size(), 0);
+  for (size_t w = 0; w < dealt.taken.size(); ++w) {
+    const std::vector<Taken>& own = dealt.taken[w];
+    CHECK(!own.empty() || had[w] == 0, where, ": worker ", w, " has nothing left");
+    for (size_t i = 0; i < own.size(); ++i) {
+      ++seen[static_cast<size_t>(own[i].work - dealt.works.data())];
+      CHECK(i == 0 || own[i - 1].section <= own[i].section, where, ": worker ", w, " goes back a section");
+    }
+  }
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }), where);
+}
+
+std::vector<size_t> CountsOf(const Dealt& dealt) {
+  std::vector<size_t> counts;
+  for (const std::vector<Taken>& own : dealt.taken) counts.push_back(own.size());
+  return counts;
+}
+
+TEST(PlansKeepRowsWhereTheyChange) {
+  Random random(11);
+  const int cases = 400;
+  int shorter = 0, moved = 0;
+  for (int i = 0; i < cases; ++i) {
+    const auto each = static_cast<size_t>(random.Range(1, 4));
+    const size_t workers = each * static_cast<size_t>(random.Range(1, 24));
+    const auto rows = static_cast<size_t>(random.Range(1, static_cast<int64_t>(8 * workers)));
+    const int64_t covered = each == 1 ? 0 : random.Range(0, 900);
+    Dealt dealt = Deal(&random, workers, rows, random.Range(0, 700), random.Range(700, 9000));
+    const std::string where = Text("case ", i, ", ", workers, " workers, ", each, " a multiprocessor, ", rows, " rows");
+    const std::vector<size_t> had = CountsOf(dealt);
+    if (each > 1) {
+      const int64_t before = MostOf(TimesOf(dealt.taken, each, 0));
+      PairUp(each, &dealt.taken);
+      CheckAllThere(dealt, CountsOf(dealt), where + ", paired");
+      CHECK(MostOf(TimesOf(dealt.taken, 1, 0)) <= 2 * before, where);
+    }
+    const std::vector<size_t> paired = CountsOf(dealt);
+    const int64_t before = MostOf(TimesOf(dealt.taken, each, covered));
+    const int64_t said = EvenOut(each, covered, &dealt.taken);
+    const int64_t after = MostOf(TimesOf(dealt.taken, each, covered));
+    CheckAllThere(dealt, paired, where);
+    CHECK(after <= before && said == after, where, ": ", after, ", says ", said, ", before ", before);
+    CHECK(each > 1 || CountsOf(dealt) == had, where, ": workers of their own gave rows away");
+    shorter += after < before ? 1 : 0, moved += CountsOf(dealt) != paired ? 1 : 0;
+  }
+  CHECK(shorter > cases / 2 && moved > cases / 8, shorter, " came out shorter, ", moved, " with rows moved");
+  CountCases(cases);
+}
+
+// Two workers of a multiprocessor, one with everything: they share it out between them, for there is no other.
+TEST(PlansShareAmongTeams) {
+  Dealt dealt;
+  for (int32_t i = 0; i < 8; ++i) dealt.works.push_back({100 + i, 0, {i, 0, 0, 0}});
+  dealt.taken.resize(2);
+  for (size_t i = 0; i < 8; ++i) dealt.taken[i < 7 ? 0 : 1].push_back({&dealt.works[i], 0, i});
+  EvenOut(2, 0, &dealt.taken);
+  const int64_t a = CountedOf(dealt.taken[0], 0), b = CountedOf(dealt.taken[1], 0);
+  CHECK(std::abs(a - b) <= 10, a, " and ", b);
+  CHECK(std::is_sorted(dealt.taken[1].begin(), dealt.taken[1].end(),
+                       [](const Taken& one, const Taken& other) { return one.place < other.place; }));
+  CountCases(1);
+}
+
+// Many long workers: what is compared is bounded, and all rows are there when it ends.
+TEST(PlansOfFewWorkersTakeLittleTime) {
+  Random random(12);
+  Dealt dealt = Deal(&random, 8, 8192, 1, 4);
+  const std::vector<size_t> had = CountsOf(dealt);
+  const int64_t before = MostOf(TimesOf(dealt.taken, 4, 0));
+  CHECK(EvenOut(4, 0, &dealt.taken) <= before);
+  CheckAllThere(dealt, had, "few workers");
+  CountCases(1);
+}
+
+}  // namespace
+}  // namespace stof::test
