@@ -2,9 +2,11 @@
 // Rows that workers, and multiprocessors that they share, change with each other. Needs no GPU.
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "cuda/plan_even.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/plan_checks.h"
 
 namespace stof::test {
 namespace {
@@ -12,7 +14,11 @@ namespace {
 using cuda::EvenOut;
 using cuda::PairUp;
 using cuda::Taken;
+using cuda::TileCost;
+using cuda::Walk;
+using cuda::WalkOf;
 using cuda::Work;
+using cuda::WorkPlan;
 
 // Random rows, dealt out section by section to whoever has least.
 struct Dealt {
@@ -130,6 +136,106 @@ TEST(PlansOfFewWorkersTakeLittleTime) {
   CHECK(EvenOut(4, 0, &dealt.taken) <= before);
   CheckAllThere(dealt, had, "few workers");
   CountCases(1);
+}
+
+// Of few rows, workers that share a multiprocessor change places until sums are even or no change of two helps; their
+// rows stay theirs.
+TEST(WorkPlansPairWorkers) {
+  int cases = 0, changed = 0;
+  for (const char* text : {"abs(q - k) <= 128 or k < 64 or q < 64", "k <= q", "abs(q - k) <= 128"}) {
+    for (const size_t teams : {2, 4}) {
+      const ExprSizes sizes = {1, 16, 4096, 4096, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 64, 64);
+      const Walk walk = WalkOf(mask);
+      TileCost cost = {3318, 1204, 1646};
+      const std::string where = Text(text, ", ", teams, " teams");
+      const size_t workers = 96 * teams * (4 / teams);  // with 2.7 rows each
+      const auto plan = [&](const char* name) {
+        const WorkPlan made = CheckPlan(mask, walk, sizes, static_cast<int>(workers), 16, cost, where + name, true);
+        std::vector<std::vector<int32_t>> items;
+        for (size_t w = 0; w < workers; ++w) items.push_back(ItemsOf(made, w));
+        return items;
+      };
+      std::vector<std::vector<int32_t>> before = plan(", workers ");
+      cost.teams = static_cast<int>(teams);
+      std::vector<std::vector<int32_t>> after = plan(", paired ");
+      std::vector<int64_t> loads(workers, 0), sums(workers / teams, 0), old(workers / teams, 0);
+      size_t moved = 0;
+      for (size_t w = 0; w < workers; ++w) {
+        for (const int32_t item : after[w]) loads[w] += CostOfRow(item, mask, walk, cost);
+        for (const int32_t item : before[w]) old[w / teams] += CostOfRow(item, mask, walk, cost);
+        sums[w / teams] += loads[w];
+        moved += before[w] != after[w] ? 1 : 0;
+      }
+      const int64_t mean = std::accumulate(sums.begin(), sums.end(), int64_t{0}) / static_cast<int64_t>(sums.size());
+      const auto busiest = static_cast<size_t>(std::max_element(sums.begin(), sums.end()) - sums.begin());
+      const int64_t most = sums[busiest], most_before = *std::max_element(old.begin(), old.end());
+      const bool uneven = most_before - mean > mean / 64;
+      CHECK(uneven ? most <= most_before : moved == 0, where, ": ", moved, " moved, ", most, ", before ", most_before);
+      changed += most < most_before ? 1 : 0;
+      for (size_t i = 0; most - mean > mean / 64 && i < teams * workers; ++i) {
+        const size_t from = busiest * teams + i / workers, to = i % workers;
+        if (to / teams == busiest) continue;
+        const int64_t less = loads[from] - loads[to];
+        CHECK(std::max(most - less, sums[to / teams] + less) >= most, where, ": ", from, " and ", to, " could change");
+      }
+      std::sort(before.begin(), before.end());
+      std::sort(after.begin(), after.end());
+      CHECK(before == after, where);
+      ++cases;
+    }
+  }
+  CHECK(changed >= 3, changed, " plans became shorter");
+  CountCases(cases);
+}
+
+// Of three rows a worker and more, multiprocessors come out even: half by the sum of their workers' loads, half by the
+// greatest of them, without most of what a row's start and end take, which other workers cover.
+TEST(WorkPlansShareMultiprocessors) {
+  const std::string rows = "(q // 128)", keys = "(k // 128)";
+  const std::string random = "(" + rows + " * 7919 + " + keys + " * 104729 + " + rows + " * " + keys + " * 31 + " +
+                             rows + " * " + rows + " * 17) % 1009 % 100 < ";
+  int cases = 0;
+  for (const auto& [text, batches, heads, length] :
+       {std::tuple(random + "12", 1, 16, 8192), std::tuple(random + "22", 1, 16, 8192),
+        std::tuple(random + "12", 1, 16, 16384),
+        std::tuple(std::string("abs(q - k) <= 45 or q < 45 or k < 45"), 16, 12, 2048),
+        std::tuple(std::string("k <= q"), 16, 12, 2048)}) {
+    for (const size_t teams : {2, 3}) {
+      const ExprSizes sizes = {batches, heads, length, length, 0};
+      const BlockMask mask = BuiltMask(text, sizes, 128, 64);
+      const Walk walk = WalkOf(mask);
+      TileCost cost = {3627, 1006, 1080};
+      cost.teams = static_cast<int>(teams);
+      const size_t workers = 132 * teams;
+      if (static_cast<size_t>(batches * heads * mask.rows) < 3 * workers) continue;
+      const std::string where = Text(text, ", ", teams, " teams, S ", length);
+      const auto times = [&](bool finish) {
+        const WorkPlan plan =
+            CheckPlan(mask, walk, sizes, static_cast<int>(workers), 98304 / length, cost, where + ", workers ", finish);
+        int64_t longest = 0, all = 0;
+        for (size_t w = 0; w < workers; w += teams) {
+          int64_t sum = 0, most = 0;
+          for (size_t i = w; i < w + teams; ++i) {
+            int64_t load = 0;
+            for (const int32_t item : ItemsOf(plan, i)) {
+              load += std::max<int64_t>(0, CostOfRow(item, mask, walk, cost) - cost.row * 45 / 100);
+            }
+            sum += load, most = std::max(most, load);
+          }
+          all += sum;
+          longest = std::max(longest, (sum / static_cast<int64_t>(teams) + most) / 2);
+        }
+        return std::pair(longest, all / static_cast<int64_t>(workers));
+      };
+      const auto [before, ignored] = times(false);
+      const auto [after, mean] = times(true);
+      CHECK(3 * (after - mean) <= 2 * (before - mean), where, ": ", after, ", dealt ", before, ", mean ", mean);
+      ++cases;
+    }
+  }
+  CHECK(cases == 8, cases);
+  CountCases(cases);
 }
 
 }  // namespace
