@@ -47,21 +47,22 @@ int64_t CountedOf(const std::vector<Taken>& own, int64_t covered) {
   return sum;
 }
 
-// Of the multiprocessors, which so many workers share.
-std::vector<int64_t> TimesOf(const std::vector<std::vector<Taken>>& taken, size_t each, int64_t covered) {
-  std::vector<int64_t> times;
-  for (size_t first = 0; first < taken.size(); first += each) {
-    int64_t sum = 0, most = 0;
-    for (size_t w = first; w < first + each; ++w) {
-      const int64_t load = CountedOf(taken[w], covered);
-      sum += load, most = std::max(most, load);
-    }
-    times.push_back((sum / static_cast<int64_t>(each) + most) / 2);
+// What the busiest of the multiprocessors takes, which so many workers share: half by the sum of their loads, half by
+// the greatest of them.
+int64_t LongestOf(const std::vector<int64_t>& loads, size_t each) {
+  int64_t longest = 0;
+  for (auto first = loads.begin(); first != loads.end(); first += static_cast<std::ptrdiff_t>(each)) {
+    const auto end = first + static_cast<std::ptrdiff_t>(each);
+    const int64_t sum = std::accumulate(first, end, int64_t{0});
+    longest = std::max(longest, (sum / static_cast<int64_t>(each) + *std::max_element(first, end)) / 2);
   }
-  return times;
+  return longest;
 }
-
-int64_t MostOf(const std::vector<int64_t>& times) { return *std::max_element(times.begin(), times.end()); }
+int64_t LongestOf(const std::vector<std::vector<Taken>>& taken, size_t each, int64_t covered) {
+  std::vector<int64_t> loads;
+  for (const std::vector<Taken>& own : taken) loads.push_back(CountedOf(own, covered));
+  return LongestOf(loads, each);
+}
 
 void CheckAllThere(const Dealt& dealt, const std::vector<size_t>& had, const std::string& where) {
   std::vector<int> seen(dealt.works.size(), 0);
@@ -95,15 +96,15 @@ TEST(PlansKeepRowsWhereTheyChange) {
     const std::string where = Text("case ", i, ", ", workers, " workers, ", each, " a multiprocessor, ", rows, " rows");
     const std::vector<size_t> had = CountsOf(dealt);
     if (each > 1) {
-      const int64_t before = MostOf(TimesOf(dealt.taken, each, 0));
+      const int64_t before = LongestOf(dealt.taken, each, 0);
       PairUp(each, &dealt.taken);
       CheckAllThere(dealt, CountsOf(dealt), where + ", paired");
-      CHECK(MostOf(TimesOf(dealt.taken, 1, 0)) <= 2 * before, where);
+      CHECK(LongestOf(dealt.taken, 1, 0) <= 2 * before, where);
     }
     const std::vector<size_t> paired = CountsOf(dealt);
-    const int64_t before = MostOf(TimesOf(dealt.taken, each, covered));
+    const int64_t before = LongestOf(dealt.taken, each, covered);
     const int64_t said = EvenOut(each, covered, &dealt.taken);
-    const int64_t after = MostOf(TimesOf(dealt.taken, each, covered));
+    const int64_t after = LongestOf(dealt.taken, each, covered);
     CheckAllThere(dealt, paired, where);
     CHECK(after <= before && said == after, where, ": ", after, ", says ", said, ", before ", before);
     CHECK(each > 1 || CountsOf(dealt) == had, where, ": workers of their own gave rows away");
@@ -132,7 +133,7 @@ TEST(PlansOfFewWorkersTakeLittleTime) {
   Random random(12);
   Dealt dealt = Deal(&random, 8, 8192, 1, 4);
   const std::vector<size_t> had = CountsOf(dealt);
-  const int64_t before = MostOf(TimesOf(dealt.taken, 4, 0));
+  const int64_t before = LongestOf(dealt.taken, 4, 0);
   CHECK(EvenOut(4, 0, &dealt.taken) <= before);
   CheckAllThere(dealt, had, "few workers");
   CountCases(1);
@@ -213,20 +214,14 @@ TEST(WorkPlansShareMultiprocessors) {
       const auto times = [&](bool finish) {
         const WorkPlan plan =
             CheckPlan(mask, walk, sizes, static_cast<int>(workers), 98304 / length, cost, where + ", workers ", finish);
-        int64_t longest = 0, all = 0;
-        for (size_t w = 0; w < workers; w += teams) {
-          int64_t sum = 0, most = 0;
-          for (size_t i = w; i < w + teams; ++i) {
-            int64_t load = 0;
-            for (const int32_t item : ItemsOf(plan, i)) {
-              load += std::max<int64_t>(0, CostOfRow(item, mask, walk, cost) - cost.row * 45 / 100);
-            }
-            sum += load, most = std::max(most, load);
+        std::vector<int64_t> loads(workers, 0);
+        for (size_t w = 0; w < workers; ++w) {
+          for (const int32_t item : ItemsOf(plan, w)) {
+            loads[w] += std::max<int64_t>(0, CostOfRow(item, mask, walk, cost) - cost.row * 45 / 100);
           }
-          all += sum;
-          longest = std::max(longest, (sum / static_cast<int64_t>(teams) + most) / 2);
         }
-        return std::pair(longest, all / static_cast<int64_t>(workers));
+        const int64_t all = std::accumulate(loads.begin(), loads.end(), int64_t{0});
+        return std::pair(LongestOf(loads, teams), all / static_cast<int64_t>(workers));
       };
       const auto [before, ignored] = times(false);
       const auto [after, mean] = times(true);
