@@ -553,10 +553,10 @@ constexpr int64_t kHalf = 74, kHalfBeside = 86;
 
 // The entry of a list of kernels; its tile and teams are the shape's.
 template <typename S, typename T>
-constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0) {
+constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0, int64_t alone = 100) {
   const int64_t half = S::kTeams == 1 ? kHalf : kHalfBeside;
   const TileCost cost = {
-      row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? half : 0, S::kDraws, S::kTeams / S::kSplit};
+      row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? half : 0, S::kDraws, S::kTeams / S::kSplit, alone};
   return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
 }
 

@@ -6,16 +6,16 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(3510, 950, 1030),
-    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2, 1, Extras::kNone, true>, T>(3627, 1006, 1080),
-    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(2171, 1035, 1154),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1654, 1275, 1565),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1675, 1290, 1402),
-    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(3318, 1204, 1646),
-    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(2550, 727, 780),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1345, 1370, 1465),
-    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(2641, 1447, 1447),
-    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3801, 1469, 1588),
+    sm90::Describe<sm90::Shape<64, 256, 64, 6, 2, 1>, T>(1944, 811, 1098),
+    sm90::Describe<sm90::Shape<64, 128, 64, 4, 2, 2, 1, Extras::kNone, true>, T>(3124, 825, 1063),
+    sm90::Describe<sm90::Shape<64, 128, 128, 4, 2, 1>, T>(1872, 983, 1104, 130),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 1, 4, 4>, T>(1453, 1241, 1470, 124),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 2, 2>, T>(1319, 1149, 1530, 96, 200),
+    sm90::Describe<sm90::Shape<64, 64, 64, 2, 2, 4>, T>(2677, 1197, 1197, 111, 393),
+    sm90::Describe<sm90::Shape<64, 192, 64, 6, 2, 1>, T>(1978, 741, 806, 46),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 2, 2>, T>(1201, 1202, 1306, 238),
+    sm90::Describe<sm90::Shape<64, 192, 128, 3, 2, 1>, T>(1782, 1298, 1298, 180),
+    sm90::Describe<sm90::Shape<64, 64, 128, 2, 1, 3>, T>(3955, 1713, 1861, 33, 286),
     {},
 };
 

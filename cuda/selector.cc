@@ -142,7 +142,8 @@ Status PredictRowsOfTiles(const MaskForm& form, const Problem& problem, int64_t*
   std::shared_ptr<const BlockMask> mask;
   STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, form.m, form.n, &mask));
   if (IsPlanned(*mask, sizes.B, sizes.H)) {
-    *nanoseconds = PlanWork(*mask, WalkOf(*mask), sizes.B, sizes.H, form.workers, form.section, form.cost).longest;
+    *nanoseconds =
+        TimeOf(PlanWork(*mask, WalkOf(*mask), sizes.B, sizes.H, form.workers, form.section, form.cost), form.cost);
     return Status();
   }
   const auto rows = static_cast<int64_t>(mask->full_begin.size());  // of all tables

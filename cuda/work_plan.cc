@@ -48,6 +48,7 @@ constexpr int64_t kCovered = 45;
 
 // What joins parts takes: a launch, and for each that it is written and read.
 constexpr int64_t kJoin = 2000, kJoinPart = 14;
+int64_t JoinOf(const WorkPlan& plan) { return plan.cut.empty() ? 0 : kJoin + kJoinPart * plan.parts(); }
 
 // The cost below which rows are held back: all of them together take a kHeldBack-th of the time at most.
 int64_t HeldBelow(const std::vector<Work>& works, int64_t total) {
@@ -250,10 +251,10 @@ WorkPlan Deal(const std::vector<Work>& works, int64_t heads, int workers, int64_
       if (!holds && !may_stay) continue;
       tried.holds = holds;
       WorkPlan plan = DealSections(works, heads, workers, size, tried);
-      earliest = std::min(earliest, plan.longest);
-      if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
       // Where the last rows of all heads are too long to be drawn, the smallest ones may be short enough.
       if (!holds && best.drawn() > 0 && plan.drawn() == 0) continue;
+      earliest = std::min(earliest, plan.longest);
+      if (!best.begin.empty() && plan.longest - earliest > earliest / kHardly) continue;
       best = std::move(plan);
       finishing->holds = holds;
       if (taken != nullptr) *taken = size;
@@ -395,6 +396,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     if (sharing == 1) finishing.waves = WavesOf(works, mask, B * H, workers, section);
   }
   int64_t taken = section;
+  const int64_t mean = TotalOf(works) / most(works);
   WorkPlan plan = Deal(works, B * H, most(works), section, &finishing, &taken);
   if (!finishing.waves.end.empty()) {
     // Long rows of different lengths may come out uneven so.
@@ -412,6 +414,7 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     finishing.draws = false;
     plan = HalveSome(std::move(plan), works, walk, B * H, workers, taken, cost, finishing);
   }
+  plan.mean = mean;
   if (!cost.cuts) return plan;
   // How well parts fill what rows leave depends on luck: three sizes are tried.
   for (const int64_t of_share : {1, 2, 3}) {
@@ -420,10 +423,17 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
     if (cut.empty()) continue;
     WorkPlan other = Deal(pieces, B * H, most(pieces), section, &finishing);
     other.cut = std::move(cut);
-    other.longest += kJoin + kJoinPart * other.parts();
+    other.longest += JoinOf(other);
+    other.mean = mean;
     if (other.longest < plan.longest) plan = std::move(other);
   }
   return plan;
+}
+
+int64_t TimeOf(const WorkPlan& plan, const TileCost& cost) {
+  if (cost.alone == 100) return plan.longest;
+  const int64_t join = JoinOf(plan);
+  return std::max(plan.mean, (plan.longest - join) * 100 / cost.alone) + join;
 }
 
 int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost) {
@@ -443,10 +453,10 @@ int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, co
     largest = std::max(largest, cost.half > 0 ? std::min(own, half) : own);
   }
   if (cost.cuts) return total / workers;
-  if (cost.half == 0) return std::max(total / workers, largest);
+  if (cost.half == 0) return std::max(total / workers, largest * 100 / cost.alone);
   // Of a tile that is one group's alone, 3 / 4 of a whole one, a half takes its percentage; and is rounded down.
   const int64_t halved = total / workers * std::min<int64_t>(300, 4 * cost.half) / 300;
-  return std::max(halved - 2 * B * H * mask.rows / workers - 2, largest);
+  return std::max(halved - 2 * B * H * mask.rows / workers - 2, largest * 100 / cost.alone);
 }
 
 }  // namespace cuda

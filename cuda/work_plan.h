@@ -17,13 +17,15 @@ namespace cuda {
 // nanoseconds; `split` tiles at the same time. reread: beside all rows, for every MiB of the problem's keys and values,
 // where they come from memory more than once. cuts: workers can take parts of a row, which are joined behind them.
 // half: what one of a row's two groups of 64 queries takes alone, in percent of a row with its tiles; 0: workers take
-// both. draws: workers can draw rows at run time. teams: workers that share a multiprocessor.
+// both. draws: workers can draw rows at run time. teams: workers that share a multiprocessor. alone: how fast one of
+// these is that has it to itself, in percent of one that shares it with all the others.
 struct TileCost {
   int64_t row = 1, full = 1, partial = 1, split = 1, reread = 0;
   bool cuts = false;
   int64_t half = 0;
   bool draws = false;
   int teams = 1;
+  int64_t alone = 100;
 };
 
 // One row of tiles of one head: entries [begin, end) of the mask, those from `full` on without bits. In a plan, whose
@@ -82,6 +84,7 @@ struct WorkPlan {
   // Nanoseconds of the worker that has most to do, what is drawn among it as it would be dealt out, and of what joins
   // parts; before workers of one multiprocessor change rows with others.
   int64_t longest = 0;
+  int64_t mean = 0;  // of all workers, before rows are cut or halved
   int workers() const { return static_cast<int>(begin.size()) - 1; }
   // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
   // worker has one of its own, and no row is in halves.
@@ -121,7 +124,11 @@ bool IsPlanned(const BlockMask& mask, int64_t B, int64_t H);
 WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H, int workers, int64_t section,
                   const TileCost& cost, bool finish = false, int64_t sharing = 1);
 
-// Nanoseconds that no such plan's busiest worker has less of: found without dealing anything out.
+// Nanoseconds that a plan takes: what its busiest worker has to do, but where workers share a multiprocessor that one
+// is faster when the others are done, so that what counts is the mean, unless it has so much more than they do.
+int64_t TimeOf(const WorkPlan& plan, const TileCost& cost);
+
+// Nanoseconds that no such plan takes less than: found without dealing anything out.
 int64_t LeastOfPlan(const BlockMask& mask, int64_t B, int64_t H, int workers, const TileCost& cost);
 
 // A start for each worker of a plan of a mask with that walk.

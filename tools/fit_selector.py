@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the constants of the attention kernels' selector for 9.0 to stored times, and says how much its choices lose.
 
-    STOF_LIBRARY=libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head D] [--fit SECONDS [--only KERNEL]] [RESULTS...]
+    cmake --build --preset dev --target stof_ort stof_plan_times
+    STOF_LIBRARY=build/dev/libstof_ort.so PYTHONPATH=optimizer tools/fit_selector.py [--head D] [--fit SECONDS] [RESULTS...]
 
 RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
-no RESULTS are given, was made so. The model is cuda/selector.cc's: rows of tiles dealt out as cuda/work_plan.cc does; the
-constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
+no RESULTS are given, was made so. The model is cuda/selector.cc's: plans of cuda/work_plan.cc itself, by a library of its own
+(--planner); the constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
 printed; with it, constants are sought for that long from those that are there, and printed as the lists want them. No GPU is
 needed, nor a library with CUDA kernels.
 
@@ -17,15 +18,14 @@ Regret is the time of the kernel that the model chooses over that of the fastest
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
-import heapq
 import json
 import math
 import random
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,11 +40,11 @@ HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
-MOST_PARTS, MOST_PARTS_OF_ROW, FEWEST_TILES = 512, 32, 4
-JOIN, JOIN_PART = 2000, 14  # nanoseconds
-HARDLY, WORTH_HALVING, MOST_HALVED, FEW_ROWS = 96, 256, 1 << 13, 4
-HELD_BACK = 32  # one of so many nanoseconds of work is of rows that come last
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
+UNSURE = 0.012  # by how much more a kernel may take and be chosen one time in e
+MOVED = 0.001
+HEAT = 0.0003  # of annealing, at its start
+_TYPES = (np.int32,) * 5 + (np.uint32,)  # of a block mask's arrays
 _ENTRY = re.compile(
     r"Describe<sm90::Shape<(\d+), (\d+), (\d+), \d+, \d+, (\d+)(?:, (\d+))?"
     r"(?:, Extras::kNone(?:, true)+)?>, T>\(([\d, ]+)\)"
@@ -53,7 +53,9 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of a list: nanoseconds of a row of tiles, a full and a partial tile, a MiB of keys and values."""
+    """An entry of a list: nanoseconds of a row of tiles, a full and a partial tile, a MiB of keys and values, and how fast
+    a worker is that has the multiprocessor to itself, in percent.
+    """
 
     rows: int
     keys: int
@@ -62,7 +64,8 @@ class Kernel:
     row: float
     full: float
     partial: float
-    reread: float
+    reread: float = 0.0
+    alone: float = 100.0
 
     @property
     def workers(self) -> int:
@@ -87,7 +90,10 @@ class Kernel:
         return f"sm90-{self.rows}x{self.keys}x{self.workers}"
 
     def __str__(self) -> str:
-        costs = [round(x) for x in (self.row, self.full, self.partial)] + ([round(self.reread)] if self.reread else [])
+        costs = [round(x) for x in (self.row, self.full, self.partial, self.reread, self.alone)]
+        for usual in (100, 0):
+            if costs[-1] == usual:
+                costs.pop()
         return f"{self.name:18s} ({', '.join(map(str, costs))})"
 
 
@@ -107,18 +113,13 @@ def kernels_of(head: int) -> list[Kernel]:
         size, rows, keys, teams = (int(entry[i]) for i in range(1, 5))
         costs = [float(x) for x in entry[6].split(",")]
         assert size == head, entry[0]
-        found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs, *[0.0] * (4 - len(costs))))
+        found.append(Kernel(rows, keys, teams, int(entry[5] or 1), *costs))
     written = source.split("kKernels[] = {")[1].split("};")[0].count("Describe<")
     if len(found) != written:
         raise SystemExit(
             f"cuda/attention_sm90_d{head}.cu lists {written} kernels, of which {len(found)} could be read: adapt _ENTRY"
         )
     return found
-
-
-# Of a row of tiles: partial ones, all, and for each group of 64 queries how many it passes over.
-Numbers = tuple[int, int, tuple[int, ...]]
-Rows = Counter[tuple[float, Numbers]]  # how many rows there are, by cost and numbers
 
 
 @dataclass(frozen=True)
@@ -177,225 +178,63 @@ def store(results: Sequence[Path], target: Path) -> None:
     target.write_text("[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]\n")
 
 
-class Tiles:
-    """Numbers of tiles of the points' rows, made once for a tile's shape."""
+class Planner:
+    """The plans of cuda/work_plan.cc, whose times are the model (tools/plan_times.cc)."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int, int], list[Counter[Numbers]]] = {}
+    def __init__(self, path: Path) -> None:
+        """Loads the library.
 
-    def of(self, point: Point, m: int, n: int) -> list[Counter[Numbers]]:
-        """For every section of heads, how many rows have (partial, all) tiles and groups that pass tiles over."""
+        Raises:
+            OSError: where it cannot be loaded.
+        """
+        self._library = ctypes.CDLL(str(path))
+        self._library.stof_plan_mask.restype = ctypes.c_void_p
+        self._library.stof_plan_time.restype = ctypes.c_int64
+        self._masks: dict[tuple[str, int, int, int], int] = {}
+
+    def _mask(self, point: Point, m: int, n: int) -> ctypes.c_void_p:
+        """The point's block mask of tiles of m queries by n keys; kept."""
         key = (point.name, point.head, m, n)
-        if key not in self._known:
-            self._known[key] = self._make(point, m, n)
-        return self._known[key]
-
-    @staticmethod
-    def _make(point: Point, m: int, n: int) -> list[Counter[Numbers]]:
-        B, H, _, S, T = point.shape
-        rows = -(-S // m)
-        if not point.expression:
-            heads = [Counter({(0, -(-T // n), (0,) * (m // 64)): rows})] * (B * H)
-        else:
+        if key not in self._masks:
+            B, H, _, S, T = point.shape
             block = Mask(point.expression, point.tables).block_mask(B, H, S, T, m, n, T - S)
-            every = np.diff(block.row_ptr)
-            partial = block.full_begin - block.row_ptr[:-1]
-            missing = _missing(block, m)
-            each = list(zip(partial.tolist(), every.tolist(), missing, strict=True))
-            tables = [Counter(each[at : at + rows]) for at in range(0, len(each), rows)]
-            layout = np.broadcast_to(block.layout, (B, H)).reshape(-1)
-            heads = [tables[i] for i in layout]
-        sections = []
-        count = -(-B * H // point.section)
-        for i in range(count):
-            total: Counter[Numbers] = Counter()
-            for head in heads[B * H * i // count : B * H * (i + 1) // count]:
-                total += head
-            sections.append(total)
-        return sections
+            layout = np.atleast_2d(block.layout)
+            parts = [layout, block.row_ptr, block.full_begin, block.key_tile, block.bits_id, block.bits]
+            arrays = [
+                np.ascontiguousarray(np.asarray(part).reshape(-1).astype(_TYPES[i])) for i, part in enumerate(parts)
+            ]
+            sizes = (ctypes.c_int64 * 8)(S, T, T - S, m, n, -(-S // m), *layout.shape)
+            counts = (ctypes.c_int64 * 6)(*(a.size for a in arrays))
+            self._masks[key] = self._library.stof_plan_mask(
+                sizes, counts, *(ctypes.c_void_p(a.ctypes.data) for a in arrays)
+            )
+        return ctypes.c_void_p(self._masks[key])
+
+    def predict(self, point: Point, kernel: Kernel) -> float:
+        """Microseconds by the model: that of cuda/selector.cc, and what every launch takes."""
+        B, H, _, S, T = point.shape
+        workers = kernel.workers * MULTIPROCESSORS
+        if point.expression:
+            each = (kernel.row, kernel.full, kernel.partial, kernel.split, kernel.cuts, kernel.half)
+            costs = (ctypes.c_int64 * 8)(*map(round, each), kernel.workers, round(kernel.alone))
+            mask = self._mask(point, kernel.rows, kernel.keys)
+            sizes = map(ctypes.c_int64, (B, H, workers, point.section))
+            longest = float(self._library.stof_plan_time(mask, *sizes, costs))
+        else:
+            items = B * H * -(-S // kernel.rows)
+            tiles = math.ceil(math.ceil(T / kernel.keys) / kernel.split)
+            longest = -(-items // workers) * (kernel.row + kernel.full * tiles)
+            if kernel.half and 2 * items <= workers:
+                longest *= kernel.half / 100
+        return LAUNCH + (longest + kernel.reread * point.mebibytes) * 1e-3
 
 
-def _missing(block: Any, m: int) -> list[tuple[int, ...]]:
-    """Of every row, how many tiles each group of 64 queries passes over, as cuda/work_plan.cc walks them."""
-    groups = m // 64
-    if groups == 1:
-        return [(0,)] * (len(block.row_ptr) - 1)
-    every = (1 << groups) - 1
-    bits = np.asarray(block.bits).reshape(-1, groups, 64 * block.bits.shape[-1])
-    known = (bits.any(axis=2) << np.arange(groups)).sum(axis=1).tolist()
-    low = [(g & -g).bit_length() + g.bit_length() if g else 0 for g in range(every + 1)]
-    found = []
-    for row, begin in enumerate(block.row_ptr[:-1].tolist()):
-        full, end = int(block.full_begin[row]), int(block.row_ptr[row + 1])
-        entries = [known[i] for i in block.bits_id[begin:full].tolist()]
-        some = every if full < end else 0
-        for own in entries:
-            some |= own
-        walk = sorted(
-            [(own | every & ~some, False) for own in entries] + [(every, True)] * (end - full), key=lambda e: low[e[0]]
-        )
-        none, before, behind = [0] * len(walk), 0, 0
-        for i, (own, _) in enumerate(walk):
-            before |= own
-            none[i] |= every & ~before
-        for i in range(len(walk) - 1, -1, -1):
-            behind |= walk[i][0]
-            none[i] |= every & ~behind
-        partial = [n for n, (_, whole) in zip(none, walk, strict=True) if not whole]
-        found.append(tuple(sum(n >> g & 1 for n in partial) for g in range(groups)))
-    return found
-
-
-def _deal(loads: list[tuple[float, int]], works: Sequence[tuple[float, int]]) -> None:
-    """Gives works (cost, how many) to the least loaded of workers (load, how many), the largest first."""
-    for cost, count in sorted(works, reverse=True):
-        left = count
-        while left > 0:
-            load, workers = heapq.heappop(loads)
-            while loads and loads[0][0] == load:
-                workers += heapq.heappop(loads)[1]
-            taken = min(left, workers)
-            heapq.heappush(loads, (load + cost, taken))
-            if taken < workers:
-                heapq.heappush(loads, (load, workers - taken))
-            left -= taken
-
-
-def _held_below(costs: Counter[float], total: float) -> float:
-    """The cost below which rows come last, as cuda/work_plan.cc holds them back."""
-    taken = 0.0
-    for cost, count in sorted(costs.items()):
-        taken += cost * count
-        if taken > total / HELD_BACK:
-            return cost
-    return 0.0
-
-
-def predict(point: Point, kernel: Kernel, tiles: Tiles) -> float:
-    """Microseconds by the model."""
-    B, H, _, S, T = point.shape
-    items = B * H * -(-S // kernel.rows)
-    workers = kernel.workers * MULTIPROCESSORS
-    reread = kernel.reread * point.mebibytes
-
-    def together(count: int) -> int:
-        return -(-count // kernel.split)
-
-    if not point.expression:
-        rounds = -(-items // workers)
-        longest = rounds * (kernel.row + kernel.full * together(-(-T // kernel.keys)))
-        if kernel.half and 2 * items <= workers:
-            longest *= kernel.half / 100
-        return LAUNCH + (longest + reread) * 1e-3
-    rows: list[Rows] = []  # of each section
-    for section in tiles.of(point, kernel.rows, kernel.keys):
-        costs: Rows = Counter()
-        for (partial, every, missing), count in section.items():
-            some = together(partial)
-            cost = kernel.row + kernel.partial * some + kernel.full * (together(every) - some)
-            if kernel.split == 1:  # else no group passes tiles over
-                cost -= kernel.partial * sum(missing) / (2 * (kernel.rows // 64))
-            costs[round(cost), (partial, every, missing)] += count
-        rows.append(costs)
-    sections = [Counter[float]() for _ in rows]
-    for own, costs in zip(sections, rows, strict=True):
-        for (cost, _), count in costs.items():
-            own[cost] += count
-    longest = _longest(sections, min(workers, items))
-    if kernel.half and items <= MOST_HALVED:
-        longest = _halved(rows, items, workers, kernel, longest)
-    if kernel.cuts:
-        for of_share in (1, 2, 3):
-            cut, parts = _in_parts(rows, workers, kernel, of_share)
-            if not 0 < parts <= MOST_PARTS:
-                continue
-            pieces = sum(n for own in cut for n in own.values())
-            joined = _longest(cut, min(workers, pieces)) + JOIN + JOIN_PART * parts
-            longest = min(longest, joined)
-    return LAUNCH + (longest + reread) * 1e-3
-
-
-def _halved(rows: Sequence[Rows], items: int, workers: int, kernel: Kernel, longest: float) -> float:
-    """The same where some rows are halved, if that ends earlier, as cuda/work_plan.cc tries."""
-    mean = sum(cost * count for own in rows for (cost, _), count in own.items()) / workers
-    if longest - mean <= mean / HARDLY:
-        return longest
-    last = [(i, row, count) for i in range(len(rows) - 1, -1, -1) for row, count in rows[i].items()]
-    smallest = sorted(last, key=lambda entry: entry[1][0])
-    eighth = max(1, workers // 8)
-    if items >= FEW_ROWS * workers:
-        tries = [(order, n * eighth) for order in (last, smallest) for n in (2, 4)]
-    else:
-        tries = [(order, n * eighth) for order in (last, smallest, smallest[::-1]) for n in (1, 2, 4, 8)]
-        tries.append((last, items))
-    for order, halves in tries:
-        if not 0 < halves <= items:
-            continue
-        sections, left = [Counter[float]() for _ in rows], halves
-        for i, (cost, (partial, every, missing)), count in order:
-            taken = min(left, count)
-            left -= taken
-            sections[i][cost] += count - taken
-            for passed in missing:
-                own = kernel.row + kernel.partial * (partial - passed) + kernel.full * (every - partial)
-                sections[i][round(own * kernel.half / 100)] += taken
-        found = _longest([+own for own in sections], min(workers, items + halves))
-        if found < longest - longest / WORTH_HALVING:
-            longest = found
-    return longest
-
-
-def _in_parts(rows: Sequence[Rows], workers: int, kernel: Kernel, of_share: int) -> tuple[list[Counter[float]], int]:
-    """Rows longer than a worker's share in parts of a fraction of it, and how many, as cuda/work_plan.cc cuts."""
-    share = sum(cost * count for own in rows for (cost, _), count in own.items()) // workers
-    part = max(share // of_share, kernel.row + FEWEST_TILES * kernel.full)
-    found, parts = [], 0
-    for own in rows:
-        cut: Counter[float] = Counter()
-        for (cost, (partial, every, _)), count in own.items():
-            pieces = int(min(-(-cost // part), every // FEWEST_TILES, MOST_PARTS_OF_ROW))
-            if cost <= share or pieces < 2:
-                cut[cost] += count
-                continue
-            parts += pieces * count
-            first = 1 if every > partial else 0  # a full tile, then those with bits
-            for i in range(pieces):
-                begin, end = every * i // pieces, every * (i + 1) // pieces
-                bits = max(0, min(end, first + partial) - max(begin, first))
-                cut[round(kernel.row + kernel.partial * bits + kernel.full * (end - begin - bits))] += count
-        found.append(cut)
-    return found, parts
-
-
-def _longest(sections: Sequence[Counter[float]], workers: int) -> float:
-    """What the busiest of workers has to do, in nanoseconds.
-
-    As cuda/work_plan.cc deals the largest sections; smaller ones, which it prefers, end hardly later.
-    """
-    share = sum(cost * count for own in sections for cost, count in own.items()) / workers
-    small = _held_below(sum(sections, Counter()), share * workers)
-    begins = [0.0]
-    for own in sections:
-        begins.append(begins[-1] + sum(cost * count for cost, count in own.items() if cost >= small) / workers)
-    places = [Counter[float]() for _ in range(len(sections) + 1)]
-    for i, own in enumerate(sections):
-        for cost, count in own.items():
-            at = i if cost >= small else len(sections)
-            while 0 < at < len(sections) and begins[at] + cost > share - share / HELD_BACK:
-                at -= 1
-            places[at][cost] += count
-    loads: list[tuple[float, int]] = [(0, workers)]
-    for place in places:
-        _deal(loads, list(place.items()))
-    return max(load for load, _ in loads)
-
-
-def regrets(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles) -> list[tuple[float, str, str]]:
+def regrets(points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner) -> list[tuple[float, str, str]]:
     """Of every point: regret, the kernel that is chosen, the fastest."""
     found = []
     for point in points:
         timed = [k for k in kernels if k.name in point.us]
-        chosen = min(timed, key=lambda k: predict(point, k, tiles)).name
+        chosen = min(timed, key=lambda k: planner.predict(point, k)).name
         fastest = min(point.us, key=lambda n: point.us[n])
         found.append((point.us[chosen] / point.us[fastest], chosen, fastest))
     return found
@@ -406,59 +245,81 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def loss(points: Sequence[Point], kernels: Sequence[Kernel], table: Sequence[dict[str, float]]) -> float:
-    """What is made small: the regret, and a little of the model's errors where a kernel is near the fastest."""
+def loss(
+    points: Sequence[Point], kernels: Sequence[Kernel], start: Sequence[Kernel], table: Sequence[dict[str, float]]
+) -> float:
+    """What is made small: the regret, as if a kernel were chosen the likelier the less it takes by the model, for costs
+    have to be right beyond the points that are there; a little of the model's errors where a kernel is near the fastest;
+    and a little of what rows and partial tiles take beside full ones otherwise than at the start, for plans come out even
+    by these.
+    """
     total = 0.0
     for point, predicted in zip(points, table, strict=True):
-        chosen = min(predicted, key=lambda n: predicted[n])
+        least = min(predicted.values())
         best = min(point.us[n] for n in predicted)
-        total += math.log(point.us[chosen] / best)
+        likely = {n: math.exp(-(us / least - 1) / UNSURE) for n, us in predicted.items()}
+        expected = sum(likely[n] * min(point.us[n] / best, 1.5) for n in predicted)
+        total += math.log(expected / sum(likely.values()))
         for name, us in predicted.items():
             error = math.log(us / point.us[name])
             total += (0.05 if point.us[name] < 1.15 * best else 0.005) * error * error
-    return total / len(points)
+    moved = 0.0
+    for kernel, first in zip(kernels, start, strict=True):
+        moved += math.log(kernel.row / kernel.full / (first.row / first.full)) ** 2
+        moved += 8 * math.log(kernel.partial / kernel.full / (first.partial / first.full)) ** 2
+    return total / len(points) + MOVED * moved
+
+
+def _step(kernel: Kernel, drawn: random.Random, size: float) -> Kernel:
+    """Other constants of a kernel."""
+    kind = drawn.randrange(6)
+    if kind == 0:  # all
+        factor = math.exp(drawn.gauss(0, size / 2))
+        return replace(kernel, row=kernel.row * factor, full=kernel.full * factor, partial=kernel.partial * factor)
+    if kind == 1:
+        return replace(kernel, reread=max(0.0, kernel.reread + drawn.gauss(0, 250 * size)))
+    if kind == 2 and kernel.workers > 1:
+        most = 100.0 * kernel.workers
+        return replace(kernel, alone=min(most, max(100.0, kernel.alone + drawn.gauss(0, 200 * size))))
+    name = ("row", "full", "partial")[kind % 3]
+    factor = math.exp(drawn.gauss(0, size if name == "row" else size / 2))
+    moved = replace(kernel, **{name: getattr(kernel, name) * factor})
+    return replace(moved, partial=max(moved.partial, moved.full))
 
 
 def fit(
-    points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles, seconds: float, only: str | None = None
+    points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner, seconds: float, only: str | None = None
 ) -> list[Kernel]:
-    """Constants by steps of one or all of a kernel, which get smaller; the same for the same seconds' worth of steps.
+    """Constants by simulated annealing (Kirkpatrick et al. 1983), a kernel's at a time: the best that were met.
 
     only: the name of the one kernel whose constants are sought, the others' stay.
     """
     drawn = random.Random(1)
-    found = list(kernels)
-    table = [{k.name: predict(p, k, tiles) for k in found if k.name in p.us} for p in points]
-    best = loss(points, found, table)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        left = (end - time.monotonic()) / seconds
+    start, found = list(kernels), list(kernels)
+    table = [{k.name: planner.predict(p, k) for k in found if k.name in p.us} for p in points]
+    now = loss(points, found, start, table)
+    best, least = list(found), now
+    begin = time.monotonic()
+    while (gone := (time.monotonic() - begin) / seconds) < 1:
         at = drawn.choice([i for i, k in enumerate(found) if only in (None, k.name)])
-        names = ["row", "full", "partial"] + (["reread"] if found[at].reread else [])
-        moved = names if drawn.random() < 0.5 else [drawn.choice(names)]
-        steps = {n: getattr(found[at], n) * math.exp(drawn.gauss(0, 0.01 + 0.15 * left)) for n in moved}
-        tried = replace(found[at], **steps)
-        if tried.partial < tried.full:
-            continue
-        columns = [predict(p, tried, tiles) if tried.name in p.us else None for p in points]
-        old = [row.get(tried.name) for row in table]
-        for row, new in zip(table, columns, strict=True):
-            if new is not None:
-                row[tried.name] = new
-        now = loss(points, found, table)
-        if now < best:
-            best = now
-            found[at] = tried
-            continue
-        for row, before in zip(table, old, strict=True):
-            if before is not None:
-                row[tried.name] = before
-    return found
+        tried = list(found)
+        tried[at] = _step(found[at], drawn, 0.15 * (1 - gone) + 0.01)
+        name = tried[at].name
+        changed = [
+            row | {name: planner.predict(p, tried[at])} if name in row else row
+            for p, row in zip(points, table, strict=True)
+        ]
+        new = loss(points, tried, start, changed)
+        if new < now or drawn.random() < math.exp((now - new) / (HEAT * (1 - gone) ** 2 + 1e-9)):
+            now, found, table = new, tried, changed
+        if now < least:
+            best, least = list(found), now
+    return best
 
 
-def report(points: Sequence[Point], kernels: Sequence[Kernel], tiles: Tiles) -> None:
+def report(points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner) -> None:
     """Prints the regret of all points and of each mask, and the worst points."""
-    found = regrets(points, kernels, tiles)
+    found = regrets(points, kernels, planner)
     by_mask: dict[str, list[float]] = {}
     for point, (regret, _, _) in zip(points, found, strict=True):
         by_mask.setdefault(point.name.split()[0], []).append(regret)
@@ -487,6 +348,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--only", metavar="KERNEL", help="seek the constants of this one alone (sm90-128x64x2)")
     parser.add_argument(
+        "--planner",
+        type=Path,
+        metavar="LIBRARY",
+        default=HERE / "build/dev/libstof_plan_times.so",
+        help="that of the target stof_plan_times, which makes the plans",
+    )
+    parser.add_argument(
         "--halves", action="store_true", help="fit to every other point, print the regret of the others"
     )
     arguments = parser.parse_args(argv)
@@ -503,15 +371,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.only not in (None, *(k.name for k in kernels)):
         print(f"no kernel {arguments.only}; there are {', '.join(k.name for k in kernels)}", file=sys.stderr)
         return 2
-    tiles = Tiles()
     try:
-        report(points, kernels, tiles)
+        planner = Planner(arguments.planner)
+    except OSError as error:
+        print(
+            f"{error}: cmake --build --preset dev --target stof_plan_times makes it (or --planner LIBRARY)",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        report(points, kernels, planner)
         if arguments.fit > 0:
-            fitted = fit(points[::2] if arguments.halves else points, kernels, tiles, arguments.fit, arguments.only)
+            fitted = fit(points[::2] if arguments.halves else points, kernels, planner, arguments.fit, arguments.only)
             print("fitted:")
             for kernel in fitted:
                 print(f"  {kernel}")
-            report(points[1::2] if arguments.halves else points, fitted, tiles)
+            report(points[1::2] if arguments.halves else points, fitted, planner)
     except LibraryError as error:  # masks are cut in tiles by it
         print(error, file=sys.stderr)
         return 1

@@ -170,6 +170,17 @@ WorkPlan CheckPlan(const BlockMask& mask, const Walk& walk, const ExprSizes& siz
         where, ": says ", plan.longest, ", is ", longest);
   const int64_t least = LeastOfPlan(mask, sizes.B, sizes.H, most, cost);
   CHECK(least <= plan.longest, where, ": ", plan.longest, ", at least ", least);
+  const int64_t time = TimeOf(plan, cost);
+  CHECK(least <= time, where, ": takes ", time, ", at least ", least);
+  if (cost.alone == 100) {
+    CHECK(time == plan.longest, where, ": takes ", time, ", its busiest worker ", plan.longest);
+  } else if (plan.parts() == 0 && std::all_of(halves.begin(), halves.end(), [](int groups) { return groups == 0; })) {
+    const int64_t expected = std::max(total / workers, plan.longest * 100 / cost.alone);
+    CHECK(time == expected, where, ": takes ", time, ", of ", total, " in all ", expected);
+  } else if (plan.parts() > 0) {
+    // What joins parts is not faster by it.
+    CHECK(time > plan.longest * 100 / cost.alone && time > plan.mean, where, ": takes ", time, " of ", plan.longest);
+  }
   // Whoever gets a row has the least load until then, which is at most the mean.
   CHECK(longest <= total / workers + largest, where, ": ", longest, " of ", total, ", largest row ", largest);
   return plan;

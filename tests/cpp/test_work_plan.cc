@@ -44,8 +44,10 @@ TEST(WorkPlansTakeEveryRowOnce) {
       const auto few = static_cast<int>(std::max<int64_t>(1, sizes.B * sizes.H * mask.rows / 10));
       CheckPlan(mask, walk, sizes, few, section, cost, "even, " + name, true);
       cost.teams = static_cast<int>(random.Range(2, 4));
+      cost.alone = random.Range(101, 100 * cost.teams);
       CheckPlan(mask, walk, sizes, few, section, cost, Text(cost.teams, " teams, ", name), true);
-      cases += 3;
+      CheckPlan(mask, walk, sizes, workers, section, cost, Text(cost.teams, " teams as dealt, ", name));
+      cases += 4;
     }
   }
   CountCases(cases);
@@ -331,13 +333,16 @@ TEST(WorkPlansCutLongRows) {
   cost.cuts = true;
   const WorkPlan plan = CheckPlan(mask, walk, sizes, 528, 16, cost, "longformer, workers ");
   CHECK(plan.cut.size() == 16 && 2 * plan.longest < whole, plan.cut.size(), " rows, ", plan.longest, " of ", whole);
+  cost.teams = 4, cost.alone = 250;
+  CheckPlan(mask, walk, sizes, 528, 16, cost, "longformer, four teams, workers ");
+  cost.teams = 1, cost.alone = 100;
   // Where all rows are alike and there are enough of them nothing is cut.
   const BlockMask band = BuiltMask("abs(q - k) <= 128", sizes, 64, 64);
   CHECK(CheckPlan(band, WalkOf(band), sizes, 528, 16, cost, "window, workers ").cut.empty());
   // More parts than there may be, of 64 heads: rows stay whole.
   const ExprSizes many = {8, 16, 4096, 4096, 0};
   CHECK(CheckPlan(mask, walk, many, 40000, 16, cost, "many, workers ").cut.empty());
-  CountCases(3);
+  CountCases(4);
 }
 
 // The diagonal band of a window and a causal one: no group has more than its own tiles and the full ones' turn.

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the selector's model says of a mask and a kernel's costs, for tools/fit_selector.py: cuda/work_plan.cc behind
+// functions that Python can call, so that costs are fitted to the plans that are made.
+#include <cstdint>
+#include <memory>
+
+#include "cuda/work_plan.h"
+
+namespace {
+
+struct Planned {
+  stof::BlockMask mask;
+  stof::cuda::Walk walk;
+};
+
+}  // namespace
+
+#define STOF_PLAN_TIMES __attribute__((visibility("default")))
+
+extern "C" {
+
+// A block mask's arrays (plugins/core/block_mask.h) in the order of its members; sizes: S, T, P, m, n, rows, layout_b,
+// layout_h; counts: of the elements of the six arrays. Copies them. Nothing is checked: they are of
+// stof_block_mask_create.
+STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t counts[6], const int32_t* layout,
+                                     const int32_t* row_ptr, const int32_t* full_begin, const int32_t* key_tile,
+                                     const int32_t* bits_id, const uint32_t* bits) {
+  auto planned = std::make_unique<Planned>();
+  stof::BlockMask& mask = planned->mask;
+  mask.S = sizes[0], mask.T = sizes[1], mask.P = sizes[2];
+  mask.m = static_cast<int32_t>(sizes[3]), mask.n = static_cast<int32_t>(sizes[4]);
+  mask.rows = static_cast<int32_t>(sizes[5]);
+  mask.layout_b = static_cast<int32_t>(sizes[6]), mask.layout_h = static_cast<int32_t>(sizes[7]);
+  mask.layout.assign(layout, layout + counts[0]);
+  mask.row_ptr.assign(row_ptr, row_ptr + counts[1]);
+  mask.full_begin.assign(full_begin, full_begin + counts[2]);
+  mask.key_tile.assign(key_tile, key_tile + counts[3]);
+  mask.bits_id.assign(bits_id, bits_id + counts[4]);
+  mask.bits.assign(bits, bits + counts[5]);
+  planned->walk = stof::cuda::WalkOf(mask);
+  return planned.release();
+}
+
+STOF_PLAN_TIMES void stof_plan_mask_destroy(void* planned) { delete static_cast<Planned*>(planned); }
+
+// Nanoseconds by the model; costs: row, full, partial, split, cuts, half, teams, alone (stof::cuda::TileCost).
+STOF_PLAN_TIMES int64_t stof_plan_time(const void* planned, int64_t B, int64_t H, int64_t workers, int64_t section,
+                                       const int64_t costs[8]) {
+  const auto& [mask, walk] = *static_cast<const Planned*>(planned);
+  stof::cuda::TileCost cost;
+  cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split = costs[3];
+  cost.cuts = costs[4] != 0, cost.half = costs[5];
+  cost.teams = static_cast<int>(costs[6]), cost.alone = costs[7];
+  return TimeOf(PlanWork(mask, walk, B, H, static_cast<int>(workers), section, cost), cost);
+}
+
+}  // extern "C"
