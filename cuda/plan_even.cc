@@ -150,7 +150,9 @@ int64_t EvenOut(size_t each, int64_t covered, std::vector<std::vector<Taken>>* t
     SharedLoads::Change best = {most, 0, 0, 0, 0};
     if (each > 1) loads.FindChange(bin, bin, &best);
     int tried = 0;
-    for (auto other = loads.times().begin(); tried < kLeastBusy && other->second != busiest; ++other, ++tried) {
+    for (auto other = loads.times().begin(); other->second != busiest; ++other, ++tried) {
+      // Workers that share a multiprocessor have few rows, none of which may suit the least busy ones.
+      if (tried >= kLeastBusy && (each == 1 || best.longer < most)) break;
       loads.FindChange(bin, static_cast<size_t>(other->second), &best);
     }
     if (best.longer == most) break;
