@@ -321,6 +321,11 @@ class Attention {
       Weights::Lower(scale_, base, s, &begun);
       if (__builtin_expect(Weights::Exceeds(high, s, begun), 0)) {
         Weights::Raise(1.0f, base, s, &begun, high, factor, sum);
+        // Rows behind the last query have no key, and without a reference would come here with every tile.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (item.row0 + row_ + 8 * r >= p_.attention.S) high[r] = 0.0f;
+        }
         if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) Scale(factor, o);
       }
       // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to

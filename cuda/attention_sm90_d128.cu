@@ -6,13 +6,13 @@ namespace cuda {
 
 template <typename T>
 constexpr Sm90Kernel kKernels[] = {
-    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kNone, true>, T>(2142, 1443, 1704, 12),
-    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kNone, true>, T>(5434, 916, 974),
-    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2263, 1043, 1043),
-    sm90::Describe<sm90::Shape<128, 64, 64, 3, 1, 2>, T>(1771, 998, 1007, 35),
-    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1, 1, Extras::kNone, true, true>, T>(1216, 882, 882),
-    sm90::Describe<sm90::Shape<128, 64, 96, 2, 1, 2>, T>(2323, 1562, 1580, 0, 144),
-    sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(2292, 1174, 1385),
+    sm90::Describe<sm90::Shape<128, 128, 128, 2, 2, 1, 1, Extras::kNone, true>, T>(2184, 1373, 1510, 33),
+    sm90::Describe<sm90::Shape<128, 192, 64, 4, 1, 1, 1, Extras::kNone, true>, T>(3912, 941, 1117),
+    sm90::Describe<sm90::Shape<128, 64, 64, 2, 1, 2, 2>, T>(2113, 1030, 1040),
+    sm90::Describe<sm90::Shape<128, 64, 64, 3, 1, 2>, T>(1577, 986, 1006, 99),
+    sm90::Describe<sm90::Shape<128, 128, 64, 4, 2, 1, 1, Extras::kNone, true, true>, T>(1010, 845, 872, 18),
+    sm90::Describe<sm90::Shape<128, 64, 96, 2, 1, 2>, T>(1615, 1464, 1478, 405),
+    sm90::Describe<sm90::Shape<128, 128, 96, 3, 1, 1>, T>(2252, 1163, 1273, 33),
     {},
 };
 

@@ -416,7 +416,8 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
   }
   plan.mean = mean;
   if (!cost.cuts) return plan;
-  // How well parts fill what rows leave depends on luck: three sizes are tried.
+  // How well parts fill what rows leave depends on luck: three sizes are tried. By the busiest worker, also where one
+  // would be faster alone: with rows left whole by TimeOf, 64 x 64, 4 x 1 took up to 45 % longer.
   for (const int64_t of_share : {1, 2, 3}) {
     std::vector<CutRow> cut;
     const std::vector<Work> pieces = CutLong(works, walk, workers, cost, of_share, &cut);

@@ -21,7 +21,7 @@ from stof.bench.gpu.candidate import window
 from stof.bench.gpu.cases import Case
 from stof.bench.models import inputs
 from stof.bench.runner import Unavailable
-from stof.runtime import LibraryError, build_info
+from stof.runtime import LibraryError, Mask, build_info
 from stof.runtime_cuda import CudaOp, DeviceTensor
 from stof.widen import widen
 
@@ -49,6 +49,7 @@ def numpy_mask(case: Case) -> np.ndarray:
         "causal-1024": (k <= q) & (q - k < 1024),
         "longformer-128": (abs(q - k) <= 128) | (q < 64) | (k < 64),
         "dilated-256": (abs(q - k) <= 256) & ((q - k) % 2 == 0),
+        "bits": (q - k) % 5 != 0,
         "bigbird-23": (abs(q // 64 - k // 64) <= 1)
         | (q < 64)
         | (k < 64)
@@ -81,6 +82,7 @@ CASES = [
     *small("paper", (256,)),
     *small("masks", (512,)),
     *small("long", (1024,), heads=8),
+    *small("bits", (256,)),
     *small("decode", (1024, 2048), heads=8),
 ]
 
@@ -199,6 +201,16 @@ def test_full_tiles() -> None:
     partial = long(10, {}, 8192, "window", 500)
     partial["density"] = {"element": 0.03, "tile": 0.05, "tiles": 500}
     assert summary.full_tiles([partial]) == []
+
+
+def test_bits() -> None:
+    """What bits in every tile cost: by masks that leave no tile of 64 full or empty, beside no mask in the same turns."""
+    for case in small("bits", (256, 320)):
+        blocks = Mask(case.mask, case.tables).block_mask(1, case.H, case.S, case.T, 64, 64, case.P)
+        assert len(blocks.key_tile) == (case.S // 64) ** 2
+        assert (blocks.bits_id >= 0).all()
+    timed = {**record(99, {}, 4096, "bits"), "bits": {"stof_us": 45.0, "dense_us": {"stof": 40.0}}}
+    assert summary.bits([record(10, {}, 4096, "bits"), timed]) == [["bits B1 H12 S4096 D64 float16", "12.5%"]]
 
 
 def test_what_was_not_timed() -> None:

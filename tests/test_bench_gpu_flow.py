@@ -127,6 +127,19 @@ def test_point(device: None, tmp_path: Path) -> None:
     assert "paper: causal" in text
 
 
+def test_bits(device: None) -> None:
+    """In the grid of bits stof's own time without a mask is taken in the same turns, and nobody else's."""
+    (math,) = candidates.find(["torch-math"], "paper")
+    peers = [dataclasses.replace(math, name="stof"), math]
+    case = dataclasses.replace(next(cases.grid("bits")), H=1, G=1, S=256, T=256)
+    record = point.Point(case, peers, Stream()).measure(rounds=1)
+    assert set(record["bits"]) == {"stof_us", "dense_us"}
+    assert set(record["bits"]["dense_us"]) == {"stof"}
+    assert "full_tiles" not in record
+    other = point.Point(dataclasses.replace(case, grid="paper"), peers, Stream()).measure(rounds=1)
+    assert "bits" not in other
+
+
 def test_merge(tmp_path: Path) -> None:
     """Points that another machine has measured replace those with the same key and leave all others alone."""
     here, there = tmp_path / "here", tmp_path / "there"

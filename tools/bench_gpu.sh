@@ -19,7 +19,7 @@ status=0
 : > "$results/bench_gpu.log"
 # What hangs must not take the rest along: the limit is for points, this one is for the whole.
 if [ "$seconds" -gt 0 ]; then
-  timeout $((seconds + 60)) python3 -m stof.bench.cli attention --device cuda --grid masks paper decode long --again 2 --limit "$seconds" \
+  timeout $((seconds + 60)) python3 -m stof.bench.cli attention --device cuda --grid masks paper decode long bits --again 2 --limit "$seconds" \
     --results "$results" 2>&1 | tee -a "$results/bench_gpu.log"
   [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 fi

@@ -266,7 +266,7 @@ def loss(
     moved = 0.0
     for kernel, first in zip(kernels, start, strict=True):
         moved += math.log(kernel.row / kernel.full / (first.row / first.full)) ** 2
-        moved += 8 * math.log(kernel.partial / kernel.full / (first.partial / first.full)) ** 2
+        moved += 40 * math.log(kernel.partial / kernel.full / (first.partial / first.full)) ** 2
     return total / len(points) + MOVED * moved
 
 

@@ -139,6 +139,27 @@ TEST(PlansOfFewWorkersTakeLittleTime) {
   CountCases(1);
 }
 
+// The busiest one has rows of the first section, as only the ninth of the others has: it is asked where workers share a
+// multiprocessor; else none but the eight least busy are.
+TEST(PlansLookFurtherWhereTheyShare) {
+  for (const size_t each : {2, 1}) {
+    std::vector<Work> works;
+    for (int i = 0; i < 10; ++i) {
+      for (const int64_t cost : {i == 0 ? 1000 : i == 9 ? 700 : 600, i == 0 ? 1000 : i == 9 ? 800 : 600}) {
+        works.push_back({cost, 0, {static_cast<int32_t>(works.size()), 0, 0, 0}});
+      }
+    }
+    std::vector<std::vector<Taken>> taken(10 * each);
+    for (size_t i = 0; i < works.size(); ++i) {
+      const size_t section = i / 2 == 0 || i / 2 == 9 ? 0 : 1;
+      taken[each == 1 ? i / 2 : i].push_back({&works[i], section, i});
+    }
+    const int64_t longest = EvenOut(each, 0, &taken);
+    CHECK(longest == (each == 2 ? 950 : 2000), each, " workers a multiprocessor: ", longest);
+  }
+  CountCases(2);
+}
+
 // Of few rows, workers that share a multiprocessor change places until sums are even or no change of two helps; their
 // rows stay theirs.
 TEST(WorkPlansPairWorkers) {

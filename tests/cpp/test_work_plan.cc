@@ -345,6 +345,26 @@ TEST(WorkPlansCutLongRows) {
   CountCases(4);
 }
 
+// A row of all keys beside short ones: the model has the worker that is left with it, or with a half of it, as much
+// faster as one is that has its multiprocessor to itself.
+TEST(WorkPlansOfWhoIsLeftAlone) {
+  const ExprSizes sizes = {1, 2, 1024, 1024, 0};
+  const BlockMask mask = BuiltMask("q < 128 or k == q", sizes, 128, 64);
+  const Walk walk = WalkOf(mask);
+  TileCost cost = {1000, 500, 500};
+  cost.teams = 2;
+  // One of 16 tiles and seven of two, each of which one group passes over: 250 less.
+  const int64_t mean = (9000 + 7 * 1750) / 8;
+  for (const auto& [alone, half, time] :
+       {std::tuple(100, 0, int64_t{9000}), std::tuple(150, 0, int64_t{6000}), std::tuple(150, 80, int64_t{4800}),
+        std::tuple(200, 0, int64_t{4500}), std::tuple(400, 0, mean), std::tuple(400, 80, mean)}) {
+    cost.alone = alone, cost.half = half;
+    const WorkPlan plan = CheckPlan(mask, walk, sizes, 64, 2, cost, "left alone, workers ");
+    CHECK(TimeOf(plan, cost) == time, alone, " %, halves of ", half, " %: ", TimeOf(plan, cost), ", expected ", time);
+  }
+  CountCases(6);
+}
+
 // The diagonal band of a window and a causal one: no group has more than its own tiles and the full ones' turn.
 TEST(WorkPlansPassOverWhatIsOthers) {
   const ExprSizes sizes = {1, 1, 1024, 1024, 0};

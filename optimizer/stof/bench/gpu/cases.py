@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of the GPU: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query)."""
+"""The grids of the GPU: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query) and
+bits (in every tile).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 
 _BLOCK = 64  # of BigBird's random part and of S2
 _RANDOM_BLOCK = 128  # of the masks of random blocks
-GRIDS = ("masks", "paper", "long", "decode")
+GRIDS = ("masks", "paper", "long", "decode", "bits")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
     match name:
         case "dense":
             return "", {}
+        case "bits":
+            return "(q - k) % 5 != 0", {}
         case "causal":
             return "k <= q", {}
         case "window":
@@ -121,6 +125,9 @@ PAPER_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 LONG_MASKS = ("window-128", "causal-1024", "longformer", "bigbird", "s2", "random-5", "random-10", "random-20")
 LONG_LENGTHS = (4096, 8192, 16384, 32768, 65536)
 LONG_GROUPS = ((32, "bfloat16"), (8, "float16"))  # one type a number of key heads: half of all combinations
+BITS_SHAPES = (
+    (1, 16, 4096, 64), (1, 32, 8192, 128), (8, 12, 1024, 64), (1, 12, 512, 64), (1, 12, 2048, 64), (1, 32, 2048, 128),
+)  # fmt: skip
 DECODE_MASKS = ("dense", "causal-1024", "s2")
 DECODE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -168,6 +175,11 @@ def grid(
                 for length in kept(DECODE_LENGTHS, lengths):
                     expression, tables = mask(kind, length)
                     yield Case(name, kind, expression, 1, 32, 8, 1, length, 128, "float16", tables)
+        case "bits":
+            for B, H, S, D in BITS_SHAPES:
+                for kind in named(("bits",)) if kept([S], lengths) else []:
+                    expression, tables = mask(kind, S)
+                    yield Case(name, kind, expression, B, H, H, S, S, D, "float16", tables)
         case _:
             raise KeyError(name)
 

@@ -30,7 +30,7 @@ class Point:
 
     With ``kernels``, every kernel that the selector could have taken is checked and timed, too. Where a mask has full tiles
     alone, and many of them, so are dense kernels on the same shape without it: what a tile costs them is only comparable in the
-    same turns, for the board's power moves its clock.
+    same turns, for the board's power moves its clock. In the grid of bits, so is stof without the mask.
     """
 
     def __init__(self, case: Case, peers: Sequence[Peer], stream: Any, kernels: bool = False) -> None:
@@ -60,14 +60,15 @@ class Point:
         if kernels and any(peer.name == "stof" for peer, _ in self._ready):
             self._add_kernels()
         self.plain = Problem(replace(case, mask="", tables={}))
-        if case.S >= LONG_ROWS and self.problem.full_tiles and any(peer.name == "stof" for peer, _ in self._ready):
-            self._add_dense(peers)
+        if any(peer.name == "stof" for peer, _ in self._ready):
+            if case.S >= LONG_ROWS and self.problem.full_tiles:
+                self._add_dense([peer for peer in peers if peer.name in ANCHORS and peer.name not in OWN])
+            elif case.grid == "bits":
+                self._add_dense([peer for peer in peers if peer.name == "stof"])
         self._drop()
 
     def _add_dense(self, peers: Sequence[Peer]) -> None:
         for peer in peers:
-            if peer.name not in ANCHORS or peer.name in OWN:
-                continue
             try:
                 with self.problem.torch.cuda.stream(self._stream):
                     candidate = peer.build(self.plain, self._stream)
@@ -196,4 +197,5 @@ class Point:
         all_timed = [chosen, *[one for _, one in timed]]
         first, *others = interleave(all_timed, _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
         dense = {peer.name: round(t.median * 1e6, 3) for (peer, _), t in zip(timed, others, strict=True)}
-        return {"full_tiles": {"stof_us": round(first.median * 1e6, 3), "dense_us": dense}}
+        kind = "bits" if self.case.grid == "bits" else "full_tiles"
+        return {kind: {"stof_us": round(first.median * 1e6, 3), "dense_us": dense}}

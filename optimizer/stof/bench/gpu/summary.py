@@ -96,6 +96,13 @@ def full_tiles(records: Sequence[Record]) -> list[list[str]]:
     return found
 
 
+def bits(records: Sequence[Record]) -> list[list[str]]:
+    """A row for each mask that has bits in every tile: the time over that without a mask, by turns."""
+    timed = [(r, r["bits"]["stof_us"] / r["bits"]["dense_us"]["stof"] - 1) for r in records if "bits" in r]
+    return [[name(record), f"{more:.1%}"] for record, more in timed]
+
+
+BITS_HEAD = ["bits in every tile", "more than without a mask"]
 FULL_HEAD = ["full tiles alone", "density", "of the best dense kernel's rate", "which is"]
 REGRET_HEAD = ["D", "kernels", "points", "regret, geometric mean", "at most", "where"]
 
@@ -185,7 +192,7 @@ def summary(records: Sequence[Record]) -> list[str]:
         parts |= {f"mask {k}": v for k, v in groups(kept, lambda r: r["mask_name"]).items()}
         if grid == "paper":
             parts |= {f"length {k}": v for k, v in groups(kept, length_range).items()}
-        elif grid == "masks":
+        elif grid in ("masks", "bits"):
             parts |= groups(kept, problem)
         else:
             parts |= {f"length {k}": v for k, v in groups(kept, lambda r: r["shape"]["T"]).items()}
@@ -203,6 +210,7 @@ def summary(records: Sequence[Record]) -> list[str]:
             f"  regret, {', '.join(f'{h} {c}' for h, c in zip(REGRET_HEAD, r, strict=True))}" for r in regrets(kept)
         ]
         found += [f"  {', '.join(f'{h} {c}' for h, c in zip(FULL_HEAD, r, strict=True))}" for r in full_tiles(kept)]
+        found += [f"  {', '.join(f'{h} {c}' for h, c in zip(BITS_HEAD, r, strict=True))}" for r in bits(kept)]
         wrong = [f"{name(r)}: {r['peers']['stof']['missing']}" for r in kept if "missing" in r["peers"].get("stof", {})]
         found += [f"    stof did not run: {text}" for text in wrong]
     return found

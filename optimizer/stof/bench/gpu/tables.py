@@ -30,6 +30,7 @@ _ABOUT = {
     "masks": "`stof-bench attention --device cuda --grid masks`: fp16, eight masks at three problems, dense and causal at more.",
     "paper": "`stof-bench attention --device cuda --grid paper`: H12 D64 fp16, masks of band and global width round(sqrt(S)).",
     "long": "`stof-bench attention --device cuda --grid long`: B1 H32 D128, bf16 with 32 key heads and fp16 with 8.",
+    "bits": "`stof-bench attention --device cuda --grid bits`: fp16, every tile with bits, `(q - k) % 5 != 0`.",
     "decode": "`stof-bench attention --device cuda --grid decode`: one query after T - 1 cached keys, B1 H32 G8 D128 fp16.",
 }
 
@@ -80,7 +81,8 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
         found += [f"![Fraction of the roofline by mask and length]({plot})", ""]
     groups = {"all": list(records)}
     groups |= summary.groups(records, lambda r: r["mask_name"])
-    by_length = {"paper": summary.length_range, "masks": summary.problem}.get(grid, lambda r: f"T = {r['shape']['T']}")
+    ways = {"paper": summary.length_range, "masks": summary.problem, "bits": summary.problem}
+    by_length = ways.get(grid, lambda r: f"T = {r['shape']['T']}")
     extended = any(summary.over_jit(r) is not None for r in records)
     groups |= summary.groups(sorted(records, key=lambda r: int(r["shape"]["T"])), by_length)
     head = ["", *summary.HEAD, *(summary.JIT_HEAD if extended else [])]
@@ -88,6 +90,8 @@ def _grid(grid: str, records: Sequence[Record], folder: Path) -> list[str]:
     found += [*_not_measured(grid, records), *_without(records), *_in_runtime(records), *_regrets(records)]
     full = summary.full_tiles(records)
     found += [table(summary.FULL_HEAD, full)] if full else []
+    bits = summary.bits(records)
+    found += [table(summary.BITS_HEAD, bits)] if bits else []
     lost = summary.losses(records)
     found += [f"Points where a peer is faster: {len(lost)}.", ""]
     found += [*[f"* {text}" for text in lost], ""] if lost else []
@@ -165,7 +169,7 @@ def _points(grid: str, records: Sequence[Record]) -> str:
         match grid:
             case "paper":
                 first = f"B{shape['B']} S{shape['S']}"
-            case "masks":
+            case "masks" | "bits":
                 first = summary.problem(record)
             case _:
                 first = f"G{shape['G']} T{shape['T']}"
