@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kEven = 256;
 // The same where workers change multiprocessors.
 constexpr int64_t kHardlyTogether = 64;
-// The least busy ones that the busiest changes rows with, and how often, for each worker.
+// The least busy ones that the busiest changes rows with (where they share multiprocessors, all others if none of these
+// suits), and how often, for each worker.
 constexpr int kLeastBusy = 8;
 constexpr size_t kMostChanges = 4;
 // Pairs of rows that are compared at most, for many rows of few workers take their square: some 10 ms.

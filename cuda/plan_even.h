@@ -26,7 +26,7 @@ struct Taken {
 
 // Dealt out one after the other rows come out as uneven as the last of them are long. The busiest worker changes a row
 // of a section with one of the least busy, as long as that makes the plan shorter. Where `each` workers share a
-// multiprocessor, the busiest of these does so, with others and among its workers, or one of its workers gives a row
+// multiprocessor, the busiest of these does so, with any other and among its workers, or one of its workers gives a row
 // away, not its last; its time is halfway between the mean and the greatest of its workers' loads, for who ends last
 // has it alone then. covered: of each row's nanoseconds, what the other workers of a multiprocessor cover. Returned is
 // what the busiest has in the end. `taken` is of a multiple of `each` workers, each in the order of sections.

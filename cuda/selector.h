@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which of the sm_90a kernels suits a problem. The analytical model is the plan itself: every kernel's tiles are
-// counted, its rows are dealt out as they would be, and the worker with most to do says how long it takes.
+// counted, its rows are dealt out as they would be, and when they are done says how long it takes (TimeOf).
 #ifndef STOF_CUDA_SELECTOR_H_
 #define STOF_CUDA_SELECTOR_H_
 

@@ -84,7 +84,7 @@ struct WorkPlan {
   // Nanoseconds of the worker that has most to do, what is drawn among it as it would be dealt out, and of what joins
   // parts; before workers of one multiprocessor change rows with others.
   int64_t longest = 0;
-  int64_t mean = 0;  // of all workers, before rows are cut or halved
+  int64_t mean = 0;  // of workers that have rows, before these are cut or halved
   int workers() const { return static_cast<int>(begin.size()) - 1; }
   // Items that workers draw at run time, in this order, when they are done with their own. Where there are some, each
   // worker has one of its own, and no row is in halves.
@@ -125,7 +125,8 @@ WorkPlan PlanWork(const BlockMask& mask, const Walk& walk, int64_t B, int64_t H,
                   const TileCost& cost, bool finish = false, int64_t sharing = 1);
 
 // Nanoseconds that a plan takes: what its busiest worker has to do, but where workers share a multiprocessor that one
-// is faster when the others are done, so that what counts is the mean, unless it has so much more than they do.
+// is faster when the others are done, so that what counts is the mean, unless it has so much more than they do. For the
+// choice among kernels; to even a plan out each multiprocessor is looked at by itself (plan_even.h).
 int64_t TimeOf(const WorkPlan& plan, const TileCost& cost);
 
 // Nanoseconds that no such plan takes less than: found without dealing anything out.

@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -190,7 +189,14 @@ class Planner:
         self._library = ctypes.CDLL(str(path))
         self._library.stof_plan_mask.restype = ctypes.c_void_p
         self._library.stof_plan_time.restype = ctypes.c_int64
+        self._library.stof_plan_mask_destroy.argtypes = [ctypes.c_void_p]
         self._masks: dict[tuple[str, int, int, int], int] = {}
+
+    def close(self) -> None:
+        """Gives all masks back."""
+        for mask in self._masks.values():
+            self._library.stof_plan_mask_destroy(mask)
+        self._masks.clear()
 
     def _mask(self, point: Point, m: int, n: int) -> ctypes.c_void_p:
         """The point's block mask of tiles of m queries by n keys; kept."""
@@ -367,7 +373,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "no point with times of kernels: stof-bench attention --device cuda --kernels makes them", file=sys.stderr
         )
         return 1
-    kernels: Any = kernels_of(arguments.head)
+    kernels = kernels_of(arguments.head)
+    if arguments.halves and len(points) < 2:
+        print("--halves: one point has no other half", file=sys.stderr)
+        return 2
     if arguments.only not in (None, *(k.name for k in kernels)):
         print(f"no kernel {arguments.only}; there are {', '.join(k.name for k in kernels)}", file=sys.stderr)
         return 2
@@ -390,6 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LibraryError as error:  # masks are cut in tiles by it
         print(error, file=sys.stderr)
         return 1
+    finally:
+        planner.close()
     return 0
 
 
