@@ -41,7 +41,7 @@ L2_BYTES = 50 << 20
 _RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 UNSURE = 0.012  # by how much more a kernel may take and be chosen one time in e
-MOVED = 0.001
+MOVED = 0.001  # what costs' other ratios count beside the regret
 HEAT = 0.0003  # of annealing, at its start
 _TYPES = (np.int32,) * 5 + (np.uint32,)  # of a block mask's arrays
 _ENTRY = re.compile(
@@ -221,18 +221,18 @@ class Planner:
         B, H, _, S, T = point.shape
         workers = kernel.workers * MULTIPROCESSORS
         if point.expression:
-            each = (kernel.row, kernel.full, kernel.partial, kernel.split, kernel.cuts, kernel.half)
-            costs = (ctypes.c_int64 * 8)(*map(round, each), kernel.workers, round(kernel.alone))
+            each = (kernel.row, kernel.full, kernel.partial, kernel.split, kernel.cuts, kernel.half, kernel.alone)
+            costs = (ctypes.c_int64 * 7)(*map(round, each))
             mask = self._mask(point, kernel.rows, kernel.keys)
             sizes = map(ctypes.c_int64, (B, H, workers, point.section))
-            longest = float(self._library.stof_plan_time(mask, *sizes, costs))
+            nanoseconds = float(self._library.stof_plan_time(mask, *sizes, costs))
         else:
             items = B * H * -(-S // kernel.rows)
             tiles = math.ceil(math.ceil(T / kernel.keys) / kernel.split)
-            longest = -(-items // workers) * (kernel.row + kernel.full * tiles)
+            nanoseconds = -(-items // workers) * (kernel.row + kernel.full * tiles)
             if kernel.half and 2 * items <= workers:
-                longest *= kernel.half / 100
-        return LAUNCH + (longest + kernel.reread * point.mebibytes) * 1e-3
+                nanoseconds *= kernel.half / 100
+        return LAUNCH + (nanoseconds + kernel.reread * point.mebibytes) * 1e-3
 
 
 def regrets(points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner) -> list[tuple[float, str, str]]:

@@ -43,14 +43,13 @@ STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t count
 
 STOF_PLAN_TIMES void stof_plan_mask_destroy(void* planned) { delete static_cast<Planned*>(planned); }
 
-// Nanoseconds by the model; costs: row, full, partial, split, cuts, half, teams, alone (stof::cuda::TileCost).
+// Nanoseconds by the model; costs: row, full, partial, split, cuts, half, alone (stof::cuda::TileCost).
 STOF_PLAN_TIMES int64_t stof_plan_time(const void* planned, int64_t B, int64_t H, int64_t workers, int64_t section,
-                                       const int64_t costs[8]) {
+                                       const int64_t costs[7]) {
   const auto& [mask, walk] = *static_cast<const Planned*>(planned);
   stof::cuda::TileCost cost;
   cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split = costs[3];
-  cost.cuts = costs[4] != 0, cost.half = costs[5];
-  cost.teams = static_cast<int>(costs[6]), cost.alone = costs[7];
+  cost.cuts = costs[4] != 0, cost.half = costs[5], cost.alone = costs[6];
   return TimeOf(PlanWork(mask, walk, B, H, static_cast<int>(workers), section, cost), cost);
 }
 
