@@ -223,9 +223,11 @@ def make_function(
             nodes.append(node)
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
-    if len(branches) > 1:
+    if len(branches) > 1 and bits:
+        _forget_merged_shapes(builder, names)
+    elif len(branches) > 1:
         for i, name in enumerate(names):
-            _forget_shape(builder, name, _inner(i), bits)
+            _forget_shape(builder, name, _inner(i))
     else:
         builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
     results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
@@ -247,23 +249,42 @@ def _inner(i: int) -> str:
     return f"x{i}_as_it_comes"
 
 
-def _forget_shape(builder: Builder, name: str, output: str, ranked: bool) -> None:
+def _forget_shape(builder: Builder, name: str, output: str) -> None:
     """The same tensor, of a rank that no inference of shapes tells.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
-    ``ranked``: for TensorRT's parser, which leaves these branches out and takes no tensor of unknown rank.
     """
     b = builder
     shape = b.add("Shape", [name])
-    if ranked:
-        rank = b.add("Squeeze", [b.add("Shape", [shape]), b.constant([0])])
-        every = b.add("Range", [b.constant(0), rank, b.constant(1)])
-    else:  # of a Range, ONNX Runtime tells how many numbers it has
-        one = numpy_helper.from_array(np.ones(1, np.int64))
-        ones = b.add("ConstantOfShape", [b.add("Shape", [shape])], value=one)
-        every = b.add("Squeeze", [b.add("NonZero", [ones]), b.constant([0])])
+    one = numpy_helper.from_array(np.ones(1, np.int64))
+    # Of a Range, ONNX Runtime tells how many numbers it has.
+    ones = b.add("ConstantOfShape", [b.add("Shape", [shape])], value=one)
+    every = b.add("Squeeze", [b.add("NonZero", [ones]), b.constant([0])])
     target = b.add("Gather", [shape, every])
     b.nodes.append(helper.make_node("Reshape", [name, target], [output], name=output))
+
+
+def _forget_merged_shapes(builder: Builder, names: Sequence[str]) -> None:
+    """The same, for TensorRT's parser, which takes no tensor of unknown rank.
+
+    Of an If with a constant condition it reads the branch that is taken, and inference of shapes merges both.
+    """
+    graphs = []
+    for start in ("kept", "forgot"):
+        inner = Builder(builder.opset, f"{start}_")
+        outputs = [f"{start}_{name}" for name in names]
+        for name, output in zip(names, outputs, strict=True):
+            if start == "kept":
+                inner.nodes.append(helper.make_node("Identity", [name], [output], name=output))
+            else:
+                _forget_shape(inner, name, output)
+        # Without types: calls of other chains may give others.
+        infos = [onnx.ValueInfoProto(name=output) for output in outputs]
+        graphs.append(helper.make_graph(inner.nodes, start, [], infos))
+    outputs = [_inner(i) for i in range(len(names))]
+    condition = builder.constant(True, np.bool_)
+    node = helper.make_node("If", [condition], outputs, name="inputs", then_branch=graphs[0], else_branch=graphs[1])
+    builder.nodes.append(node)
 
 
 def _select(
