@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -223,11 +223,8 @@ def make_function(
             nodes.append(node)
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
-    if len(branches) > 1 and bits:
-        _forget_merged_shapes(builder, names)
-    elif len(branches) > 1:
-        for i, name in enumerate(names):
-            _forget_shape(builder, name, _inner(i))
+    if len(branches) > 1:
+        _forget_shapes(builder, names, bits)
     else:
         builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
     results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
@@ -249,42 +246,41 @@ def _inner(i: int) -> str:
     return f"x{i}_as_it_comes"
 
 
-def _forget_shape(builder: Builder, name: str, output: str) -> None:
-    """The same tensor, of a rank that no inference of shapes tells.
+def _forget_shapes(builder: Builder, names: Sequence[str], merged: bool) -> None:
+    """Nodes that write the inputs as branches read them: the same tensors, of a rank that no inference of shapes tells.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
+    ``merged`` for TensorRT's parser, which takes no tensor of unknown rank: of an If with a constant condition it reads the
+    branch that is taken, where inference merges both.
     """
     b = builder
-    shape = b.add("Shape", [name])
+    shapes = [b.add("Shape", [name]) for name in names]
+    if merged:
+        given = _graph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
+        other = _graph(b.opset, "other", lambda inner: [_of_unknown_length(inner, s) for s in shapes])
+        targets = [b.name() for _ in names]
+        condition = b.constant(True, np.bool_)
+        b.nodes.append(
+            helper.make_node("If", [condition], targets, name=targets[0], then_branch=given, else_branch=other)
+        )
+    else:
+        targets = [b.add("Gather", [s, _of_unknown_length(b, s)]) for s in shapes]
+    for i, (name, target) in enumerate(zip(names, targets, strict=True)):
+        b.nodes.append(helper.make_node("Reshape", [name, target], [_inner(i)], name=_inner(i)))
+
+
+def _graph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
+    """A branch that writes vectors of integers."""
+    inner = Builder(opset, f"{name}_")
+    infos = [helper.make_tensor_value_info(o, TensorProto.INT64, None) for o in make(inner)]
+    return helper.make_graph(inner.nodes, name, [], infos)
+
+
+def _of_unknown_length(builder: Builder, vector: str) -> str:
+    """0, 1, ... as many as a vector has. Of a Range, ONNX Runtime tells how many these are."""
     one = numpy_helper.from_array(np.ones(1, np.int64))
-    # Of a Range, ONNX Runtime tells how many numbers it has.
-    ones = b.add("ConstantOfShape", [b.add("Shape", [shape])], value=one)
-    every = b.add("Squeeze", [b.add("NonZero", [ones]), b.constant([0])])
-    target = b.add("Gather", [shape, every])
-    b.nodes.append(helper.make_node("Reshape", [name, target], [output], name=output))
-
-
-def _forget_merged_shapes(builder: Builder, names: Sequence[str]) -> None:
-    """The same, for TensorRT's parser, which takes no tensor of unknown rank.
-
-    Of an If with a constant condition it reads the branch that is taken, and inference of shapes merges both.
-    """
-    graphs = []
-    for start in ("kept", "forgot"):
-        inner = Builder(builder.opset, f"{start}_")
-        outputs = [f"{start}_{name}" for name in names]
-        for name, output in zip(names, outputs, strict=True):
-            if start == "kept":
-                inner.nodes.append(helper.make_node("Identity", [name], [output], name=output))
-            else:
-                _forget_shape(inner, name, output)
-        # Without types: calls of other chains may give others.
-        infos = [onnx.ValueInfoProto(name=output) for output in outputs]
-        graphs.append(helper.make_graph(inner.nodes, start, [], infos))
-    outputs = [_inner(i) for i in range(len(names))]
-    condition = builder.constant(True, np.bool_)
-    node = helper.make_node("If", [condition], outputs, name="inputs", then_branch=graphs[0], else_branch=graphs[1])
-    builder.nodes.append(node)
+    ones = builder.add("ConstantOfShape", [builder.add("Shape", [vector])], value=one)
+    return builder.add("Squeeze", [builder.add("NonZero", [ones]), builder.constant([0])])
 
 
 def _select(
