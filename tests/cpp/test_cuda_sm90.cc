@@ -78,6 +78,17 @@ void CudaSm90() {
   RunCudaCases(cases, kernels);
 }
 
+// Scores of every size, by each kernel.
+void CudaLargeScoresSm90() {
+  std::vector<Case> plain, extras;
+  for (Case& c : CudaLargeScoreCases(true)) {
+    if (c.D <= 32) c.D = c.Dv = 64;
+    (c.bias == Bias::kNone && c.softcap == 0 ? plain : extras).push_back(c);
+  }
+  RunCudaCases(plain, FirstKernels(10));
+  RunCudaCases(extras, FirstKernels(2));
+}
+
 // Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
 // that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's; the last ones have rows
 // of more parts than a thread of the joining kernel reads at once.
@@ -283,6 +294,7 @@ void CudaSm90Extras() {
 }
 
 TEST(CudaAttentionSm90) { CudaSm90(); }
+TEST(CudaLargeScoresSm90) { CudaLargeScoresSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
 TEST(CudaPartsSm90) { CudaSm90Parts(); }
 TEST(CudaPartsSm90InTurn) { CudaSm90PartsInTurn(); }
