@@ -78,17 +78,6 @@ void CudaSm90() {
   RunCudaCases(cases, kernels);
 }
 
-// Scores of every size, by each kernel.
-void CudaLargeScoresSm90() {
-  std::vector<Case> plain, extras;
-  for (Case& c : CudaLargeScoreCases(true)) {
-    if (c.D <= 32) c.D = c.Dv = 64;
-    (c.bias == Bias::kNone && c.softcap == 0 ? plain : extras).push_back(c);
-  }
-  RunCudaCases(plain, FirstKernels(10));
-  RunCudaCases(extras, FirstKernels(2));
-}
-
 // Long rows of few queries, which the kernels with one warpgroup a worker take in parts and join: every policy, padding
 // that leaves parts nothing, sinks, sums of logarithms, heads that are smaller than a tile's; the last ones have rows
 // of more parts than a thread of the joining kernel reads at once.
@@ -137,6 +126,25 @@ std::vector<Case> Sm90PartsCases() {
   CHECK(cut * 4 >= static_cast<int64_t>(cases.size()) * 3, cut, " of ", cases.size(), " cases have rows in parts");
   CHECK(most > 16, "no row has more than ", most, " parts");
   return cases;
+}
+
+// Scores of every size, by each kernel.
+void CudaLargeScoresSm90() {
+  std::vector<Case> plain, extras;
+  for (Case& c : CudaLargeScoreCases(true)) {
+    if (c.D <= 32) c.D = c.Dv = 64;
+    (c.bias == Bias::kNone && c.softcap == 0 ? plain : extras).push_back(c);
+  }
+  RunCudaCases(plain, FirstKernels(10));
+  RunCudaCases(extras, FirstKernels(2));
+  std::vector<Case> parts = Sm90PartsCases();
+  int turn = 0;
+  for (Case& c : parts) {
+    c.rising = false, c.spread = 1;
+    c.scores = turn % 3 == 0 ? Scores::kSteps : Scores::kSpikes, c.exponent = 8 + turn % 12 * 2;
+    ++turn;
+  }
+  RunCudaCases(parts, {3, 5, -1});
 }
 
 void CudaSm90Parts() { RunCudaCases(Sm90PartsCases(), {3, 4, 5, 9, -1}); }
