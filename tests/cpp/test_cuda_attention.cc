@@ -126,7 +126,7 @@ void CudaLargeScores() {
 }
 
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
-TEST(CudaLargeScores) { CudaLargeScores(); }
+TEST(CudaScoresOfAnySize) { CudaLargeScores(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
 TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
 TEST(CudaRowsEqualTheDefinition) { CudaRows(); }

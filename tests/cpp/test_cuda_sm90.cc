@@ -302,7 +302,7 @@ void CudaSm90Extras() {
 }
 
 TEST(CudaAttentionSm90) { CudaSm90(); }
-TEST(CudaLargeScoresSm90) { CudaLargeScoresSm90(); }
+TEST(CudaSm90ScoresOfAnySize) { CudaLargeScoresSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
 TEST(CudaPartsSm90) { CudaSm90Parts(); }
 TEST(CudaPartsSm90InTurn) { CudaSm90PartsInTurn(); }
