@@ -198,6 +198,11 @@ BiasTensor DrawBias(const Case& c, Random* random) {
     count *= dims[axis];
   }
   std::vector<double> values = DrawValues(random, bias.dtype, count, 2);
+  // Beside scores of one size theirs is the same, so that sums are exact.
+  for (double& value : values) {
+    if (c.scores == Scores::kSpikes) value = 0;
+    if (c.scores != Scores::kDrawn) value = std::ldexp(std::nearbyint(2 * value), c.exponent - 3);
+  }
   const double special = c.bias == Bias::kLowest ? Lowest(bias.dtype) : -std::numeric_limits<double>::infinity();
   if (c.bias == Bias::kFarBelow) {
     for (int64_t i = 0; i < count; ++i) {
