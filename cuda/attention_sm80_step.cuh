@@ -99,7 +99,7 @@ __device__ __forceinline__ bool Attention<kHead, T, kExtras, kRows>::Raise(float
     }
   }
   const bool lowered = __any_sync(~0u, far) != 0;
-  if (lowered) {
+  if (__builtin_expect(lowered, 0)) {
 #pragma unroll
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll

@@ -110,7 +110,7 @@ class Softmax {
       }
       sum[r] *= factor[r];
     }
-    if (__any_sync(~0u, far) != 0) LowerFar(base, high, s);
+    if (__builtin_expect(__any_sync(~0u, far), 0)) LowerFar(base, high, s);
     Begin(s, begun);
   }
 
