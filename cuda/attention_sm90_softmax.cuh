@@ -79,9 +79,12 @@ class Softmax {
   }
 
   // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
-  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again.
+  // `base`; kFirst: of a row's first tile, else scale is 1. Lowers them to the new ones, says what earlier sums are to
+  // be multiplied with, and begins again.
+  template <bool kFirst>
   static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
                                                float (&high)[2], float (&factor)[2], float (&sum)[2]) {
+    float less[2];
     bool far = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -96,33 +99,26 @@ class Softmax {
       for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(~0u, top, 2)), scale);
-      const float old = high[r] - base[r];
-      const bool raised = top - old > kSlack;  // not in a sum, which far from zero would be rounded
-      high[r] = raised ? base[r] + top : high[r];
-      const float now = high[r] - base[r];          // what the rounded sum stands for, so that all tiles have the same
+      const float old = high[r] - base[r], above = Above(top, old);
+      const bool raised = above > kSlack;
+      const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
+      high[r] = moved ? base[r] + top : high[r];
+      // Near zero what the rounded sum stands for, so that all tiles have the same.
+      const float now = fabsf(high[r]) <= kNear ? high[r] - base[r] : moved ? top : old;
       factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
-      const float less = fabsf(high[r]) <= kNear ? now : 0.0f;
-      far |= fabsf(high[r]) > kNear && now != -INFINITY;
-#pragma unroll
-      for (int i = 2 * r; i < kScores; i += 4) {
-        s[i] = s[i] * scale - less;
-        s[i + 1] = s[i + 1] * scale - less;
-      }
+      less[r] = now == -INFINITY ? 0.0f : now;
+      far |= fabsf(less[r]) > kFar;
       sum[r] *= factor[r];
     }
-    if (__builtin_expect(__any_sync(~0u, far), 0)) LowerFar(base, high, s);
-    Begin(s, begun);
-  }
-
-  // Lowers the rows whose references are far from zero.
-  static __device__ __forceinline__ void LowerFar(const float (&base)[2], const float (&high)[2], float (&s)[kScores]) {
+    if (kFirst && __builtin_expect(__any_sync(~0u, far), 0)) {
+      // In one step with the subtraction, scores would be compared with the rounding of their maximum.
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float now = high[r] - base[r];
-      if (fabsf(high[r]) <= kNear || now == -INFINITY) continue;
-#pragma unroll
-      for (int i = 2 * r; i < kScores; i += 4) s[i] = Above(s[i], now), s[i + 1] = Above(s[i + 1], now);
+      for (int i = 0; i < kScores; ++i) s[i] = __fmul_rn(s[i], scale);
+      scale = 1.0f;
     }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale - less[RowOf(i)];
+    Begin(s, begun);
   }
 
   // The weights that are not begun, and all sums.

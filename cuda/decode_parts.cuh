@@ -104,8 +104,9 @@ __device__ float BiasedScore(const AttentionParams& p, bool forbidden, float x, 
     bias += p.relative_bias[h * p.relative_bias_stride_h + radius + distance];
   }
   // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-  float sum = (x + bias) * kLog2E;
-  if (sum == -INFINITY) sum = kLowest;
+  const float natural = x + bias;
+  float sum = natural * kLog2E;
+  if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
   if (bias == -INFINITY) return forbidden ? -INFINITY : x * kLog2E;
   return sum;
 }
