@@ -79,8 +79,8 @@ class Softmax {
   }
 
   // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
-  // `base`; kFirst: of a row's first tile, else scale is 1. Lowers them to the new ones, says what earlier sums are to
-  // be multiplied with, and begins again.
+  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again. kFirst: of
+  // a row's first tile, which has neither references nor sums before it; else scale is 1.
   template <bool kFirst>
   static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
                                                float (&high)[2], float (&factor)[2], float (&sum)[2]) {
@@ -99,16 +99,21 @@ class Softmax {
       for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(~0u, top, 2)), scale);
-      const float old = high[r] - base[r], above = Above(top, old);
-      const bool raised = above > kSlack;
-      const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
-      high[r] = moved ? base[r] + top : high[r];
-      // Near zero what the rounded sum stands for, so that all tiles have the same.
-      const float now = fabsf(high[r]) <= kNear ? high[r] - base[r] : moved ? top : old;
-      factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
-      less[r] = now == -INFINITY ? 0.0f : now;
-      far |= fabsf(less[r]) > kFar;
-      sum[r] *= factor[r];
+      if constexpr (kFirst) {
+        high[r] = top;
+        less[r] = top == -INFINITY ? 0.0f : top;
+        far |= fabsf(less[r]) > kFar;
+      } else {
+        const float old = high[r] - base[r], above = Above(top, old);
+        const bool raised = above > kSlack;
+        const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
+        high[r] = moved ? base[r] + top : high[r];
+        // Near zero what the rounded sum stands for, so that all tiles have the same.
+        const float now = fabsf(high[r]) <= kNear ? high[r] - base[r] : moved ? top : old;
+        factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
+        less[r] = now == -INFINITY ? 0.0f : now;
+        sum[r] *= factor[r];
+      }
     }
     if (kFirst && __builtin_expect(__any_sync(~0u, far), 0)) {
       // In one step with the subtraction, scores would be compared with the rounding of their maximum.
