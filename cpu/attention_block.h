@@ -47,11 +47,17 @@ inline V Exp2Fraction6(V f) {
 // Adding it rounds to an integer and leaves that integer, biased by 127, in the low bits: 1.5 * 2^23 + 127.
 constexpr float kRound = 12583039.0f;
 
-// 2^x for x < 128. Exactly 0 at and below -127, so that a forbidden key (-inf) adds nothing; NaN stays NaN.
-inline V Exp2(V x) {
-  x = Simd::Max(Simd::Set1(-127.0f), x);
-  const V t = Simd::Add(x, Simd::Set1(kRound));
-  const V f = Simd::Sub(x, Simd::Sub(t, Simd::Set1(kRound)));
+// The largest number that Exp takes, and the one at and below which it is exactly 0: 2^127 and half of 2^-126.
+constexpr float kMostExponent = 88.0f, kLeastExponent = -88.0f;
+
+// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a forbidden key (-inf) adds nothing; NaN
+// stays NaN. Scores are not in units of log2, as those beyond 2.3e38 would be infinite in them; the factor costs
+// nothing here, as two additions become multiply-adds.
+inline V Exp(V x) {
+  x = Simd::Max(Simd::Set1(kLeastExponent), x);
+  const V log2e = Simd::Set1(kLog2E);
+  const V t = Simd::Fma(x, log2e, Simd::Set1(kRound));
+  const V f = Simd::Fma(x, log2e, Simd::Sub(Simd::Set1(kRound), t));
   const V p = Simd::Fma(Exp2Fraction5(f), f, Simd::Set1(1.0f));
   return Simd::Mul(p, Simd::ShiftToExponent(t));
 }

@@ -95,10 +95,9 @@ class Worker {
     for (int r = 0; r < rows_; ++r) {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
       scratch_.empty[r] = sum == 0.0f;
-      const float divisor = sum == 0.0f ? 0.0f : sum + SinkWeight(r);
-      if (args_.lse != nullptr) StoreLogSum(r, divisor);
+      if (args_.lse != nullptr) StoreLogSum(r, sum);
       if (sum != 0.0f) {
-        WriteRow(r, 1.0f / divisor);
+        WriteRow(r, 1.0f / (sum + SinkWeight(r)));
       } else if (args_.empty_rows == EmptyRows::kAll) {
         all = true;
       } else {
@@ -128,7 +127,7 @@ class Worker {
     for (int64_t i = 0; i < count; ++i) {
       const float* part = parts + i * stride;
       // A part without a maximum holds zeros, or NaN, which has to stay.
-      const float scale = part[0] == -kInf || part[0] == max ? 1.0f : Exp2Scalar(part[0] - max);
+      const float scale = part[0] == -kInf || part[0] == max ? 1.0f : ExpScalar(part[0] - max);
       scratch_.sum[0] += part[1] * scale;
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += part[2 + d] * scale;
     }
@@ -161,38 +160,35 @@ class Worker {
     }
     return first;
   }
-  static float Exp2Scalar(float x) {
+  static float ExpScalar(float x) {
     float lanes[kWidth];
-    Simd::Store(lanes, Exp2(Simd::Set1(x)));
+    Simd::Store(lanes, Exp(Simd::Set1(x)));
     return lanes[0];
   }
 
-  // The share of the sink in a row's sum. Beyond 2^127 weights vanish beside it as well as at it.
+  // The sink's part of a row sum. Beyond e^88 weights vanish beside it as well as at it.
   float SinkWeight(int r) const {
     if (args_.sink == nullptr) return 0.0f;
-    const float x = ToFloat(args_.sink, args_.sink_dtype, h_) * kLog2E - scratch_.max[r];
-    return Exp2Scalar(x > 127.0f ? 127.0f : x);
+    const float x = ToFloat(args_.sink, args_.sink_dtype, h_) - scratch_.max[r];
+    return ExpScalar(x > kMostExponent ? kMostExponent : x);
   }
 
-  // The natural logarithm of a row's divisor, its sink's logit where that is all there is or far above all scores.
-  __attribute__((noinline)) void StoreLogSum(int r, float divisor) const {
-    constexpr float kLn2 = 0.693147180559945309417f;
-    float sum = divisor == 0.0f ? -kInf : (scratch_.max[r] + __builtin_log2f(divisor)) * kLn2;
-    if (args_.sink != nullptr) {
-      const float sink = ToFloat(args_.sink, args_.sink_dtype, h_);
-      if (sum < sink) sum = sink;  // NaN stays
-    }
-    args_.lse[b_ * args_.lse_stride_b + h_ * args_.lse_stride_h + row0_ + r] = sum;
+  // The natural logarithm of a row's divisor, which is the row sum and the sink's part of it; -inf without either.
+  __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
+    const float max = sum == 0.0f ? -kInf : scratch_.max[r];
+    const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, h_);
+    const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
+    float lse = top;
+    if (sum != 0.0f) lse += __builtin_logf(sum * ExpScalar(max - top) + ExpScalar(sink - top));
+    args_.lse[b_ * args_.lse_stride_b + h_ * args_.lse_stride_h + row0_ + r] = lse;
   }
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
   __attribute__((noinline)) void LoadQueries() {
-    // Scores come out in units of log2, or for softcap as 2 log2(e) times the argument of tanh.
-    const float scale = args_.softcap > 0.0f ? args_.scale / args_.softcap * (2.0f * kLog2E) : args_.scale * kLog2E;
     const char* query =
         static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
-    const V factor = Simd::Set1(scale);
+    const V factor = Simd::Set1(args_.scale);
     const bool plain = args_.dtype == DType::kF32 && args_.D % kPanel == 0;
     for (int r = 0; r < PaddedRows(); ++r) {
       float* to = scratch_.q + r * scratch_.ldq;
@@ -258,12 +254,20 @@ class Worker {
       if (kDirect) {
         DirectScores(strips[0], direct_keys, ldk);
       } else {
-        PackedScores(strips, count, packed);
+        PackedScores(strips, 0, count, packed);
       }
       for (int i = 0; i < count; ++i) {
         float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
         Adjust(strips[i], s, key0, keys, unmasked);
-        Softmax(strips[i], s);
+        if (__builtin_expect(!Softmax(strips[i], s), 0)) {
+          if (kDirect) {
+            DirectScores(strips[i], direct_keys, ldk);
+          } else {
+            PackedScores(strips, i, i + 1, packed);
+          }
+          Adjust(strips[i], s, key0, keys, unmasked);
+          Softmax(strips[i], s);
+        }
         ahead_.Fetch(fetch_);
       }
       Values(strips, count, values, ldv);
@@ -289,7 +293,7 @@ class Worker {
   template <int kBlock>
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
                           const float* start, float* s, int64_t lds);
-  void PackedScores(const Strip* strips, int count, const float* keys) const;
+  void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
   void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const;
   __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const;
   template <typename F>
@@ -300,9 +304,10 @@ class Worker {
   void LoadPairs(int64_t row, int64_t key0, int keys) const;
 
   // ---- cpu/attention_weights.h ----
-  __attribute__((noinline)) void Softmax(const Strip& strip, float* s);
+  __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
   template <bool kApart>
   void Weights(const Strip& strip, int rows, const float* bases, float* s);
+  __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
   __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
   void Values(const Strip* strips, int count, const float* values, int64_t ldv) const;
   template <int kHeight, int kBlock>

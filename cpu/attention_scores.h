@@ -3,7 +3,6 @@
 #ifndef STOF_CPU_ATTENTION_SCORES_H_
 #define STOF_CPU_ATTENTION_SCORES_H_
 
-#include <cfloat>
 #include <cstdint>
 
 #include "cpu/attention_rows.h"
@@ -137,13 +136,13 @@ inline void Worker<kDirect>::StripScores(int rows, const float* q, int64_t ldq, 
 }
 
 template <bool kDirect>
-inline void Worker<kDirect>::PackedScores(const Strip* strips, int count, const float* keys) const {
+inline void Worker<kDirect>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
   const int64_t stride = args_.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
   constexpr int kBlockKeys = kVectors * kWidth;
   constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
   uint32_t any = 0;
-  for (int i = 0; i < count; ++i) any |= strips[i].active;
+  for (int i = begin; i < end; ++i) any |= strips[i].active;
   // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
   while (any != 0) {
     const int p = __builtin_ctz(any);
@@ -153,7 +152,7 @@ inline void Worker<kDirect>::PackedScores(const Strip* strips, int count, const 
                                                                      : static_cast<int>(Least(length, kBlockPanels));
     const uint32_t here = (1u << block) - 1u;
     any &= ~(here << p);
-    for (int i = 0; i < count; ++i) {
+    for (int i = begin; i < end; ++i) {
       uint32_t active = strips[i].active >> p & here;
       const float* q = scratch_.q + strips[i].row * ldq;
       const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
@@ -214,22 +213,20 @@ void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int key
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
   if (args_.softcap > 0.0f) {
-    const V cap = Simd::Set1(args_.softcap * kLog2E);
+    const V cap = Simd::Set1(args_.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.softcap);
     for (int r = 0; r < rows; ++r) {
       const V start = Simd::Set1(scratch_.start[strip.row + r]);
-      ForEachVector(strip, s + r * problem_.n,
-                    [&](float* at, int) { Simd::Store(at, Simd::Fma(cap, TanhFromExponent(Simd::Load(at)), start)); });
+      ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
+        Simd::Store(at, Simd::Fma(cap, TanhFromExponent(Simd::Mul(argument, Simd::Load(at))), start));
+      });
     }
   }
   if (args_.bias != nullptr || args_.relative_bias != nullptr) {
-    const V lowest = Simd::Set1(-FLT_MAX), log2e = Simd::Set1(kLog2E);
     for (int r = 0; r < rows; ++r) {
       LoadBias(row0_ + strip.row + r, key0, keys);
       ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
         const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
-        // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
-        const V sum = Simd::Add(x, Simd::Max(lowest, Simd::Mul(bias, log2e)));
-        Simd::Store(at, Simd::WhereEqual(bias, forbidden, unmasked ? x : forbidden, sum));
+        Simd::Store(at, Simd::WhereEqual(bias, forbidden, unmasked ? x : forbidden, Simd::Add(x, bias)));
       });
     }
   }

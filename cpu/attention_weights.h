@@ -11,17 +11,18 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA {
 
-// The running maximum is raised only when a score exceeds it by 2^8; weights stay below 256, and the output is rescaled
-// a few times per row instead of at every new maximum.
-constexpr float kSlack = 8.0f;
-// Scores start at minus the running maximum, which saves a subtraction from each. Not where that maximum lies far below
-// scores that may follow, as a bias of -10000 leaves it: they would lose their low bits.
-constexpr float kLowestStart = -16.0f, kHighestStart = 1e30f;
+// The row max is raised only when a score exceeds it by this much; weights stay below e^5.5 = 245, and the output is
+// rescaled a few times per row instead of at every new maximum.
+constexpr float kSlack = 5.5f;
+// Scores start at minus the row max, which saves a subtraction from each. Not where the row max is far from scores that
+// may follow: they would lose their low bits. A bias of -10000 leaves it far below, large scores far above.
+constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 
-// Scores become weights; sums, and where the maximum grows much, the state of the strip's rows follow. Whole panels:
-// what lies beyond T in the last one is forbidden by the mask.
+// Scores become weights; row sums, and where the row max grows much, the state of the strip's rows follow. Whole
+// panels: what lies beyond T in the last one is forbidden by the mask. False, and nothing is done: scores are so large
+// that they lost low bits to their start; it is 0 now, and they have to be computed again.
 template <bool kDirect>
-void Worker<kDirect>::Softmax(const Strip& strip, float* s) {
+bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
   constexpr int kParts = kPanel / kWidth;
   const int64_t lds = problem_.n;
   const int runs = strip.run_count;
@@ -48,7 +49,10 @@ void Worker<kDirect>::Softmax(const Strip& strip, float* s) {
     exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kSlack)));
   }
   const bool raised = Simd::Any(exceeded);
-  if (raised) Rescale(strip, rows, high);
+  if (raised) {
+    if (ClearStarts(strip, rows, high)) return false;
+    Rescale(strip, rows, high);
+  }
   float base[kRows] = {};  // what these scores still exceed their distance to the maximum by
   bool apart = false;
   for (int r = 0; r < rows; ++r) {
@@ -60,8 +64,9 @@ void Worker<kDirect>::Softmax(const Strip& strip, float* s) {
   } else {
     Weights<false>(strip, rows, base, s);
   }
-  if (!raised) return;
+  if (!raised) return true;
   for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
+  return true;
 }
 
 template <bool kDirect>
@@ -80,7 +85,7 @@ inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* 
         for (int j = 0; j < kParts; ++j) {
           V x = Simd::Load(at + j * kWidth);
           if constexpr (kApart) x = Simd::Sub(x, base);
-          const V p = Exp2(x);
+          const V p = Exp(x);
           Simd::Store(at + j * kWidth, p);
           sum = Simd::Add(sum, p);
         }
@@ -88,6 +93,19 @@ inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* 
     }
     Simd::Store(sum_at, Simd::Add(Simd::Load(sum_at), sum));
   }
+}
+
+// Sets the starts of rows to 0 whose scores exceed them by far. Whether there is such a row.
+template <bool kDirect>
+bool Worker<kDirect>::ClearStarts(const Strip& strip, int rows, const V* high) {
+  bool any = false;
+  for (int r = 0; r < rows; ++r) {
+    float& start = scratch_.start[strip.row + r];
+    if (start == 0.0f || !(Simd::ReduceMax(high[r]) > kHighestStart)) continue;
+    start = 0.0f;
+    any = true;
+  }
+  return any;
 }
 
 template <bool kDirect>
@@ -98,7 +116,7 @@ void Worker<kDirect>::Rescale(const Strip& strip, int rows, const V* high) {
     if (!(now > old + kSlack)) continue;
     *max = now;
     if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay
-    const V scale = Simd::Set1(Exp2Scalar(old - now));
+    const V scale = Simd::Set1(ExpScalar(old - now));
     float* sum = scratch_.sum + (strip.row + r) * kWidth;
     Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
     float* o = scratch_.o + (strip.row + r) * scratch_.ldo;

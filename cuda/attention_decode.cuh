@@ -351,7 +351,7 @@ class Decode {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[g][n][e];
-          x *= scale_;
+          x = __fmul_rn(x, scale_);
           if (extras) {
             x = BiasedScore<T>(p_, params_.second == 0, x, b_, head_[n][e % 2], query_[n][e % 2],
                                entry.tile * kTileKeys + offset + e / 2 * 8);

@@ -18,6 +18,7 @@
 
 #include "cuda/attention_fp32.h"
 #include "cuda/attention_fp32_parts.cuh"
+#include "cuda/far_scores.cuh"
 #include "cuda/log_sum.cuh"
 #include "cuda/score_biases.cuh"
 #include "cuda/tile_bits.cuh"
@@ -301,7 +302,7 @@ class Fp32Attention {
         some_empty |= empty && row < p_.S;
         if (p_.sink != nullptr && !empty) {
           const float logit = static_cast<const float*>(p_.sink)[h_];
-          sum += Exp2(fminf(logit * kLog2E - max_[i][r], 127.0f));
+          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
         }
         if (!only_empty && lane_ % 4 == 0) StoreLogSum<float>(p_, b_, h_, row, max_[i][r], sum);
         const bool nothing = empty && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;

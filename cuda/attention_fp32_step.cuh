@@ -59,9 +59,10 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
     for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // One after the other: their product may be beyond fp32 where the score is not.
-        s[i][j][2 * r] = s[i][j][2 * r] * factor.x * scale_[i][r];
-        s[i][j][2 * r + 1] = s[i][j][2 * r + 1] * factor.y * scale_[i][r];
+        // One after the other: their product may be beyond fp32 where the score is not. And rounded, whatever is
+        // subtracted afterwards.
+        s[i][j][2 * r] = __fmul_rn(s[i][j][2 * r] * factor.x, scale_[i][r]);
+        s[i][j][2 * r + 1] = __fmul_rn(s[i][j][2 * r + 1] * factor.y, scale_[i][r]);
       }
     }
   }
@@ -115,7 +116,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::S
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
       high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
       const float old = max_[i][r];
-      if (high > old + kSlack) {
+      if (high - old > kSlack) {  // not in a sum, which far from zero would be rounded
         const float factor = old == -INFINITY ? 0.0f : Exp2(old - high);
         max_[i][r] = high;
         sum_[i][r] *= factor;

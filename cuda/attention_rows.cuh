@@ -245,8 +245,9 @@ class RowAttention {
       bias += p_.relative_bias[h_ * p_.relative_bias_stride_h + radius + distance];
     }
     // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-    float sum = (x + bias) * kLog2E;
-    if (sum == -INFINITY) sum = kLowest;
+    const float natural = x + bias;
+    float sum = natural * kLog2E;
+    if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
     if (bias == -INFINITY) return second_ ? x * kLog2E : -INFINITY;
     return sum;
   }

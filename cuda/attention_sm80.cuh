@@ -12,6 +12,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/attention_sm80_shape.cuh"
+#include "cuda/far_scores.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/log_sum.cuh"
 #include "cuda/mma_sm80.cuh"
@@ -220,8 +221,8 @@ class Attention {
         Bits bits;
         if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
         Adjust(entry, &bits, unmasked, s);
-        Raise(s);
-        AddValues(Values(stage), s);
+        const bool lowered = Raise(s);
+        AddValues(Values(stage), lowered, s);
         stage ^= 1;
       } else {
         WaitCopies<0>();
@@ -233,8 +234,8 @@ class Attention {
         FetchKeys(next.tile, 0);
         Bits bits;
         Adjust(entry, &bits, unmasked, s);
-        Raise(s);
-        AddValues(Values(0), s);
+        const bool lowered = Raise(s);
+        AddValues(Values(0), lowered, s);
       }
       entry = next;
     }
@@ -261,9 +262,9 @@ class Attention {
       }
       Bits bits;
       Adjust(entry, &bits, unmasked, s);
-      Raise(s);
+      const bool lowered = Raise(s);
       WaitForOne();
-      AddValues(Values(0), s);
+      AddValues(Values(0), lowered, s);
       __syncthreads();
       if (stages_ > 0) {
         FetchValues(next.tile, 0);
@@ -288,9 +289,10 @@ class Attention {
   __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
                                          float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Raise(const float (&s)[S::kBlocks][kColumns][4]);
-  __device__ __forceinline__ void Weigh(int k, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]);
-  __device__ __forceinline__ void AddValues(uint32_t values, const float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ bool Raise(float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Weigh(int k, bool lowered, const float (&s)[S::kBlocks][kColumns][4],
+                                        uint32_t (&a)[S::kBlocks][4]);
+  __device__ __forceinline__ void AddValues(uint32_t values, bool lowered, const float (&s)[S::kBlocks][kColumns][4]);
 
   // ---- the end ----
   // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
@@ -310,7 +312,7 @@ class Attention {
         if (p_.sink != nullptr && !empty) {
           const float logit = p_.sink_is_float != 0 ? static_cast<const float*>(p_.sink)[h_]
                                                     : ToFloat(static_cast<const T*>(p_.sink)[h_]);
-          sum += Exp2(fminf(logit * kLog2E - max_[i][r], 127.0f));
+          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
         }
         if (!only_empty && lane_ % 4 == 0) StoreLogSum<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
         factor[i][r] = empty ? (static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan ? NAN : 0.0f) : 1.0f / sum;

@@ -193,7 +193,7 @@ class Attention {
 
   __device__ void Consume() {
     const AttentionParams& p = p_.attention;
-    scale_ = S::kExtras ? 1.0f : p.scale * kLog2E;
+    scale_ = S::kExtras ? kLog2E : p.scale * kLog2E;
     more_ = p.sink != nullptr || p.lse != nullptr;
     passes_ = p.pad_bits == nullptr ? 1 : 0;
     if (wg_ == S::kConsumers - 1) PassTurn();
@@ -290,7 +290,7 @@ class Attention {
     if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
-    Weights::Raise(scale_, none, s, &begun, high, factor, sum);
+    Weights::template Raise<true>(scale_, none, s, &begun, high, factor, sum);
     Weights::Weigh(&begun, s, sum);
     Pack(s, weights);
     while (!last) {
@@ -320,7 +320,7 @@ class Attention {
       const float base[2] = {Weights::Base(high[0]), Weights::Base(high[1])};
       Weights::Lower(scale_, base, s, &begun);
       if (__builtin_expect(Weights::Exceeds(high, s, begun), 0)) {
-        Weights::Raise(1.0f, base, s, &begun, high, factor, sum);
+        Weights::template Raise<false>(1.0f, base, s, &begun, high, factor, sum);
         // Rows behind the last query have no key, and without a reference would come here with every tile.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ int Attention<S, T>::BringBiases(int tile, const Curs
     }
   }
   if (p.relative_bias != nullptr) {
-    // From the distance between the tile's first key and its last row on, in units of log2.
+    // From the distance between the tile's first key and its last row on.
     const int radius = static_cast<int>(p.relative_bias_size / 2);
     const float* const middle = p.relative_bias + cursor.h * p.relative_bias_stride_h + radius;
     const int first = tile * S::kN - (p.query_position + cursor.row0) - (S::kM - 1);
@@ -37,7 +37,7 @@ __device__ __forceinline__ int Attention<S, T>::BringBiases(int tile, const Curs
     for (int i = 0; i < S::kWindow; i += 32) {
       const float bias = middle[max(-radius, min(radius, first + i + lane_))];
       least = fminf(least, bias);
-      to[i + lane_] = bias == -INFINITY ? bias : MaxOrNan(bias * kLog2E, kLowest);
+      to[i + lane_] = bias == -INFINITY ? bias : MaxOrNan(bias, kLowestBias);
     }
     if (__any_sync(~0u, least == -INFINITY) != 0) *flags |= kBars;
   }
@@ -45,14 +45,15 @@ __device__ __forceinline__ int Attention<S, T>::BringBiases(int tile, const Curs
   return bytes;
 }
 
-// Scale, softcap and biases: scores come out in units of log2. A bias of -inf forbids, whatever the product.
+// Scale, softcap and biases. A bias of -inf forbids, whatever the score; the lowest finite one must not become -inf in
+// units of log2.
 template <typename S, typename T>
 __device__ __forceinline__ void Attention<S, T>::AddExtras(int stage, int flags, float (&s)[kScores]) {
   const AttentionParams& p = p_.attention;
-  float factor = p.scale * kLog2E;
+  float factor = p.scale;
   if (p.softcap > 0.0f) {
     // softcap * tanh(x / softcap), with an error of the softcap's last bits: what matters is the absolute one.
-    const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap * kLog2E;
+    const float in = p.scale * (2.0f * kLog2E) / p.softcap, most = p.softcap;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = most - 2.0f * most * Reciprocal(1.0f + Exp2(s[i] * in));
     factor = 1.0f;
@@ -126,19 +127,19 @@ __device__ __forceinline__ void Attention<S, T>::AddPairs(int stage, float facto
 #pragma unroll
   for (int i = 0; i < kScores; i += 2) {
     const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
-    s[i] = s[i] * factor + bias.x * kLog2E;
-    s[i + 1] = s[i + 1] * factor + bias.y * kLog2E;
+    s[i] = s[i] * factor + bias.x;
+    s[i + 1] = s[i + 1] * factor + bias.y;
     least[i / 2 % kChains] = fminf(least[i / 2 % kChains], fminf(bias.x, bias.y));
   }
 #pragma unroll
   for (int c = 1; c < kChains; ++c) least[0] = fminf(least[0], least[c]);
   // Few tiles have biases that are -inf, or become it in units of log2.
-  if (__any_sync(~0u, least[0] * kLog2E == -INFINITY) == 0) return;
+  if (__any_sync(~0u, least[0] < kLowestBias) == 0) return;
 #pragma unroll
   for (int i = 0; i < kScores; i += 2) {
     const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
-    s[i] = bias.x == -INFINITY ? -INFINITY : MaxOrNan(s[i], kLowest);
-    s[i + 1] = bias.y == -INFINITY ? -INFINITY : MaxOrNan(s[i + 1], kLowest);
+    if (bias.x < kLowestBias) s[i] = bias.x == -INFINITY ? -INFINITY : kLowestBias;
+    if (bias.y < kLowestBias) s[i + 1] = bias.y == -INFINITY ? -INFINITY : kLowestBias;
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "cuda/attention_sm90.h"
 #include "cuda/attention_sm90_shape.cuh"
+#include "cuda/far_scores.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/log_sum.cuh"
 #include "cuda/mma_sm90.cuh"
@@ -22,7 +23,7 @@ __device__ __forceinline__ float SinkOf(const AttentionParams& p, int h, float h
   if (p.sink == nullptr) return 0.0f;
   const float logit =
       p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[h] : ToFloat(static_cast<const T*>(p.sink)[h]);
-  return Exp2(fminf(logit * kLog2E - high, 127.0f));
+  return Exp2(fminf(Above(logit * kLog2E, high), 127.0f));
 }
 
 __device__ __forceinline__ void SayEmpty(const Sm90Params& params, int b, int h, int row) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kWarpgroup) JoinKernel(const __grid_constant__
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    const float scale = Exp2(own[i].x - base);
+    const float scale = Exp2(Above(own[i].x, base));
     sum += own[i].y * scale;
     scales[2 * i + half][of_half] = scale;
   }

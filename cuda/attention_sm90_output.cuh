@@ -159,7 +159,7 @@ __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::D
     const float base = most == -INFINITY ? 0.0f : most;
     float total = 0.0f;
 #pragma unroll
-    for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(part[t].x - base);
+    for (int t = 0; t < S::kSplit; ++t) total += part[t].y * Exp2(Above(part[t].x, base));
     const bool empty = total == 0.0f;
     if (empty && team_ == 0) SayEmpty(p_, item.b, item.h, item.row0 + row_ + 8 * r);
     if (more_) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ typename Attention<S, T>::Divisors Attention<S, T>::D
       if (team_ == 0 && lane_ % 4 == 0) StoreLogSum<T>(p, item.b, item.h, item.row0 + row_ + 8 * r, most, total);
     }
     divisors.empty[r] = empty;
-    divisors.scale[r] = empty ? 0.0f : Exp2(high[r] - base) * Reciprocal(total);
+    divisors.scale[r] = empty ? 0.0f : Exp2(Above(high[r], base)) * Reciprocal(total);
   }
   return divisors;
 }

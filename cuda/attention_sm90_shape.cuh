@@ -14,8 +14,8 @@ namespace sm90 {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 // What the lowest biases become in units of log2: not -inf, for they are no mask.
-constexpr float kLowest = -3.4028234663852886e38f;
-constexpr int kAtom = 64;  // columns of a swizzled row of 128 bytes
+constexpr float kLowestBias = -0x1.62e42ep127f;  // that is finite in units of log2
+constexpr int kAtom = 64;                        // columns of a swizzled row of 128 bytes
 
 constexpr int kMostKeys = 128;  // of a tile
 constexpr int32_t kNoItem = -1;

@@ -3,6 +3,7 @@
 #ifndef STOF_CUDA_ATTENTION_SM90_SOFTMAX_CUH_
 #define STOF_CUDA_ATTENTION_SM90_SOFTMAX_CUH_
 
+#include "cuda/far_scores.cuh"
 #include "cuda/mma_sm90.cuh"
 
 namespace stof {
@@ -13,8 +14,9 @@ namespace sm90 {
 // exceeds it by 2^14: a weight that fp16 holds with a factor of nearly four to spare. So the output is rescaled a few
 // times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
 constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
-// References below do not take part: scores less them would lose what scores near zero have behind the point.
-constexpr float kDeep = -1024.0f;
+// References farther from zero are not subtracted with the scale: below, scores less them would lose what scores near
+// zero have behind the point; above, the rounding of the reference would show in the weights.
+constexpr float kNear = 1024.0f;
 
 // Of a shape S, for one thread: its share of the scores of 64 rows and a tile's keys, two rows of them.
 template <typename S>
@@ -45,7 +47,7 @@ class Softmax {
   }
 
   // From products to logarithms of weights, if the references stay.
-  static __device__ __forceinline__ float Base(float high) { return high < kDeep ? 0.0f : high; }
+  static __device__ __forceinline__ float Base(float high) { return fabsf(high) <= kNear ? high : 0.0f; }
   static __device__ __forceinline__ void Lower(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale - base[RowOf(i)];
@@ -72,14 +74,18 @@ class Softmax {
     for (int c = 0; c < (S::kSummed > 0 ? kChains : 0); ++c) {
       sums = __vimax3_s32(sums, __float_as_int(begun.sum[0][c]), __float_as_int(begun.sum[1][c]));
     }
-    const bool known = high[0] >= kDeep && high[1] >= kDeep;
+    const bool known = fabsf(high[0]) <= kNear && fabsf(high[1]) <= kNear;
     return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
   }
 
   // Raises the references where that is due, given scores in units of log2 by way of `scale` that were lowered by
-  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again.
+  // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again. kFirst: of
+  // a row's first tile, which has neither references nor sums before it; else scale is 1.
+  template <bool kFirst>
   static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
                                                float (&high)[2], float (&factor)[2], float (&sum)[2]) {
+    float less[2];
+    bool far = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float tops[kChains];
@@ -92,20 +98,31 @@ class Softmax {
 #pragma unroll
       for (int c = 1; c < kChains; ++c) top = fmaxf(top, tops[c]);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale;
-      const float old = high[r] - base[r];
-      const bool raised = top > old + kSlack;
-      high[r] = raised ? base[r] + top : high[r];
-      const float now = high[r] - base[r];          // what the rounded sum stands for, so that all tiles have the same
-      factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
-      const float less = now == -INFINITY ? 0.0f : now;
-#pragma unroll
-      for (int i = 2 * r; i < kScores; i += 4) {
-        s[i] = s[i] * scale - less;
-        s[i + 1] = s[i + 1] * scale - less;
+      top = __fmul_rn(fmaxf(top, __shfl_xor_sync(~0u, top, 2)), scale);
+      if constexpr (kFirst) {
+        high[r] = top;
+        less[r] = top == -INFINITY ? 0.0f : top;
+        far |= fabsf(less[r]) > kFar;
+      } else {
+        const float old = high[r] - base[r], above = Above(top, old);
+        const bool raised = above > kSlack;
+        const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
+        high[r] = moved ? base[r] + top : high[r];
+        // Near zero what the rounded sum stands for, so that all tiles have the same.
+        const float now = fabsf(high[r]) <= kNear ? high[r] - base[r] : moved ? top : old;
+        factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
+        less[r] = now == -INFINITY ? 0.0f : now;
+        sum[r] *= factor[r];
       }
-      sum[r] *= factor[r];
     }
+    if (kFirst && __builtin_expect(__any_sync(~0u, far), 0)) {
+      // In one step with the subtraction, scores would be compared with the rounding of their maximum.
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] = __fmul_rn(s[i], scale);
+      scale = 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale - less[RowOf(i)];
     Begin(s, begun);
   }
 

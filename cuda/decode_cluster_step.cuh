@@ -166,7 +166,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int ste
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s[n][2 * i + r];
-        if (!extras) x *= scale_;
+        if (!extras) x = __fmul_rn(x, scale_);
         if (mean) x = 0.0f;
         if ((word >> (lane_ / 4 + 8 * i) & 1u) == 0) x = -INFINITY;
       }

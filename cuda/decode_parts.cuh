@@ -7,6 +7,7 @@
 
 #include "cuda/attention_decode.h"
 #include "cuda/attention_sm80_shape.cuh"
+#include "cuda/far_scores.cuh"
 #include "cuda/log_sum.cuh"
 
 namespace stof {
@@ -83,7 +84,7 @@ __device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, flo
   if (p.sink == nullptr) return 0.0f;
   const float logit =
       p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[h] : ToFloat(static_cast<const T*>(p.sink)[h]);
-  return Exp2(fminf(logit * kLog2E - maximum, 127.0f));
+  return Exp2(fminf(Above(logit * kLog2E, maximum), 127.0f));
 }
 
 // A score with softcap and biases; comes out in units of log2. `forbidden`: -inf of a bias counts, as it does not where
@@ -103,8 +104,9 @@ __device__ float BiasedScore(const AttentionParams& p, bool forbidden, float x, 
     bias += p.relative_bias[h * p.relative_bias_stride_h + radius + distance];
   }
   // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2. NaN stays NaN.
-  float sum = (x + bias) * kLog2E;
-  if (sum == -INFINITY) sum = kLowest;
+  const float natural = x + bias;
+  float sum = natural * kLog2E;
+  if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
   if (bias == -INFINITY) return forbidden ? -INFINITY : x * kLog2E;
   return sum;
 }

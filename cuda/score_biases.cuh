@@ -68,8 +68,9 @@ class ScoreBiases {
         for (int e = 0; e < 2; ++e) {
           float& x = s[j][2 * r + e];
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
-          const float sum = MaxOrNan((x + bias[j][e]) * kToLog2, kLowestScore);
-          x = bias[j][e] == -INFINITY ? (unmasked ? x * kToLog2 : -INFINITY) : sum;
+          const float sum = x + bias[j][e];
+          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kToLog2, kLowestScore);
+          x = bias[j][e] == -INFINITY ? (unmasked ? x * kToLog2 : -INFINITY) : score;
         }
       }
     }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <tuple>
 
 #include "tests/cpp/attention_problem.h"
@@ -122,6 +123,40 @@ std::vector<Case> ListedCases() {
     c->mask = mask, c->poison = Poison::kForbidden, c->pad = Pad::kRight, c->empty_rows = EmptyRows::kMean;
     c = &add(4, 1, 3, 129, 80, 80);
     c->mask = mask, c->poison = Poison::kForbidden, c->pad = Pad::kLeft, c->softcap = 2.5f, c->offset = true;
+  }
+  return cases;
+}
+
+std::vector<Case> LargeScoreCases(int count) {
+  Random random(37);
+  Deck<Scores> scores({Scores::kSteps, Scores::kEqual, Scores::kSpikes, Scores::kSpikes, Scores::kUp, Scores::kDown},
+                      &random);
+  Deck<int> exponents({-126, -60, 0, 4, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27, 28, 29, 30, 31, 34, 40, 70, 100, 124},
+                      &random);
+  Deck<DType> dtypes({DType::kF32, DType::kF16, DType::kBF16}, &random);
+  Deck<int64_t> rows({1, 2, 5, 16, 65, 130, 300}, &random);
+  Deck<int64_t> keys({17, 64, 200, 333, 1100, 2300}, &random);
+  Deck<int64_t> sizes({8, 16, 64, 72, 128, 192, 256}, &random);
+  Deck<int> masks({0, 0, 0, 1, 3, 4, 5, 7, 9, 11}, &random);
+  Deck<Pad> pads({Pad::kNone, Pad::kNone, Pad::kLeft, Pad::kRight, Pad::kRandom}, &random);
+  Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
+  std::vector<Case> cases;
+  for (int i = 0; i < count; ++i) {
+    Case c;
+    c.H = 4, c.G = random.OneIn(2) ? 4 : 2;
+    c.S = rows.Deal(), c.T = keys.Deal(), c.D = c.Dv = sizes.Deal();
+    if (c.S > 100 && c.T > 400) c.B = 1, c.H = c.G = 2;
+    c.dtype = dtypes.Deal();
+    c.scores = scores.Deal(), c.exponent = exponents.Deal();
+    if (c.dtype == DType::kF16 && c.scores == Scores::kSpikes) c.exponent = std::max(-20, std::min(c.exponent, 30));
+    c.mask = masks.Deal();
+    c.offset = c.mask == 1 && c.T >= c.S;
+    c.pad = pads.Deal();
+    c.sink = random.OneIn(4);
+    c.empty_rows = c.sink ? EmptyRows::kZero : policies.Deal();
+    if (random.OneIn(5)) c.bias = Bias::kForbids, c.bias_wide = true, c.bias_broadcast = 5;
+    if (random.OneIn(8)) c.softcap = 30;
+    cases.push_back(c);
   }
   return cases;
 }

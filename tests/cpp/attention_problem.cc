@@ -19,9 +19,9 @@ std::string Describe(const Case& c) {
               kPads[static_cast<int>(c.pad)], " bias ", kBiases[static_cast<int>(c.bias)], " wide ", c.bias_wide,
               " broadcast ", c.bias_broadcast, " relative ", c.relative, c.relative_shared ? " shared" : "", " sink ",
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
-              c.spread, " rising ", c.rising, c.deep ? " deep" : "", " poison ", kPoisons[static_cast<int>(c.poison)],
-              " shifted ", c.shifted, " shared pad ", c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ",
-              c.kernel, " tile ", c.m, "x", c.n);
+              c.spread, " rising ", c.rising, c.deep ? " deep" : "", " scores ", static_cast<int>(c.scores), " of 2^",
+              c.exponent, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted, " shared pad ",
+              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n);
 }
 const char* MaskText(int mask) {
   static constexpr const char* kTexts[kMasks] = {"",
@@ -198,6 +198,11 @@ BiasTensor DrawBias(const Case& c, Random* random) {
     count *= dims[axis];
   }
   std::vector<double> values = DrawValues(random, bias.dtype, count, 2);
+  // Beside scores of one size theirs is the same, so that sums are exact.
+  for (double& value : values) {
+    if (c.scores == Scores::kSpikes) value = 0;
+    if (c.scores != Scores::kDrawn) value = std::ldexp(std::nearbyint(2 * value), c.exponent - 3);
+  }
   const double special = c.bias == Bias::kLowest ? Lowest(bias.dtype) : -std::numeric_limits<double>::infinity();
   if (c.bias == Bias::kFarBelow) {
     for (int64_t i = 0; i < count; ++i) {
@@ -245,6 +250,44 @@ std::vector<float> DrawRelative(const Case& c, Random* random, std::vector<doubl
 }
 
 namespace {
+float ScaleOf(const Case& c) {
+  if (c.scores == Scores::kDrawn) return 1.0f / std::sqrt(static_cast<float>(c.D));
+  return c.scores == Scores::kSpikes ? 1.0f : std::ldexp(1.0f, c.exponent - 3);
+}
+
+// Of each row of queries and keys element 0 makes the score, a power of two times a short number. Elsewhere one of both
+// is 0.
+void DrawScores(const Case& c, Random* random, Dense* dense) {
+  const auto draw = [&](std::vector<double>* rows, size_t zero, double unit) {
+    for (size_t i = 0; i < rows->size(); ++i) {
+      const size_t d = i % static_cast<size_t>(c.D);
+      (*rows)[i] = d % 2 == zero || d == 0 ? 0.0 : Rounded(c.dtype, unit * static_cast<double>(random->Unit()));
+    }
+  };
+  draw(&dense->query, 0, 1), draw(&dense->key, 1, 1);
+  const bool spikes = c.scores == Scores::kSpikes;
+  const int half = c.exponent / 2;
+  for (size_t i = 0; i < dense->query.size(); i += static_cast<size_t>(c.D)) {
+    dense->query[i] = std::ldexp(1.0, spikes ? half : static_cast<int>(random->Range(0, 3)));
+    if (spikes && c.D > 1) dense->query[i + 1] = 1;  // by which other scores are some small number
+  }
+  const int64_t one = random->Range(0, c.T - 1);
+  for (size_t i = 0; i < dense->key.size(); i += static_cast<size_t>(c.D)) {
+    const int64_t k = static_cast<int64_t>(i) / c.D % c.T;
+    double& score = dense->key[i];
+    score = static_cast<double>(random->Range(-24, 24)) / 8;
+    if (c.scores == Scores::kEqual) score = 2.5;
+    if (c.scores == Scores::kUp && k == one) score = std::numeric_limits<double>::infinity();
+    if (c.scores == Scores::kDown && random->OneIn(3)) score = -std::numeric_limits<double>::infinity();
+    if (!spikes) continue;
+    const bool high = random->OneIn(40);
+    score = high ? std::ldexp(1.5, c.exponent - half) : 0;
+    if (c.D > 1) dense->key[i + 1] = high ? 0 : static_cast<double>(random->Range(-40, 40)) / 8;
+  }
+  // In units of log2 scores of large size are rounded once more, which shows where they count the same.
+  dense->exact_beyond = c.cuda ? 0x1p17 : 256;
+}
+
 // NaN and infinities where the result may not depend on them.
 void PoisonKeys(const Case& c, Random* random, Dense* dense) {
   if (c.poison == Poison::kNone) return;
@@ -272,7 +315,7 @@ void PoisonKeys(const Case& c, Random* random, Dense* dense) {
 Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Random* random) {
   Dense dense;
   dense.B = c.B, dense.H = c.H, dense.G = c.G, dense.S = c.S, dense.T = c.T, dense.D = c.D, dense.Dv = c.Dv;
-  dense.scale = static_cast<double>(1.0f / std::sqrt(static_cast<float>(c.D)));
+  dense.scale = static_cast<double>(ScaleOf(c));
   dense.softcap = static_cast<double>(c.softcap);
   dense.empty_rows = c.empty_rows;
   const DType drawn = c.tf32 ? DType::kF16 : c.dtype;
@@ -295,6 +338,7 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
       dense.key[i] = Rounded(drawn, dense.key[i] / 8 + 4.0 - static_cast<double>(k) / static_cast<double>(c.T));
     }
   }
+  if (c.scores != Scores::kDrawn) DrawScores(c, random, &dense);
   if (c.wild) {
     for (double& x : dense.query) x *= 0x1p-40;
     for (double& x : dense.key) x *= 0x1p40;
@@ -314,6 +358,16 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
   }
   PoisonKeys(c, random, &dense);
   return dense;
+}
+
+std::vector<double> DrawSink(const Case& c, Random* random) {
+  std::vector<double> sink = DrawValues(random, c.dtype, c.H, 4);
+  // Of every second head as large as the scores, as far as the type has such numbers.
+  for (size_t h = 0; h < sink.size() && c.scores != Scores::kDrawn; h += 2) {
+    const double large = Rounded(c.dtype, std::ldexp(c.scores == Scores::kSpikes ? 1.5 : 2.5, c.exponent));
+    if (std::isfinite(large)) sink[h] = large;
+  }
+  return sink;
 }
 
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where) {
@@ -353,7 +407,7 @@ void Lse::Compare(const Case& c, const Answer& answer, const std::string& where)
     own[at] = 1;
     CHECK(!Untouched(at), place(), " was not written");
     double want = answer.lse[static_cast<size_t>(row)];
-    if (!std::isinf(want) && want < least) want = least;
+    if (c.cuda && !std::isinf(want) && want < least) want = least;
     const double got = static_cast<double>(values[at]), magnitude = answer.magnitude[static_cast<size_t>(row)];
     double tolerance = LseTolerance(magnitude, c.T, want);
     if (c.cuda) tolerance += CudaTolerance(DType::kF32, magnitude, c.T, 1);
@@ -375,7 +429,7 @@ AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, 
   args.query = query.data, args.key = key.data, args.value = value.data, args.output = output.data;
   args.query_stride = query.stride, args.key_stride = key.stride, args.value_stride = value.stride;
   args.output_stride = output.stride;
-  args.scale = 1.0f / std::sqrt(static_cast<float>(c.D));
+  args.scale = ScaleOf(c);
   args.softcap = c.softcap;
   args.empty_rows = c.empty_rows;
   args.allow_tf32 = c.tf32;

@@ -30,6 +30,10 @@ enum class Bias { kNone, kPlain, kLowest, kForbids, kFarBelow };
 // What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
 enum class Poison { kNone, kForbidden, kOneKey };
 
+// How scores lie, each an exact number of fp32 of about 2^exponent. kSteps: eighths of it; kEqual: all are the same;
+// kSpikes: some keys have the same one, far above those of all others; kUp, kDown: one key has +inf, some have -inf.
+enum class Scores { kDrawn, kSteps, kEqual, kSpikes, kUp, kDown };
+
 constexpr int kMasks = 16;
 
 struct Case {
@@ -47,9 +51,11 @@ struct Case {
   bool sink = false;
   EmptyRows empty_rows = EmptyRows::kZero;
   float softcap = 0;
-  float spread = 1;     // of the queries: how far scores are apart
-  bool rising = false;  // later keys score higher, so that the running maximum moves in every tile
-  bool deep = false;    // all scores are far below zero, at the beginning below -1024 in units of log2
+  float spread = 1;                // of the queries: how far scores are apart
+  bool rising = false;             // later keys score higher, so that the running maximum moves in every tile
+  bool deep = false;               // all scores are far below zero, at the beginning below -1024 in units of log2
+  Scores scores = Scores::kDrawn;  // else from 2^-126 to 2^124, of fp16 from 2^-20 to 2^30
+  int exponent = 0;
   Poison poison = Poison::kNone;
   bool shifted = false;     // tensors begin one element after an aligned address
   bool pad_shared = false;  // one row of padding for all batches
@@ -165,6 +171,9 @@ std::vector<float> DrawRelative(const Case& c, Random* random, std::vector<doubl
 // The whole problem in fp64, as the definition takes it.
 Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Random* random);
 
+// The logits beside the scores of each head.
+std::vector<double> DrawSink(const Case& c, Random* random);
+
 // Every element of the output, which is reset, and that nothing lies beside them.
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where);
 
@@ -219,5 +228,9 @@ std::vector<Case> DrawnCases(int count);
 
 // Paths that depend on long inputs, and the extremes of each column.
 std::vector<Case> ListedCases();
+
+// Scores from the smallest to the largest that fp32 holds, infinite ones among them, for every type, on all paths of
+// the softmax: first tiles, raised maxima, few queries, sinks, biases, softcap, padding.
+std::vector<Case> LargeScoreCases(int count);
 
 }  // namespace stof::test::attention

@@ -68,7 +68,7 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   BiasTensor bias = DrawBias(c, &random);
   const std::vector<float> relative = DrawRelative(c, &random, &bias.dense);
   Dense dense = DrawDense(c, data, bias, &random);
-  if (c.sink) dense.sink = DrawValues(&random, c.dtype, c.H, 4);
+  if (c.sink) dense.sink = DrawSink(c, &random);
   std::vector<char> sink(static_cast<size_t>(c.H * SizeOfFloat(c.dtype)));
   for (size_t h = 0; h < dense.sink.size(); ++h) {
     StoreFloat(c.dtype, dense.sink[h], &sink[h * static_cast<size_t>(SizeOfFloat(c.dtype))]);
@@ -212,6 +212,18 @@ std::vector<Case> CudaCases() {
       cases.push_back(c);
       ++turn;
     }
+  }
+  return cases;
+}
+
+std::vector<Case> CudaLargeScoreCases(bool halves) {
+  std::vector<Case> cases;
+  for (Case& c : LargeScoreCases(Cases(360))) {
+    if ((c.dtype != DType::kF32) != halves) continue;
+    // Infinity among fp32 numbers is NaN when they are split for tensor cores.
+    if (!halves && c.scores == Scores::kDown) c.scores = Scores::kSteps;
+    c.cuda = true;
+    cases.push_back(c);
   }
   return cases;
 }

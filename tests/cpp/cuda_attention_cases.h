@@ -27,6 +27,9 @@ struct Chosen {
 // The CPU kernels' table as kernels for halves take it, and every head size that one is written for.
 std::vector<Case> CudaCases();
 
+// Scores of every size, of half types or of fp32, on all paths.
+std::vector<Case> CudaLargeScoreCases(bool halves);
+
 // Each case by each of these kernels (-1: the selector's choice), so many times with equal bits. STOF_CASE=its number
 // takes one, STOF_SAMPLE=n every n-th.
 void RunCudaCases(const std::vector<Case>& cases, const std::vector<int>& kernels, int repeats = 2);

@@ -59,6 +59,11 @@ double Dot(const double* a, const double* b, int64_t count) {
   return sum[0] + sum[1] + (sum[2] + sum[3]);
 }
 
+double RoundToFloat(double value) {
+  if (std::abs(value) >= 0x1.ffffffp127) return std::copysign(kInf, value);  // half a unit above the largest number
+  return static_cast<double>(static_cast<float>(value));
+}
+
 std::vector<double> Norms(const std::vector<double>& rows, int64_t size) {
   std::vector<double> norms;
   for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(size)) {
@@ -103,7 +108,8 @@ class RowWriter {
   }
 
  private:
-  // False: no key is allowed. A forbidden key is not even looked at, whatever it holds.
+  // False: every score is -inf, since no key is allowed or those that are have such scores. A forbidden key is not even
+  // looked at, whatever it holds.
   bool Score(bool masked) {
     bool any = false;
     for (int64_t j = 0; j < p_.T; ++j) {
@@ -116,7 +122,6 @@ class RowWriter {
         continue;
       }
       if (bias == -kInf) bias = 0;
-      any = true;
       score = p_.scale *
               Dot(&p_.query[static_cast<size_t>(row_ * p_.D)], &p_.key[static_cast<size_t>((keys_ + j) * p_.D)], p_.D);
       double size =
@@ -129,7 +134,12 @@ class RowWriter {
       score += bias;
       // The lowest number of fp32 and bf16 absorbs the score, in double precision as in fp32.
       if (std::abs(bias) < 1e30) size += std::abs(bias);
+      if (p_.exact_beyond > 0) {
+        score = RoundToFloat(score);
+        size = std::abs(score) <= p_.exact_beyond ? std::abs(score) : 0;
+      }
       sizes_[static_cast<size_t>(j)] = size;
+      any = any || score != -kInf;
     }
     return any;
   }

@@ -29,6 +29,9 @@ struct Dense {
   std::vector<double> sink;      // [H] or empty
   double scale = 1, softcap = 0;
   EmptyRows empty_rows = EmptyRows::kZero;
+  // Not 0: scores are rounded to fp32, where they are exact but for overflow, and add to the tolerance of their rows
+  // only up to this size.
+  double exact_beyond = 0;
 };
 
 struct Answer {

@@ -17,7 +17,7 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
   BiasTensor bias = DrawBias(c, &random);
   const std::vector<float> relative = DrawRelative(c, &random, &bias.dense);
   Dense dense = DrawDense(c, data, bias, &random);
-  if (c.sink) dense.sink = DrawValues(&random, c.dtype, c.H, 4);
+  if (c.sink) dense.sink = DrawSink(c, &random);
   std::vector<char> sink(static_cast<size_t>(c.H * SizeOfFloat(c.dtype)));
   for (size_t h = 0; h < dense.sink.size(); ++h) {
     StoreFloat(c.dtype, dense.sink[h], &sink[h * static_cast<size_t>(SizeOfFloat(c.dtype))]);
@@ -69,13 +69,9 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
     if (args.lse != nullptr) lse.Compare(c, answer, Text(where, " threads ", threads));
   }
 }
-// Every listed case and a share of the drawn ones.
-void RunTable(CpuIsa isa) {
+void RunCases(const std::vector<Case>& cases, CpuIsa isa) {
   ThreadPool pool(3);
   Starved starved(pool.view());
-  std::vector<Case> cases = ListedCases();
-  const std::vector<Case> drawn = DrawnCases(Cases(300));
-  cases.insert(cases.end(), drawn.begin(), drawn.end());
   const size_t step = Effort() < 0.1 ? 5 : 1;
   for (size_t i = 0; i < cases.size(); i += step) {
     // Masks of run-time operands have evaluators made where they are needed (OpSaysThatThreadsGotNoMemory).
@@ -84,6 +80,14 @@ void RunTable(CpuIsa isa) {
     CountCases(1);
   }
 }
+// Every listed case and a share of the drawn ones.
+void RunTable(CpuIsa isa) {
+  std::vector<Case> cases = ListedCases();
+  const std::vector<Case> drawn = DrawnCases(Cases(300));
+  cases.insert(cases.end(), drawn.begin(), drawn.end());
+  RunCases(cases, isa);
+}
+void RunLargeScores(CpuIsa isa) { RunCases(LargeScoreCases(Cases(120)), isa); }
 
 // Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
 // between two of the half type. No tolerance would see on which side a kernel comes down.
@@ -146,6 +150,9 @@ void SumLongRows(CpuIsa isa) {
   }
 }
 
+void PortableLarge() { RunLargeScores(CpuIsa::kPortable); }
+void Avx2Large() { RunLargeScores(CpuIsa::kAvx2); }
+void Avx512Large() { RunLargeScores(CpuIsa::kAvx512); }
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }
 void Avx512() { RunTable(CpuIsa::kAvx512); }
@@ -158,13 +165,16 @@ void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
 
 // Rows of the report for each instruction set at hand.
 const bool registered = [] {
-  static constexpr Test kRows[][3] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+  static constexpr Test kRows[][4] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+                                       {"AttentionOfLargeScores[portable]", PortableLarge},
                                        {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
                                        {"AttentionSumsLongRows[portable]", PortableLong}},
                                       {{"AttentionEqualsTheDefinition[avx2]", Avx2},
+                                       {"AttentionOfLargeScores[avx2]", Avx2Large},
                                        {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
                                        {"AttentionSumsLongRows[avx2]", Avx2Long}},
                                       {{"AttentionEqualsTheDefinition[avx512]", Avx512},
+                                       {"AttentionOfLargeScores[avx512]", Avx512Large},
                                        {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
                                        {"AttentionSumsLongRows[avx512]", Avx512Long}}};
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {

@@ -109,7 +109,24 @@ void CudaDecode() {
   RunCudaCases(cases, kinds);
 }
 
+// Scores of every size by the choice and by each kind of kernel that takes them.
+void CudaLargeScores() {
+  std::vector<Case> cases = CudaLargeScoreCases(true);
+  for (const bool halves : {true, false}) {
+    for (const char* kernel : {"sm80", "rows"}) {
+      if (!halves && std::string(kernel) == "sm80") continue;
+      for (Case& c : CudaLargeScoreCases(halves)) {
+        c.kernel = kernel;
+        cases.push_back(c);
+      }
+    }
+  }
+  for (const Case& c : CudaLargeScoreCases(false)) cases.push_back(c);
+  RunCudaCases(cases, {-1});
+}
+
 TEST(CudaAttentionEqualsTheDefinition) { Cuda(); }
+TEST(CudaScoresOfAnySize) { CudaLargeScores(); }
 TEST(CudaFp32EqualsTheDefinition) { CudaFp32(); }
 TEST(CudaTf32EqualsTheDefinition) { CudaTf32(); }
 TEST(CudaRowsEqualTheDefinition) { CudaRows(); }

@@ -128,6 +128,25 @@ std::vector<Case> Sm90PartsCases() {
   return cases;
 }
 
+// Scores of every size, by each kernel.
+void CudaLargeScoresSm90() {
+  std::vector<Case> plain, extras;
+  for (Case& c : CudaLargeScoreCases(true)) {
+    if (c.D <= 32) c.D = c.Dv = 64;
+    (c.bias == Bias::kNone && c.softcap == 0 ? plain : extras).push_back(c);
+  }
+  RunCudaCases(plain, FirstKernels(10));
+  RunCudaCases(extras, FirstKernels(2));
+  std::vector<Case> parts = Sm90PartsCases();
+  int turn = 0;
+  for (Case& c : parts) {
+    c.rising = false, c.spread = 1;
+    c.scores = turn % 3 == 0 ? Scores::kSteps : Scores::kSpikes, c.exponent = 8 + turn % 12 * 2;
+    ++turn;
+  }
+  RunCudaCases(parts, {3, 5, -1});
+}
+
 void CudaSm90Parts() { RunCudaCases(Sm90PartsCases(), {3, 4, 5, 9, -1}); }
 
 // Runs with parts that share one workspace, one behind the other without a word from the host, and as a graph: each
@@ -283,6 +302,7 @@ void CudaSm90Extras() {
 }
 
 TEST(CudaAttentionSm90) { CudaSm90(); }
+TEST(CudaSm90ScoresOfAnySize) { CudaLargeScoresSm90(); }
 TEST(CudaExtrasSm90) { CudaSm90Extras(); }
 TEST(CudaPartsSm90) { CudaSm90Parts(); }
 TEST(CudaPartsSm90InTurn) { CudaSm90PartsInTurn(); }
