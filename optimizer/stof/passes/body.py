@@ -90,7 +90,7 @@ def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before
         limits = [b.unsqueeze(limit, [0]) for limit in (start, end)]
         sliced[tensor] = b.add("Slice", [tensor, *limits, b.constant([2])])
         if before[i] != Layout.BSN.value:
-            sliced[tensor] = b.add("Reshape", [sliced[tensor], _shape(b, [0, 0], heads, size)])
+            sliced[tensor] = _split_last(b, sliced[tensor], heads, size)
         if before[i] == Layout.BHSD.value:
             sliced[tensor] = b.add("Transpose", [sliced[tensor]], perm=[0, 2, 1, 3])
     found = onnx.FunctionProto()
@@ -191,15 +191,14 @@ class _Frame:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         if layout is Layout.BSN:
             width = b.add("Mul", [self.heads, _size(b, self.value, 3)])
-            tensor = b.add("Reshape", [tensor, _shape(b, [0, 0], width)])
+            tensor = _split_last(b, tensor, width)
         b.nodes.append(helper.make_node("Identity", [tensor], ["output"], name="output"))
 
     def _bhsd(self, tensor: str, layout: Layout, heads: str) -> str:
         b = self.builder
         if layout is Layout.BSN:
-            # No -1: it is undefined beside a length of 0.
             size = b.add("Div", [_size(b, tensor, 2), heads])
-            tensor = b.add("Reshape", [tensor, _shape(b, [0, 0], heads, size)])
+            tensor = _split_last(b, tensor, heads, size)
         if layout is not Layout.BHSD:
             tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
@@ -213,6 +212,23 @@ class _Frame:
 
 def _size(b: Builder, tensor: str, axis: int) -> str:
     return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+
+
+def _split_last(b: Builder, tensor: str, *sizes: str) -> str:
+    """[B, S, ...] as [B, S, *sizes].
+
+    The target is a sum of multiples of units. Of sizes that are concatenated ONNX Runtime makes one -1 (ReshapeFusion), which
+    is undefined beside a length of 0.
+    """
+    parts = []
+    for i, size in enumerate(sizes):
+        unit = [0] * (2 + len(sizes))  # 0: the tensor's own size
+        unit[2 + i] = 1
+        parts.append(b.add("Mul", [b.constant(unit), size]))
+    target = parts[0]
+    for part in parts[1:]:
+        target = b.add("Add", [target, part])
+    return b.add("Reshape", [tensor, target])
 
 
 def _shape(b: Builder, *parts: str | list[int]) -> str:
