@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
+from stof.external_data import is_external, place_of, tensor_bytes
 from stof.graph import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
@@ -116,12 +117,13 @@ class Twins:
 
 def _pieces(tensor: onnx.TensorProto, folder: Path) -> Iterator[np.ndarray]:
     """A tensor's values, or bytes of other types than half ones, in order."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        entries = {e.key: e.value for e in tensor.external_data}
-        file = folder / entries["location"]
-        offset = int(entries.get("offset", "0"))
-        length = int(entries.get("length", "0")) or file.stat().st_size - offset
-        raw: np.ndarray = np.memmap(file, np.uint8, "r", offset, (length,))
+    if is_external(tensor):
+        place = place_of(tensor)
+        file = folder / place.location
+        length = tensor_bytes(tensor)
+        if length is None:
+            length = place.length or file.stat().st_size - place.offset
+        raw: np.ndarray = np.memmap(file, np.uint8, "r", place.offset, (length,)) if length else np.empty(0, np.uint8)
     elif tensor.HasField("raw_data"):
         raw = np.frombuffer(tensor.raw_data, np.uint8)
     else:
