@@ -48,6 +48,7 @@ _PLAIN = frozenset(
         AttributeProto.STRINGS,
     )
 )
+_DIGITS = 20  # of numbers below 2^63
 _BLOCK = 1 << 20  # bytes compared at a time
 _LONGEST_SHOWN = 100  # characters of a location in messages
 _PATIENCE, _PAUSE = 30.0, 0.02  # seconds to wait for a run that has copied its data but not written its model
@@ -119,9 +120,9 @@ def place_of(tensor: onnx.TensorProto) -> Place:
     if not isinstance(location, str):  # protobuf gives bytes that are no UTF-8 as they are
         raise ValueError("its location is no UTF-8 text")
     numbers = [entries.get(key, "") or "0" for key in ("offset", "length")]
-    if not all(isinstance(n, str) and n.isascii() and n.isdigit() for n in numbers):
+    if not all(isinstance(n, str) and n.isascii() and n.isdigit() and len(n) < _DIGITS for n in numbers):
         raise ValueError("its offset or length is malformed")
-    offset, length = map(int, numbers)  # numbers of thousands of digits are refused by a ValueError, too
+    offset, length = map(int, numbers)
     return Place(location, offset, length or None)
 
 
@@ -344,11 +345,11 @@ class Bringing:
         Raises:
             ArgumentError: when it cannot be copied, or other data lies there.
         """
+        remove_leftovers(copy.target.parent)
         try:
             if _lies_there(copy):
                 return
             self._make_folder(copy.target.parent)
-            remove_leftovers(copy.target.parent)
             new = self._stack.enter_context(temporary_file(copy.target.parent))
             new.copy(copy.source)
         except OSError as error:

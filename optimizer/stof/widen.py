@@ -37,7 +37,7 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
     if isinstance(graph, onnx.GraphProto):
         infos = (*graph.input, *graph.output, *graph.value_info)
         if any(i.type.tensor_type.elem_type in kinds for i in infos) or any(
-            t.data_type in kinds for t in graph.initializer
+            t.data_type in kinds for t in (*graph.initializer, *(s.values for s in graph.sparse_initializer))
         ):
             return True
     for node in graph.node:
@@ -45,6 +45,8 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
             if attribute.name in _TYPE_ATTRIBUTES and attribute.i in kinds:
                 return True
             if attribute.HasField("t") and attribute.t.data_type in kinds:
+                return True
+            if attribute.HasField("sparse_tensor") and attribute.sparse_tensor.values.data_type in kinds:
                 return True
         if any(_holds(inner, kinds) for inner in subgraphs(node)):
             return True
@@ -177,6 +179,8 @@ class _Widening:
     def graph(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
             self.tensor(tensor, movable=True)
+        for sparse in graph.sparse_initializer:
+            self.sparse(sparse)
         self.nodes(graph.node)
         for infos in (graph.input, graph.output, graph.value_info):
             self.infos(infos)
@@ -188,6 +192,8 @@ class _Widening:
                     attribute.i = TensorProto.FLOAT
                 if attribute.type == onnx.AttributeProto.TENSOR:
                     self.tensor(attribute.t)
+                if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+                    self.sparse(attribute.sparse_tensor)
                 if (node.op_type, attribute.name) in (("StofChain", "chain"), ("StofGemm", "epilogue")):
                     attribute.s = widened_chain(attribute.s.decode(), self.kinds).encode()
             for graph in subgraphs(node):
@@ -198,6 +204,10 @@ class _Widening:
             kind = info.type.tensor_type
             if kind.elem_type in self.kinds:
                 kind.elem_type = TensorProto.FLOAT
+
+    def sparse(self, sparse: onnx.SparseTensorProto) -> None:
+        self.tensor(sparse.values)
+        self.tensor(sparse.indices)
 
     def tensor(self, tensor: onnx.TensorProto, movable: bool = False) -> None:
         external = tensor.data_location == TensorProto.EXTERNAL
