@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -376,3 +377,23 @@ def test_names_that_are_no_utf_8(beside: bool, tmp_path: Path) -> None:
     shutil.copytree(target.parent, plain)
     renamed = next(p for p in plain.iterdir() if os.fsencode(p.name) == b"o\xfd.onnx").rename(plain / "o.onnx")
     np.testing.assert_allclose(results(renamed)[0], results(weighted(tmp_path / "again"))[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["prepare", "find_sites", "apply_chains", "Verifier.run", "save"])
+def test_a_disk_that_fills_up_at_any_step(
+    step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where temporary files lie that are no business of the output's folder."""
+    places = {"find_sites": "stof.passes.scopes.find_sites", "Verifier.run": "stof.verify.Verifier.run"}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
+
+    path = weighted(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(places.get(step, f"stof.pipeline.{step}"), full)
+    assert cli.main([str(path), "-o", str(tmp_path / "out" / "m.onnx"), "--chains", "on"]) == 1
+    message = capsys.readouterr().err
+    assert "No space left on device" in message
+    assert message.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == []

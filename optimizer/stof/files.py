@@ -134,6 +134,15 @@ def find_file(name: str, path: Path) -> os.stat_result | None:
         raise _unusable(name, path, error) from error
 
 
+def is_utf8(path: Path) -> bool:
+    """Whether the name is text: names of files are bytes, and libraries in C++ take those in UTF-8 only."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_place(name: str, path: Path) -> None:
     """Whether a file can be made at a path: permission bits say little to root or on network mounts, so one is made.
 

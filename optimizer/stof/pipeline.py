@@ -70,6 +70,9 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     except VerifyError:
         _write_report(report, options)
         raise
+    except OSError as error:  # a full disk where temporary files lie, for instance
+        place = f"{error.filename}: " if error.filename else ""
+        raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
     _write_report(report, options)
     return report
 
@@ -197,7 +200,7 @@ def _damage(source: Path) -> Iterator[None]:
     """A graph that breaks the standard's rules may break any assumption: that is a fact about the model, too."""
     try:
         yield
-    except StofError:
+    except (StofError, OSError):
         raise
     except Exception as error:
         raise ModelError(

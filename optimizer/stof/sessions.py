@@ -13,7 +13,7 @@ import onnx
 
 from stof.errors import ArgumentError
 from stof.external_data import all_tensors, external_files, is_external
-from stof.files import open_regular
+from stof.files import is_utf8, open_regular
 from stof.runtime import register
 
 # The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
@@ -54,7 +54,7 @@ class Sessions:
         if library:
             register(options)
         if isinstance(model, Path):
-            if _is_text(model):
+            if is_utf8(model):
                 return self._session(str(model), options)
             with open_regular(model) as file:  # ONNX Runtime takes names in UTF-8 only, but bytes, too
                 read: onnx.ModelProto = onnx.ModelProto.FromString(file.read())
@@ -110,19 +110,10 @@ class Sessions:
         )
 
 
-def _is_text(path: Path) -> bool:
-    """Whether a path is UTF-8."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 @contextmanager
 def _text_of(folder: Path) -> Iterator[str]:
     """A path of a folder that ONNX Runtime takes: one in UTF-8."""
-    if _is_text(folder):
+    if is_utf8(folder):
         yield str(folder)
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

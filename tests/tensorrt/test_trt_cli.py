@@ -251,6 +251,13 @@ def test_triton_onnxruntime(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "bert exists; delete it" in capsys.readouterr().err
     assert main([*arguments[:3], "other", *arguments[4:], "--cpu"]) == 0
     assert "KIND_CPU" in (folder / "other/config.pbtxt").read_text()
+    # Data under the library's name would be replaced by it.
+    weights.graph.initializer[-1].external_data[0].value = "libstof_ort.so"
+    onnx.save(weights, str(model))
+    model.with_name("libstof_ort.so").write_bytes(b"12345678")
+    assert main([*arguments[:3], "third", *arguments[4:]]) == 1
+    assert "has external data at 'libstof_ort.so', which cannot stand beside it" in capsys.readouterr().err
+    assert {p.name for p in folder.iterdir()} == {"bert", "other"}
 
 
 def test_triton_tensorrt(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
-    except (StofError, Unavailable, ValueError, KeyError) as error:
+    except (StofError, Unavailable, OSError, ValueError, KeyError) as error:
         print(f"stof-bench: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, StofError) else 1
 

@@ -12,7 +12,7 @@ import onnx
 
 from stof.errors import ArgumentError, ModelError
 from stof.external_data import external_files
-from stof.files import check_outputs, find_file, read_bytes, write_bytes
+from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
 from stof.graph import DOMAIN, all_nodes, load
 from stof.passes.body import OP
 from stof.tensorrt.module import Messages, TensorrtError, find, is_rtx, load_plugins, logger
@@ -87,6 +87,8 @@ def build_engine(model: str | Path, engine: str | Path, options: BuildOptions | 
     """
     options = options or BuildOptions()
     source, target = Path(model), Path(engine)
+    if not is_utf8(source):
+        raise ArgumentError(f"TensorRT takes no name that is not UTF-8, as that of the model {source}; rename it")
     graph = load(source)
     read = {"input": source, **{f"external data {n!r}": source.parent / n for n in sorted(external_files(graph))}}
     written = {"engine": target} | ({"timing cache": options.timing_cache} if options.timing_cache else {})
