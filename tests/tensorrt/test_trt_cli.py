@@ -173,7 +173,7 @@ def test_ranges_complete_each_other() -> None:
         (["build", "{model}", "--opt", "x"], "--opt 'x': expected NAME:SIZE"),
         (["build", "{model}", "--opt", "x:1", "--opt", "x:1"], "--opt names 'x' twice"),
         (["build", "{model}", "--optimization-level", "6"], "invalid choice: 6"),
-        (["inspect", "none.plan"], "the engine none.plan cannot be read: No such file"),
+        (["inspect", "none.plan"], "the engine none.plan does not exist"),
         (["triton-repo", "{folder}", "--name", "x"], "give either --onnx MODEL or --engine FILE"),
         (["triton-repo", "{folder}", "--name", "a/b", "--onnx", "{model}"], "expected the name of a folder"),
         (["triton-repo", "{folder}", "--name", "x", "--engine", "{model}", "--cpu"], "--cpu is for --onnx"),
@@ -251,6 +251,13 @@ def test_triton_onnxruntime(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "bert exists; delete it" in capsys.readouterr().err
     assert main([*arguments[:3], "other", *arguments[4:], "--cpu"]) == 0
     assert "KIND_CPU" in (folder / "other/config.pbtxt").read_text()
+    # Data under the library's name would be replaced by it.
+    weights.graph.initializer[-1].external_data[0].value = "libstof_ort.so"
+    onnx.save(weights, str(model))
+    model.with_name("libstof_ort.so").write_bytes(b"12345678")
+    assert main([*arguments[:3], "third", *arguments[4:]]) == 1
+    assert "has external data at 'libstof_ort.so', which cannot stand beside it" in capsys.readouterr().err
+    assert {p.name for p in folder.iterdir()} == {"bert", "other"}
 
 
 def test_triton_tensorrt(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

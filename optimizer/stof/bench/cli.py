@@ -12,6 +12,7 @@ from stof.bench import grids, measure
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.runner import Unavailable
 from stof.errors import StofError
+from stof.files import write_text
 
 RESULTS = Path("docs/results")
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
-    except (StofError, Unavailable, ValueError, KeyError) as error:
+    except (StofError, Unavailable, OSError, ValueError, KeyError) as error:
         print(f"stof-bench: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, StofError) else 1
 
@@ -86,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.output is None:
             print(text)
         else:
-            arguments.output.write_text(text)
+            write_text("table", arguments.output, text.splitlines())
         return 0
     if arguments.command == "merge":
         from stof.bench.results import merge

@@ -25,7 +25,7 @@ from stof.plan import ChainPlan
 from stof.progress import Progress
 from stof.runtime import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.runtime_cuda import device_info
-from stof.search.cache import Cache, cache_path, device_name
+from stof.search.cache import Cache, cache_path, device_name, has_cache
 from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
@@ -59,7 +59,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
         return BesideTensorRt(options, _machine(options))
     cuda = options.target == "cuda"
     otherwise = Predicted(options, _machine(options)) if cuda else None
-    if not options.tune and not cache_path().exists():
+    if not options.tune and not has_cache():
         return otherwise
     name = _cuda_name() if cuda else device_name(library)
     if not name:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stof.errors import ArgumentError, ModelError
+from stof.files import open_regular
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -243,9 +245,9 @@ def _between(least: Sequence[int], shape: Sequence[int], most: Sequence[int]) ->
 
 def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {n: arrays[n] for n in engine.inputs if n in arrays}
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:  # TypeError: one array, not several
         raise ArgumentError(f"--inputs {path} cannot be read: {error}; numpy.savez writes such files") from error
 
 
@@ -269,7 +271,8 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
 
 def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
-    from stof.graph import DOMAIN, all_nodes, load, read_constants
+    from stof.external_data import read_constants
+    from stof.graph import DOMAIN, all_nodes, load
     from stof.inputs import InputMaker
     from stof.symbolic import Symbolic
 
