@@ -117,7 +117,12 @@ Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMa
     return AttendInParts(*own, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
+  const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
+  if (!status.too_large()) return status;
+  // A mask that exceeds BlockMaskBounds is made by each run, part by part.
+  const Status in_parts = AttendInParts(*own, pad, mask, sizes, operands, context);
+  if (in_parts.ok()) return in_parts;
+  return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
 }
 
 Status Describe(std::string* name, int32_t* capability) {
@@ -193,7 +198,8 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
     AttentionArgs named;
     const AttentionArgs* own = nullptr;
     STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
-    STOF_RETURN_IF_ERROR(cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready());
+    const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready();
+    if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // else the run makes it
   }
   return Load(args, pad, mask, sizes, operands, context);
 }
