@@ -30,6 +30,9 @@ enum class Bias { kNone, kPlain, kLowest, kForbids, kFarBelow };
 // What the keys hold that no query of their group may attend; kOneKey: NaN in one key whatever the mask says.
 enum class Poison { kNone, kForbidden, kOneKey };
 
+// What of the static mask is left to the kernel: nothing; all but two element masks; every tile; the mask itself.
+enum class Left { kNothing, kMost, kTiles, kAll };
+
 constexpr int kMasks = 16;
 
 struct Case {
@@ -58,6 +61,7 @@ struct Case {
   bool tf32 = false;        // fp32 whose products are rounded as TF32 is; the inputs have been before
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
+  Left left = Left::kNothing;
 };
 std::string Describe(const Case& c);
 
@@ -82,7 +86,7 @@ Tensor Describe(const void* data, DType dtype, std::initializer_list<int64_t> di
 struct BoundMask {
   MaskParts parts;
   BlockMask block;
-  std::unique_ptr<BoundDynamicMask> dynamic;
+  std::unique_ptr<BoundDynamicMask> dynamic, elements;
 };
 void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& config, BoundMask* bound,
               AttentionArgs* args);

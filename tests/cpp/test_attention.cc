@@ -85,6 +85,23 @@ void RunTable(CpuIsa isa) {
   }
 }
 
+// Masks of which the kernel evaluates some tiles, or all, itself. Tiles of few rows and keys make many of them.
+void LeaveTiles(CpuIsa isa) {
+  ThreadPool pool(3);
+  std::vector<Case> cases = DrawnCases(Cases(120));
+  const std::vector<Case> listed = ListedCases();
+  cases.insert(cases.end(), listed.begin(), listed.end());
+  static constexpr Left kLeft[] = {Left::kMost, Left::kTiles, Left::kAll};
+  for (size_t i = 0; i < cases.size(); ++i) {
+    Case c = cases[i];
+    if (c.mask == 0 || c.mask == 10) c.mask = 9;  // those have no static part
+    c.left = kLeft[i % 3];
+    if (i % 2 == 0) c.m = 24, c.n = 32;
+    RunCase(c, isa, i, pool.view());
+    CountCases(1);
+  }
+}
+
 // Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
 // between two of the half type. No tolerance would see on which side a kernel comes down.
 void RoundHalves(CpuIsa isa) {
@@ -149,6 +166,9 @@ void SumLongRows(CpuIsa isa) {
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }
 void Avx512() { RunTable(CpuIsa::kAvx512); }
+void PortableLeft() { LeaveTiles(CpuIsa::kPortable); }
+void Avx2Left() { LeaveTiles(CpuIsa::kAvx2); }
+void Avx512Left() { LeaveTiles(CpuIsa::kAvx512); }
 void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
 void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
 void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
@@ -158,13 +178,16 @@ void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
 
 // Rows of the report for each instruction set at hand.
 const bool registered = [] {
-  static constexpr Test kRows[][3] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+  static constexpr Test kRows[][4] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+                                       {"AttentionEvaluatesTilesItself[portable]", PortableLeft},
                                        {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
                                        {"AttentionSumsLongRows[portable]", PortableLong}},
                                       {{"AttentionEqualsTheDefinition[avx2]", Avx2},
+                                       {"AttentionEvaluatesTilesItself[avx2]", Avx2Left},
                                        {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
                                        {"AttentionSumsLongRows[avx2]", Avx2Long}},
                                       {{"AttentionEqualsTheDefinition[avx512]", Avx512},
+                                       {"AttentionEvaluatesTilesItself[avx512]", Avx512Left},
                                        {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
                                        {"AttentionSumsLongRows[avx512]", Avx512Long}}};
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
