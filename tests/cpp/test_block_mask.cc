@@ -354,18 +354,18 @@ TEST(CacheKnowsWhatIsTooLarge) {
   BlockMaskCache cache;
   MaskExpr expr;
   CHECK(MaskExpr::Parse("(q * k) % 7919 < 4000", {}, &expr).ok());
-  const ExprSizes sizes = {1, 1, 4096, 4096, 0};
+  const ExprSizes sizes = {1, 1, 1024, 1024, 0};
   BlockMaskBounds bounds;
-  bounds.bytes = bounds.element_bytes = 1 << 19;
+  bounds.bytes = bounds.element_bytes = 1 << 16;
   std::shared_ptr<const BlockMask> mask;
   for (int i = 0; i < 3; ++i) {
     CHECK(cache.Get(expr, expr.Hash(), sizes, 64, 64, bounds, &mask).too_large() && mask == nullptr);
     CHECK(cache.GetStats().misses == 1 && cache.GetStats().builds == 0);
   }
   bounds.leaves_tiles = true;
-  bounds.element_bytes = 1 << 18;
+  bounds.element_bytes = 1 << 15;
   CHECK(cache.Get(expr, expr.Hash(), sizes, 64, 64, bounds, &mask).ok() && mask->left > 0);
-  CHECK(mask->Bytes() <= 1 << 19, mask->Bytes());
+  CHECK(mask->Bytes() <= 1 << 16, mask->Bytes());
   CountCases(4);
 }
 
