@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/trt/log.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
 namespace stof::trt {
 
 void Log(LogLevel level, const std::string& node, const std::string& message) noexcept {
-  static const int most = [] {
+  static std::atomic<int> known{-1};  // nothing may be thrown here, and a value made twice is the same
+  int most = known.load(std::memory_order_relaxed);
+  if (most < 0) {
     const char* text = std::getenv("STOF_TRT_LOG");
-    return text == nullptr ? 1 : std::atoi(text);
-  }();
+    most = text == nullptr ? 1 : std::max(0, std::atoi(text));
+    known.store(most, std::memory_order_relaxed);
+  }
   if (static_cast<int>(level) > most) return;
   char line[4096];  // nothing may be thrown here
   LogLine(node, message, line, sizeof line);

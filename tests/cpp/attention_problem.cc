@@ -21,7 +21,8 @@ std::string Describe(const Case& c) {
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, c.deep ? " deep" : "", " scores ", static_cast<int>(c.scores), " of 2^",
               c.exponent, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted, " shared pad ",
-              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n);
+              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n,
+              " left ", static_cast<int>(c.left));
 }
 const char* MaskText(int mask) {
   static constexpr const char* kTexts[kMasks] = {"",
@@ -158,9 +159,18 @@ void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& con
   bound->parts = SplitMask(expr);
   const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
   if (!text.empty() && !bound->parts.fixed.empty()) {
-    status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block);
+    BlockMaskBounds bounds;
+    bounds.leaves_tiles = c.left != Left::kNothing;
+    if (c.left == Left::kMost) bounds.element_bytes = 2 * (config.m * config.n / 8 + 64);
+    if (c.left == Left::kTiles) bounds.operations = 0;
+    status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block, bounds);
     CHECK(status.ok(), status.message());
-    args->mask = &bound->block;
+    if (c.left != Left::kAll) args->mask = &bound->block;
+    if (c.left != Left::kNothing) {
+      status = BoundDynamicMask::Make(bound->parts.fixed, sizes, {}, &bound->elements);
+      CHECK(status.ok(), status.message());
+      args->elements = bound->elements->view();
+    }
   }
   if (!bound->parts.dynamic.empty()) {
     status = BoundDynamicMask::Make(bound->parts.dynamic, sizes,

@@ -103,8 +103,10 @@ Status AttentionOp::ReadyHost(const Tensor* inputs, int input_count, int threads
   ready_.sizes = problem.sizes;
   ready_.hash = problem.mask->fixed_hash;
   ready_.config = config;
-  return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
-                                      ready_.config.m, ready_.config.n, &ready_.mask);
+  const Status status =
+      BlockMaskCache::Global().GetToKeep(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
+                                         ready_.config.m, ready_.config.n, kCpuBlockMaskBounds, &ready_.mask);
+  return status.too_large() ? Status() : status;  // a run evaluates it tile by tile
 }
 
 bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {

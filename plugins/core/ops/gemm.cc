@@ -423,18 +423,18 @@ const OpDescription* GemmDescription() {
   static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"epilogue", AttributeType::kString}, {"pair", AttributeType::kInt}, {"gemm_id", AttributeType::kInt}};
-  static const OpDescription description = {"StofGemm",
-                                            2,
-                                            1 + kFurtherInputs,
-                                            1,
-                                            kTypes,
-                                            static_cast<int>(std::size(kTypes)),
-                                            kCudaTypes,
-                                            static_cast<int>(std::size(kCudaTypes)),
-                                            CreateGemm,
-                                            OutputShape,
-                                            kAttributes,
-                                            static_cast<int>(std::size(kAttributes))};
+  static constexpr OpDescription description = {"StofGemm",
+                                                2,
+                                                1 + kFurtherInputs,
+                                                1,
+                                                kTypes,
+                                                static_cast<int>(std::size(kTypes)),
+                                                kCudaTypes,
+                                                static_cast<int>(std::size(kCudaTypes)),
+                                                CreateGemm,
+                                                OutputShape,
+                                                kAttributes,
+                                                static_cast<int>(std::size(kAttributes))};
   return &description;
 }
 
