@@ -43,7 +43,7 @@ stof_tensorrt_major(${STOF_TRT_INCLUDE_DIR} STOF_TRT_MAJOR)
 if(NOT STOF_TRT_MAJOR OR STOF_TRT_MAJOR LESS 10)
   if(STOF_TENSORRT STREQUAL "AUTO")
     set(STOF_TRT_MAJOR "")
-    message(STATUS "TensorRT headers: none found, no plugin library is built (-DTENSORRT_INCLUDE_DIR=DIR names them)")
+    message(STATUS "TensorRT headers: none found (-DTENSORRT_INCLUDE_DIR=DIR names them)")
     return()
   endif()
   message(FATAL_ERROR

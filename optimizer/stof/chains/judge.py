@@ -49,7 +49,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     """The judge that options ask for; None where no chain is looked for.
 
     Raises:
-        ArgumentError: when ``--tune`` has no cache to use.
+        ArgumentError: when ``--tune`` has no cache to use, or no device.
     """
     if options.chains == "off":
         return None
@@ -61,6 +61,8 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
     otherwise = Predicted(options, _machine(options)) if cuda else None
     if not options.tune and not cache_path().exists():
         return otherwise
+    if cuda and options.tune:
+        _check_device()
     name = _cuda_name() if cuda else device_name(library)
     if not name:
         return otherwise
@@ -102,6 +104,13 @@ def _machine(options: Options) -> Machine:
         capability = 0
     device = cuda_model.device_of(capability)
     return Machine.cuda(device.memory * 1e9, device.products * 1e12)
+
+
+def _check_device() -> None:
+    try:
+        device_info()
+    except LibraryError as error:
+        raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
 
 
 def _cuda_name() -> str:

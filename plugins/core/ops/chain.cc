@@ -8,6 +8,7 @@
 #include "cpu/chain.h"
 #include "plugins/core/chain.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 
 namespace stof {
 namespace {
@@ -126,7 +127,7 @@ class StofChainOp final : public Op {
     }
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
-      if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+      if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->chain(chain_, ready->bound, from, to, ready->Device(*backend), context);
     }
     std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
