@@ -47,7 +47,8 @@ if(NOT STOF_TRT_MAJOR OR STOF_TRT_MAJOR LESS 10)
     return()
   endif()
   message(FATAL_ERROR
-    "No headers of TensorRT 10 or 11 in ${STOF_TRT_INCLUDE_DIR}. Do one of these and configure again:\n"
+    "No headers of TensorRT 10 or 11 in ${STOF_TRT_INCLUDE_DIR}. Do one of these and configure again (for pip: in CMAKE_ARGS, "
+    "a variable of the environment):\n"
     "  -DTENSORRT_INCLUDE_DIR=DIR, where DIR holds NvInferRuntime.h: include/ of a TensorRT or of the sources at "
     "github.com/NVIDIA/TensorRT\n"
     "  -DSTOF_TENSORRT=OFF, to build without the TensorRT plugin\n"

@@ -150,7 +150,7 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
         try:
             plugin = plugin_path()
             if lacks := plugin_lacks_cuda(plugin):
-                notes.append(f"the TensorRT plugin of this installation, {plugin}: {lacks}")
+                notes.append(f"the TensorRT plugin of this installation is {plugin}; {lacks}")
         except TensorrtError as error:
             notes.append(f"this installation does not build engines of the model: {error}")
     return tuple(notes)

@@ -6,7 +6,7 @@ namespace stof {
 
 // What an operator that is run on a device answers in a build without CUDA kernels.
 constexpr char kNoCudaKernels[] =
-    "this build has no CUDA kernels; in stof's source folder: pip install . -C cmake.define.STOF_CUDA=ON";
+    "this build has no CUDA kernels; in stof's source folder: CMAKE_ARGS=-DSTOF_CUDA=ON pip install .";
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_NO_CUDA_H_

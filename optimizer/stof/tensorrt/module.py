@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import StofError
-from stof.installation import CUDA, TENSORRT, left_out, missing
+from stof.installation import CUDA, TENSORRT, how_to_add, left_out, missing
 
 LIBRARY = "libstof_trt.so"
 PLUGIN = ("StofAttention", "1", "stof")  # name, version, namespace
@@ -61,7 +61,7 @@ def plugin_lacks_cuda(path: Path) -> str:
     """What a plugin library without CUDA kernels cannot do, and what adds them; empty where it has them or nothing is known."""
     if CUDA not in left_out(path.parent):
         return ""
-    return f"it builds engines and cannot run them: the CUDA kernels are {missing(CUDA, path.parent)}"
+    return f"without CUDA kernels it builds engines and cannot run them; {how_to_add(CUDA)}"
 
 
 def find(name: str | None = None) -> Any:
