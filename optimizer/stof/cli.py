@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
     )
-    parser.add_argument("--version", action="store_true", help="version, backends, instruction set")
+    parser.add_argument("--version", action="store_true", help="version, and which parts are installed")
     return parser
 
 
@@ -121,14 +121,40 @@ def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _version() -> list[str]:
+    """The version, and for each part of an installation whether it is there or what adds it."""
+    import stof
+    from stof.installation import CUDA, missing
+    from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
+
+    info = stof.build_info()
+    lines = [
+        f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
+    ]
+    try:
+        import onnxruntime as ort
+
+        lines.append(f"ONNX Runtime: {ort.__version__}, {', '.join(ort.get_available_providers())}")
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime"
+        what = "not installed" if absent else f"does not load ({error})"
+        lines.append(f"ONNX Runtime: {what}; to verify and run models: pip install onnxruntime")
+    if "cuda" in info["backends"]:
+        lines.append(f"CUDA kernels: {', '.join(info['cuda_architectures'])}")
+    else:
+        lines.append(f"CUDA kernels: {missing(CUDA, stof.library_path().parent)}")
+    try:
+        plugin = plugin_path()
+        lacks = plugin_lacks_cuda(plugin)
+        lines.append(f"TensorRT plugin: {plugin}{lacks and f'; {lacks}'}")
+    except TensorrtError as error:
+        lines.append(f"TensorRT plugin: {error}")
+    return lines
+
+
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.version:
-        import stof
-
-        info = stof.build_info()
-        print(
-            f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
-        )
+        print("\n".join(_version()))
         return 0
     if arguments.model is None and arguments.explain not in (None, "*") and Path(arguments.explain).is_file():
         # `--explain model.onnx`: the optional SITE has taken the model's place.

@@ -36,7 +36,7 @@ from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
 from stof.search.cache import cache_path
 from stof.site import Finding, tables_of
-from stof.targets import target_of
+from stof.targets import missing_for, target_of
 
 if TYPE_CHECKING:
     from stof.verify import Verification
@@ -65,6 +65,7 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     # The interpreter follows chains of movement operators by recursion; each is as deep as the graph writes it.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
+    report.notes = missing_for(options, report.library)
     try:
         _optimize(report, source, target, options)
     except VerifyError:

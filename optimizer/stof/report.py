@@ -65,6 +65,7 @@ class Report:
     verification: Verification | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what this installation lacks for the target
 
     @property
     def replaced(self) -> int:
@@ -109,6 +110,7 @@ class Report:
             lines.append("dry run: no file was written")
         if any(s.step is Step.LIFT for s in self.sites):
             lines.append("hint: --mask SITE=EXPR states a mask that cannot be read off the graph; it is checked")
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def explain(self, chosen: Sequence[SiteReport] | None = None) -> str:

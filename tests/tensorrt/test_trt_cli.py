@@ -62,7 +62,10 @@ def test_plugin_path(library: Path, capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.usefixtures("missing")
 def test_nothing_is_installed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plugin-path"]) == 1
-    assert "libstof_trt.so is not installed beside the stof package" in capsys.readouterr().err
+    assert (
+        "libstof_trt.so is not installed; in stof's source folder: CMAKE_ARGS=-DSTOF_TENSORRT=ON pip install ."
+        in capsys.readouterr().err
+    )
     for arguments in (["build", str(model)], ["selftest"], ["run", str(model)]):
         assert main(arguments) == 1
         assert "neither tensorrt nor tensorrt_rtx is installed: pip install tensorrt" in capsys.readouterr().err

@@ -5,6 +5,7 @@
 
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 
@@ -68,7 +69,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   }
   if (context.on_cuda) {
     const CudaBackend* backend = FindCudaBackend();
-    if (backend == nullptr) return Status::Error(kNoKernels);
+    if (backend == nullptr) return Status::Error(kNoCudaKernels);
     RunContext own = context;
     if (own.keeper == nullptr) own.keeper = &keeper_;
     return backend->attention(args, pad, *mask, sizes, given, own);

@@ -4,6 +4,7 @@
 
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 
@@ -140,7 +141,7 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindForDevice(inputs.data(), static_cast<int>(inputs.size()), &problem, &pad));
   const CudaBackend* backend = FindCudaBackend();
-  if (backend == nullptr) return Status::Error(kNoKernels);
+  if (backend == nullptr) return Status::Error(kNoCudaKernels);
   AttentionArgs& args = problem.args;
   if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
   if (args.B * args.H > kMostReadyTables) return Status();

@@ -8,6 +8,7 @@
 #include "plugins/core/chain.h"
 #include "plugins/core/cuda_backend.h"
 #include "plugins/core/fork_guard.h"
+#include "plugins/core/no_cuda.h"
 
 namespace stof {
 namespace {
@@ -137,7 +138,7 @@ class StofChainOp final : public Op {
     }
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
-      if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+      if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->chain(chain_, ready->bound, from, to, ready->Device(*backend), context);
     }
     const std::shared_ptr<const cpu::ChainProgram> program = ready->Program(chain_, threads);

@@ -7,6 +7,7 @@
 
 #include "cpu/chain.h"
 #include "plugins/core/gemm.h"
+#include "plugins/core/no_cuda.h"
 
 namespace stof {
 namespace {
@@ -99,7 +100,7 @@ class StofGemmOp final : public Op {
     if (!context.on_cuda) return RunCpu(inputs, output, sizes, context);
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
     const GemmBackend* backend = FindGemmBackend();
-    if (backend == nullptr) return Status::Error("StofGemm has no CUDA kernels in this build");
+    if (backend == nullptr) return Status::Error(kNoCudaKernels);
     GemmArgs args = ArgsOf(inputs, sizes);
     args.output = output.data;
     args.may_wait = may_wait_;
