@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto
 
 from stof.errors import ArgumentError, ModelError
+from stof.model_text import check_text
 
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
@@ -133,6 +134,7 @@ def load(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path} is no ONNX model, or a truncated one: {error}") from None
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}") from None
+    check_text(path, model)
     if not model.HasField("graph") or not model.opset_import:
         raise ModelError(f"{path} is no ONNX model, or a truncated one: it has no graph or no opset import")
     if not model.graph.node:
@@ -249,7 +251,7 @@ def _check_tensors(path: Path, graph: onnx.GraphProto) -> None:
             )
         if held != count:
             raise ModelError(
-                f"{path}: constant {tensor.name!r} of shape {list(tensor.dims)} holds {held:g} elements, expected {count}"
+                f"{path}: constant {tensor.name!r} of shape {list(tensor.dims)} holds {held:.17g} elements, expected {count}"
             )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from stof import strict_json
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -51,7 +53,7 @@ def main() -> int:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     held = _bytes("VmRSS")
     found.run(None, feeds)
-    print(json.dumps({"held": held, "above": _bytes("VmHWM") - held}))
+    print(strict_json.dumps({"held": held, "above": _bytes("VmHWM") - held}))
     return 0
 
 

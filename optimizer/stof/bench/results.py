@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from stof import strict_json
 
 Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file; none when it does not exist."""
+    """All records of a file; none when it does not exist.
+
+    Raises:
+        ValueError: when it holds something else.
+    """
     if not path.is_file():
         return []
-    found = json.loads(path.read_text())
+    found = strict_json.loads(path.read_text(), restore_numbers=True)
     if not isinstance(found, list):
         raise ValueError(f"{path} holds no list of records")
     return found
@@ -36,7 +41,7 @@ def store_all(path: Path, added: Sequence[Record]) -> None:
     records = [*[r for r in read(path) if r["key"] not in keys], *added]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".part")
-    scratch.write_text(json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")
+    scratch.write_text(strict_json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")
     scratch.replace(path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError
+from stof.errors import ArgumentError, ModelError, shown
 from stof.files import check_outputs, write_bytes
 from stof.graph import DOMAIN, all_nodes, external_files, load
 from stof.passes.body import OP
@@ -71,7 +71,7 @@ class BuildReport:
             )
         else:
             lines.append(f"  the model holds no {OP}; stof-optimize --target tensorrt MODEL makes one that does")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def build_engine(model: str | Path, engine: str | Path, options: BuildOptions | None = None) -> BuildReport:

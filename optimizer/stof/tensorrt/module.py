@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import StofError
+from stof.terminal import complain
 
 LIBRARY = "libstof_trt.so"
 PLUGIN = ("StofAttention", "1", "stof")  # name, version, namespace
@@ -128,7 +129,8 @@ class Messages:
         elif severity == 2:
             self.warnings.append(text)
         if self.verbose and severity <= 3:
-            print(text, file=sys.stderr)
+            for line in text.split("\n"):
+                complain(line)
 
     def last(self, count: int = 2) -> str:
         """The last errors in one line."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stof.errors import ArgumentError, ModelError
+from stof.errors import ArgumentError, ModelError, shown
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -87,7 +87,7 @@ class RunReport:
             lines.append(f"  {'ok    ' if d.ok else 'DIFFERS'} {d.output}: {words}")
         if not self.differences:
             lines.append("  not compared: --onnx MODEL names what to compare with")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
@@ -278,7 +278,9 @@ def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     pads = set()
     for node in all_nodes(graph.graph.node):
         if node.domain == DOMAIN:
-            roles: list[str] = next((a.s.decode().split() for a in node.attribute if a.name == "operands"), [])
+            roles: list[str] = next(
+                (a.s.decode(errors="replace").split() for a in node.attribute if a.name == "operands"), []
+            )
             pads |= {name for role, name in zip(roles, node.input[3:], strict=False) if role == "pad"}
     maker = InputMaker(graph, Symbolic(graph), frozenset(pads))
     return {n: r for n, r in maker.rows.items() if r}, frozenset(maker.pads)
