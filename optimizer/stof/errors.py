@@ -25,8 +25,9 @@ def shown(text: object, most: int | None = _MOST_SHOWN) -> str:
 def _bounded(text: str, most: int | None) -> str:
     if most is None or len(text) <= most:
         return text
-    tail = most // 3
-    return f"{text[: most - tail - 3]}...{text[len(text) - tail :]}"
+    kept = max(0, most - 3)
+    tail = kept // 3
+    return f"{text[: kept - tail]}...{text[len(text) - tail :]}"
 
 
 def _escape(character: str) -> str:

@@ -20,7 +20,10 @@ def read(path: Path) -> list[Record]:
     """
     if not path.is_file():
         return []
-    found = strict_json.loads(path.read_text(), restore_numbers=True)
+    try:
+        found = strict_json.loads(path.read_text(), restore_numbers=True)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, list):
         raise ValueError(f"{path} holds no list of records")
     return found
