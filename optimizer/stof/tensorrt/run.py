@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stof.errors import ArgumentError, ModelError, shown
+from stof.errors import ArgumentError, ModelError, explained, shown
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -306,12 +306,12 @@ def compare(
     with contextlib.suppress(LibraryError):  # the model's own function bodies do
         register(settings)
     try:
-        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         names = [o.name for o in session.get_outputs()]
         given = {i.name: feeds[i.name] for i in session.get_inputs() if i.name in feeds}
         wanted = dict(zip(names, session.run(names, given), strict=True))
     except Exception as error:
-        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {error}") from error
+        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {explained(error)}") from error
     if missing := [n for n in outputs if n not in wanted]:
         raise ModelError(f"the engine has output {missing[0]!r}, which {model} has not: the engine is of another model")
     return tuple(difference(n, outputs[n], wanted[n], tolerance) for n in outputs)
