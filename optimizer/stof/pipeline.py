@@ -310,7 +310,8 @@ def _verified(
         raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
         raise ModelError(
-            f"{source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. Nothing was written"
+            f"{source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
+            "Nothing was written"
         ) from error
 
 
