@@ -18,6 +18,7 @@ from onnx import TensorProto
 from stof.errors import ArgumentError, ModelError
 from stof.external_data import Bringing, all_tensors, check_external, copied_data, is_external
 from stof.files import open_regular, temporary_file
+from stof.model_text import check_text
 
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
@@ -124,6 +125,7 @@ def load(path: Path) -> onnx.ModelProto:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}") from None
     except (DecodeError, ValueError) as error:
         raise ModelError(f"{path} is no ONNX model, or a truncated one: {error}") from None
+    check_text(path, model)
     if not model.HasField("graph") or not model.opset_import:
         raise ModelError(f"{path} is no ONNX model, or a truncated one: it has no graph or no opset import")
     if not model.graph.node:
@@ -240,7 +242,7 @@ def _check_tensors(path: Path, model: onnx.ModelProto) -> None:
             )
         if held != count:
             raise ModelError(
-                f"{path}: constant {tensor.name!r} of shape {list(tensor.dims)} holds {held:g} elements, expected {count}"
+                f"{path}: constant {tensor.name!r} of shape {list(tensor.dims)} holds {held:.17g} elements, expected {count}"
             )
 
 

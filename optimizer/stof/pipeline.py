@@ -19,7 +19,7 @@ from stof.chains.apply import Chained, apply_chains
 from stof.chains.judge import forms_of, judge_of, leave_all, merges_of
 from stof.chains.select import Selection
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
-from stof.errors import ArgumentError, ModelError, StofError, VerifyError
+from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.external_data import check_room, copied_data, external_files, read_constants
 from stof.files import check_outputs, temporary_folder, write_text
 from stof.graph import DOMAIN, all_nodes, load, save
@@ -89,7 +89,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             f"--tune has nothing to measure: {options.plan} decides all sites and chains; leave --tune or --plan out"
         )
-    with _timed(report, "load"):
+    with _timed(report, "load"), _damage(source):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
@@ -131,7 +131,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
     decided: tuple[ChainPlan, ...] | None = None
     if judge is not None or (rewrites and not report.dry_run):
-        with _timed(report, "emit"):
+        with _timed(report, "emit"), _damage(source):
             emitted = emit_scopes(scopes, rewrites)
         chained = Chained(emitted, ())
         if judge is not None:
@@ -205,7 +205,7 @@ def _damage(source: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{source} cannot be analyzed ({type(error).__name__}: {error}); onnx.checker.check_model(model, "
+            f"{source} cannot be analyzed ({type(error).__name__}: {explained(error)}); onnx.checker.check_model(model, "
             "full_check=True) may tell what is wrong with it. If it finds nothing, please report this model"
         ) from error
 
@@ -229,7 +229,7 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
     taken: set[str] = set()
     for node in nodes:
         if _is_done(node):
-            mask = next((a.s.decode() for a in node.attribute if a.name == "mask"), "")
+            mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
             found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
         elif is_softmax(node) or is_fused(node):
             name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
@@ -323,7 +323,8 @@ def _verified(
         ) from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
         raise ModelError(
-            f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
+            f"{source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
+            "Nothing was written"
         ) from error
 
 

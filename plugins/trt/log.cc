@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "plugins/core/shown.h"
+
 namespace stof::trt {
 
 void Log(LogLevel level, const std::string& node, const std::string& message) noexcept {
@@ -23,16 +25,18 @@ void Log(LogLevel level, const std::string& node, const std::string& message) no
 }
 
 void LogLine(const std::string& node, const std::string& message, char* line, size_t size) noexcept {
+  if (size == 0) return;
   size_t at = 0;
-  const auto put = [&](const char* text) {
-    for (; *text != '\0' && at + 1 < size; ++text) {
-      line[at++] = static_cast<unsigned char>(*text) < ' ' || *text == '\x7f' ? '?' : *text;
-    }
+  bool full = false;
+  const auto put = [&](std::string_view piece) {
+    full = full || piece.size() >= size - at;
+    if (!full) at += piece.copy(line + at, piece.size());
   };
   put("stof: ");
-  put(node.c_str());
-  if (!node.empty()) put(": ");
-  put(message.c_str());
+  constexpr size_t kMostName = 192;  // a longer one would leave no room for the message
+  Escape(std::string_view(node).substr(0, kMostName), put);
+  if (!node.empty()) put(node.size() > kMostName ? "...: " : ": ");
+  Escape(message, put);
   line[at] = '\0';
 }
 

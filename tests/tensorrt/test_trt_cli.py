@@ -220,6 +220,45 @@ def test_a_plan_names_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "The file by itself names no plugin layers either" in capsys.readouterr().err
 
 
+def test_names_of_layers_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan file is read without TensorRT, and holds the names of the model that somebody else made."""
+    path = tmp_path / "x\x1b.plan"
+    table = plan({"layer 0\x1b[31m\nstof  gemm  fake": "StofAttention", "layer 1": "StofAttention"})
+    path.write_bytes(table.replace(b"layer 1", b"layer \xff"))
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[1:] == [
+        r"  stof  StofAttention  layer 0\x1b[31m\nstof  gemm  fake",
+        r"  stof  StofAttention  layer \xff",
+    ]
+    assert main(["inspect", str(path), "--json"]) == 0
+    words = capsys.readouterr().out
+    assert words.replace("\n", "").isprintable()
+    assert json.loads(words)["layers"][0]["name"] == "layer 0\x1b[31m\nstof  gemm  fake"
+    assert main(["inspect", str(tmp_path / "none\x1b[31m")]) == 1
+    assert capsys.readouterr().err.splitlines()[0].isprintable()
+
+
+def test_what_tensorrt_says_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    messages = module.Messages(verbose=True)
+    messages.add(1, "layer a\x1b[31m\x07:\nno kernel")
+    assert capsys.readouterr().err == "layer a\\x1b[31m\\x07:\nno kernel\n"
+    assert str(TensorrtError(messages.last())).isprintable()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"Layers": ["a"b"]}', "[" * 100_000])
+def test_an_inspector_that_gives_no_json(text: str) -> None:
+    """Names stand in its JSON as they are: quotes in one make it none."""
+    with pytest.raises(TensorrtError, match="gives no JSON"):
+        parsed(text)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"Layers": [1, null]}', '{"Layers": 3}'])
+def test_an_inspector_that_names_no_layers(text: str) -> None:
+    assert parsed(text) == ()
+
+
 def test_the_inspectors_json() -> None:
     layers = [
         {"Name": "a", "LayerType": "PluginV3", "PluginType": "StofAttention"},

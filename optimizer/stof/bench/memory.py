@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from stof import strict_json
 from stof.files import temporary_folder
 
 _STATUS = Path("/proc/self/status")
@@ -52,7 +53,7 @@ def main() -> int:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     held = _bytes("VmRSS")
     found.run(None, feeds)
-    print(json.dumps({"held": held, "above": _bytes("VmHWM") - held}))
+    print(strict_json.dumps({"held": held, "above": _bytes("VmHWM") - held}))
     return 0
 
 

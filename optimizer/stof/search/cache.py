@@ -6,7 +6,6 @@ Keys hold the problem, the configuration, the device and the build of the librar
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -17,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from stof import strict_json
 from stof.errors import ArgumentError
 
 VERSION = 1
@@ -104,7 +104,7 @@ class Cache:
         return sqlite3.connect(self.path, timeout=_WAIT)
 
     def _problem(self, problem: Mapping[str, Any]) -> str:
-        return json.dumps({**self.common, **problem}, sort_keys=True)
+        return strict_json.dumps({**self.common, **problem}, sort_keys=True)
 
     def of(self, problem: Mapping[str, Any]) -> dict[str, float]:
         """What was measured of a problem on this device, by configuration."""

@@ -233,7 +233,10 @@ class Timer:
     def _session(self, model: onnx.ModelProto) -> Any:
         import onnxruntime as ort
 
-        return ort.InferenceSession(model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"])
+        # By itself it would print the error, names of the model in it, and try the same again.
+        return ort.InferenceSession(
+            model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"], enable_fallback=0
+        )
 
 
 _MOST_DRAWN = 1 << 20  # numbers

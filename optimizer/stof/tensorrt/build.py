@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError
+from stof.errors import ArgumentError, ModelError, shown
 from stof.external_data import external_files
 from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
 from stof.graph import DOMAIN, all_nodes, load
@@ -72,7 +72,7 @@ class BuildReport:
             )
         else:
             lines.append(f"  the model holds no {OP}; stof-optimize --target tensorrt MODEL makes one that does")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def build_engine(model: str | Path, engine: str | Path, options: BuildOptions | None = None) -> BuildReport:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.errors import ArgumentError, ModelError
+from stof import strict_json
+from stof.errors import ArgumentError, ModelError, shown
 from stof.files import read_bytes
 from stof.tensorrt.module import Messages, TensorrtError, find, find_library, load_plugins, logger
 
@@ -40,7 +41,7 @@ class Contents:
 
     def to_json(self) -> str:
         """Every fact as JSON."""
-        return json.dumps(asdict(self), indent=2)
+        return strict_json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
         """For the terminal."""
@@ -49,7 +50,7 @@ class Contents:
         lines = [f"{self.engine}: {len(ours)}{of} layers are stof's ({self.source})"]
         for layer in self.layers:
             lines.append(f"  {'stof' if layer.stof else '    '}  {layer.kind}  {layer.name}")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def inspect_engine(engine: Path, module: str | None = None, verbose: bool = False, embedded: bool = False) -> Contents:
@@ -122,11 +123,21 @@ def _inspected(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tup
 
 
 def parsed(text: str) -> tuple[Layer, ...]:
-    """The layers in the inspector's JSON: objects with DETAILED verbosity, names alone otherwise."""
+    """The layers in the inspector's JSON: objects with DETAILED verbosity, names alone otherwise.
+
+    Raises:
+        TensorrtError: where the names in it, which are the model's, make it no such JSON.
+    """
+    try:
+        entries = json.loads(text).get("Layers", [])
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise TensorrtError(f"TensorRT's engine inspector gives no JSON: {error}") from error
     found = []
-    for layer in json.loads(text).get("Layers", []):
+    for layer in entries if isinstance(entries, list) else []:
         if isinstance(layer, str):
             found.append(Layer(layer, "", _PREFIX in layer))
+            continue
+        if not isinstance(layer, dict):
             continue
         plugin = str(layer.get("PluginType", ""))
         kind = plugin or str(layer.get("LayerType", ""))
@@ -140,7 +151,7 @@ def recorded(data: bytes) -> tuple[Layer, ...]:
     A table holds each layer's name with the place of its plugin's type, relative to a beginning that is not written there:
     it is the one at which every entry is a type.
     """
-    records = [(m[1].decode(errors="replace"), int(m[2]), int(m[3])) for m in _RECORD.finditer(data)]
+    records = [(m[1].decode(errors="backslashreplace"), int(m[2]), int(m[3])) for m in _RECORD.finditer(data)]
     for match in _TYPE.finditer(data):
         for _, size, offset in records:
             begin = match.start() - offset

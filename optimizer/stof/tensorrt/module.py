@@ -15,6 +15,7 @@ from typing import Any
 
 from stof.errors import StofError
 from stof.installation import CUDA, TENSORRT, how_to_add, left_out, missing
+from stof.terminal import complain
 
 LIBRARY = "libstof_trt.so"
 PLUGIN = ("StofAttention", "1", "stof")  # name, version, namespace
@@ -133,7 +134,8 @@ class Messages:
         elif severity == 2:
             self.warnings.append(text)
         if self.verbose and severity <= 3:
-            print(text, file=sys.stderr)
+            for line in text.split("\n"):
+                complain(line)
 
     def last(self, count: int = 2) -> str:
         """The last errors in one line."""

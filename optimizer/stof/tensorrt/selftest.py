@@ -21,6 +21,7 @@ from stof.tensorrt.build import BuildOptions, build_engine
 from stof.tensorrt.device import open_device
 from stof.tensorrt.module import Messages, find
 from stof.tensorrt.run import Engine
+from stof.terminal import say
 from stof.testing import Problem, assert_close, random_problem, reference
 
 _OPSET = 18
@@ -107,7 +108,7 @@ def selftest(module: str | None, capabilities: tuple[int, ...], *, run: bool, ve
     trt = find(module)
     if run:
         open_device().close()  # says what is missing before minutes of building
-    print(f"{trt.__name__} {trt.__version__}")
+    say(f"{trt.__name__} {trt.__version__}")
     failed = 0
     with temporary_folder() as folder:
         for name, problem in problems():
@@ -122,10 +123,10 @@ def selftest(module: str | None, capabilities: tuple[int, ...], *, run: bool, ve
                     words += ", runs, right"
             except (StofError, AssertionError) as error:
                 words, failed = f"FAILED: {error}", failed + 1
-            print(f"  {name}: {words}")
-    print("all is well" if not failed else f"{failed} failed")
+            say(f"  {name}: {words}")
+    say("all is well" if not failed else f"{failed} failed")
     if not run:
-        print("nothing was run (--build-only)")
+        say("nothing was run (--build-only)")
     return 2 if failed else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, shown
 from stof.external_data import external_files
 from stof.files import temporary_file, temporary_folder, write_text
 from stof.graph import load
@@ -71,11 +71,11 @@ def write_repository(
     files = _onnx_files(onnx_model) if onnx_model is not None else _engine_files(engine, major)
     library = next(place for place in reversed(files) if place.suffix == ".so")
     base = (served_at or str(folder.resolve())).rstrip("/")
-    shown = f"{base}/{name}/{library}"
-    if any(c in shown for c in '"\\\n'):
-        raise ArgumentError(f"the path {shown!r} cannot be written into a configuration; choose one without quotes")
+    served = f"{base}/{name}/{library}"
+    if any(c in served for c in '"\\\n'):
+        raise ArgumentError(f"the path {served!r} cannot be written into a configuration; choose one without quotes")
     kind = "KIND_CPU" if cpu else "KIND_GPU"
-    text = (_PLAN if onnx_model is None else _ONNX).format(name=name, kind=kind, library=shown)
+    text = (_PLAN if onnx_model is None else _ONNX).format(name=name, kind=kind, library=served)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder) as scratch:
@@ -91,8 +91,9 @@ def write_repository(
         raise ArgumentError(f"{target} cannot be written: {error.strerror or error}") from error
     serve = f"tritonserver --model-repository={base}"
     if onnx_model is None:
-        serve += f' --backend-config=tensorrt,plugins="{shown}"'
-    return f"{target}: {', '.join(str(p) for p in files)}\nserve it by: {serve}"
+        serve += f' --backend-config=tensorrt,plugins="{served}"'
+    lines = [f"{target}: {', '.join(str(p) for p in files)}", f"serve it by: {serve}"]
+    return "\n".join(map(shown, lines))
 
 
 def _onnx_files(model: Path) -> dict[Path, Path]:

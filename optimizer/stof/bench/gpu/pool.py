@@ -13,7 +13,6 @@ import gc
 import importlib.metadata
 import multiprocessing as mp
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 from stof.bench.gpu.cases import Case, anchor
 from stof.bench.results import Record
 from stof.bench.runner import Unavailable, require
+from stof.terminal import complain
 
 _BUILD_LIMIT = 90.0  # seconds for one point, most of it compiling
 _TIME_LIMIT = 40.0
@@ -143,7 +143,7 @@ class Pool:
             try:
                 require(package)
             except Exception as reason:
-                print(f"note: {reason}", file=sys.stderr)
+                complain(f"note: {reason}")
         self._clock = clock
         self._hands = [_Hand(worker, plan, clock) for _ in range(workers)]
         self._place: dict[int, _Hand] = {}
