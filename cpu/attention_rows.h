@@ -119,7 +119,7 @@ class Worker {
     for (int r = 0; r < rows_; ++r) {
       if (!scratch_.empty[r]) continue;
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
-      WriteRow(r, sum == 0.0f ? 0.0f : 1.0f / sum);  // 0 only without any key at all
+      WriteRow(r, sum == 0.0f ? __builtin_nanf("") : 1.0f / sum);  // 0 where every bias is -inf, as the softmax of that
     }
   }
 
@@ -267,14 +267,14 @@ class Worker {
       }
       for (int i = 0; i < count; ++i) {
         float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
-        Adjust(strips[i], s, key0, keys, unmasked);
+        Adjust(strips[i], s, key0, keys);
         if (__builtin_expect(!Softmax(strips[i], s), 0)) {
           if (kDirect) {
             DirectScores(strips[i], direct_keys, ldk);
           } else {
             PackedScores(strips, i, i + 1, packed);
           }
-          Adjust(strips[i], s, key0, keys, unmasked);
+          Adjust(strips[i], s, key0, keys);
           Softmax(strips[i], s);
         }
         ahead_.Fetch(fetch_);
@@ -306,7 +306,7 @@ class Worker {
                           const float* start, float* s, int64_t lds);
   void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
   void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const;
-  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const;
+  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
   template <typename F>
   void ForEachVector(const Strip& strip, float* s, F f) const;
   void LoadBias(int64_t row, int64_t key0, int keys) const;

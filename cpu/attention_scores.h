@@ -226,7 +226,7 @@ inline void Worker<kDirect>::DirectScores(const Strip& strip, const float* keys,
 
 // Softcap, bias and mask.
 template <bool kDirect>
-void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int keys, bool unmasked) const {
+void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
   if (args_.softcap > 0.0f) {
@@ -243,7 +243,7 @@ void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int key
       LoadBias(row0_ + strip.row + r, key0, keys);
       ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
         const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
-        Simd::Store(at, Simd::WhereEqual(bias, forbidden, unmasked ? x : forbidden, Simd::Add(x, bias)));
+        Simd::Store(at, Simd::WhereEqual(bias, forbidden, forbidden, Simd::Add(x, bias)));
       });
     }
   }

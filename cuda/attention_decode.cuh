@@ -353,7 +353,7 @@ class Decode {
           float& x = s[g][n][e];
           x = __fmul_rn(x, scale_);
           if (extras) {
-            x = BiasedScore<T>(p_, params_.second == 0, x, b_, head_[n][e % 2], query_[n][e % 2],
+            x = BiasedScore<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
                                entry.tile * kTileKeys + offset + e / 2 * 8);
           }
           if (mean) x = 0.0f;

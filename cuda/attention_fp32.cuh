@@ -305,7 +305,8 @@ class Fp32Attention {
           sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
         }
         if (!only_empty && lane_ % 4 == 0) StoreLogSum<float>(p_, b_, h_, row, max_[i][r], sum);
-        const bool nothing = empty && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
+        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        const bool nothing = empty && (only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan);
         const float factor = empty ? 0.0f : 1.0f / sum;
         if (row >= p_.S || (only_empty && !empty_[i][r])) continue;
         float* const to = output + row * p_.output_stride.s;

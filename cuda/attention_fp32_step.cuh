@@ -87,7 +87,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kExtras>::A
     const Entry& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kExtras) {
     ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
-        .Add(1.0f, unmasked, s);
+        .Add(1.0f, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
 #pragma unroll

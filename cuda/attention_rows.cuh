@@ -83,7 +83,6 @@ class RowAttention {
     if (total == 0.0f && (policy == EmptyRows::kMean || policy == EmptyRows::kAll) && p_.T > 0) {
       Clear();
       mean_ = policy == EmptyRows::kMean;
-      second_ = true;
       // All keys: the queue is that of a tile with every one of them.
       for (int i = lane_; i < kRowsTile; i += 32) queue_[i] = static_cast<uint16_t>(i);
       __syncwarp();
@@ -248,8 +247,7 @@ class RowAttention {
     const float natural = x + bias;
     float sum = natural * kLog2E;
     if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
-    if (bias == -INFINITY) return second_ ? x * kLog2E : -INFINITY;
-    return sum;
+    return bias == -INFINITY ? -INFINITY : sum;
   }
 
   // The groups' sums together, for all lanes: the sum of weights, relative to 2^*top.
@@ -277,7 +275,7 @@ class RowAttention {
   int lane_, group_;
   int tile_ = 0;  // that this lane has
   const T *key_, *value_;
-  bool mean_ = false, second_ = false;
+  bool mean_ = false;
   float query_[S::kOwn], sum_[S::kOwn];
   float max_, weights_;
 };

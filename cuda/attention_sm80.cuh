@@ -315,7 +315,9 @@ class Attention {
           sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
         }
         if (!only_empty && lane_ % 4 == 0) StoreLogSum<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
-        factor[i][r] = empty ? (static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan ? NAN : 0.0f) : 1.0f / sum;
+        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        const bool undefined = only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
+        factor[i][r] = empty ? (undefined ? NAN : 0.0f) : 1.0f / sum;
       }
     }
     // Through shared memory, so that rows are written 16 bytes at a time. Each warp has its own rows there.

@@ -46,7 +46,7 @@ __device__ __forceinline__ void Attention<kHead, T, kExtras, kRows>::Adjust(cons
                                                                             float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kExtras) {
     ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
-        .Add(p_.scale, unmasked, s);
+        .Add(p_.scale, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
 #pragma unroll

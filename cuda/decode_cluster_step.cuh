@@ -146,7 +146,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int ste
     for (int at = 0; at < 4 * kBlocks; ++at) {
       int head = 0, query = 0;
       Place(at / 4 * 8 + lane_ % 4 * 2 + at % 2, &head, &query);
-      const float x = BiasedScore<T>(p_, params_.second == 0, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
+      const float x = BiasedScore<T>(p_, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
 #pragma unroll
       for (int e = 1; e < 4 * kBlocks; ++e) s[(e - 1) / 4][(e - 1) % 4] = s[e / 4][e % 4];
       s[kBlocks - 1][3] = x;

@@ -74,9 +74,10 @@ __device__ __forceinline__ bool HasExtras(const AttentionParams& p) {
   return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
 }
 
-// What an empty row gives.
+// What a row without a key gives: under kAll where every bias is -inf, so that the softmax of all keys is NaN.
 __device__ __forceinline__ float EmptyValue(const AttentionParams& p) {
-  return p.T > 0 && static_cast<EmptyRows>(p.empty_rows) == EmptyRows::kNan ? NAN : 0.0f;
+  const auto policy = static_cast<EmptyRows>(p.empty_rows);
+  return p.T > 0 && (policy == EmptyRows::kNan || policy == EmptyRows::kAll) ? NAN : 0.0f;
 }
 
 template <typename T>
@@ -87,10 +88,9 @@ __device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, flo
   return Exp2(fminf(Above(logit * kLog2E, maximum), 127.0f));
 }
 
-// A score with softcap and biases; comes out in units of log2. `forbidden`: -inf of a bias counts, as it does not where
-// a row without a key takes all of them.
+// A score with softcap and biases; comes out in units of log2.
 template <typename T>
-__device__ float BiasedScore(const AttentionParams& p, bool forbidden, float x, int b, int h, int query, int key) {
+__device__ float BiasedScore(const AttentionParams& p, float x, int b, int h, int query, int key) {
   key = min(key, p.T - 1);
   if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
   float bias = 0.0f;
@@ -107,8 +107,7 @@ __device__ float BiasedScore(const AttentionParams& p, bool forbidden, float x, 
   const float natural = x + bias;
   float sum = natural * kLog2E;
   if (sum == -INFINITY && natural != -INFINITY) sum = kLowest;
-  if (bias == -INFINITY) return forbidden ? -INFINITY : x * kLog2E;
-  return sum;
+  return bias == -INFINITY ? -INFINITY : sum;
 }
 
 }  // namespace cuda

@@ -30,8 +30,8 @@ class ScoreBiases {
   __device__ ScoreBiases(const AttentionParams& p, int b, int h, int row0, int key0, int row, int key)
       : p_(p), b_(b), h_(h), row0_(row0), key0_(key0), row_(row), key_(key) {}
 
-  // Scores come out in units of log2. -inf among the biases forbids, or, unmasked, counts as 0.
-  __device__ __forceinline__ void Add(float scale, bool unmasked, float (&s)[kBlocks][kColumns][4]) const {
+  // Scores come out in units of log2. -inf among the biases forbids, whatever the mask says.
+  __device__ __forceinline__ void Add(float scale, float (&s)[kBlocks][kColumns][4]) const {
     const bool capped = p_.softcap > 0.0f;
     const float inner = capped ? scale / p_.softcap : scale;
 #pragma unroll
@@ -45,12 +45,12 @@ class ScoreBiases {
           if (capped) x = p_.softcap * (std::is_same<T, float>::value ? tanhf(x) : FastTanh(x));
         }
       }
-      AddTo(i, unmasked, s[i]);
+      AddTo(i, s[i]);
     }
   }
 
  private:
-  __device__ __forceinline__ void AddTo(int i, bool unmasked, float (&s)[kColumns][4]) const {
+  __device__ __forceinline__ void AddTo(int i, float (&s)[kColumns][4]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_ + 16 * i + 8 * r;
@@ -70,7 +70,7 @@ class ScoreBiases {
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
           const float sum = x + bias[j][e];
           const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kToLog2, kLowestScore);
-          x = bias[j][e] == -INFINITY ? (unmasked ? x * kToLog2 : -INFINITY) : score;
+          x = bias[j][e] == -INFINITY ? -INFINITY : score;
         }
       }
     }

@@ -43,6 +43,7 @@ class Padding(Enum):
     NONE = "none"
     LEFT = "left"
     RIGHT = "right"
+    LEAST = "by one key on the right"  # of every second row, which leaves masks of most kinds a key for every query
 
 
 class Counts(Enum):
@@ -322,6 +323,9 @@ class InputMaker:
         counts = np.asarray(rng.integers(min(1, most), most, dims, endpoint=True))
         flat = counts.reshape(-1)
         flat[2:3] = min(1, most)  # a third row has one key, as with padding
+        if case.padding is Padding.LEAST:
+            flat[:] = most
+            flat[1::2] = max(most - 1, min(1, most))
         if case.counts is not Counts.USUAL and not self._counts_divide():
             low, high = {
                 Counts.NONE: (0, 0),
@@ -474,14 +478,16 @@ def _padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool)
         return mask
     for number, row in enumerate(mask.reshape(-1, dims[-1])[1 if len(mask) > 1 else 0 :]):
         count = int(rng.integers(1, max(2, dims[-1] // 2)))
-        if number == 1:  # a third one has one key left, so that rows of a window have none
+        if case.padding is Padding.LEAST:
+            count = 1 - number % 2
+        elif number == 1:  # a third one has one key left, so that rows of a window have none
             count = dims[-1] - 1
-        if number == 2:  # a fourth one is all padding
+        elif number == 2:  # a fourth one is all padding
             count = dims[-1] - least
         if case.padding is Padding.LEFT:
             row[:count] = 0
         else:
-            row[-count:] = 0
+            row[dims[-1] - count :] = 0
     return mask
 
 

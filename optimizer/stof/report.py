@@ -14,7 +14,10 @@ from stof.chains.apply import ChainReport
 from stof.errors import shown
 
 if TYPE_CHECKING:
+    from stof.compare import Comparison
     from stof.verify import Verification
+
+_MOST_LINES = 4
 
 
 class Step(str, enum.Enum):
@@ -158,14 +161,17 @@ class Report:
         if sites:
             worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
-                f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed"
+                f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
+                f"{_compared(sites)}"
             )
         if outputs:
             worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
             lines.append(
                 f"verified: {len(outputs)} outputs against the original, worst difference {worst.difference:.2e} of "
-                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'})"
+                f"{worst.budget:.2e} allowed ({v.seconds:.1f} s{'' if v.complete else ', cut short by the budget'}); "
+                f"{_compared(outputs)}"
             )
+            lines += _undefined(outputs)
         if v.expanded:
             lines.append(
                 "          (ONNX Runtime refuses fused attention nodes of the original: it ran with them expanded to "
@@ -176,6 +182,39 @@ class Report:
                 "          (half precision: both ran widened to fp32, the operator of each site in its own type)"
             )
         return lines
+
+
+def _compared(comparisons: Sequence[Comparison]) -> str:
+    """Which elements were compared, and why others were not."""
+    given = [c.coverage for c in comparisons]
+    elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
+    if compared == elements:
+        return "every element was compared"
+    reasons = {
+        "NaN or infinite in both": sum(c.nonfinite for c in given),
+        "NaN in the original alone": sum(c.undefined for c in given),
+        "in rows without a key": sum(c.ignored for c in given),
+    }
+    words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
+    return f"of {elements} elements {compared} were compared, {words}"
+
+
+def _undefined(outputs: Sequence[Comparison]) -> list[str]:
+    """Where elements are NaN in the original alone."""
+    found = [c for c in outputs if c.coverage.undefined]
+    lines = []
+    for c in found[:_MOST_LINES]:
+        rows = c.coverage.rows
+        where = (
+            f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MOST_LINES])}"
+            if rows
+            else ""
+        )
+        more = " ..." if len(rows) > _MOST_LINES else ""
+        lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
+    if len(found) > _MOST_LINES:
+        lines.append(f"          and {len(found) - _MOST_LINES} more outputs")
+    return lines
 
 
 def _explained(s: SiteReport) -> list[str]:

@@ -169,7 +169,7 @@ def _beside_sink(problem: Problem, scores: np.ndarray) -> np.ndarray:
 
 
 def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Scores [B, H, S, T] after the softcap, and those with biases and mask."""
+    """Scores [B, H, S, T] with biases, and those with the mask as well."""
     repeat = problem.q.shape[1] // problem.k.shape[1]
     q = problem.q.astype(np.float64)
     k = np.repeat(problem.k.astype(np.float64), repeat, axis=1)
@@ -178,13 +178,14 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     plain = np.einsum("bhsd,bhtd->bhst", q, k) * scale
     if problem.softcap:
         plain = problem.softcap * np.tanh(plain / problem.softcap)
-    scores = plain if problem.bias is None else plain + problem.bias.astype(np.float64)
+    if problem.bias is not None:
+        plain = plain + problem.bias.astype(np.float64)
     if problem.relative_bias is not None:
         S = q.shape[2]
         radius = problem.relative_bias.shape[1] // 2
         distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
-        scores = scores + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
-    return plain, np.where(problem.allowed(), scores, -np.inf)
+        plain = plain + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
+    return plain, np.where(problem.allowed(), plain, -np.inf)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

@@ -110,6 +110,13 @@ std::vector<Case> ListedCases() {
       c->dtype = dtype, c->pad = Pad::kAll, c->empty_rows = policy;
       c = &add(2, 2, 64, 129, 64, 64);
       c->dtype = dtype, c->bias = Bias::kForbids, c->bias_broadcast = 8, c->empty_rows = policy;
+      // Some keys forbidden by the bias in rows that mask and padding leave none, and all keys in other such rows.
+      c = &add(2, 2, 67, 129, 64, 64);
+      c->dtype = dtype, c->mask = 13, c->bias = Bias::kForbids, c->bias_broadcast = 8, c->empty_rows = policy;
+      c = &add(4, 2, 3, 300, 24, 24);
+      c->dtype = dtype, c->pad = Pad::kAll, c->bias = Bias::kForbids, c->empty_rows = policy;
+      c = &add(4, 2, 70, 140, 40, 40);
+      c->dtype = dtype, c->pad = Pad::kAll, c->mask = 5, c->relative = 31, c->empty_rows = policy;
       // Every score absorbed by the lowest number: such a row has keys, and averages them.
       c = &add(2, 2, 13, 129, 16, 16);
       c->dtype = dtype, c->bias = Bias::kLowest, c->bias_broadcast = 8, c->empty_rows = policy;

@@ -100,8 +100,9 @@ class RowWriter {
       if (p_.empty_rows == EmptyRows::kMean) {
         std::fill(scores_.begin(), scores_.end(), 0.0);
         std::fill(sizes_.begin(), sizes_.end(), 0.0);
-      } else {
-        Score(false);
+      } else if (!Score(false)) {  // biases of -inf throughout
+        std::fill(output, output + p_.Dv, std::nan(""));
+        return;
       }
       Average(output, magnitude);
     }
@@ -109,19 +110,18 @@ class RowWriter {
 
  private:
   // False: every score is -inf, since no key is allowed or those that are have such scores. A forbidden key is not even
-  // looked at, whatever it holds.
+  // looked at, whatever it holds. Not `masked`: biases alone forbid.
   bool Score(bool masked) {
     bool any = false;
     for (int64_t j = 0; j < p_.T; ++j) {
       const auto at = static_cast<size_t>(row_ * p_.T + j);
-      double bias = p_.bias.empty() ? 0.0 : p_.bias[at];
+      const double bias = p_.bias.empty() ? 0.0 : p_.bias[at];
       double& score = scores_[static_cast<size_t>(j)];
-      if (masked && (p_.allowed[at] == 0 || bias == -kInf)) {
+      if ((masked && p_.allowed[at] == 0) || bias == -kInf) {
         score = -kInf;
         sizes_[static_cast<size_t>(j)] = 0;
         continue;
       }
-      if (bias == -kInf) bias = 0;
       score = p_.scale *
               Dot(&p_.query[static_cast<size_t>(row_ * p_.D)], &p_.key[static_cast<size_t>((keys_ + j) * p_.D)], p_.D);
       double size =

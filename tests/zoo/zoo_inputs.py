@@ -118,7 +118,8 @@ def runnable(model: onnx.ModelProto) -> onnx.ModelProto:
                     graphs.append(attribute.g)
     for tensor in twin.graph.initializer:
         _widen(tensor)
-    for value in [*twin.graph.input, *twin.graph.output]:
+    inner = [g for g in graphs if isinstance(g, onnx.GraphProto)]
+    for value in [*twin.graph.input, *(o for g in inner for o in g.output)]:
         if value.type.tensor_type.elem_type == _BF16:
             value.type.tensor_type.elem_type = _FP32
     return twin

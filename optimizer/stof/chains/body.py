@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -225,8 +225,7 @@ def make_function(
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
     if len(branches) > 1:
-        for i, name in enumerate(names):
-            _forget_shape(builder, name, _inner(i), bits)
+        _forget_shapes(builder, names, bits)
     else:
         builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
     results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
@@ -248,23 +247,41 @@ def _inner(i: int) -> str:
     return f"x{i}_as_it_comes"
 
 
-def _forget_shape(builder: Builder, name: str, output: str, ranked: bool) -> None:
-    """The same tensor, of a rank that no inference of shapes tells.
+def _forget_shapes(builder: Builder, names: Sequence[str], merged: bool) -> None:
+    """Nodes that write the inputs as branches read them: the same tensors, of a rank that no inference of shapes tells.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
-    ``ranked``: for TensorRT's parser, which leaves these branches out and takes no tensor of unknown rank.
+    ``merged`` for TensorRT's parser, which takes no tensor of unknown rank: of an If with a constant condition it reads the
+    branch that is taken, where inference merges both.
     """
     b = builder
-    shape = b.add("Shape", [name])
-    if ranked:
-        rank = b.add("Squeeze", [b.add("Shape", [shape]), b.constant([0])])
-        every = b.add("Range", [b.constant(0), rank, b.constant(1)])
-    else:  # of a Range, ONNX Runtime tells how many numbers it has
-        one = numpy_helper.from_array(np.ones(1, np.int64))
-        ones = b.add("ConstantOfShape", [b.add("Shape", [shape])], value=one)
-        every = b.add("Squeeze", [b.add("NonZero", [ones]), b.constant([0])])
-    target = b.add("Gather", [shape, every])
-    b.nodes.append(helper.make_node("Reshape", [name, target], [output], name=output))
+    shapes = [b.add("Shape", [name]) for name in names]
+    if merged:
+        given = _graph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
+        other = _graph(b.opset, "other", lambda inner: [_of_unknown_length(inner, s) for s in shapes])
+        targets = [b.name() for _ in names]
+        condition = b.constant(True, np.bool_)
+        b.nodes.append(
+            helper.make_node("If", [condition], targets, name=targets[0], then_branch=given, else_branch=other)
+        )
+    else:
+        targets = [b.add("Gather", [s, _of_unknown_length(b, s)]) for s in shapes]
+    for i, (name, target) in enumerate(zip(names, targets, strict=True)):
+        b.nodes.append(helper.make_node("Reshape", [name, target], [_inner(i)], name=_inner(i)))
+
+
+def _graph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
+    """A branch that writes vectors of integers."""
+    inner = Builder(opset, f"{name}_")
+    infos = [helper.make_tensor_value_info(o, TensorProto.INT64, None) for o in make(inner)]
+    return helper.make_graph(inner.nodes, name, [], infos)
+
+
+def _of_unknown_length(builder: Builder, vector: str) -> str:
+    """0, 1, ... as many as a vector has. Of a Range, ONNX Runtime tells how many these are."""
+    one = numpy_helper.from_array(np.ones(1, np.int64))
+    ones = builder.add("ConstantOfShape", [builder.add("Shape", [vector])], value=one)
+    return builder.add("Squeeze", [builder.add("NonZero", [ones]), builder.constant([0])])
 
 
 def _select(
