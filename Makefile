@@ -15,4 +15,4 @@ wheel:
 	bash tools/wheel.sh $(PYTHON)
 
 clean:
-	rm -rf build dist .venv .venv-test .venv-wheel .venv-export .venv-trt-*
+	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-export .venv-trt-*

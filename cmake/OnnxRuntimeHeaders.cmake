@@ -67,7 +67,8 @@ endif()
 
 if(NOT STOF_ORT_INCLUDE_DIR)
   message(FATAL_ERROR
-    "No ONNX Runtime headers found. Do one of these and configure again:\n"
+    "No ONNX Runtime headers found. Do one of these and configure again (for pip: in CMAKE_ARGS, a variable "
+    "of the environment):\n"
     "  -DONNXRUNTIME_INCLUDE_DIR=DIR, where DIR holds onnxruntime_c_api.h (any release from 1.18 on)\n"
     "  apt-get install libonnxruntime-dev (Debian 13 and later)\n"
     "  -DSTOF_ORT=OFF, to build without the ONNX Runtime plugin\n"

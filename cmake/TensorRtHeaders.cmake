@@ -43,11 +43,12 @@ stof_tensorrt_major(${STOF_TRT_INCLUDE_DIR} STOF_TRT_MAJOR)
 if(NOT STOF_TRT_MAJOR OR STOF_TRT_MAJOR LESS 10)
   if(STOF_TENSORRT STREQUAL "AUTO")
     set(STOF_TRT_MAJOR "")
-    message(STATUS "TensorRT headers: none found, no plugin library is built (-DTENSORRT_INCLUDE_DIR=DIR names them)")
+    message(STATUS "TensorRT headers: none found (-DTENSORRT_INCLUDE_DIR=DIR names them)")
     return()
   endif()
   message(FATAL_ERROR
-    "No headers of TensorRT 10 or 11 in ${STOF_TRT_INCLUDE_DIR}. Do one of these and configure again:\n"
+    "No headers of TensorRT 10 or 11 in ${STOF_TRT_INCLUDE_DIR}. Do one of these and configure again (for pip: in CMAKE_ARGS, "
+    "a variable of the environment):\n"
     "  -DTENSORRT_INCLUDE_DIR=DIR, where DIR holds NvInferRuntime.h: include/ of a TensorRT or of the sources at "
     "github.com/NVIDIA/TensorRT\n"
     "  -DSTOF_TENSORRT=OFF, to build without the TensorRT plugin\n"

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <string>
 
+#include "plugins/core/fork_guard.h"
+
 namespace stof {
 namespace {
 
@@ -60,6 +62,11 @@ constexpr int64_t kSharedChunk = 512, kChunk = 2048;
 // whose way through memory costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
 constexpr int64_t kRingBytes = 512 << 10;
 
+// Element masks that a worker evaluates itself and keeps for the other heads of the same rows.
+constexpr int64_t kElementBytes = 2 << 20;
+// Partial results of rows that are divided over chunks of keys.
+constexpr int64_t kPartialBytes = 64 << 20;
+
 int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
   if (args.mask == nullptr || args.empty_rows == EmptyRows::kAll) return key_tiles;
   int64_t most = 0;
@@ -76,12 +83,18 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
   problem.tile_rows = (args.S + config.m - 1) / config.m;
   problem.key_tiles = (args.T + config.n - 1) / config.n;
   problem.panels = (args.T + cpu::kPanel - 1) / cpu::kPanel;
+  if (args.elements != nullptr) {
+    const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
+    problem.element_slots = std::clamp<int64_t>(kElementBytes / tile_bytes, 1, std::max<int64_t>(1, problem.key_tiles));
+  }
   problem.direct = args.S <= kDirectRows && args.S <= config.m;
   if (problem.direct) {
     const int64_t chunk = args.H > args.G ? kSharedChunk : kChunk;
     problem.chunk_tiles = std::max<int64_t>(1, chunk / config.n);
-    problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
     problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
+    const int64_t most = kPartialBytes / std::max<int64_t>(1, args.B * args.H * args.S * problem.partial_stride * 4);
+    problem.chunk_tiles = std::max(problem.chunk_tiles, problem.key_tiles / std::max<int64_t>(1, most) + 1);
+    problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
     return problem;
   }
   // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them. Loads
@@ -139,6 +152,14 @@ void FillPadBits(const cpu::Problem& problem, uint32_t* bits) {
       for (int64_t k = 32 * w; k < std::min(32 * w + 32, args.T); ++k) word |= uint32_t{pad[k] != 0} << (k - 32 * w);
       bits[b * words + w] = word;
     }
+  }
+}
+
+// Neighbours are the heads of the same rows, which share what a worker evaluates of the mask.
+void RowsOutermost(const cpu::Problem& problem, uint32_t* order) {
+  const int64_t heads = problem.args->B * problem.args->H;
+  for (int64_t row = 0; row < problem.tile_rows; ++row) {
+    for (int64_t head = 0; head < heads; ++head) *order++ = static_cast<uint32_t>(head * problem.tile_rows + row);
   }
 }
 
@@ -262,8 +283,8 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
 }  // namespace
 
 CpuIsa BestCpuIsa() {
-  static const CpuIsa isa = DetectIsa();
-  return isa;
+  static ProcessWide<const CpuIsa> isa;
+  return isa.Get(DetectIsa);
 }
 
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
@@ -310,7 +331,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     if (problem.chunks > 1) Run(&job, args.B * args.H * args.S, 1, parallel, Join);
     return Status();
   }
-  SortItems(problem, order);
+  args.elements != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
   if (problem.ring_tiles == 0) {
     problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
     problem.packed_values = reinterpret_cast<float*>(base + layout.values);

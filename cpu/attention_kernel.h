@@ -17,6 +17,7 @@ void Prepare(const Problem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
+  for (int64_t i = 0; i < problem.element_slots; ++i) scratch.elements_of[i] = -1;
   FillTailWords(problem, scratch.words_tail);
 }
 

@@ -75,7 +75,10 @@ class Worker {
   void Sweep(int64_t first, int64_t last, bool unmasked) {
     const BlockMask* mask = args_.mask;
     if (mask == nullptr || unmasked) {
-      for (int64_t tile = first; tile < last; ++tile) Tile(tile, nullptr, unmasked);
+      for (int64_t tile = first; tile < last; ++tile) {
+        const uint32_t* bits = nullptr;
+        if (args_.elements == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
+      }
       return;
     }
     const int64_t row = MaskRow(b_, h_, row0_);
@@ -83,7 +86,13 @@ class Worker {
     const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
     const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
     for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
-      Tile(tiles[i], mask->bits.data() + mask->bits_id[i] * words, false);
+      const uint32_t* bits = nullptr;
+      if (mask->bits_id[i] >= 0) {
+        bits = mask->bits.data() + mask->bits_id[i] * words;
+      } else if (!FindElements(tiles[i], &bits)) {
+        continue;
+      }
+      Tile(tiles[i], bits, false);
     }
     for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i)
       Tile(tiles[i], nullptr, false);
@@ -284,6 +293,8 @@ class Worker {
   };
 
   // ---- cpu/attention_scores.h ----
+  // The element mask of a tile whose bits nobody stored, nullptr where it is full; false: it is empty.
+  __attribute__((noinline)) bool FindElements(int64_t tile, const uint32_t** bits) const;
   // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
   // everything.
   bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked);

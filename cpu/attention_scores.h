@@ -65,6 +65,23 @@ inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool u
 }
 
 template <bool kDirect>
+bool Worker<kDirect>::FindElements(int64_t tile, const uint32_t** bits) const {
+  const DynamicMask& elements = *args_.elements;
+  const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ : 0);
+  const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
+  // Other heads of the same rows come next: see RowsOutermost in attention.cc.
+  const int64_t slot = tile % problem_.element_slots;
+  uint32_t* const words = scratch_.elements + slot * problem_.m * (problem_.n / 32);
+  if (scratch_.elements_of[slot] != wanted) {
+    scratch_.elements_kind[slot] = static_cast<uint8_t>(
+        elements.tile(elements.self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n, words));
+    scratch_.elements_of[slot] = wanted;
+  }
+  *bits = scratch_.elements_kind[slot] == 1 ? words : nullptr;
+  return scratch_.elements_kind[slot] != 0;
+}
+
+template <bool kDirect>
 void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
   const int panels = (keys + kPanel - 1) / kPanel;
   strip->partial = 0;

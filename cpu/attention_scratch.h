@@ -44,6 +44,9 @@ struct Scratch {
     words_joined = Take<uint32_t>(problem.m * words);
     words_dynamic = Take<uint32_t>(problem.m * words);
     words_tail = Take<uint32_t>(words);
+    elements_of = Take<int64_t>(problem.element_slots);
+    elements_kind = Take<uint8_t>(problem.element_slots);
+    elements = Take<uint32_t>(problem.element_slots * problem.m * words);
     copy_values = problem.direct && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
     copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
@@ -57,6 +60,10 @@ struct Scratch {
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   uint8_t* empty;
   uint32_t *words_joined, *words_dynamic, *words_tail;
+  // Of tiles that AttentionArgs::elements gave: which one a slot holds, what it is, and its element mask.
+  int64_t* elements_of;
+  uint8_t* elements_kind;
+  uint32_t* elements;
   bool copy_values, copy_keys;
   size_t size;
 

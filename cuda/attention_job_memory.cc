@@ -59,6 +59,10 @@ Status AttentionJob::MakeMask(const MaskForm& form, AttentionParams* params) {
     return Status::Error("more than 2^29 tiles in a block mask: S × T is too large for a mask in one piece");
   }
   const size_t bytes = MaskBytes(build);
+  if (build_ == &own_ && bytes > static_cast<size_t>(kMostMaskBytes)) {
+    return Status::TooLarge("a block mask of " + std::to_string(bytes) + " bytes, expected at most " +
+                            std::to_string(kMostMaskBytes) + " in one piece");
+  }
   void* memory = Held(form.m, form.n, bytes);
   if (memory == nullptr) {
     return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of a block mask");

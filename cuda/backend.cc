@@ -11,6 +11,7 @@
 #include "cuda/device_mask.h"
 #include "cuda/mask_builder.h"
 #include "cuda/mask_memory.h"
+#include "cuda/one_process.h"
 #include "cuda/recording.h"
 #include "cuda/selector.h"
 #include "cuda/stream_memory.h"
@@ -117,7 +118,12 @@ Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMa
     return AttendInParts(*own, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
-  return cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
+  const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
+  if (!status.too_large()) return status;
+  // A mask that exceeds BlockMaskBounds is made by each run, part by part.
+  const Status in_parts = AttendInParts(*own, pad, mask, sizes, operands, context);
+  if (in_parts.ok()) return in_parts;
+  return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
 }
 
 Status Describe(std::string* name, int32_t* capability) {
@@ -193,30 +199,49 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
     AttentionArgs named;
     const AttentionArgs* own = nullptr;
     STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
-    STOF_RETURN_IF_ERROR(cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready());
+    const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready();
+    if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // else the run makes it
   }
   return Load(args, pad, mask, sizes, operands, context);
 }
 
-constexpr CudaBackend kBackend = {ToHost,
-                                  Device,
-                                  cuda::Take,
-                                  cuda::Give,
-                                  cuda::CapturedOrDone,
-                                  cuda::Relaxed,
-                                  Attention,
-                                  Kernels,
-                                  Ready,
-                                  Describe,
-                                  cuda::KernelNames,
-                                  cuda::TimeOp,
-                                  cuda::RunChain,
+// Functions that give no Status leave CUDA alone in a forked child; the run that follows gives the error.
+bool Take(void* stream, size_t bytes, void** memory) {
+  return cuda::IsCudaUsable() && cuda::Take(stream, bytes, memory);
+}
+void Give(void* stream, void* memory) {
+  if (cuda::IsCudaUsable()) cuda::Give(stream, memory);
+}
+bool CapturedOrDone(void* stream) { return cuda::IsCudaUsable() && cuda::CapturedOrDone(stream); }
+void Relaxed(void (*run)(void* self), void* self) { cuda::IsCudaUsable() ? cuda::Relaxed(run, self) : run(self); }
+int UsableKernels(const AttentionArgs& args) { return cuda::IsCudaUsable() ? Kernels(args) : 0; }
+void DropRecorded(void* recorded) {
+  if (cuda::IsCudaUsable()) cuda::DropRecorded(recorded);
+}
+bool Captured(void* stream) { return !cuda::IsCudaUsable() || cuda::Captured(stream); }
+
+template <auto kFunction>
+constexpr auto kChecked = &cuda::InOneProcess<kFunction>::Call;
+
+constexpr CudaBackend kBackend = {kChecked<&ToHost>,
+                                  kChecked<&Device>,
+                                  Take,
+                                  Give,
+                                  CapturedOrDone,
+                                  Relaxed,
+                                  kChecked<&Attention>,
+                                  UsableKernels,
+                                  kChecked<&Ready>,
+                                  kChecked<&Describe>,
+                                  kChecked<&cuda::KernelNames>,
+                                  kChecked<&cuda::TimeOp>,
+                                  kChecked<&cuda::RunChain>,
                                   cuda::MakeDeviceChain,
-                                  cuda::ReadyChain,
-                                  cuda::RecordRun,
-                                  cuda::LaunchRecorded,
-                                  cuda::DropRecorded,
-                                  cuda::Captured};
+                                  kChecked<&cuda::ReadyChain>,
+                                  kChecked<&cuda::RecordRun>,
+                                  kChecked<&cuda::LaunchRecorded>,
+                                  DropRecorded,
+                                  Captured};
 
 }  // namespace
 

@@ -15,6 +15,7 @@
 #include "cuda/chain_kernels.h"
 #include "cuda/chain_plan.h"
 #include "cuda/device_mask.h"
+#include "plugins/core/shown.h"
 
 namespace stof {
 namespace cuda {
@@ -51,7 +52,7 @@ Wanted WantedKernels() {
 void WarnOnce(const std::string& why) {
   static std::atomic<bool> warned{false};
   if (warned.exchange(true)) return;
-  std::fprintf(stderr, "stof: a StofChain runs by interpretation, which is slow: %s\n", why.c_str());
+  std::fprintf(stderr, "stof: a StofChain runs by interpretation, which is slow: %s\n", EscapedMessage(why).c_str());
 }
 
 Status Interpret(const Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/chain_cache.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "plugins/core/hash.h"
 
@@ -18,7 +21,8 @@ namespace stof {
 namespace cuda {
 namespace {
 
-constexpr size_t kMostBytes = size_t{16} << 20;
+constexpr size_t kMostBytes = size_t{16} << 20;        // of an entry
+constexpr int64_t kMostOfFolder = int64_t{256} << 20;  // of all of them
 
 class File {
  public:
@@ -100,6 +104,47 @@ bool WriteAll(int file, const char* from, size_t bytes) {
   return true;
 }
 
+// Of an entry, or of one that is being written; the folder may hold other files of the user's.
+bool IsOwnName(const std::string& name) {
+  constexpr size_t kDigits = 32;
+  const size_t begin = !name.empty() && name[0] == '.' ? 1 : 0;
+  const size_t end = name.find_first_not_of("0123456789abcdef", begin);
+  if (begin == 0) return name.size() == kDigits && end == std::string::npos;
+  return end == begin + kDigits && name[end] == '.';
+}
+
+// Makes room for one more entry: of what exceeds the bytes of a folder, the oldest files go first, those among them
+// that a process left half written.
+void MakeRoom(int folder, int64_t bytes, int64_t most) {
+  struct Entry {
+    int64_t seconds, bytes;
+    std::string name;
+  };
+  const int id = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR* const list = id < 0 ? nullptr : fdopendir(id);
+  if (list == nullptr) {
+    if (id >= 0) close(id);
+    return;
+  }
+  std::vector<Entry> entries;
+  while (const dirent* const entry = readdir(list)) {
+    struct stat state;
+    if (fstatat(folder, entry->d_name, &state, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(state.st_mode) ||
+        !IsOwnName(entry->d_name)) {
+      continue;
+    }
+    entries.push_back({state.st_mtime, state.st_size, entry->d_name});
+    bytes += state.st_size;
+  }
+  closedir(list);
+  if (bytes <= most) return;
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.seconds < b.seconds; });
+  for (const Entry& entry : entries) {
+    if (bytes <= most / 2) return;  // with room for more than one
+    if (unlinkat(folder, entry.name.c_str(), 0) == 0) bytes -= entry.bytes;
+  }
+}
+
 }  // namespace
 
 std::string ChainCacheFolder() {
@@ -140,10 +185,15 @@ bool LoadCachedChain(const std::string& folder, const std::string& key, std::str
 }
 
 bool StoreCachedChain(const std::string& folder, const std::string& key, const std::string& code) {
+  return StoreCachedChain(folder, key, code, kMostOfFolder);
+}
+
+bool StoreCachedChain(const std::string& folder, const std::string& key, const std::string& code, int64_t most) {
   const Header header = HeaderOf(key, code);
   if (code.empty() || sizeof header + key.size() + code.size() > kMostBytes) return false;
   const File at(OpenFolder(folder, true));
   if (!at.ok()) return false;
+  MakeRoom(at.id(), static_cast<int64_t>(sizeof header + key.size() + code.size()), most);
   static std::atomic<unsigned> count{0};
   const std::string name = NameOf(key);
   const std::string beside = "." + name + "." + std::to_string(getpid()) + "." + std::to_string(count++);

@@ -6,6 +6,7 @@
 #ifndef STOF_CUDA_CHAIN_CACHE_H_
 #define STOF_CUDA_CHAIN_CACHE_H_
 
+#include <cstdint>
 #include <string>
 
 namespace stof {
@@ -14,8 +15,9 @@ namespace cuda {
 // STOF_CHAIN_CACHE, or stof/chains in the user's folder for caches; empty where it is "off" or there is no such folder.
 std::string ChainCacheFolder();
 bool LoadCachedChain(const std::string& folder, const std::string& key, std::string* code);
-// False where it could not be kept.
+// False where it could not be kept. Where all entries would take more than 256 MiB, or `most` bytes, the oldest go.
 bool StoreCachedChain(const std::string& folder, const std::string& key, const std::string& code);
+bool StoreCachedChain(const std::string& folder, const std::string& key, const std::string& code, int64_t most);
 
 }  // namespace cuda
 }  // namespace stof

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/fragments.h"
+#include "cuda/one_process.h"
 #include "cuda/recording.h"
 #include "cuda/stacked_mask.h"
 #include "plugins/core/block_mask_cache.h"
@@ -109,6 +110,7 @@ Status ToStatus(cudaError_t error, const char* what) {
 }
 
 MaskEntry::~MaskEntry() {
+  if (!IsCudaUsable()) return;
   const RelaxedCapture relaxed;
   if (uploaded_ != nullptr) cudaEventDestroy(uploaded_);
   if (memory_ != nullptr) cudaFree(memory_);
@@ -236,7 +238,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
       *entry = slot.entry != nullptr ? slot.entry : slot.kept.lock();
       if (*entry == nullptr) {
         slots_.erase(found);  // its keepers are gone
-      } else if (keep || (captured && !IsOnlyLoading())) {
+      } else if ((captured && !IsOnlyLoading()) || (keep && IsRoomToPin(**entry))) {
         Pin(&slot, keeper, *entry);
       } else if (!slot.pinned) {
         ages_.splice(ages_.begin(), ages_, slot.age);
@@ -271,7 +273,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     slot->second.age = ages_.begin();
     bytes_ += made->bytes();
   }
-  if (keep) Pin(&slot->second, keeper, *entry);
+  if (keep && IsRoomToPin(**entry)) Pin(&slot->second, keeper, *entry);
   if (!fresh) return JoinOrDrop(stream, captured, entry);  // another thread was quicker
   while (bytes_ > capacity_ && ages_.size() > 1) {
     const auto old = slots_.find(ages_.back());
@@ -281,6 +283,15 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
     ages_.pop_back();
   }
   return Status();
+}
+
+bool DeviceMaskCache::IsRoomToPin(const MaskEntry& entry) const {
+  int64_t bytes = entry.bytes();
+  for (const auto& [key, slot] : slots_) {
+    const std::shared_ptr<const MaskEntry> other = slot.entry != nullptr ? slot.entry : slot.kept.lock();
+    if (slot.pinned && other != nullptr && other.get() != &entry) bytes += other->bytes();
+  }
+  return bytes <= capacity_;
 }
 
 void DeviceMaskCache::Pin(Slot* slot, Keeper* keeper, const std::shared_ptr<const MaskEntry>& entry) {

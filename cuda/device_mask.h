@@ -106,8 +106,9 @@ class MaskEntry {
 
 // Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
 // graph or a node of fixed shapes reads are pinned: they live as long as a keeper holds them, for ever where there is
-// none, and do not count. Of the others the least recently used go when their bytes exceed the capacity, after the
-// device has done with them (cudaFree waits).
+// none, and do not count. Nodes pin no more than the capacity, graphs what they read. Of the others the least recently
+// used go when their bytes exceed the capacity, after the device has done with them (cudaFree waits); one stays,
+// whatever its size, which BlockMaskBounds limits.
 class DeviceMaskCache {
  public:
   struct Stats {
@@ -117,7 +118,7 @@ class DeviceMaskCache {
   explicit DeviceMaskCache(int64_t capacity) : capacity_(capacity) {}
   static DeviceMaskCache& Global();
   // While the stream is captured nothing can be made: what is not here is then `missing`. keep: the keeper shall hold
-  // the entry, as it does while the stream is captured.
+  // the entry, where there is room, as it does in any case while the stream is captured.
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream,
              Keeper* keeper, bool keep, std::shared_ptr<const MaskEntry>* entry, bool* missing);
   Stats GetStats() const;
@@ -131,6 +132,7 @@ class DeviceMaskCache {
     std::list<Key>::iterator age;  // unless pinned
     bool pinned = false;
   };
+  bool IsRoomToPin(const MaskEntry& entry) const;
   void Pin(Slot* slot, Keeper* keeper, const std::shared_ptr<const MaskEntry>& entry);
   void DropReleased();
   const int64_t capacity_;

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cuda/device_mask.h"
+#include "cuda/one_process.h"
 #include "cuda/recording.h"
 #include "cuda/stream_memory.h"
 
@@ -30,6 +31,7 @@ Status MakeCount(int32_t** count) {
 }  // namespace
 
 DrawCounts::~DrawCounts() {
+  if (!IsCudaUsable()) return;
   const RelaxedCapture relaxed;
   for (int32_t* count : more_) cudaFree(count);
 }
@@ -41,6 +43,7 @@ Status DrawCounts::Get(cudaStream_t stream, Keeper* keeper, int32_t** count) con
     STOF_RETURN_IF_ERROR(MakeCount(count));
     if (keeper == nullptr) return Status();
     keeper->Keep(std::shared_ptr<const void>(*count, [](void* own) {
+      if (!IsCudaUsable()) return;
       const RelaxedCapture relaxed;
       cudaFree(own);  // waits for the device to be done with it
     }));

@@ -19,6 +19,7 @@
 #include "cuda/device_mask.h"
 #include "cuda/gemm_lt.h"
 #include "cuda/gemm_timing.h"
+#include "cuda/one_process.h"
 #include "plugins/core/gemm.h"
 
 namespace stof {
@@ -369,7 +370,8 @@ Status Plan(const GemmArgs&, size_t* workspace) {
 }  // namespace cuda
 
 const GemmBackend* FindGemmBackend() {
-  static constexpr GemmBackend kBackend = {cuda::Run, cuda::Plan};
+  static constexpr GemmBackend kBackend = {&cuda::InOneProcess<&cuda::Run>::Call,
+                                           &cuda::InOneProcess<&cuda::Plan>::Call};
   return &kBackend;
 }
 

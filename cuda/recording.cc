@@ -86,6 +86,8 @@ Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& cont
   const Loading loading;
   const Status status = Record(queue, self, imagined, &executable);
   if (executable != nullptr) cudaGraphExecDestroy(executable);
+  constexpr size_t kMostKeys = 1 << 16;  // sizes that change with every run must not fill the memory
+  if (loaded->size() >= kMostKeys) loaded->clear();
   if (status.ok()) loaded->insert(key);
   return status;
 }

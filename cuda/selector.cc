@@ -212,10 +212,13 @@ Status SelectRows(const Problem& problem, const Sm90Kernel* kernel, int head_byt
       tiles_take = PredictSm80(counts, head_bytes, fp32, problem.multiprocessors);
     }
     std::shared_ptr<const BlockMask> fine;
-    STOF_RETURN_IF_ERROR(BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, kRowsTile, kRowsTile, &fine));
-    const double taken = PredictRows(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S, head_bytes,
-                                     problem.multiprocessors);
-    *rows = taken < kRowsMargin * tiles_take;
+    const Status status = BlockMaskCache::Global().Get(*problem.mask, problem.hash, sizes, kRowsTile, kRowsTile, &fine);
+    if (!status.too_large()) {  // else it stays with the larger tiles
+      STOF_RETURN_IF_ERROR(status);
+      const double taken = PredictRows(CountPairs(*fine, sizes.B, sizes.H), sizes.B * sizes.H * sizes.S, head_bytes,
+                                       problem.multiprocessors);
+      *rows = taken < kRowsMargin * tiles_take;
+    }
   }
   const std::lock_guard<std::mutex> lock(mutex);
   if (remembered->size() >= kMostRemembered) remembered->clear();

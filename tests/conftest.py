@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import onnx
 import pytest
 
@@ -18,6 +20,19 @@ import build
 def _no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured on this machine before decides nothing in a test."""
     monkeypatch.setenv("STOF_CACHE", str(tmp_path / "own-cache" / "tuning.sqlite"))
+
+
+# How long one example takes says something about the machine, not about stof.
+hypothesis.settings.register_profile("stof", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("stof")
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """Ends a process that hangs, with all its stacks; no test is meant to come near to that."""
+    faulthandler.dump_traceback_later(600, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -123,25 +124,31 @@ def test_list_that_cannot_be_read(tool: ModuleType, tmp_path: Path, monkeypatch:
         tool.kernels_of(64)
 
 
+STEPS = 100
+
+
 def test_fit(tool: ModuleType) -> None:
     """Costs that choose the slower one of two kernels do not afterwards; --only leaves the other one alone."""
-    slow, fast = tool.Kernel(64, 64, 4, 1, 1000.0, 500.0, 520.0), tool.Kernel(256, 64, 1, 1, 3000.0, 900.0, 950.0)
+    slow, fast = tool.Kernel(64, 64, 4, 1, 1000.0, 500.0, 520.0), tool.Kernel(256, 64, 1, 1, 1000.0, 450.0, 475.0)
     planner, points = tool.Planner(PLANNER), []
-    for length in (512, 1024, 2048):
-        us = {slow.name: 3.0 * length / 64, fast.name: 2.0 * length / 64}
-        points.append(tool.Point(f"{length}", (8, 12, 12, length, length), 64, "k <= q", {}, us))
+    for length in (512, 1024):
+        point = tool.Point(f"{length}", (8, 12, 12, length, length), 64, "k <= q", {}, {})
+        # The costs of one are right, the other takes a quarter longer than that, and less by its costs.
+        right = planner.predict(point, fast)
+        points.append(tool.replace(point, us={slow.name: 1.25 * right, fast.name: right}))
     kernels = [slow, fast]
 
     def loss(some: list[object]) -> float:
         table = [{k.name: planner.predict(p, k) for k in some} for p in points]  # type: ignore[attr-defined]
         return float(tool.loss(points, some, kernels, table))
 
-    before = [chosen for _, chosen, _ in tool.regrets(points, kernels, planner)]
-    assert slow.name in before
+    assert [chosen for _, chosen, _ in tool.regrets(points, kernels, planner)] == [slow.name] * 2
     for only in (None, slow.name):
-        fitted = tool.fit(points, kernels, planner, 1.0, only)
+        steps = itertools.count()
+        fitted = tool.fit(points, kernels, planner, lambda steps=steps: next(steps) / STEPS, only)
+        assert next(steps) == STEPS + 1
         assert loss(fitted) < loss(kernels)
-        assert [chosen for _, chosen, _ in tool.regrets(points, fitted, planner)] == [fast.name] * 3
+        assert [chosen for _, chosen, _ in tool.regrets(points, fitted, planner)] == [fast.name] * 2
         assert (fitted[1] == fast) == (only is not None)
         assert all(k.full <= k.partial for k in fitted)
 

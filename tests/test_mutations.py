@@ -43,7 +43,7 @@ COUNT = 500
 WORKERS = 2
 LENGTH = 40
 MEMORY = 3 << 30  # bytes of address space that a child may take beyond what the idle child has
-HANG = 60.0  # seconds
+HANG = 600.0  # seconds, after which nothing is expected any more: many times what a busy machine takes
 OP = "StofAttention"
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,8 @@ def test_shapes_that_no_run_can_have_leave_the_session_alone() -> None:
     ("mask", "batch", "heads"),
     [("(q * q * 7919 + k * k * 104729) % 1009 < 300", 1, 1), ("q == h and k == b", 999, 999)],
 )
-def test_sizes_that_are_only_declared_cost_no_time(mask: str, batch: int, heads: int) -> None:
+@pytest.mark.usefixtures("watchdog")
+def test_no_mask_is_built_for_sizes_that_are_only_declared(mask: str, batch: int, heads: int) -> None:
     """A model may declare tensors that nobody has: every tile of 2^44 pairs undecided, or 10^6 tables."""
     shape = [batch, heads, 1 << 22, 1]
     infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "qkv"]
@@ -81,9 +81,7 @@ def test_sizes_that_are_only_declared_cost_no_time(mask: str, batch: int, heads:
     options = ort.SessionOptions()
     stof.register(options)
     cache_stats(clear=True)
-    begin = time.monotonic()
     ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    assert time.monotonic() - begin < 5
     assert cache_stats()["misses"] == 0
 
 

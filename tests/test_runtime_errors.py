@@ -177,15 +177,73 @@ def test_an_error_names_the_node(name: str, fixed: bool, constants: bool) -> Non
 @pytest.mark.parametrize("found", [b"\xff\xfe", b"\xc3", b"a\0b", b"\x1b[31m", "größer".encode()])
 @pytest.mark.parametrize("name", ["mask", "layout", "operands", "results", "empty_rows"])
 def test_an_error_shows_bytes_that_are_no_text(name: str, found: bytes) -> None:
-    """Python has no message at all of one that is no UTF-8, a NUL cuts one off, and a terminal obeys others."""
+    """Python has no message at all of one that is not UTF-8, a NUL cuts one off, and a terminal obeys others."""
     with pytest.raises(Exception, match=NODE) as caught:
         run(qkv(), {name: found})
     assert type(caught.value).__module__.startswith("onnxruntime")
     message = str(caught.value)
     assert name in message
     assert message.isprintable()
-    assert "unknown name" in message or "unexpected '?" in message if name == "mask" else "?" in message
+    if name == "mask":  # where the parser stops
+        assert "unknown name" in message or "unexpected '" in message
+    else:
+        assert repr(found.decode("utf-8", "surrogateescape"))[1:-1].replace("udc", "x") in message
     assert name == "mask" or "expected" in message or "newer stof library" in message
+
+
+def renamed(name: bytes, **attributes: Any) -> Any:
+    """A session of one StofAttention node of a name that may be any bytes."""
+    placeholder = "X" * len(name)
+    node = helper.make_node("StofAttention", list("qkv"), ["out"], placeholder, domain="stof", **attributes)
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["B", 4, f"S{n}", 8]) for n in "qkv"]
+    graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)])
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("stof", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    stof.register(options)
+    data = model.SerializeToString().replace(placeholder.encode(), name)
+    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (b"a\x1b[31m\nwritten: fake", r"a\x1b[31m\nwritten: fake"),
+        ("a\u202eb\x9b".encode(), r"a\u202eb\x9b"),
+        ("größer".encode(), "größer"),
+        (b"n" * 10_000 + b"end", "n" * 128 + "..." + "n" * 61 + "end:"),
+    ],
+    ids=["terminal", "direction", "letters", "long"],
+)
+def test_an_error_shows_the_name_of_a_node_as_text(name: bytes, shown: str) -> None:
+    with pytest.raises(Exception, match="StofAttention ") as caught:
+        renamed(name, mask="k <")
+    assert type(caught.value).__module__.startswith("onnxruntime")
+    message = str(caught.value)
+    assert f"StofAttention {shown}" in message
+    assert message.isprintable()
+    assert message.endswith(": mask expression, column 4: unexpected end")
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfeattention", b"attention\xc3", b"\xed\xa0\x80"])
+def test_a_node_with_a_name_that_is_not_utf8_is_refused(name: bytes) -> None:
+    """ONNX Runtime quotes it in each error of a run, of which Python would then have no message."""
+    with pytest.raises(Exception, match="StofAttention ") as caught:
+        renamed(name)
+    assert type(caught.value).__module__.startswith("onnxruntime")
+    assert "the node's name is not UTF-8" in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_node_without_a_name_is_called_by_its_operator() -> None:
+    with pytest.raises(Exception, match=r": StofAttention: mask expression"):
+        renamed(b"", mask="k <")
+
+
+def test_numbers_in_errors_are_those_of_the_model() -> None:
+    with pytest.raises(Exception, match="attribute softcap is 1e-31, expected 0 or 1e-30 to 1e30"):
+        run(qkv(), {"softcap": 1e-31})
 
 
 @pytest.mark.parametrize(

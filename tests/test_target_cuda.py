@@ -15,6 +15,7 @@ import pytest
 from tests.test_cli import ATTENTION, WINDOW, text
 
 from stof import cli, targets, tuning
+from stof.chains import judge
 from stof.kernels import cuda
 from stof.runtime import LibraryError
 from stof.runtime_cuda import DeviceInfo
@@ -145,13 +146,13 @@ def test_what_is_measured_is_written_and_planned(
         return {"": 10.0, "sm80": 12.0, "sm90-64x64x4": 7.0}[kernel]
 
     device = DeviceInfo("NVIDIA H100", 90)
-    for module in (targets, tuning):
+    for module in (judge, targets, tuning):
         monkeypatch.setattr(module, "device_info", lambda: device)
     monkeypatch.setattr(tuning, "kernel_names", lambda size, dtype: ["sm80", "sm90-64x64x4"])
     monkeypatch.setattr(tuning, "time_kernel", measure)
     path = put(text(WINDOW + ATTENTION))
     plan, result = path.with_name("plan.json"), path.with_name("model.stof.onnx")
-    arguments = [str(path), "--target", "cuda", "--tune", "5", "--shape", "S=1024"]
+    arguments = [str(path), "--target", "cuda", "--tune", "600", "--shape", "S=1024"]
     assert cli.main([*arguments, "--save-plan", str(plan)]) == 0
     assert "cuda sm90-64x64x4 sm_90, measured" in capsys.readouterr().out
     assert [c[1:] for c in calls] == [(1, 1024, ""), (1, 1024, "sm80"), (1, 1024, "sm90-64x64x4")]

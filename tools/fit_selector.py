@@ -26,13 +26,14 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from stof.bench.gpu.cases import mask as named_mask
+from stof.files import write_text
 from stof.runtime import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
@@ -174,7 +175,7 @@ def store(results: Sequence[Path], target: Path) -> None:
                 found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
                 point = json.dumps([found[k] for k in ("grid", "mask_name", "shape")], sort_keys=True)
                 kept[point] = found | {"kernels": {"each": record["kernels"]["each"]}}
-    target.write_text("[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]\n")
+    write_text("results", target, ["[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]"])
 
 
 class Planner:
@@ -294,10 +295,15 @@ def _step(kernel: Kernel, drawn: random.Random, size: float) -> Kernel:
 
 
 def fit(
-    points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner, seconds: float, only: str | None = None
+    points: Sequence[Point],
+    kernels: Sequence[Kernel],
+    planner: Planner,
+    progress: Callable[[], float],
+    only: str | None = None,
 ) -> list[Kernel]:
     """Constants by simulated annealing (Kirkpatrick et al. 1983), a kernel's at a time: the best that were met.
 
+    progress: how far the search is, from 0 on; it ends at 1. Asked before each step.
     only: the name of the one kernel whose constants are sought, the others' stay.
     """
     drawn = random.Random(1)
@@ -305,8 +311,7 @@ def fit(
     table = [{k.name: planner.predict(p, k) for k in found if k.name in p.us} for p in points]
     now = loss(points, found, start, table)
     best, least = list(found), now
-    begin = time.monotonic()
-    while (gone := (time.monotonic() - begin) / seconds) < 1:
+    while (gone := progress()) < 1:
         at = drawn.choice([i for i, k in enumerate(found) if only in (None, k.name)])
         tried = list(found)
         tried[at] = _step(found[at], drawn, 0.15 * (1 - gone) + 0.01)
@@ -321,6 +326,12 @@ def fit(
         if now < least:
             best, least = list(found), now
     return best
+
+
+def share_of(seconds: float) -> Callable[[], float]:
+    """The share of so many seconds that is over, from now on."""
+    begin = time.monotonic()
+    return lambda: (time.monotonic() - begin) / seconds
 
 
 def report(points: Sequence[Point], kernels: Sequence[Kernel], planner: Planner) -> None:
@@ -391,7 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report(points, kernels, planner)
         if arguments.fit > 0:
-            fitted = fit(points[::2] if arguments.halves else points, kernels, planner, arguments.fit, arguments.only)
+            chosen = points[::2] if arguments.halves else points
+            fitted = fit(chosen, kernels, planner, share_of(arguments.fit), arguments.only)
             print("fitted:")
             for kernel in fitted:
                 print(f"  {kernel}")

@@ -32,7 +32,7 @@ done
 
 step "1/4 installing stof with ONNX Runtime into .venv"
 "$python" -m venv .venv
-.venv/bin/python -m pip install -q --disable-pip-version-check --config-settings=cmake.define.STOF_CUDA=OFF '.[cpu]'
+.venv/bin/python -m pip install -q --disable-pip-version-check '.[cpu]'
 .venv/bin/stof-optimize --version
 
 step "2/4 filling the exported graph of ModernBERT-base with random weights"

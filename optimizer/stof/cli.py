@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stof.errors import ArgumentError, StofError
+from stof.errors import ArgumentError
 from stof.options import Options
+from stof.terminal import OutputError, Parser, complain, run_command, say
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
 _LATER = {
@@ -21,13 +22,8 @@ _LATER = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="stof-optimize",
         allow_abbrev=False,
         description="Writes an equivalent ONNX model in which masked attention skips the blocks that the mask forbids.",
@@ -82,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--empty-rows", choices=("exact", "ignore"), default="exact", help="rows in which no key is allowed"
     )
-    parser.add_argument("--version", action="store_true", help="version, backends, instruction set")
+    parser.add_argument("--version", action="store_true", help="version, and which parts are installed")
     return parser
 
 
@@ -121,14 +117,40 @@ def _shapes(items: Sequence[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _version() -> list[str]:
+    """The version, and for each part of an installation whether it is there or what adds it."""
+    import stof
+    from stof.installation import CUDA, missing
+    from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
+
+    info = stof.build_info()
+    lines = [
+        f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
+    ]
+    try:
+        import onnxruntime as ort
+
+        lines.append(f"ONNX Runtime: {ort.__version__}, {', '.join(ort.get_available_providers())}")
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime"
+        what = "not installed" if absent else f"does not load ({error})"
+        lines.append(f"ONNX Runtime: {what}; to verify and run models: pip install onnxruntime")
+    if "cuda" in info["backends"]:
+        lines.append(f"CUDA kernels: {', '.join(info['cuda_architectures'])}")
+    else:
+        lines.append(f"CUDA kernels: {missing(CUDA, stof.library_path().parent)}")
+    try:
+        plugin = plugin_path()
+        lacks = plugin_lacks_cuda(plugin)
+        lines.append(f"TensorRT plugin: {plugin}{lacks and f'; {lacks}'}")
+    except TensorrtError as error:
+        lines.append(f"TensorRT plugin: {error}")
+    return lines
+
+
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.version:
-        import stof
-
-        info = stof.build_info()
-        print(
-            f"stof {stof.__version__}, backends {', '.join(info['backends'])}, CPU {info['cpu_isa']}, {info['build_id']}"
-        )
+        say(*_version())
         return 0
     if arguments.model is None and arguments.explain not in (None, "*") and Path(arguments.explain).is_file():
         # `--explain model.onnx`: the optional SITE has taken the model's place.
@@ -162,10 +184,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from stof.pipeline import optimize
 
     report = optimize(arguments.model, options=options)
-    print(report.to_text())
+    lines = report.to_text().split("\n")
     if arguments.explain is not None:
         chosen = [s for s in report.sites if matches(arguments.explain, s.site, s.index)]
-        print(f"\n{report.explain(chosen)}")
+        lines += ["", *report.explain(chosen).split("\n")]
+    try:
+        say(*lines)
+    except OutputError as error:
+        written = [str(f) for f in (report.output, options.json, options.save_plan) if f is not None]
+        if not written:
+            raise
+        complain(f"stof-optimize: {error}; written: {', '.join(written)}")
     return 0
 
 
@@ -178,12 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(_parser().parse_args(argv))
-    except StofError as error:
-        print(f"stof-optimize: {error}", file=sys.stderr)
-        return error.exit_code
+        return run_command("stof-optimize", lambda: _run(_parser().parse_args(argv)))
     except KeyboardInterrupt:
-        print("stof-optimize: interrupted; nothing was written", file=sys.stderr)
+        complain("stof-optimize: interrupted; nothing was written")
         return 130
     finally:
         gc.set_threshold(*before)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,10 @@ from stof.chains.apply import Chained, apply_chains
 from stof.chains.judge import forms_of, judge_of, leave_all, merges_of
 from stof.chains.select import Selection
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
-from stof.errors import ArgumentError, ModelError, StofError, VerifyError
-from stof.files import check_outputs, write_text
-from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read_constants, save
+from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
+from stof.external_data import check_room, copied_data, external_files, read_constants
+from stof.files import check_outputs, temporary_folder, write_text
+from stof.graph import DOMAIN, all_nodes, load, save
 from stof.mask.families import picture, window
 from stof.options import Options
 from stof.passes.attention import is_softmax, unique
@@ -34,8 +34,9 @@ from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
+from stof.search.cache import cache_path
 from stof.site import Finding, tables_of
-from stof.targets import target_of
+from stof.targets import missing_for, target_of
 
 if TYPE_CHECKING:
     from stof.verify import Verification
@@ -64,11 +65,15 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     # The interpreter follows chains of movement operators by recursion; each is as deep as the graph writes it.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
+    report.notes = missing_for(options, report.library)
     try:
         _optimize(report, source, target, options)
     except VerifyError:
         _write_report(report, options)
         raise
+    except OSError as error:  # a full disk where temporary files lie, for instance
+        place = f"{error.filename}: " if error.filename else ""
+        raise ArgumentError(f"{source} cannot be optimized: {place}{error.strerror or error}") from error
     _write_report(report, options)
     return report
 
@@ -84,10 +89,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             f"--tune has nothing to measure: {options.plan} decides all sites and chains; leave --tune or --plan out"
         )
-    with _timed(report, "load"):
+    with _timed(report, "load"), _damage(source):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
-    _check_files(data, target, options, report.dry_run)
+    copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
+    _check_files(data, target, options, report.dry_run, copies)
     if any(_is_done(n) for n in all_nodes(graph.graph.node)):
         report.sites = _sites_again(graph)
         check_selection(options, [], [Finding(s.site, False, s.reason) for s in report.sites])
@@ -125,7 +131,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
     decided: tuple[ChainPlan, ...] | None = None
     if judge is not None or (rewrites and not report.dry_run):
-        with _timed(report, "emit"):
+        with _timed(report, "emit"), _damage(source):
             emitted = emit_scopes(scopes, rewrites)
         chained = Chained(emitted, ())
         if judge is not None:
@@ -153,11 +159,15 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         plan_of(choices, options.target, decided).save(options.save_plan)
 
 
-def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
+def _check_files(
+    read: dict[str, Path], target: Path, options: Options, dry_run: bool, copies: Mapping[str, Path] | None = None
+) -> None:
     written = {"report": options.json, "saved plan": options.save_plan, "output": None if dry_run else target}
     if options.plan is not None:
         read = {**read, "plan": options.plan}
-    check_outputs(read, {name: path for name, path in written.items() if path is not None})
+    if options.tune:
+        read = {**read, "tuning cache": cache_path()}
+    check_outputs(read, {name: path for name, path in written.items() if path is not None}, {} if dry_run else copies)
 
 
 def _write_report(report: Report, options: Options) -> None:
@@ -191,11 +201,11 @@ def _damage(source: Path) -> Iterator[None]:
     """A graph that breaks the standard's rules may break any assumption: that is a fact about the model, too."""
     try:
         yield
-    except StofError:
+    except (StofError, OSError):
         raise
     except Exception as error:
         raise ModelError(
-            f"{source} cannot be analyzed ({type(error).__name__}: {error}); onnx.checker.check_model(model, "
+            f"{source} cannot be analyzed ({type(error).__name__}: {explained(error)}); onnx.checker.check_model(model, "
             "full_check=True) may tell what is wrong with it. If it finds nothing, please report this model"
         ) from error
 
@@ -219,7 +229,7 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
     taken: set[str] = set()
     for node in nodes:
         if _is_done(node):
-            mask = next((a.s.decode() for a in node.attribute if a.name == "mask"), "")
+            mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
             found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
         elif is_softmax(node) or is_fused(node):
             name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
@@ -303,14 +313,18 @@ def _verified(
     emitted, chained = made
     try:
         _check_inputs(source, emitted)
-        with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
+        with temporary_folder(target.parent) as scratch:
             verifier = Verifier(scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows)
-            return verifier.run(source, chained.model, Path(scratch), partial(emit_scopes, scopes), emitted)
+            return verifier.run(source, chained.model, scratch, partial(emit_scopes, scopes), emitted)
     except OSError as error:
-        raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+        raise ArgumentError(
+            f"files for verification cannot be written to {target.parent}: {error.strerror or error}; make room there, "
+            "choose another folder with -o, or leave verification out with --no-verify"
+        ) from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
         raise ModelError(
-            f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"
+            f"{source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
+            "Nothing was written"
         ) from error
 
 

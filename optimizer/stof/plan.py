@@ -6,12 +6,13 @@ A plan holds no time, path or machine: the same model and choices give the same 
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stof import strict_json
 from stof.errors import ArgumentError
 from stof.files import read_text, write_text
 from stof.site import EmptyRows
@@ -76,7 +77,7 @@ class Plan:
         data["sites"] = [_write(s) for s in self.sites]
         if self.chains is not None:
             data["chains"] = [_write_chain(c) for c in self.chains]
-        return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+        return strict_json.dumps(data, indent=2)
 
     def save(self, path: Path) -> None:
         """Writes the plan, whole or not at all.
@@ -103,7 +104,7 @@ def parse(text: str, where: str = "plan") -> Plan:
         ArgumentError: when the text is no plan, with the entry at fault, what was found and what was expected.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        data = strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{where} is no plan: it is no JSON ({error}); --save-plan writes one") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -163,7 +164,7 @@ def _write(site: SitePlan) -> dict[str, Any]:
     data: dict[str, Any] = {"site": site.site, "replace": site.replace}
     if site.replace:
         data |= {"mask": site.mask, **({"empty_rows": site.empty_rows} if site.empty_rows else {}), **dict(site.hints)}
-        if site.predicted_gain is not None:
+        if site.predicted_gain is not None and math.isfinite(site.predicted_gain):
             data["predicted_gain"] = round(site.predicted_gain, 3)
     if site.reason:
         data["reason"] = site.reason
@@ -221,18 +222,6 @@ class _Fields:
         return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [n for n, _ in pairs]
-        raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} twice in one object")
-    return found
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
-
-
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    text = strict_json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

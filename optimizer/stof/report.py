@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stof import strict_json
 from stof.chains.apply import ChainReport
+from stof.errors import shown
 
 if TYPE_CHECKING:
     from stof.compare import Comparison
@@ -68,6 +69,7 @@ class Report:
     verification: Verification | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what this installation lacks for the target
 
     @property
     def replaced(self) -> int:
@@ -75,11 +77,11 @@ class Report:
         return sum(s.replaced for s in self.sites)
 
     def to_json(self) -> str:
-        """Every fact as JSON."""
+        """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
         data = asdict(self)
         if self.verification is not None:
             data["verification"]["ok"] = not self.verification.failures
-        return json.dumps(data, indent=2, default=str)
+        return strict_json.dumps(data, indent=2, default=str)
 
     def to_text(self) -> str:
         """A table by kind of site, a picture of each distinct mask, and what was verified."""
@@ -112,11 +114,12 @@ class Report:
             lines.append("dry run: no file was written")
         if any(s.step is Step.LIFT for s in self.sites):
             lines.append("hint: --mask SITE=EXPR states a mask that cannot be read off the graph; it is checked")
-        return "\n".join(lines)
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(map(shown, lines))
 
     def explain(self, chosen: Sequence[SiteReport] | None = None) -> str:
         """How far each site got, one line for each step that it passed and the reason where it stopped."""
-        return "\n".join(line for s in (self.sites if chosen is None else chosen) for line in _explained(s))
+        return "\n".join(shown(line) for s in (self.sites if chosen is None else chosen) for line in _explained(s))
 
     def _chains(self) -> list[str]:
         groups: dict[tuple[Any, ...], list[ChainReport]] = defaultdict(list)

@@ -8,6 +8,8 @@ import functools
 import importlib.resources
 import json
 import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from stof.errors import StofError
+from stof.installation import CUDA, missing
 
 LIBRARY = "libstof_ort.so"
 ERROR_SIZE = 1024
@@ -57,14 +60,29 @@ def library_path() -> Path:
         if path.is_file():
             return path
     raise LibraryError(
-        f"{LIBRARY} is not installed beside the stof package: install stof with a C++ compiler at hand "
-        "(pip install .), or set STOF_LIBRARY to a built library"
+        f"{LIBRARY} is not installed beside the stof package: with a C++ compiler at hand, in stof's source folder: "
+        "pip install . (or set STOF_LIBRARY to a built library)"
     )
 
 
 def register(options: Any) -> None:
-    """Registers the operators with an ``onnxruntime.SessionOptions``."""
-    options.register_custom_ops_library(str(library_path()))
+    """Registers the operators with an ``onnxruntime.SessionOptions``.
+
+    Warns where ONNX Runtime has a CUDA provider and the library no CUDA kernels: the operators then run on the CPU.
+    """
+    path = library_path()
+    runtime = sys.modules.get("onnxruntime")  # the module that the options come from
+    if (
+        runtime is not None
+        and "CUDAExecutionProvider" in runtime.get_available_providers()
+        and "cuda" not in build_info()["backends"]
+    ):
+        warnings.warn(
+            "stof's operators run on the CPU, in sessions of the CUDA provider too: the library has no CUDA kernels, "
+            f"which are {missing(CUDA, path.parent)}",
+            stacklevel=2,
+        )
+    options.register_custom_ops_library(str(path))
 
 
 class Tensor(ctypes.Structure):

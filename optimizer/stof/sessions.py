@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 from stof.errors import ArgumentError
-from stof.graph import external_files
+from stof.external_data import all_tensors, external_files, is_external
+from stof.files import is_utf8, open_regular
 from stof.runtime import register
 
 # The first version that reads external data from a folder that an option names; 1.20 looks in the working directory.
@@ -52,15 +54,20 @@ class Sessions:
         if library:
             register(options)
         if isinstance(model, Path):
-            return self._session(str(model), options)
+            if is_utf8(model):
+                return self._session(str(model), options)
+            with open_regular(model) as file:  # ONNX Runtime takes names in UTF-8 only, but bytes, too
+                read: onnx.ModelProto = onnx.ModelProto.FromString(file.read())
+            model = read
         files = sorted(external_files(model))
         if all((self.scratch / name).exists() for name in files):
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.
             return self._from_file(model, options)
         if _version() >= _FOLDER_OPTION:
             model, folder = self._located(model, files)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-            return self._session(model.SerializeToString(), options)
+            with _text_of(folder) as text:
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", text)
+                return self._session(model.SerializeToString(), options)
         for name in files:  # versions without that option follow links, which later ones refuse
             link = self.scratch / name
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +83,8 @@ class Sessions:
         folder = Path(os.path.commonpath([place.parent for place in places.values()]))
         located = onnx.ModelProto()
         located.CopyFrom(model)
-        for tensor in located.graph.initializer:
-            for entry in tensor.external_data:
+        for tensor in all_tensors(located):
+            for entry in tensor.external_data if is_external(tensor) else ():
                 if entry.key == "location":
                     entry.value = str(places[entry.value].relative_to(folder))
         return located, folder
@@ -88,7 +95,8 @@ class Sessions:
             path = path.with_name(f"{path.stem}_.onnx")
         try:
             path.write_bytes(model.SerializeToString())
-            return self._session(str(path), options)
+            with _text_of(path.parent) as folder:
+                return self._session(f"{folder}/{path.name}", options)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
         finally:
@@ -100,6 +108,19 @@ class Sessions:
         return _runtime().InferenceSession(
             model, options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
         )
+
+
+@contextmanager
+def _text_of(folder: Path) -> Iterator[str]:
+    """A path of a folder that ONNX Runtime takes: one in UTF-8."""
+    if is_utf8(folder):
+        yield str(folder)
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _version() -> tuple[int, ...]:

@@ -154,8 +154,8 @@ std::string BuildInfo() {
 extern "C" {
 
 const char* stof_build_info(void) {
-  static const std::string* info = new std::string(BuildInfo());
-  return info->c_str();
+  static stof::ProcessWide<const std::string> info;
+  return info.Get(BuildInfo).c_str();
 }
 
 int stof_mask_create(const char* expression, const stof_operand* tables, int table_count, stof_mask** mask, char* error,
@@ -303,7 +303,9 @@ int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_te
     // A team of its own for each calling thread, kept between calls: calls from several threads do not share one.
     thread_local Arena arena;
     thread_local std::unique_ptr<stof::ThreadPool> pool;
-    if (pool == nullptr || pool->view().threads != threads) pool = std::make_unique<stof::ThreadPool>(threads);
+    if (pool == nullptr || pool->view().threads != threads || pool->IsOfAnotherProcess()) {
+      pool = std::make_unique<stof::ThreadPool>(threads);
+    }
     arena.Reset();
     stof::RunContext context;
     context.parallel = pool->view();

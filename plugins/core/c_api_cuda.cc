@@ -5,6 +5,7 @@
 
 #include "plugins/core/c_api_internal.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 
 namespace {
 
@@ -43,7 +44,7 @@ int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, cha
 int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
-    if (stof::FindCudaBackend() == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    if (stof::FindCudaBackend() == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
     std::vector<stof::Tensor> out;
@@ -62,7 +63,7 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
 int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
-    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"capability", capability}}));
     std::string found;
     STOF_RETURN_IF_ERROR(backend->describe(&found, capability));
@@ -75,7 +76,7 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
                       size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
-    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     std::string found;
     STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"names", names}}));
@@ -89,7 +90,7 @@ int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, i
                       double* microseconds, char* error, size_t error_size) {
   return stof::Guarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
-    if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+    if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     if (output_count < 1 || output_count > 64) return Status::Error("a number of outputs that is not 1 to 64");
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}, {"microseconds", microseconds}}));
     std::vector<stof::Tensor> in;

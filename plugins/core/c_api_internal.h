@@ -8,10 +8,12 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "plugins/core/c_api.h"
 #include "plugins/core/op.h"
+#include "plugins/core/shown.h"
 
 struct stof_op {
   std::unique_ptr<stof::Op> op;
@@ -19,9 +21,17 @@ struct stof_op {
 
 namespace stof {
 
+// The message as one line of UTF-8, cut where the caller's buffer ends.
 inline int Finish(const Status& status, char* error, size_t error_size) {
   if (status.ok()) return 0;
-  if (error != nullptr && error_size > 0) std::snprintf(error, error_size, "%s", status.message().c_str());
+  if (error == nullptr || error_size == 0) return 1;
+  size_t at = 0;
+  bool full = false;
+  Escape(status.message(), [&](std::string_view piece) {
+    full = full || piece.size() >= error_size - at;
+    if (!full) at += piece.copy(error + at, piece.size());
+  });
+  error[at] = '\0';
   return 1;
 }
 

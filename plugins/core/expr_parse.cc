@@ -186,7 +186,10 @@ class ExprParser {
       if (node >= 0 && !Take(")")) return Fail("expected ')'");
       return node;
     }
-    if (std::isalpha(static_cast<unsigned char>(c)) == 0) return Fail("unexpected " + Shown(text_.substr(at_, 1)));
+    if (std::isalpha(static_cast<unsigned char>(c)) == 0) {
+      char32_t code = 0;
+      return Fail("unexpected " + Shown(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
+    }
     const size_t begin = at_;
     while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
     return Name(text_.substr(begin, at_ - begin));

@@ -62,13 +62,13 @@ struct Parallel {
   int threads = 1;
 };
 
-// Conjuncts of the mask that read run-time operands (segment ids, lengths, pad inside an or). The kernel calls it for
-// every tile that the static block mask keeps.
+// A part of the mask that is evaluated while a kernel runs.
 struct DynamicMask {
-  // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold the dynamic part, 2: full.
+  // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold its element mask, 2: full.
   int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
               uint32_t* bits) = nullptr;
   const void* self = nullptr;
+  bool by_batch = true, by_head = true;  // whether it differs between batches, between heads
 };
 
 struct AttentionArgs {
@@ -99,8 +99,12 @@ struct AttentionArgs {
   // divided by; -inf for a row without a key, or its sink's logit. nullptr: not asked for.
   float* lse = nullptr;
   int64_t lse_stride_b = 0, lse_stride_h = 0;
-  const BlockMask* mask = nullptr;       // static part; nullptr: every pair is allowed
-  const DynamicMask* dynamic = nullptr;  // nullptr: none
+  const BlockMask* mask = nullptr;  // static part; nullptr: every pair is allowed, but for `elements`
+  // Conjuncts that read run-time operands (segment ids, lengths, pad inside an or), asked for every tile that the
+  // static part keeps; nullptr: none.
+  const DynamicMask* dynamic = nullptr;
+  // The static part, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is nullptr.
+  const DynamicMask* elements = nullptr;
 };
 
 // ---- CPU (cpu/attention.h has the implementation's own parts) ----

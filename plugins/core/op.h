@@ -7,10 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "plugins/core/fork_guard.h"
 #include "plugins/core/kernels.h"
 #include "plugins/core/status.h"
 
@@ -74,16 +74,15 @@ class AttributeReader {
 class Keeper {
  public:
   void Keep(const std::shared_ptr<const void>& what) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& kept : kept_) {
+    const auto all = kept_.Lock();
+    for (const auto& kept : *all) {
       if (kept == what) return;
     }
-    kept_.push_back(what);
+    all->push_back(what);
   }
 
  private:
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<const void>> kept_;
+  ForkSafe<std::vector<std::shared_ptr<const void>>> kept_;
 };
 
 // What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.

@@ -13,12 +13,21 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
   static Status Error(std::string message) { return Status(std::move(message)); }
+  // What was asked for would exceed a bound on memory or time; the same call fails again. Some callers know another
+  // way.
+  static Status TooLarge(std::string message) {
+    Status status(std::move(message));
+    status.too_large_ = true;
+    return status;
+  }
   bool ok() const { return ok_; }
+  bool too_large() const { return too_large_; }
   const std::string& message() const { return message_; }
 
  private:
   explicit Status(std::string message) : ok_(false), message_(std::move(message)) {}
   bool ok_ = true;
+  bool too_large_ = false;
   std::string message_;
 };
 

@@ -2,9 +2,9 @@
 // Constant operands of mask expressions. The layers of a model share their tables, and so do they here.
 #include <algorithm>
 #include <map>
-#include <mutex>
 
 #include "plugins/core/expr.h"
+#include "plugins/core/fork_guard.h"
 #include "plugins/core/hash.h"
 
 namespace stof {
@@ -71,9 +71,8 @@ bool Equal(const ExprOperand& a, const ExprOperand& b) {
 }
 
 std::shared_ptr<const ExprOperand> Share(std::shared_ptr<const ExprOperand> made) {
-  static auto* const mutex = new std::mutex;  // never destroyed: sessions may outlive static destructors
-  static auto* const known = new std::multimap<uint64_t, std::weak_ptr<const ExprOperand>>;
-  const std::lock_guard<std::mutex> lock(*mutex);
+  static ProcessWide<ForkSafe<std::multimap<uint64_t, std::weak_ptr<const ExprOperand>>>> tables;
+  const auto known = tables.Get().Lock();
   for (auto it = known->begin(); it != known->end();) it = it->second.expired() ? known->erase(it) : std::next(it);
   const auto [begin, end] = known->equal_range(made->hash);
   for (auto it = begin; it != end; ++it) {

@@ -1,71 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/core/thread_pool.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace stof {
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), team_(std::make_unique<Team>()) {
+  Team* const team = team_.get();
   try {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { Work(); });
+    for (int i = 1; i < threads; ++i) team->workers.emplace_back([team] { team->Work(); });
   } catch (const std::exception&) {
-    const size_t started = workers_.size();
-    Stop();  // a thread that is destroyed while it runs ends the process
+    const size_t started = team->workers.size();
+    team->Stop();  // a thread that is destroyed while it runs ends the process
     throw std::runtime_error("the system gave " + std::to_string(started + 1) + " of " + std::to_string(threads) +
                              " threads: ask for fewer, or raise the limit of threads or memory");
   }
 }
 
-ThreadPool::~ThreadPool() { Stop(); }
-
-void ThreadPool::Stop() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
+ThreadPool::~ThreadPool() {
+  if (IsOfAnotherProcess()) {
+    (void)team_.release();
+  } else {
+    team_->Stop();
   }
-  wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::Team::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    stop = true;
+  }
+  wake.notify_all();
+  for (std::thread& worker : workers) worker.join();
 }
 
 // Takes indices until none is left. Kernels hand out one index for each slot, so the lock is taken a few times a run.
-void ThreadPool::Drain(std::unique_lock<std::mutex>* lock) {
-  while (next_ < count_) {
-    const size_t index = next_++;
-    const auto fn = fn_;
-    void* const user = user_;
+void ThreadPool::Team::Drain(std::unique_lock<std::mutex>* lock) {
+  while (next < count) {
+    const size_t index = next++;
+    const auto own_fn = fn;
+    void* const own_user = user;
     lock->unlock();
-    fn(user, index);
+    own_fn(own_user, index);
     lock->lock();
-    if (--unfinished_ == 0) done_.notify_all();
+    if (--unfinished == 0) done.notify_all();
   }
 }
 
-void ThreadPool::Work() {
-  std::unique_lock<std::mutex> lock(mutex_);
+void ThreadPool::Team::Work() {
+  std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
-    wake_.wait(lock, [this] { return stop_ || next_ < count_; });
-    if (stop_) return;
+    wake.wait(lock, [this] { return stop || next < count; });
+    if (stop) return;
     Drain(&lock);
   }
 }
 
 void ThreadPool::Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {
-  auto& pool = *static_cast<ThreadPool*>(self);
-  if (pool.workers_.empty() || count == 1) {
+  const auto& pool = *static_cast<const ThreadPool*>(self);
+  if (pool.threads_ == 1 || count == 1 || pool.IsOfAnotherProcess()) {
     for (size_t i = 0; i < count; ++i) fn(user, i);
     return;
   }
-  std::unique_lock<std::mutex> lock(pool.mutex_);
-  pool.fn_ = fn;
-  pool.user_ = user;
-  pool.next_ = 0;
-  pool.count_ = count;
-  pool.unfinished_ = count;
-  pool.wake_.notify_all();
-  pool.Drain(&lock);
-  pool.done_.wait(lock, [&pool] { return pool.unfinished_ == 0; });
-  pool.count_ = 0;
+  Team& team = *pool.team_;
+  std::unique_lock<std::mutex> lock(team.mutex);
+  team.fn = fn;
+  team.user = user;
+  team.next = 0;
+  team.count = count;
+  team.unfinished = count;
+  team.wake.notify_all();
+  team.Drain(&lock);
+  team.done.wait(lock, [&team] { return team.unfinished == 0; });
+  team.count = 0;
 }
 
 }  // namespace stof

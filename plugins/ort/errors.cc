@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/ort/errors.h"
 
+#include <exception>
+
+#include "plugins/core/shown.h"
+
 namespace stof::ort {
 
 bool Failed(const OrtApi* api, OrtStatus* status) {
@@ -11,21 +15,29 @@ bool Failed(const OrtApi* api, OrtStatus* status) {
 
 OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& status) {
   if (status.ok()) return nullptr;
-  return api->CreateStatus(ORT_INVALID_ARGUMENT, (node + ": " + status.message()).c_str());
+  return Error(api, ORT_INVALID_ARGUMENT, node, status.message());
+}
+
+OrtStatus* Error(const OrtApi* api, OrtErrorCode code, const std::string& node, std::string_view message) {
+  try {
+    return api->CreateStatus(code, (node + ": " + EscapedMessage(message)).c_str());
+  } catch (const std::exception&) {  // no memory for the words: this is called where there was none for something else
+    return api->CreateStatus(ORT_FAIL, "stof: out of memory");
+  }
 }
 
 OrtStatus* OfInput(const OrtApi* api, const std::string& node, size_t input, OrtStatus* status) {
   if (status == nullptr) return nullptr;
-  const std::string message = node + ": input " + std::to_string(input) + " " + api->GetErrorMessage(status);
+  const std::string message = "input " + std::to_string(input) + " " + api->GetErrorMessage(status);
   const OrtErrorCode code = api->GetErrorCode(status);
   api->ReleaseStatus(status);
-  return api->CreateStatus(code, message.c_str());
+  return Error(api, code, node, message);
 }
 
 OrtStatus* TooMany(const OrtApi* api, const std::string& node, size_t count, const char* what, int most) {
-  const std::string message = node + ": has " + std::to_string(count) + " " + what + ", expected at most " +
-                              std::to_string(most) + ": leave out those that nothing reads";
-  return api->CreateStatus(ORT_INVALID_ARGUMENT, message.c_str());
+  return Error(api, ORT_INVALID_ARGUMENT, node,
+               "has " + std::to_string(count) + " " + what + ", expected at most " + std::to_string(most) +
+                   ": leave out those that nothing reads");
 }
 
 }  // namespace stof::ort

@@ -6,6 +6,7 @@
 #include <onnxruntime_c_api.h>
 
 #include <string>
+#include <string_view>
 
 #include "plugins/core/status.h"
 
@@ -18,6 +19,8 @@ namespace stof::ort {
 
 // Frees an error that we answer by a default, and says whether there was one.
 bool Failed(const OrtApi* api, OrtStatus* status);
+// `node` is what LabelOf gives; the message may hold text of the model.
+OrtStatus* Error(const OrtApi* api, OrtErrorCode code, const std::string& node, std::string_view message);
 OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& status);
 // An error that does not say where it was met, for the runtime that does not either.
 OrtStatus* OfInput(const OrtApi* api, const std::string& node, size_t input, OrtStatus* status);

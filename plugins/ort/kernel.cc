@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/shown.h"
 #include "plugins/ort/adapter.h"
 #include "plugins/ort/attributes.h"
 #include "plugins/ort/errors.h"
@@ -31,17 +32,22 @@ struct Kernel {
   const OrtApi* api = nullptr;
   OrtAllocator* allocator = nullptr;  // of its provider, for CUDA
   bool on_cuda = false;
-  std::string node;
+  std::string node;  // in messages
   std::unique_ptr<Op> op;
 };
 
-std::string NodeName(const OrtApi* api, const OrtKernelInfo* info, const char* fallback) {
+std::string NodeName(const OrtApi* api, const OrtKernelInfo* info) {
   size_t size = 0;
-  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return fallback;
+  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return std::string();
   std::string name(size, '\0');
-  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return fallback;
+  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return std::string();
   name.resize(size - 1);
   return name;
+}
+
+// The node in messages: its operator, and its name as far as it fits.
+std::string LabelOf(const char* op, const std::string& name) {
+  return name.empty() ? op : std::string(op) + " " + Escaped(name, 128, 64);
 }
 
 // Types and ranks are known at creation only for constants; everything else is checked in each Run.
@@ -179,8 +185,14 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     auto kernel = std::make_unique<Kernel>();
     kernel->api = api;
     kernel->on_cuda = self.provider != nullptr;
-    node = NodeName(api, info, self.description->name);
+    const std::string name = NodeName(api, info);
+    node = LabelOf(self.description->name, name);
     kernel->node = node;
+    // ONNX Runtime puts the name before each message of a run as it is, and Python then has no message at all.
+    if (!IsUtf8(name)) {
+      return Error(api, ORT_INVALID_ARGUMENT, node,
+                   "the node's name is not UTF-8, which ONNX demands and messages need: rename the node");
+    }
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
@@ -191,7 +203,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {
-    return api->CreateStatus(ORT_FAIL, (node + ": " + error.what()).c_str());
+    return Error(api, ORT_FAIL, node, error.what());
   }
 }
 
@@ -202,9 +214,9 @@ OrtStatus* ORT_API_CALL Compute(void* kernel, OrtKernelContext* context) {
   try {
     return ComputeChecked(self, context);
   } catch (const std::bad_alloc&) {
-    return self.api->CreateStatus(ORT_FAIL, (self.node + ": out of memory").c_str());
+    return Error(self.api, ORT_FAIL, self.node, "out of memory");
   } catch (const std::exception& error) {
-    return self.api->CreateStatus(ORT_FAIL, (self.node + ": " + error.what()).c_str());
+    return Error(self.api, ORT_FAIL, self.node, error.what());
   }
 }
 

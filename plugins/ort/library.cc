@@ -2,11 +2,11 @@
 // The one symbol that ONNX Runtime looks for. Nothing is linked from it: everything comes through the OrtApiBase.
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/fork_guard.h"
 #include "plugins/ort/adapter.h"
 
 namespace {
@@ -47,9 +47,8 @@ OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
 }
 
 OrtStatus* DomainOf(const OrtApi* api, OrtCustomOpDomain** domain) {
-  static std::mutex mutex;
-  static auto* all = new std::vector<std::unique_ptr<Domain>>;
-  const std::lock_guard<std::mutex> lock(mutex);
+  static stof::ProcessWide<stof::ForkSafe<std::vector<std::unique_ptr<Domain>>>> domains;
+  const auto all = domains.Get().Lock();
   for (const auto& entry : *all) {
     if (entry->api == api) {
       *domain = entry->domain;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "plugins/core/fork_guard.h"
 #include "plugins/ort/errors.h"
 
 namespace stof::ort {
@@ -59,9 +60,9 @@ void* Scratch::FromArena(size_t bytes) {
 }
 
 int RunThreads() {
-  static const auto threads =
-      static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads));
-  return threads;
+  static ProcessWide<const int> threads;
+  return threads.Get(
+      [] { return static_cast<int>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, kMaxThreads)); });
 }
 
 void RunOnPool(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "plugins/core/shown.h"
+
 #define STOF_TEXT2(x) #x
 #define STOF_TEXT(x) STOF_TEXT2(x)
 
@@ -24,7 +26,9 @@ constexpr const char* kTensorRts[] = {
 
 void Complain(const std::string& message) {
   const char* level = std::getenv("STOF_TRT_LOG");
-  if (level == nullptr || std::atoi(level) > 0) std::fprintf(stderr, "stof: %s\n", message.c_str());
+  if (level == nullptr || std::atoi(level) > 0) {
+    std::fprintf(stderr, "stof: %s\n", stof::EscapedMessage(message).c_str());
+  }
 }
 
 struct TensorRt {

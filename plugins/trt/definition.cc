@@ -7,6 +7,7 @@
 
 #include "plugins/core/c_api.h"
 #include "plugins/core/hash.h"
+#include "plugins/core/shown.h"
 
 namespace stof::trt {
 namespace {
@@ -125,7 +126,7 @@ void Definition::Describe() {
   for (const Field& field : fields_.all()) {
     std::string value = field.s;
     if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
-    if (field.kind == Field::Kind::kFloat) value = std::to_string(field.f);
+    if (field.kind == Field::Kind::kFloat) value = Shown(field.f);
     for (const int32_t number : field.numbers) value += (value.empty() ? "" : " ") + std::to_string(number);
     if (value.empty() || field.name == kFormatName) continue;
     metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <string_view>
+
+#include "plugins/core/shown.h"
 
 namespace stof::trt {
 namespace {
@@ -12,7 +15,7 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
 constexpr int32_t kMostFields = 256;
-constexpr size_t kMostName = 256;
+constexpr size_t kMostName = 256, kMostShown = 64;
 constexpr int32_t kMostNumbers = 64;  // of a list
 constexpr int64_t kMostElements = int64_t{1} << 31;
 
@@ -29,7 +32,7 @@ Status ReadString(const PluginField& from, Field* field) {
   auto size = static_cast<size_t>(from.length);
   while (size > 0 && text[size - 1] == '\0') --size;  // TensorRT's parser counts the NUL at the end
   if (size > 0 && std::memchr(text, 0, size) != nullptr) {
-    return Status::Error("field " + field->name + " has a NUL inside");
+    return Status::Error("field " + Shown(field->name, kMostShown) + " has a NUL inside");
   }
   field->kind = Field::Kind::kString;
   field->s.assign(text, size);
@@ -47,7 +50,8 @@ Status ReadNumbers(const PluginField& from, Field* field) {
     const char* at = static_cast<const char*>(from.data) + static_cast<size_t>(i) * size;
     const int64_t number = wide ? Load<int64_t>(at) : Load<int32_t>(at);
     if (!Fits(number)) {
-      return Status::Error("field " + field->name + " has " + std::to_string(number) + ", which does not fit 32 bits");
+      return Status::Error("field " + Shown(field->name, kMostShown) + " has " + std::to_string(number) +
+                           ", which does not fit 32 bits");
     }
     field->numbers.push_back(static_cast<int32_t>(number));
   }
@@ -61,7 +65,7 @@ Status ReadOne(const PluginField& from, Field* field) {
   if (size == 0 || size == kMostName) return Status::Error("a plugin field has an empty or a very long name");
   field->name.assign(from.name, size);
   if (from.length < 0 || (from.length > 0 && from.data == nullptr)) {
-    return Status::Error("field " + field->name + " has length " + std::to_string(from.length) +
+    return Status::Error("field " + Shown(field->name, kMostShown) + " has length " + std::to_string(from.length) +
                          (from.data == nullptr ? " and no data" : ""));
   }
   if (from.type == PluginFieldType::kCHAR) return ReadString(from, field);
@@ -97,7 +101,8 @@ Status ReadOne(const PluginField& from, Field* field) {
   }
   field->kind = Field::Kind::kInt;
   if (!Fits(field->i)) {
-    return Status::Error("field " + field->name + " is " + std::to_string(field->i) + ", which does not fit 32 bits");
+    return Status::Error("field " + Shown(field->name, kMostShown) + " is " + std::to_string(field->i) +
+                         ", which does not fit 32 bits");
   }
   return Status();
 }
@@ -168,7 +173,7 @@ Status ParseConstant(const std::string& text, Tensor* tensor, std::vector<char>*
   } else if (type == "int64") {
     tensor->dtype = DType::kI64, bits = 64;
   } else {
-    return Status::Error("has type '" + type.substr(0, 16) + "', expected bool, uint8, int32 or int64");
+    return Status::Error("has type " + Shown(type, 16) + ", expected bool, uint8, int32 or int64");
   }
   STOF_RETURN_IF_ERROR(ParseShape(text.substr(first + 1, second - first - 1), tensor));
   std::vector<char> bytes;
@@ -202,7 +207,7 @@ Status Fields::Read(const nvinfer1::PluginFieldCollection* collection, Fields* f
     Field field;
     STOF_RETURN_IF_ERROR(ReadOne(collection->fields[i], &field));
     if (fields->Find(field.name.c_str()) != nullptr) {
-      return Status::Error("field " + field.name.substr(0, 64) + " comes twice");
+      return Status::Error("field " + Shown(field.name, kMostShown) + " comes twice");
     }
     fields->Set(std::move(field));
   }
@@ -283,7 +288,7 @@ Status ParseConstants(const std::string& text, int count, Tensor* tensors, std::
     int input = 0;
     for (; at < end && text[at] >= '0' && text[at] <= '9' && input < count; ++at) input = input * 10 + (text[at] - '0');
     const std::string where =
-        "field constants, entry '" + text.substr(begin, std::min<size_t>(end - begin, 24)) + "': ";
+        "field constants, entry " + Shown(std::string_view(text).substr(begin, end - begin)) + ": ";
     if (at == begin || at == end || text[at] != ' ' || input >= count || tensors[input].rank != 0) {
       return Status::Error(where + "expected the index of one of " + std::to_string(count) + " inputs, each once");
     }

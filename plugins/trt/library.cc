@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "plugins/core/fork_guard.h"
 #include "plugins/core/op.h"
 #include "plugins/trt/log.h"
 #include "plugins/trt/plugin.h"
@@ -14,16 +15,16 @@ namespace {
 
 // Never destroyed: the registry keeps the pointers until the library is deregistered, or the process ends.
 const std::vector<nvinfer1::IPluginCreatorInterface*>& Creators() {
-  static const auto* all = [] {
-    auto* creators = new std::vector<nvinfer1::IPluginCreatorInterface*>;
+  static stof::ProcessWide<const std::vector<nvinfer1::IPluginCreatorInterface*>> all;
+  return all.Get([] {
+    std::vector<nvinfer1::IPluginCreatorInterface*> creators;
     int count = 0;
     const stof::OpDescription* const* ops = stof::AllOps(&count);
     for (int i = 0; i < count; ++i) {
-      if (stof::HasCudaKernels(*ops[i])) creators->push_back(new stof::trt::Creator(*ops[i]));
+      if (stof::HasCudaKernels(*ops[i])) creators.push_back(new stof::trt::Creator(*ops[i]));
     }
     return creators;
-  }();
-  return *all;
+  });
 }
 
 }  // namespace

@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/trt/log.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
+
+#include "plugins/core/shown.h"
 
 namespace stof::trt {
 
 void Log(LogLevel level, const std::string& node, const std::string& message) noexcept {
-  static const int most = [] {
+  static std::atomic<int> known{-1};  // nothing may be thrown here, and a value made twice is the same
+  int most = known.load(std::memory_order_relaxed);
+  if (most < 0) {
     const char* text = std::getenv("STOF_TRT_LOG");
-    return text == nullptr ? 1 : std::atoi(text);
-  }();
+    most = text == nullptr ? 1 : std::max(0, std::atoi(text));
+    known.store(most, std::memory_order_relaxed);
+  }
   if (static_cast<int>(level) > most) return;
   char line[4096];  // nothing may be thrown here
   LogLine(node, message, line, sizeof line);
@@ -18,16 +25,18 @@ void Log(LogLevel level, const std::string& node, const std::string& message) no
 }
 
 void LogLine(const std::string& node, const std::string& message, char* line, size_t size) noexcept {
+  if (size == 0) return;
   size_t at = 0;
-  const auto put = [&](const char* text) {
-    for (; *text != '\0' && at + 1 < size; ++text) {
-      line[at++] = static_cast<unsigned char>(*text) < ' ' || *text == '\x7f' ? '?' : *text;
-    }
+  bool full = false;
+  const auto put = [&](std::string_view piece) {
+    full = full || piece.size() >= size - at;
+    if (!full) at += piece.copy(line + at, piece.size());
   };
   put("stof: ");
-  put(node.c_str());
-  if (!node.empty()) put(": ");
-  put(message.c_str());
+  constexpr size_t kMostName = 192;  // a longer one would leave no room for the message
+  Escape(std::string_view(node).substr(0, kMostName), put);
+  if (!node.empty()) put(node.size() > kMostName ? "...: " : ": ");
+  Escape(message, put);
   line[at] = '\0';
 }
 

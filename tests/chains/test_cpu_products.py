@@ -177,25 +177,43 @@ def test_a_plan_gives_the_same_products_again(tmp_path: Path, timed: list[int]) 
     assert operators[0].count("StofGemm") == 6
 
 
+class Clock:
+    """Stands still but for runs of sessions, of which each takes as long as its session is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.search.measure._TURNS", 0.3)
+    """As many turns for each as go into the time, each candidate's own least time, and five turns where there is none."""
+    monkeypatch.setattr("stof.search.measure._TURNS", 3.0)
     model = bias_gelu(Builder(FLOAT))
     graph, product = found_in(model)
     assert isinstance(product, Product)
-    timer = Timer(graph, {"B": 1, "S": 5})
+    clock = Clock()
+    timer = Timer(graph, {"B": 1, "S": 5}, clock=clock)
     places, outputs = range(len(graph.nodes)), [o.name for o in model.graph.output]
-    runs: list[object] = []
+    order: list[int] = []  # sessions by number, as they run
+    known: dict[object, int] = {}
     session = ort.InferenceSession.run
-    monkeypatch.setattr(ort.InferenceSession, "run", lambda *a, **k: (runs.append(a[0]), session(*a, **k))[1])
-    found = timer.in_turns(places, [[], [product]], outputs)
-    assert len(found) == 2
-    assert all(0.0 < seconds < 10.0 for seconds in found)
-    turns = [runs.count(r) for r in dict.fromkeys(runs)]
-    assert len(turns) == 2
-    assert turns[0] == turns[1] > 6
-    runs.clear()
-    timer.in_turns(places, [[], [product]], outputs, lambda: True)
-    assert [runs.count(r) for r in dict.fromkeys(runs)] == [6, 6]  # one to warm up and five turns
+
+    def run(self: ort.InferenceSession, *given: object) -> object:
+        order.append(known.setdefault(self, len(known)))
+        slow = 2.0 if len(order) == 3 else 1.0  # the first timed run; later ones of its session are faster
+        clock.now += slow * (0.25, 0.125)[order[-1]]
+        return session(self, *given)
+
+    monkeypatch.setattr(ort.InferenceSession, "run", run)
+    assert timer.in_turns(places, [[], [product]], outputs) == [0.25, 0.125]
+    # Both are warmed up; a turn takes 0.375 s, the first one 0.625: eight of them go into three seconds.
+    assert order == [0, 1] + 4 * [0, 1, 1, 0]
+    order.clear()
+    known.clear()
+    assert timer.in_turns(places, [[], [product]], outputs, lambda: True) == [0.25, 0.125]
+    assert order == [0, 1] + 2 * [0, 1, 1, 0] + [0, 1]
     monkeypatch.setattr("stof.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
         timer.in_turns(places, [[], [product]], outputs)

@@ -21,7 +21,8 @@ std::string Describe(const Case& c) {
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, c.deep ? " deep" : "", " scores ", static_cast<int>(c.scores), " of 2^",
               c.exponent, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted, " shared pad ",
-              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n);
+              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n,
+              " left ", static_cast<int>(c.left));
 }
 const char* MaskText(int mask) {
   static constexpr const char* kTexts[kMasks] = {"",
@@ -158,9 +159,18 @@ void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& con
   bound->parts = SplitMask(expr);
   const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.offset ? c.T - c.S : 0};
   if (!text.empty() && !bound->parts.fixed.empty()) {
-    status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block);
+    BlockMaskBounds bounds;
+    bounds.leaves_tiles = c.left != Left::kNothing;
+    if (c.left == Left::kMost) bounds.element_bytes = 2 * (config.m * config.n / 8 + 64);
+    if (c.left == Left::kTiles) bounds.operations = 0;
+    status = BuildBlockMask(bound->parts.fixed, sizes, config.m, config.n, &bound->block, bounds);
     CHECK(status.ok(), status.message());
-    args->mask = &bound->block;
+    if (c.left != Left::kAll) args->mask = &bound->block;
+    if (c.left != Left::kNothing) {
+      status = BoundDynamicMask::Make(bound->parts.fixed, sizes, {}, &bound->elements);
+      CHECK(status.ok(), status.message());
+      args->elements = bound->elements->view();
+    }
   }
   if (!bound->parts.dynamic.empty()) {
     status = BoundDynamicMask::Make(bound->parts.dynamic, sizes,
@@ -264,12 +274,12 @@ void DrawScores(const Case& c, Random* random, Dense* dense) {
       (*rows)[i] = d % 2 == zero || d == 0 ? 0.0 : Rounded(c.dtype, unit * static_cast<double>(random->Unit()));
     }
   };
-  draw(&dense->query, 0, 1), draw(&dense->key, 1, 1);
   const bool spikes = c.scores == Scores::kSpikes;
-  const int half = c.exponent / 2;
+  const int half = spikes ? c.exponent / 2 : 0;  // the query's part of the exponent
+  draw(&dense->query, 0, std::ldexp(1.0, half)), draw(&dense->key, 1, std::ldexp(1.0, -half));
   for (size_t i = 0; i < dense->query.size(); i += static_cast<size_t>(c.D)) {
     dense->query[i] = std::ldexp(1.0, spikes ? half : static_cast<int>(random->Range(0, 3)));
-    if (spikes && c.D > 1) dense->query[i + 1] = 1;  // by which other scores are some small number
+    if (spikes && c.D > 1) dense->query[i + 1] = std::ldexp(1.0, half);  // by which other scores are small numbers
   }
   const int64_t one = random->Range(0, c.T - 1);
   for (size_t i = 0; i < dense->key.size(); i += static_cast<size_t>(c.D)) {
@@ -282,7 +292,7 @@ void DrawScores(const Case& c, Random* random, Dense* dense) {
     if (!spikes) continue;
     const bool high = random->OneIn(40);
     score = high ? std::ldexp(1.5, c.exponent - half) : 0;
-    if (c.D > 1) dense->key[i + 1] = high ? 0 : static_cast<double>(random->Range(-40, 40)) / 8;
+    if (c.D > 1) dense->key[i + 1] = high ? 0 : std::ldexp(static_cast<double>(random->Range(-40, 40)), -3 - half);
   }
   // In units of log2 scores of large size are rounded once more, which shows where they count the same.
   dense->exact_beyond = c.cuda ? 0x1p17 : 256;

@@ -33,6 +33,8 @@ enum class Poison { kNone, kForbidden, kOneKey };
 // How scores lie, each an exact number of fp32 of about 2^exponent. kSteps: eighths of it; kEqual: all are the same;
 // kSpikes: some keys have the same one, far above those of all others; kUp, kDown: one key has +inf, some have -inf.
 enum class Scores { kDrawn, kSteps, kEqual, kSpikes, kUp, kDown };
+// What of the static mask is left to the kernel: nothing; all but two element masks; every tile; the mask itself.
+enum class Left { kNothing, kMost, kTiles, kAll };
 
 constexpr int kMasks = 16;
 
@@ -64,6 +66,7 @@ struct Case {
   bool tf32 = false;        // fp32 whose products are rounded as TF32 is; the inputs have been before
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
+  Left left = Left::kNothing;
 };
 std::string Describe(const Case& c);
 
@@ -88,7 +91,7 @@ Tensor Describe(const void* data, DType dtype, std::initializer_list<int64_t> di
 struct BoundMask {
   MaskParts parts;
   BlockMask block;
-  std::unique_ptr<BoundDynamicMask> dynamic;
+  std::unique_ptr<BoundDynamicMask> dynamic, elements;
 };
 void BindMask(const Case& c, const MaskData& data, const CpuAttentionConfig& config, BoundMask* bound,
               AttentionArgs* args);

@@ -11,6 +11,31 @@ bool& MemoryIsRefused() {
   return refused;
 }
 
+int64_t& AllocationsLeft() {
+  thread_local int64_t left = -1;
+  return left;
+}
+
+std::function<void(size_t bytes)>& OnAllocation() {
+  thread_local std::function<void(size_t bytes)> call;
+  return call;
+}
+
+namespace {
+
+bool IsRefused(size_t bytes) {
+  if (const auto& call = OnAllocation()) call(bytes);
+  if (MemoryIsRefused()) return true;
+  int64_t& left = AllocationsLeft();
+  if (left <= 0) return left == 0;
+  --left;
+  return false;
+}
+
+}  // namespace
+
+void* Allocate(size_t bytes) noexcept { return IsRefused(bytes) ? nullptr : std::malloc(bytes == 0 ? 1 : bytes); }
+
 void Starved::Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user) {
   struct Call {
     void (*fn)(void* user, size_t i);
@@ -30,9 +55,7 @@ void Starved::Run(void* self, void (*fn)(void* user, size_t i), size_t count, vo
 
 // In place of the library's, for the whole test program: all forms but those with an alignment.
 // AddressSanitizer has each of its own and knows which made a block, so none may be left out.
-void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  return stof::test::MemoryIsRefused() ? nullptr : std::malloc(size == 0 ? 1 : size);
-}
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return stof::test::Allocate(size); }
 void* operator new(std::size_t size) {
   void* const block = operator new(size, std::nothrow);
   if (block == nullptr) throw std::bad_alloc();

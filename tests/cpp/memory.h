@@ -5,6 +5,8 @@
 #define STOF_TESTS_CPP_MEMORY_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 
 #include "plugins/core/kernels.h"
 
@@ -12,6 +14,12 @@ namespace stof::test {
 
 // While it is set, `new` throws std::bad_alloc on this thread.
 bool& MemoryIsRefused();
+
+// The next allocations of this thread: `left` of them succeed, those after that fail while it is not negative.
+int64_t& AllocationsLeft();
+
+// Called with the size of every allocation of this thread while it is set.
+std::function<void(size_t bytes)>& OnAllocation();
 
 // The threads of another team, without memory while they run what they are given.
 class Starved {

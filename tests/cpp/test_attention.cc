@@ -89,6 +89,24 @@ void RunTable(CpuIsa isa) {
 }
 void RunLargeScores(CpuIsa isa) { RunCases(LargeScoreCases(Cases(120)), isa); }
 
+// Masks of which the kernel evaluates some tiles, or all, itself. Tiles of few rows and keys make many of them.
+void LeaveTiles(CpuIsa isa) {
+  ThreadPool pool(3);
+  std::vector<Case> cases = DrawnCases(Cases(120));
+  const std::vector<Case> listed = ListedCases();
+  cases.insert(cases.end(), listed.begin(), listed.end());
+  static constexpr Left kLeft[] = {Left::kMost, Left::kTiles, Left::kAll};
+  const size_t step = Effort() < 0.1 ? 5 : 1;  // coprime to 6: each Left meets both tiles
+  for (size_t i = 0; i < cases.size(); i += step) {
+    Case c = cases[i];
+    if (c.mask == 0 || c.mask == 10) c.mask = 9;  // those have no static part
+    c.left = kLeft[i % 3];
+    if (i % 2 == 0) c.m = 24, c.n = 32;
+    RunCase(c, isa, i, pool.view());
+    CountCases(1);
+  }
+}
+
 // Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
 // between two of the half type. No tolerance would see on which side a kernel comes down.
 void RoundHalves(CpuIsa isa) {
@@ -156,6 +174,9 @@ void Avx512Large() { RunLargeScores(CpuIsa::kAvx512); }
 void Portable() { RunTable(CpuIsa::kPortable); }
 void Avx2() { RunTable(CpuIsa::kAvx2); }
 void Avx512() { RunTable(CpuIsa::kAvx512); }
+void PortableLeft() { LeaveTiles(CpuIsa::kPortable); }
+void Avx2Left() { LeaveTiles(CpuIsa::kAvx2); }
+void Avx512Left() { LeaveTiles(CpuIsa::kAvx512); }
 void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
 void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
 void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
@@ -165,16 +186,19 @@ void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
 
 // Rows of the report for each instruction set at hand.
 const bool registered = [] {
-  static constexpr Test kRows[][4] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+  static constexpr Test kRows[][5] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
                                        {"AttentionOfLargeScores[portable]", PortableLarge},
+                                       {"AttentionEvaluatesTilesItself[portable]", PortableLeft},
                                        {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
                                        {"AttentionSumsLongRows[portable]", PortableLong}},
                                       {{"AttentionEqualsTheDefinition[avx2]", Avx2},
                                        {"AttentionOfLargeScores[avx2]", Avx2Large},
+                                       {"AttentionEvaluatesTilesItself[avx2]", Avx2Left},
                                        {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
                                        {"AttentionSumsLongRows[avx2]", Avx2Long}},
                                       {{"AttentionEqualsTheDefinition[avx512]", Avx512},
                                        {"AttentionOfLargeScores[avx512]", Avx512Large},
+                                       {"AttentionEvaluatesTilesItself[avx512]", Avx512Left},
                                        {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
                                        {"AttentionSumsLongRows[avx512]", Avx512Long}}};
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {

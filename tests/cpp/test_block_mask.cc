@@ -35,6 +35,15 @@ void CheckStructure(const BlockMask& mask, const std::string& where) {
   }
 }
 
+void CheckStructureOfLists(const BlockMask& mask) {
+  for (size_t r = 0; r < mask.full_begin.size(); ++r) {
+    CHECK(mask.row_ptr[r] <= mask.full_begin[r] && mask.full_begin[r] <= mask.row_ptr[r + 1], r);
+    for (int32_t e = mask.row_ptr[r] + 1; e < mask.full_begin[r]; ++e) {
+      CHECK(mask.key_tile[static_cast<size_t>(e) - 1] < mask.key_tile[static_cast<size_t>(e)], r);
+    }
+  }
+}
+
 // Expands one table to [rows * m, columns * n] bytes.
 std::vector<uint8_t> Dense(const BlockMask& mask, int32_t table) {
   const int64_t width = (mask.T + mask.n - 1) / mask.n * mask.n;
@@ -196,6 +205,90 @@ TEST(BlockMaskBuilderRefuses) {
   CountCases(7);
 }
 
+int64_t BitTiles(const BlockMask& mask) {
+  return static_cast<int64_t>(mask.bits.size()) * 32 / (int64_t{mask.m} * mask.n);
+}
+
+// Element masks beyond their bytes are left out; tiles that have some have the same, and equal ones still share them.
+TEST(BlockMasksLeaveTilesToTheKernel) {
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("(q * k) % 7919 < 4000 and q != k", {}, &expr).ok());
+  const ExprSizes sizes = {1, 1, 500, 700, 0};
+  BlockMask whole;
+  CHECK(BuildBlockMask(expr, sizes, 32, 64, &whole).ok());
+  CHECK(whole.left == 0);
+  const auto tiles = static_cast<int64_t>(whole.key_tile.size());
+  for (const int64_t room : {int64_t{0}, int64_t{1}, tiles / 2, tiles}) {
+    BlockMaskBounds bounds;
+    bounds.leaves_tiles = true;
+    bounds.element_bytes = room * (32 * 64 / 8 + 64);
+    BlockMask mask;
+    CHECK(BuildBlockMask(expr, sizes, 32, 64, &mask, bounds).ok());
+    CHECK(mask.key_tile == whole.key_tile && mask.row_ptr == whole.row_ptr && mask.full_begin == whole.full_begin);
+    CHECK(BitTiles(mask) == std::min(room, BitTiles(whole)), room, " gave ", BitTiles(mask));
+    int64_t left = 0;
+    for (size_t at = 0; at < mask.bits_id.size(); ++at) {
+      const bool partial = whole.bits_id[at] >= 0;
+      if (partial && mask.bits_id[at] < 0) ++left;
+      if (!partial || mask.bits_id[at] < 0) continue;
+      const auto bits = [&](const BlockMask& of) { return of.bits.begin() + of.bits_id[at] * (32 * 64 / 32); };
+      CHECK(std::equal(bits(mask), bits(mask) + 32 * 64 / 32, bits(whole)), room, " tile ", at);
+    }
+    CHECK(left == mask.left && (room == tiles) == (left == 0), room, " left ", left, " and ", mask.left);
+  }
+  // A window has few element masks: the same ones as without bounds, in every table.
+  CHECK(MaskExpr::Parse("abs(q - k) <= 40 + h // 2", {}, &expr).ok());
+  BlockMaskBounds bounds;
+  bounds.leaves_tiles = true;
+  bounds.element_bytes = 40 * (32 * 64 / 8 + 64);
+  BlockMask mask;
+  CHECK(BuildBlockMask(expr, {1, 4, 2048, 2048, 0}, 32, 64, &whole).ok());
+  CHECK(BuildBlockMask(expr, {1, 4, 2048, 2048, 0}, 32, 64, &mask, bounds).ok());
+  CHECK(mask.left == 0 && mask.bits == whole.bits && mask.bits_id == whole.bits_id && mask.layout == whole.layout);
+  CountCases(5);
+}
+
+// However many operations and tables: what is not classified in time is left, and tables of nothing else are one.
+TEST(BlockMaskBuilderStopsInTime) {
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("(q * k + h) % 7919 < 4000", {}, &expr).ok());
+  BlockMaskBounds bounds;
+  bounds.leaves_tiles = true;
+  bounds.operations = 1 << 20;
+  BlockMask mask;
+  CHECK(BuildBlockMask(expr, {1, 1 << 16, 4096, 4096, 0}, 32, 64, &mask, bounds).ok());
+  const int64_t tables = *std::max_element(mask.layout.begin(), mask.layout.end()) + 1;
+  CHECK(mask.layout.size() == 1 << 16 && tables == 2, tables);
+  CHECK(mask.key_tile.size() == 2 * 128 * 64 && mask.left > mask.row_ptr.back() / 2);
+  CheckStructureOfLists(mask);
+  bounds.leaves_tiles = false;
+  const Status status = BuildBlockMask(expr, {1, 1 << 16, 4096, 4096, 0}, 32, 64, &mask, bounds);
+  CHECK(status.too_large(), status.message());
+  CountCases(2);
+}
+
+// What exceeds its bytes says what it would take, soon and with little memory.
+TEST(BlockMaskBuilderSaysWhatAMaskWouldTake) {
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("(q * k) % 7919 < 4000", {}, &expr).ok());
+  BlockMaskBounds bounds;
+  bounds.bytes = bounds.element_bytes = 1 << 20;
+  BlockMask mask;
+  const Status status = BuildBlockMask(expr, {1, 1, 65536, 65536, 0}, 64, 64, &mask, bounds);
+  CHECK(status.too_large());
+  for (const char* part : {"S = 65536", "T = 65536", "up to 521 MiB", "tiles of 64 × 64", "at most 1 MiB"}) {
+    CHECK(status.message().find(part) != std::string::npos, part, " is not in: ", status.message());
+  }
+  CHECK(mask.Bytes() <= 2 << 20, mask.Bytes());
+  // Lists alone, where no tile has bits.
+  CHECK(MaskExpr::Parse("k < T", {}, &expr).ok());
+  bounds.leaves_tiles = true;
+  CHECK(BuildBlockMask(expr, {1, 1, 1 << 22, 1 << 22, 0}, 64, 64, &mask, bounds).too_large());
+  CHECK(MaskExpr::Parse("k < T + b * h", {}, &expr).ok());
+  CHECK(BuildBlockMask(expr, {1 << 22, 1 << 22, 64, 64, 0}, 64, 64, &mask, bounds).too_large());
+  CountCases(3);
+}
+
 TEST(CacheServesManyThreads) {
   constexpr int kThreads = 4;
   const int rounds = Cases(1500);
@@ -225,6 +318,57 @@ TEST(CacheServesManyThreads) {
   CountCases(int64_t{kThreads} * rounds);
 }
 
+// Nodes keep masks up to half of the capacity, each mask once; the rest is theirs for a run. Bytes count all of them.
+TEST(CacheLimitsWhatNodesKeep) {
+  constexpr int64_t kCapacity = 40 << 10;
+  BlockMaskCache cache(kCapacity);
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("abs(q - k) <= 40", {}, &expr).ok());
+  const auto keep = [&](int64_t T) {
+    std::shared_ptr<const BlockMask> mask;
+    const Status status = cache.GetToKeep(expr, expr.Hash(), {1, 1, 512, T, 0}, 32, 64, BlockMaskBounds(), &mask);
+    CHECK(status.ok(), status.message());
+    return mask;
+  };
+  std::vector<std::shared_ptr<const BlockMask>> kept;
+  int refused = 0;
+  for (int64_t T = 600; T < 640; ++T) {
+    const auto mask = keep(T);
+    refused += mask == nullptr ? 1 : 0;
+    if (mask == nullptr) continue;
+    kept.push_back(mask);
+    const auto again = keep(T);
+    CHECK(again == mask, "another node gets the same");
+  }
+  CHECK(kept.size() > 1 && refused > 1, kept.size(), " kept, ", refused, " refused");
+  BlockMaskCache::Stats stats = cache.GetStats();
+  CHECK(stats.kept_bytes > kCapacity / 4 && stats.kept_bytes <= kCapacity / 2, stats.kept_bytes);
+  CHECK(stats.bytes <= kCapacity && stats.bytes >= stats.kept_bytes, stats.bytes);
+  kept.clear();
+  CHECK(cache.GetStats().kept_bytes == 0 && keep(700) != nullptr);
+  CountCases(40);
+}
+
+// That a mask is too large is known from then on; those who evaluate tiles themselves get one of their own.
+TEST(CacheKnowsWhatIsTooLarge) {
+  BlockMaskCache cache;
+  MaskExpr expr;
+  CHECK(MaskExpr::Parse("(q * k) % 7919 < 4000", {}, &expr).ok());
+  const ExprSizes sizes = {1, 1, 1024, 1024, 0};
+  BlockMaskBounds bounds;
+  bounds.bytes = bounds.element_bytes = 1 << 16;
+  std::shared_ptr<const BlockMask> mask;
+  for (int i = 0; i < 3; ++i) {
+    CHECK(cache.Get(expr, expr.Hash(), sizes, 64, 64, bounds, &mask).too_large() && mask == nullptr);
+    CHECK(cache.GetStats().misses == 1 && cache.GetStats().builds == 0);
+  }
+  bounds.leaves_tiles = true;
+  bounds.element_bytes = 1 << 15;
+  CHECK(cache.Get(expr, expr.Hash(), sizes, 64, 64, bounds, &mask).ok() && mask->left > 0);
+  CHECK(mask->Bytes() <= 1 << 16, mask->Bytes());
+  CountCases(4);
+}
+
 TEST(CacheBuildsOnceAndForgetsTheOldest) {
   BlockMaskCache cache(40 << 10);
   MaskExpr expr;
@@ -236,10 +380,17 @@ TEST(CacheBuildsOnceAndForgetsTheOldest) {
   CHECK(cache.Get(expr, expr.Hash(), {7, 3, 512, 512, 0}, 32, 64, &again).ok());  // neither b nor h in the mask
   CHECK(first == again && cache.GetStats().builds == 1 && cache.GetStats().hits == 1);
   std::shared_ptr<const BlockMask> other;
-  for (int64_t T = 600; T < 640; ++T) CHECK(cache.Get(expr, expr.Hash(), {1, 1, 512, T, 0}, 32, 64, &other).ok());
-  CHECK(cache.GetStats().bytes <= 40 << 10 && cache.GetStats().entries >= 1);
+  const auto crowd = [&] {
+    for (int64_t T = 600; T < 640; ++T) CHECK(cache.Get(expr, expr.Hash(), {1, 1, 512, T, 0}, 32, 64, &other).ok());
+    CHECK(cache.GetStats().bytes <= 40 << 10 && cache.GetStats().entries >= 1, cache.GetStats().bytes);
+  };
+  crowd();
   CHECK(cache.Get(expr, expr.Hash(), s, 32, 64, &again).ok());
-  CHECK(first != again && first->row_ptr == again->row_ptr, "the first was evicted and is still readable");
+  CHECK(first == again && cache.GetStats().builds == 41, "what somebody reads stays, and counts");
+  first.reset(), again.reset();
+  crowd();
+  CHECK(cache.Get(expr, expr.Hash(), s, 32, 64, &again).ok());
+  CHECK(cache.GetStats().builds > 41 + 1, "the oldest that nobody reads is gone");
   CHECK(!cache.Get(expr, expr.Hash(), s, 32, 63, &again).ok() && !cache.Get(expr, expr.Hash(), s, 32, 63, &again).ok());
   CountCases(44);
 }

@@ -111,7 +111,7 @@ TEST(CApiRefusesOperators) {
   CHECK(Refused(create("StofAttention", nullptr, 0, nullptr), "op is a null pointer"));
   CHECK(Refused(create("StofAttention", nullptr, 2, &op), "attributes is a null pointer"));
   CHECK(Refused(create("StofAttention", nullptr, -2, &op), "a negative number of attributes"));
-  CHECK(Refused(create("\x1bStof", nullptr, 0, &op), "there is no operator '?Stof'"));
+  CHECK(Refused(create("\x1bStof", nullptr, 0, &op), "there is no operator '\\x1bStof'"));
   stof_attribute attribute = TextOf(nullptr, "k <= q");
   CHECK(Refused(create("StofAttention", &attribute, 1, &op), "name of an attribute is a null pointer"));
   attribute = TextOf("mask", nullptr);

@@ -660,7 +660,7 @@ TEST(ChainErrors) {
       {"axes a = 1, b = 1, c = 1, d = 1, e = 1, f = 1, g = 1; out y0 f32 [a] = 1", "seventh axis"},
       {"axes n = x0.9; out y0 f32 [n] = 1", "found dimension 9"},
       {"axes n = x0.0 / 0; out y0 f32 [n] = 1", "divisor of 1 or more"},
-      {"axes n = 4; out y0 f32 [n] = sum(\x1b[31m)", "found '?', expected a value"},
+      {"axes n = 4; out y0 f32 [n] = sum(\x1b[31m)", "found '\\x1b', expected a value"},
       {"axes n = x1.0; out y0 f32 [n] = 1", "inputs, but the chain names x1"},
       {"axes n = x0.1; out y0 f32 [n] = 1", "axis n: found input x0 of shape [6], expected a dimension 1"},
       {"axes n = x0.0 / 4; out y0 f32 [n] = 1", "found size 6 of x0.0, expected a multiple of 4"},

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels made for chains, as far as no device is needed: their source, and what is kept of them on disk.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -7,8 +8,10 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -127,6 +130,12 @@ class Folder {
     if (std::system(("rm -rf " + path_).c_str()) != 0) std::printf("  %s stays\n", path_.c_str());
   }
   const std::string& path() const { return path_; }
+  // Of all files.
+  std::set<std::string> Names() const {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) names.insert(entry.path().filename().string());
+    return names;
+  }
   // The one entry of it.
   std::string Entry() const {
     const std::string list = path_ + ".list";
@@ -204,6 +213,40 @@ TEST(ChainCacheFolderIsTheUsersOwn) {
   CHECK(!cuda::StoreCachedChain("", "key", "code") && !cuda::StoreCachedChain("a/b", "key", "code"),
         "no absolute path");
   CountCases(7);
+}
+
+// Of a folder that is full the oldest entries go, and what a process left half written; never a file of the user's.
+TEST(ChainCacheFolderIsLimited) {
+  const Folder folder;
+  const std::string code(1000, 'c'), mine = folder.path() + "/notes", half = "." + std::string(32, '0') + ".1.2";
+  constexpr int64_t kMost = 8000;
+  SetBytes(mine, std::string(20000, 'm'));
+  SetBytes(folder.path() + "/" + half, std::string(3000, 'h'));
+  const auto set_age = [&](const std::string& name, int seconds) {
+    struct stat state;
+    CHECK(stat((folder.path() + "/" + name).c_str(), &state) == 0, name);
+    const struct timespec times[2] = {{state.st_mtime - seconds, 0}, {state.st_mtime - seconds, 0}};
+    CHECK(utimensat(AT_FDCWD, (folder.path() + "/" + name).c_str(), times, 0) == 0, name);
+  };
+  set_age(half, 1000);
+  std::set<std::string> before = folder.Names();
+  for (int i = 0; i < 40; ++i) {
+    CHECK(cuda::StoreCachedChain(folder.path(), "key " + std::to_string(i), code, kMost), i);
+    int64_t bytes = 0;
+    for (const std::string& name : folder.Names()) {
+      if (name != "notes") bytes += static_cast<int64_t>(Bytes(folder.path() + "/" + name).size());
+      if (before.count(name) == 0) set_age(name, 900 - i);
+    }
+    CHECK(bytes <= kMost, i, ": ", bytes);
+    before = folder.Names();
+    std::string got;
+    for (int kept = std::max(0, i - 1); kept <= i; ++kept) {
+      CHECK(cuda::LoadCachedChain(folder.path(), "key " + std::to_string(kept), &got), kept, " of ", i);
+    }
+  }
+  CHECK(before.count(half) == 0 && before.count("notes") == 1);
+  CHECK(Bytes(mine).size() == 20000);
+  CountCases(40);
 }
 
 // Entries are whole at every moment, whoever writes them.

@@ -517,10 +517,17 @@ TEST(DeviceMasksLiveAsLongAsTheirKeepers) {
     }
     made = Get(&cache, mask, Tiles(), stream);  // made again, instead of the other one
     CHECK(cache.GetStats().entries == 1 && fake::GetLive().blocks == before.blocks + 1);
-    // Without a keeper it stays.
-    Get(&cache, mask, Tiles(), stream, nullptr, true);
-    Get(&cache, other, Tiles(), stream);
-    CHECK(!made.expired() && cache.GetStats().pinned_entries == 1 && cache.GetStats().entries == 1);
+    // Nodes pin no more than the capacity.
+    auto keeper = std::make_unique<Keeper>();
+    Get(&cache, mask, Tiles(), stream, keeper.get(), true);
+    CHECK(cache.GetStats().pinned_entries == 0 && cache.GetStats().entries == 1);
+    // Without a keeper what is pinned stays.
+    DeviceMaskCache roomy(made.lock()->bytes());
+    made = Get(&roomy, mask, Tiles(), stream, nullptr, true);
+    const std::weak_ptr<const MaskEntry> beside = Get(&roomy, other, Tiles(), stream, nullptr, true);
+    CHECK(roomy.GetStats().pinned_entries == 1 && roomy.GetStats().entries == 1);
+    Get(&roomy, Parsed("k <= q + 70", mask.sizes), Tiles(), stream);
+    CHECK(!made.expired() && beside.expired() && roomy.GetStats().pinned_entries == 1);
   }
   fake::CheckTidy(before, "masks");
   CountCases(4);

@@ -167,3 +167,32 @@ def test_recursion_is_refused() -> None:
     function.node.append(helper.make_node("attention", ["x", "mask"], ["again"], domain="lib"))
     with pytest.raises(ModelError, match="calls itself"):
         inline(bad, {("", "Softmax")})
+
+
+def called_in_turn(levels: int) -> onnx.ModelProto:
+    """Functions of which each calls the next one, the last one attention."""
+    found = model()
+    inner = "attention"
+    for level in reversed(range(levels - 1)):
+        attributes = {"heads": 2} if inner == "attention" else {}
+        node = helper.make_node(inner, ["x", "mask"], ["y"], domain="lib", **attributes)
+        imports = [helper.make_opsetid("", 18), helper.make_opsetid("lib", 1)]
+        found.functions.append(helper.make_function("lib", f"level{level}", ["x", "mask"], ["y"], [node], imports))
+        inner = f"level{level}"
+    found.graph.node[1].op_type = inner
+    del found.graph.node[1].attribute[:]
+    return found
+
+
+def test_a_cycle_is_told_from_depth() -> None:
+    """Many levels are no recursion, and a cycle is named as soon as it closes."""
+    # Attention calls a function itself: that is the last level.
+    assert "Softmax" in {n.op_type for n in inline(called_in_turn(63), {("", "Softmax")}).graph.node}
+    with pytest.raises(ModelError, match="deeper than 64 levels, where lib::") as caught:
+        inline(called_in_turn(64), {("", "Softmax")})
+    assert "calls itself" not in str(caught.value)
+    cycle = called_in_turn(3)
+    last = next(f for f in cycle.functions if f.name == "attention")
+    last.node.append(helper.make_node("level0", ["x", "mask"], ["again"], domain="lib"))
+    with pytest.raises(ModelError, match="lib::level0 calls itself by way of 2 others"):
+        inline(cycle, {("", "Softmax")})

@@ -137,7 +137,7 @@ def _conditions() -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     expression=_conditions(),
     form=st.sampled_from([(SELF, False), (CROSS, False), (CACHED, True), (LONGER, False)]),

@@ -219,7 +219,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(entries=st.lists(_ENTRIES, min_size=6, max_size=6), steps=_STEPS)
 def test_no_bound_is_too_small(entries: list[float], steps: list[tuple[str, int, int]]) -> None:
     """Chains of operators over tables in both types, beside what they give."""

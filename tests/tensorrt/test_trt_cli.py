@@ -62,7 +62,10 @@ def test_plugin_path(library: Path, capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.usefixtures("missing")
 def test_nothing_is_installed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plugin-path"]) == 1
-    assert "libstof_trt.so is not installed beside the stof package" in capsys.readouterr().err
+    assert (
+        "libstof_trt.so is not installed; in stof's source folder: CMAKE_ARGS=-DSTOF_TENSORRT=ON pip install ."
+        in capsys.readouterr().err
+    )
     for arguments in (["build", str(model)], ["selftest"], ["run", str(model)]):
         assert main(arguments) == 1
         assert "neither tensorrt nor tensorrt_rtx is installed: pip install tensorrt" in capsys.readouterr().err
@@ -173,7 +176,7 @@ def test_ranges_complete_each_other() -> None:
         (["build", "{model}", "--opt", "x"], "--opt 'x': expected NAME:SIZE"),
         (["build", "{model}", "--opt", "x:1", "--opt", "x:1"], "--opt names 'x' twice"),
         (["build", "{model}", "--optimization-level", "6"], "invalid choice: 6"),
-        (["inspect", "none.plan"], "the engine none.plan cannot be read: No such file"),
+        (["inspect", "none.plan"], "the engine none.plan does not exist"),
         (["triton-repo", "{folder}", "--name", "x"], "give either --onnx MODEL or --engine FILE"),
         (["triton-repo", "{folder}", "--name", "a/b", "--onnx", "{model}"], "expected the name of a folder"),
         (["triton-repo", "{folder}", "--name", "x", "--engine", "{model}", "--cpu"], "--cpu is for --onnx"),
@@ -217,6 +220,45 @@ def test_a_plan_names_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "The file by itself names no plugin layers either" in capsys.readouterr().err
 
 
+def test_names_of_layers_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan file is read without TensorRT, and holds the names of the model that somebody else made."""
+    path = tmp_path / "x\x1b.plan"
+    table = plan({"layer 0\x1b[31m\nstof  gemm  fake": "StofAttention", "layer 1": "StofAttention"})
+    path.write_bytes(table.replace(b"layer 1", b"layer \xff"))
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[1:] == [
+        r"  stof  StofAttention  layer 0\x1b[31m\nstof  gemm  fake",
+        r"  stof  StofAttention  layer \xff",
+    ]
+    assert main(["inspect", str(path), "--json"]) == 0
+    words = capsys.readouterr().out
+    assert words.replace("\n", "").isprintable()
+    assert json.loads(words)["layers"][0]["name"] == "layer 0\x1b[31m\nstof  gemm  fake"
+    assert main(["inspect", str(tmp_path / "none\x1b[31m")]) == 1
+    assert capsys.readouterr().err.splitlines()[0].isprintable()
+
+
+def test_what_tensorrt_says_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    messages = module.Messages(verbose=True)
+    messages.add(1, "layer a\x1b[31m\x07:\nno kernel")
+    assert capsys.readouterr().err == "layer a\\x1b[31m\\x07:\nno kernel\n"
+    assert str(TensorrtError(messages.last())).isprintable()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"Layers": ["a"b"]}', "[" * 100_000])
+def test_an_inspector_that_gives_no_json(text: str) -> None:
+    """Names stand in its JSON as they are: quotes in one make it none."""
+    with pytest.raises(TensorrtError, match="gives no JSON"):
+        parsed(text)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"Layers": [1, null]}', '{"Layers": 3}'])
+def test_an_inspector_that_names_no_layers(text: str) -> None:
+    assert parsed(text) == ()
+
+
 def test_the_inspectors_json() -> None:
     layers = [
         {"Name": "a", "LayerType": "PluginV3", "PluginType": "StofAttention"},
@@ -251,6 +293,13 @@ def test_triton_onnxruntime(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "bert exists; delete it" in capsys.readouterr().err
     assert main([*arguments[:3], "other", *arguments[4:], "--cpu"]) == 0
     assert "KIND_CPU" in (folder / "other/config.pbtxt").read_text()
+    # Data under the library's name would be replaced by it.
+    weights.graph.initializer[-1].external_data[0].value = "libstof_ort.so"
+    onnx.save(weights, str(model))
+    model.with_name("libstof_ort.so").write_bytes(b"12345678")
+    assert main([*arguments[:3], "third", *arguments[4:]]) == 1
+    assert "has external data at 'libstof_ort.so', which cannot stand beside it" in capsys.readouterr().err
+    assert {p.name for p in folder.iterdir()} == {"bert", "other"}
 
 
 def test_triton_tensorrt(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,10 +211,18 @@ TEST(TrtRefusesRawFields) {
 TEST(TrtLogsText) {
   char line[64];
   trt::LogLine("a\x1b[31mb\n", "field \r\x7f\tö", line, sizeof line);
-  CHECK(std::string(line) == "stof: a?[31mb?: field ???ö", line);
+  CHECK(std::string(line) == "stof: a\\x1b[31mb\\n: field \\r\\x7f\\tö", line);
   trt::LogLine("", std::string(100, 'm'), line, sizeof line);
   CHECK(std::string(line) == "stof: " + std::string(57, 'm'), line);
-  CountCases(2);
+  // Neither an escape nor a character is cut, and a name leaves room for the message.
+  trt::LogLine("", std::string(56, 'm') + "\n", line, sizeof line);
+  CHECK(std::string(line) == "stof: " + std::string(56, 'm'), line);
+  trt::LogLine("", std::string(56, 'm') + "ö", line, sizeof line);
+  CHECK(std::string(line) == "stof: " + std::string(56, 'm'), line);
+  char wide[4096];
+  trt::LogLine(std::string(1 << 16, 'n'), "no kernel\xff", wide, sizeof wide);
+  CHECK(std::string(wide) == "stof: " + std::string(192, 'n') + "...: no kernel\\xff", wide);
+  CountCases(5);
 }
 
 TEST(TrtRandomFields) {

@@ -11,14 +11,31 @@ from pathlib import Path
 from stof.bench import grids, measure
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.runner import Unavailable
-from stof.errors import StofError
+from stof.errors import ArgumentError
+from stof.files import write_text
+from stof.terminal import Parser, complain, run_command, say
 
 RESULTS = Path("docs/results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
-    parser = argparse.ArgumentParser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
+    try:
+        return run_command("stof-bench", lambda: _reported(_parser().parse_args(argv)))
+    except KeyboardInterrupt:
+        complain("stof-bench: interrupted")
+        return 130
+
+
+def _reported(arguments: argparse.Namespace) -> int:
+    try:
+        return _run(arguments)
+    except (Unavailable, ValueError, KeyError) as error:
+        raise ArgumentError(error) from error
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")
     attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -70,12 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot = commands.add_parser("plot", help="pictures of the GPU's grids; needs matplotlib")
     plot.add_argument("results", type=Path, metavar="DIR", help="a machine's folder, for instance docs/results/h100")
     plot.add_argument("-o", "--output", type=Path, default=Path("docs/plots"), metavar="DIR")
-    arguments = parser.parse_args(argv)
-    try:
-        return _run(arguments)
-    except (StofError, Unavailable, ValueError, KeyError) as error:
-        print(f"stof-bench: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, StofError) else 1
+    return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -84,19 +96,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
         text = document(arguments.results)
         if arguments.output is None:
-            print(text)
+            say(*text.split("\n"))
         else:
-            arguments.output.write_text(text)
+            write_text("table", arguments.output, text.splitlines())
         return 0
     if arguments.command == "merge":
         from stof.bench.results import merge
 
-        print("\n".join(merge(arguments.found, arguments.results)))
+        say(*merge(arguments.found, arguments.results))
         return 0
     if arguments.command == "plot":
         from stof.bench.gpu.plot import plots
 
-        print("\n".join(str(p) for p in plots(arguments.results, arguments.output)) or "no results of a GPU there")
+        made = [str(p) for p in plots(arguments.results, arguments.output)]
+        say(*(made or ["no results of a GPU there"]))
         return 0
     if arguments.command == "search":
         return _search(arguments)
@@ -127,13 +140,13 @@ def _search(arguments: argparse.Namespace) -> int:
     shape = (arguments.batch, arguments.length)
     if arguments.model is not None:
         for line in search.lines(arguments.model, *shape, arguments.measured, arguments.seed):
-            print(line.text(), flush=True)
+            say(line.text())
         return 0
     found = []
     for line in search.spaces(search.GRAPHS, *shape, arguments.seed):
-        print(f"{line.cost:10s} {line.text()}", flush=True)
+        say(f"{line.cost:10s} {line.text()}")
         found.append(line)
-    print(search.summary(found))
+    say(search.summary(found))
     store_all(arguments.results / "search.json", [x.record(i // 2) for i, x in enumerate(found)])
     return 0 if all(x.enumerated is not None and x.found <= x.enumerated * (1 + 1e-9) for x in found) else 3
 
@@ -153,7 +166,7 @@ def _each_thread_count(arguments: argparse.Namespace) -> int:
 
 
 def _child(arguments: argparse.Namespace) -> None:
-    sys.exit(_run(arguments))
+    sys.exit(run_command("stof-bench", lambda: _reported(arguments)))
 
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:
@@ -168,9 +181,9 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
     for name in arguments.masks or grids.ATTENTION_MASKS:
         for length in arguments.lengths or grids.LENGTHS:
             record = point(grids.attention_case(name, length), threads, peers, arguments.rounds)
-            print("\n".join(lines(record)), flush=True)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
+            say(*lines(record))
     return 0
 
 
@@ -197,18 +210,18 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
         folder = (arguments.prepared or Path("build/bench")) / f"{name}-{shape[0]}-{shape[1]}"
         if arguments.prepare or not folder.is_dir():
             for kind, reason in prepare(arguments.model, shape, folder).items():
-                print(f"{kind}: {reason}")
+                say(f"{kind}: {reason}")
                 worst = 3
         if arguments.prepare:
-            print(folder)
+            say(str(folder))
             continue
         from stof.bench.gpu.lock import Lock
         from stof.bench.gpu.models import lines, point
 
         traced = "quotient" not in arguments.without
         record = point(name, folder, shape, arguments.rounds or 9, traced, Lock(arguments.lock))
-        print("\n".join(lines(record)), flush=True)
         store(arguments.results / "models-cuda.json", record)
+        say(*lines(record))
         worst = max(worst, 3 if "stof" not in record["us"] else 0)
     return worst
 
@@ -225,11 +238,11 @@ def _sites(arguments: argparse.Namespace, threads: int) -> int:
             continue
         record = {**point(case, threads, peers, arguments.rounds), "grid": "sites"}
         record["key"] = [case.name, case.mask, case.S, threads]
-        print("\n".join(lines(record)), flush=True)
         store(arguments.results / "sites-cpu.json", record)
+        say(*lines(record))
         own, other = (record["peers"][p.name].get("us") for p in peers)
         slower += own is None or other is None or own > other
-    print(f"{slower} site(s) slower than ONNX Runtime's own nodes" if slower else "no site is slower")
+    say(f"{slower} site(s) slower than ONNX Runtime's own nodes" if slower else "no site is slower")
     return 3 if slower else 0
 
 

@@ -22,6 +22,7 @@ from stof.bench.profile import Call, profile, rest_seconds
 from stof.bench.results import Record, store
 from stof.bench.runner import Unavailable, require
 from stof.options import Options
+from stof.terminal import say
 
 _FOLDER = Path("build/bench")
 _TYPES = {
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
     if tune or not optimized.is_file() or optimized.stat().st_mtime < original.stat().st_mtime:
         from stof.pipeline import optimize
 
-        print(f"optimizing {original.name}", flush=True)
+        say(f"optimizing {original.name}")
         optimize(original, optimized, Options(tune=tune))
     variants = {"optimized": optimized}
     for label, options in (
@@ -59,8 +60,8 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
     for length in arguments.lengths:
         shape = (arguments.batch, length)
         record = point(name, original, variants, shape, threads, arguments.rounds, arguments.without)
-        print("\n".join(lines(record)), flush=True)
         store(arguments.results / "models-cpu.json", record)
+        say(*lines(record))
     return 0
 
 

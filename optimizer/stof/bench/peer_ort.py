@@ -29,7 +29,7 @@ def session(model: bytes | str, threads: int, *, stof: bool = False, profile: st
         options.profile_file_prefix = profile
     if stof:
         runtime.register(options)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 def bound(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from stof.plan import ChainPlan
 from stof.progress import Progress
 from stof.runtime import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.runtime_cuda import device_info
-from stof.search.cache import Cache, cache_path, device_name
+from stof.search.cache import Cache, cache_path, device_name, has_cache
 from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
@@ -45,11 +45,11 @@ _NORMS = "n"
 _CONFIG = re.compile(f"([0-9a-f]+)({_PRODUCTS}?{_NORMS}?)")
 
 
-def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
-    """The judge that options ask for; None where no chain is looked for.
+def judge_of(options: Options, library: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> Judge | None:
+    """The judge that options ask for; None where no chain is looked for. ``clock`` gives the seconds that ``--tune`` counts.
 
     Raises:
-        ArgumentError: when ``--tune`` has no cache to use.
+        ArgumentError: when ``--tune`` has no cache to use, or no device.
     """
     if options.chains == "off":
         return None
@@ -59,8 +59,10 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
         return BesideTensorRt(options, _machine(options))
     cuda = options.target == "cuda"
     otherwise = Predicted(options, _machine(options)) if cuda else None
-    if not options.tune and not cache_path().exists():
+    if not options.tune and not has_cache():
         return otherwise
+    if cuda and options.tune:
+        _check_device()
     name = _cuda_name() if cuda else device_name(library)
     if not name:
         return otherwise
@@ -70,7 +72,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
         if options.tune:
             raise
         return otherwise  # nobody asked for it
-    return Measured(options, cache, time.monotonic() + options.tune, otherwise)
+    return Measured(options, cache, clock() + options.tune, otherwise, clock=clock)
 
 
 def forms_of(options: Options, planned: Sequence[ChainPlan] | None = None) -> Forms | None:
@@ -104,6 +106,13 @@ def _machine(options: Options) -> Machine:
     return Machine.cuda(device.memory * 1e9, device.products * 1e12)
 
 
+def _check_device() -> None:
+    try:
+        device_info()
+    except LibraryError as error:
+        raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
+
+
 def _cuda_name() -> str:
     """What the cache calls the device; empty where chains cannot be measured: no device, or no runtime that uses it."""
     try:
@@ -134,12 +143,13 @@ class Measured:
     own: float = 0.0  # the deadline of the region at hand
     place: tuple[int, int] = (0, 0)  # of the region at hand among those that differ
     progress: Progress = field(default_factory=Progress)
+    clock: Callable[[], float] = time.monotonic  # of the deadlines
 
     def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
         """What was measured to be best at every size; each region gets an equal part of the time that is left."""
         if self.otherwise is not None and len(graph.site(chain.region.places)) == 1:
             return self.otherwise(graph, chain, key, left)  # a norm by itself
-        self.own = time.monotonic() + self._left() / max(1, left)
+        self.own = self.clock() + self._left() / max(1, left)
         self.place = (self.place[0] + 1, max(self.place[1], left))
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
@@ -189,7 +199,7 @@ class Measured:
         return found
 
     def _left(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - self.clock()
 
     def _problem(self, graph: Graph, chain: Chain, key: Key, sizes: Mapping[str, int]) -> dict[str, Any]:
         shapes = shapes_of(graph, chain.inputs, sizes)
@@ -238,7 +248,7 @@ class Measured:
         self.progress.show(
             f"measuring chains: {number} of {count}, at most {seconds:.0f} s left (Ctrl-C keeps the best so far)"
         )
-        return time.monotonic() >= min(self.own, self.deadline)
+        return self.clock() >= min(self.own, self.deadline)
 
     def _time(
         self,

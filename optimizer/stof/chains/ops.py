@@ -47,7 +47,7 @@ class Element:
         """A string attribute."""
         for a in self.node.attribute:
             if a.name == name:
-                return str(a.s.decode())
+                return str(a.s.decode(errors="replace"))
         return default
 
     def of(self, op: str, *args: int) -> int:

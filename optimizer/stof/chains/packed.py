@@ -122,7 +122,7 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _layouts(node: onnx.NodeProto) -> list[str]:
-    words: list[str] = _attributes(node).get("layout", b"BHSD").decode().split()
+    words: list[str] = _attributes(node).get("layout", b"BHSD").decode(errors="replace").split()
     return words * 4 if len(words) == 1 else words
 
 

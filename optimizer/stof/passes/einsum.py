@@ -38,7 +38,7 @@ def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | N
     """Letters of the two inputs and of the output, an ellipsis spelled out."""
     if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx") or len(node.input) != 2:
         return None
-    equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
+    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     left, arrow, result = equation.partition("->")
     inputs = left.split(",")
     shapes = [symbolic.shape(i) for i in node.input]

@@ -45,7 +45,7 @@ def inline(model: onnx.ModelProto, wanted: Collection[tuple[str, str]]) -> onnx.
     functions whose operators mean something else in the model's opset, and our own. Without attention, the model itself.
 
     Raises:
-        ModelError: for functions that call themselves.
+        ModelError: for functions that call themselves, too many levels of functions, or too many nodes in them.
     """
     functions = {_key(f): f for f in model.functions if f.domain != DOMAIN}
     holding = _holding(functions, wanted)
@@ -163,6 +163,7 @@ class _Inliner:
         self.taken = taken
         self.main = main
         self.count = 0
+        self.open: list[Key] = []  # the functions that are being expanded, each called by the one before
 
     def graph(self, graph: onnx.GraphProto, depth: int) -> None:
         """Expands the calls of a graph and its subgraphs in place."""
@@ -181,9 +182,20 @@ class _Inliner:
             raise ModelError(
                 f"the model's local functions make more than {_MOST_NODES} nodes; inline it with onnx.inliner first"
             )
-        if depth > _DEEPEST:
-            raise ModelError(f"local function {function.domain}::{function.name} calls itself; functions must not")
+        key = _called(node)
+        if key in self.open:
+            others = len(self.open) - self.open.index(key) - 1
+            raise ModelError(
+                f"local function {function.domain}::{function.name} calls itself"
+                f"{f' by way of {others} others' if others > 1 else ' by way of another' if others else ''}; functions must not"
+            )
+        if depth >= _DEEPEST:
+            raise ModelError(
+                f"local functions call each other deeper than {_DEEPEST} levels, where {function.domain}::{function.name} "
+                "is called; inline them with onnx.inliner first"
+            )
         call = self._call(node, function)
+        self.open.append(key)
         found = []
         for inner in function.node:
             copy = onnx.NodeProto()
@@ -195,6 +207,7 @@ class _Inliner:
                 source = call.names.get(formal, "")
                 found.append(onnx.helper.make_node("Identity", [source], [given], name=f"{given}/handed"))
         self._infos(function, call)
+        self.open.pop()
         return found
 
     def _call(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> _Call:

@@ -6,7 +6,6 @@ Keys hold the problem, the configuration, the device and the build of the librar
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -17,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from stof import strict_json
 from stof.errors import ArgumentError
 
 VERSION = 1
@@ -27,12 +27,31 @@ _TABLE = """CREATE TABLE IF NOT EXISTS measured
 
 
 def cache_path() -> Path:
-    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches."""
+    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches.
+
+    Raises:
+        ArgumentError: for a user without a home.
+    """
     given = os.environ.get("STOF_CACHE")
     if given:
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError as error:
+            raise ArgumentError(
+                "this user has no home folder; set STOF_CACHE to the file of the tuning cache"
+            ) from error
     return Path(base) / "stof" / "tuning.sqlite"
+
+
+def has_cache() -> bool:
+    """Whether something was measured before."""
+    try:
+        return cache_path().is_file()
+    except (OSError, ArgumentError):
+        return False
 
 
 def device_name(library: Mapping[str, Any]) -> str:
@@ -85,7 +104,7 @@ class Cache:
         return sqlite3.connect(self.path, timeout=_WAIT)
 
     def _problem(self, problem: Mapping[str, Any]) -> str:
-        return json.dumps({**self.common, **problem}, sort_keys=True)
+        return strict_json.dumps({**self.common, **problem}, sort_keys=True)
 
     def of(self, problem: Mapping[str, Any]) -> dict[str, float]:
         """What was measured of a problem on this device, by configuration."""

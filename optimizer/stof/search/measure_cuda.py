@@ -71,7 +71,10 @@ class _Bound:
     ) -> None:
         self.copies = copies
         given = {"enable_cuda_graph": "1"} if graph else {}
-        self.session = ort.InferenceSession(text, options, providers=[(_PROVIDER, given), "CPUExecutionProvider"])
+        # By itself it would print the error, names of the model in it, and go on without the graph.
+        self.session = ort.InferenceSession(
+            text, options, providers=[(_PROVIDER, given), "CPUExecutionProvider"], enable_fallback=0
+        )
         self.binding = self.session.io_binding()
         model, shapes = outputs
         kinds = {i.name: i.type.tensor_type.elem_type for i in (*model.graph.input, *model.graph.output)}

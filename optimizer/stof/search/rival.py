@@ -7,15 +7,14 @@ It runs for the CPU provider in fp32, which has the fusions of the CUDA provider
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import onnx
 
 from stof.chains.find import Graph
 from stof.chains.ops import FREE, TYPES
 from stof.errors import UnsupportedError
+from stof.files import temporary_folder
 from stof.inputs import evaluate
 from stof.search.cost import Machine, is_biased
 from stof.search.measure import part_model
@@ -74,8 +73,8 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "optimized.onnx"
+    with temporary_folder() as folder:
+        path = folder / "optimized.onnx"
         options.optimized_model_filepath = str(path)
         try:
             ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -84,7 +84,7 @@ class Context:
         if found is None:
             return default
         value = helper.get_attribute_value(found)
-        return value.decode() if isinstance(value, bytes) else value
+        return value.decode(errors="replace") if isinstance(value, bytes) else value
 
     def number(self, name: str, default: int) -> int:
         """An integer attribute."""

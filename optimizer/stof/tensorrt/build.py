@@ -10,9 +10,10 @@ from typing import Any
 
 import onnx
 
-from stof.errors import ArgumentError, ModelError
-from stof.files import check_outputs, write_bytes
-from stof.graph import DOMAIN, all_nodes, external_files, load
+from stof.errors import ArgumentError, ModelError, shown
+from stof.external_data import external_files
+from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
+from stof.graph import DOMAIN, all_nodes, load
 from stof.passes.body import OP
 from stof.tensorrt.module import Messages, TensorrtError, find, is_rtx, load_plugins, logger
 from stof.tensorrt.shapes import Ranges, Shape
@@ -71,7 +72,7 @@ class BuildReport:
             )
         else:
             lines.append(f"  the model holds no {OP}; stof-optimize --target tensorrt MODEL makes one that does")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def build_engine(model: str | Path, engine: str | Path, options: BuildOptions | None = None) -> BuildReport:
@@ -86,6 +87,8 @@ def build_engine(model: str | Path, engine: str | Path, options: BuildOptions | 
     """
     options = options or BuildOptions()
     source, target = Path(model), Path(engine)
+    if not is_utf8(source):
+        raise ArgumentError(f"TensorRT takes no name that is not UTF-8, as that of the model {source}; rename it")
     graph = load(source)
     read = {"input": source, **{f"external data {n!r}": source.parent / n for n in sorted(external_files(graph))}}
     written = {"engine": target} | ({"timing cache": options.timing_cache} if options.timing_cache else {})
@@ -260,10 +263,7 @@ class _Build:
         path = self.options.timing_cache
         if path is None:
             return None
-        try:
-            data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise ArgumentError(f"the timing cache {path} cannot be read: {error.strerror or error}") from error
+        data = b"" if find_file("timing cache", path) is None else read_bytes("timing cache", path)
         cache = self.config.create_timing_cache(data)
         if cache is None or not self.config.set_timing_cache(cache, False):
             raise ArgumentError(

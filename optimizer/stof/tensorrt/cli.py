@@ -8,18 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stof.errors import ArgumentError, StofError
+from stof.errors import ArgumentError
 from stof.tensorrt.module import MODULES, plugin_path
 from stof.tensorrt.shapes import merged
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+from stof.terminal import Parser, complain, run_command, say
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="stof-trt",
         allow_abbrev=False,
         description="Builds, runs and inspects TensorRT engines of models that stof-optimize wrote.",
@@ -28,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plugin-path", action="store_true", help="print the plugin library, for trtexec --dynamicPlugins"
     )
-    commands = parser.add_subparsers(dest="command", parser_class=_Parser, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
     _build(commands.add_parser("build", allow_abbrev=False, help="ONNX -> engine"))
     _run(commands.add_parser("run", allow_abbrev=False, help="time an engine, and check it against ONNX Runtime"))
     _inspect(commands.add_parser("inspect", allow_abbrev=False, help="list an engine's layers"))
@@ -146,7 +142,7 @@ def _do_build(a: argparse.Namespace) -> int:
             verbose=a.verbose,
         ),
     )
-    print(report.to_text())
+    say(*report.to_text().split("\n"))
     return 0
 
 
@@ -165,7 +161,7 @@ def _do_run(a: argparse.Namespace) -> int:
         verbose=a.verbose,
     )
     report = run_engine(a.engine, options)
-    print(report.to_text())
+    say(*report.to_text().split("\n"))
     return 0 if report.ok else 2
 
 
@@ -173,7 +169,7 @@ def _do_inspect(a: argparse.Namespace) -> int:
     from stof.tensorrt.inspect import inspect_engine
 
     found = inspect_engine(a.engine, a.tensorrt, a.verbose, a.embedded_plugins)
-    print(found.to_json() if a.json else found.to_text())
+    say(*(found.to_json() if a.json else found.to_text()).split("\n"))
     return 0
 
 
@@ -195,7 +191,7 @@ def _do_triton(a: argparse.Namespace) -> int:
         cpu=a.cpu,
         major=a.tensorrt_major,
     )
-    print(words)
+    say(*words.split("\n"))
     return 0
 
 
@@ -211,19 +207,19 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     try:
-        arguments = _parser().parse_args(argv)
-        if arguments.plugin_path:
-            print(plugin_path())
-            return 0
-        if arguments.command is None:
-            raise ArgumentError(f"no command given, expected one of {', '.join(_COMMANDS)} (see stof-trt --help)")
-        return _COMMANDS[arguments.command](arguments)
-    except StofError as error:
-        print(f"stof-trt: {error}", file=sys.stderr)
-        return error.exit_code
+        return run_command("stof-trt", lambda: _run_one(_parser().parse_args(argv)))
     except KeyboardInterrupt:
-        print("stof-trt: interrupted", file=sys.stderr)
+        complain("stof-trt: interrupted")
         return 130
+
+
+def _run_one(arguments: argparse.Namespace) -> int:
+    if arguments.plugin_path:
+        say(str(plugin_path()))
+        return 0
+    if arguments.command is None:
+        raise ArgumentError(f"no command given, expected one of {', '.join(_COMMANDS)} (see stof-trt --help)")
+    return _COMMANDS[arguments.command](arguments)
 
 
 if __name__ == "__main__":

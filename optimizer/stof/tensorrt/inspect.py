@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.errors import ArgumentError, ModelError
+from stof import strict_json
+from stof.errors import ArgumentError, ModelError, shown
+from stof.files import read_bytes
 from stof.tensorrt.module import Messages, TensorrtError, find, find_library, load_plugins, logger
 
 # TensorRT for RTX names the plugin layers of a plan in a table: "<layer>_pluginType".
@@ -39,7 +41,7 @@ class Contents:
 
     def to_json(self) -> str:
         """Every fact as JSON."""
-        return json.dumps(asdict(self), indent=2)
+        return strict_json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
         """For the terminal."""
@@ -48,7 +50,7 @@ class Contents:
         lines = [f"{self.engine}: {len(ours)}{of} layers are stof's ({self.source})"]
         for layer in self.layers:
             lines.append(f"  {'stof' if layer.stof else '    '}  {layer.kind}  {layer.name}")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def inspect_engine(engine: Path, module: str | None = None, verbose: bool = False, embedded: bool = False) -> Contents:
@@ -80,10 +82,7 @@ def read_engine(path: Path) -> bytes:
     Raises:
         ArgumentError: when it cannot be read or is empty.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"the engine {path} cannot be read: {error.strerror or error}") from error
+    data = read_bytes("engine", path)
     if not data:
         raise ArgumentError(f"the engine {path} is empty; build it again")
     return data
@@ -124,11 +123,21 @@ def _inspected(trt: Any, data: bytes, messages: Messages, embedded: bool) -> tup
 
 
 def parsed(text: str) -> tuple[Layer, ...]:
-    """The layers in the inspector's JSON: objects with DETAILED verbosity, names alone otherwise."""
+    """The layers in the inspector's JSON: objects with DETAILED verbosity, names alone otherwise.
+
+    Raises:
+        TensorrtError: where the names in it, which are the model's, make it no such JSON.
+    """
+    try:
+        entries = json.loads(text).get("Layers", [])
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise TensorrtError(f"TensorRT's engine inspector gives no JSON: {error}") from error
     found = []
-    for layer in json.loads(text).get("Layers", []):
+    for layer in entries if isinstance(entries, list) else []:
         if isinstance(layer, str):
             found.append(Layer(layer, "", _PREFIX in layer))
+            continue
+        if not isinstance(layer, dict):
             continue
         plugin = str(layer.get("PluginType", ""))
         kind = plugin or str(layer.get("LayerType", ""))
@@ -142,7 +151,7 @@ def recorded(data: bytes) -> tuple[Layer, ...]:
     A table holds each layer's name with the place of its plugin's type, relative to a beginning that is not written there:
     it is the one at which every entry is a type.
     """
-    records = [(m[1].decode(errors="replace"), int(m[2]), int(m[3])) for m in _RECORD.finditer(data)]
+    records = [(m[1].decode(errors="backslashreplace"), int(m[2]), int(m[3])) for m in _RECORD.finditer(data)]
     for match in _TYPE.finditer(data):
         for _, size, offset in records:
             begin = match.start() - offset

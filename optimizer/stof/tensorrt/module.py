@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import StofError
+from stof.installation import CUDA, TENSORRT, how_to_add, left_out, missing
+from stof.terminal import complain
 
 LIBRARY = "libstof_trt.so"
 PLUGIN = ("StofAttention", "1", "stof")  # name, version, namespace
@@ -45,10 +47,7 @@ def plugin_path() -> Path:
     with importlib.resources.as_file(importlib.resources.files("stof") / "lib" / LIBRARY) as path:
         if path.is_file():
             return path
-    raise TensorrtError(
-        f"{LIBRARY} is not installed beside the stof package: install stof where TensorRT's headers are found, or set "
-        "STOF_TRT_LIBRARY to a built library (build/<preset>/libstof_trt.so)"
-    )
+    raise TensorrtError(f"{LIBRARY} is {missing(TENSORRT, path.parent)} (or set STOF_TRT_LIBRARY to a built library)")
 
 
 def find_library() -> Path | None:
@@ -57,6 +56,13 @@ def find_library() -> Path | None:
         return plugin_path()
     except TensorrtError:
         return None
+
+
+def plugin_lacks_cuda(path: Path) -> str:
+    """What a plugin library without CUDA kernels cannot do, and what adds them; empty where it has them or nothing is known."""
+    if CUDA not in left_out(path.parent):
+        return ""
+    return f"without CUDA kernels it builds engines and cannot run them; {how_to_add(CUDA)}"
 
 
 def find(name: str | None = None) -> Any:
@@ -128,7 +134,8 @@ class Messages:
         elif severity == 2:
             self.warnings.append(text)
         if self.verbose and severity <= 3:
-            print(text, file=sys.stderr)
+            for line in text.split("\n"):
+                complain(line)
 
     def last(self, count: int = 2) -> str:
         """The last errors in one line."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stof.errors import ArgumentError, ModelError
+from stof.errors import ArgumentError, ModelError, explained, shown
+from stof.files import open_regular
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -87,7 +89,7 @@ class RunReport:
             lines.append(f"  {'ok    ' if d.ok else 'DIFFERS'} {d.output}: {words}")
         if not self.differences:
             lines.append("  not compared: --onnx MODEL names what to compare with")
-        return "\n".join(lines)
+        return "\n".join(map(shown, lines))
 
 
 def run_engine(engine: Path, options: RunOptions | None = None) -> RunReport:
@@ -243,9 +245,9 @@ def _between(least: Sequence[int], shape: Sequence[int], most: Sequence[int]) ->
 
 def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {n: arrays[n] for n in engine.inputs if n in arrays}
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:  # TypeError: one array, not several
         raise ArgumentError(f"--inputs {path} cannot be read: {error}; numpy.savez writes such files") from error
 
 
@@ -269,7 +271,8 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
 
 def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
-    from stof.graph import DOMAIN, all_nodes, load, read_constants
+    from stof.external_data import read_constants
+    from stof.graph import DOMAIN, all_nodes, load
     from stof.inputs import InputMaker
     from stof.symbolic import Symbolic
 
@@ -278,7 +281,9 @@ def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     pads = set()
     for node in all_nodes(graph.graph.node):
         if node.domain == DOMAIN:
-            roles: list[str] = next((a.s.decode().split() for a in node.attribute if a.name == "operands"), [])
+            roles: list[str] = next(
+                (a.s.decode(errors="replace").split() for a in node.attribute if a.name == "operands"), []
+            )
             pads |= {name for role, name in zip(roles, node.input[3:], strict=False) if role == "pad"}
     maker = InputMaker(graph, Symbolic(graph), frozenset(pads))
     return {n: r for n, r in maker.rows.items() if r}, frozenset(maker.pads)
@@ -304,12 +309,12 @@ def compare(
     with contextlib.suppress(LibraryError):  # the model's own function bodies do
         register(settings)
     try:
-        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         names = [o.name for o in session.get_outputs()]
         given = {i.name: feeds[i.name] for i in session.get_inputs() if i.name in feeds}
         wanted = dict(zip(names, session.run(names, given), strict=True))
     except Exception as error:
-        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {error}") from error
+        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {explained(error)}") from error
     if missing := [n for n in outputs if n not in wanted]:
         raise ModelError(f"the engine has output {missing[0]!r}, which {model} has not: the engine is of another model")
     return tuple(difference(n, outputs[n], wanted[n], tolerance) for n in outputs)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import StofError
+from stof.files import temporary_folder
 from stof.graph import DOMAIN
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.tensorrt import constants
@@ -21,6 +21,7 @@ from stof.tensorrt.build import BuildOptions, build_engine
 from stof.tensorrt.device import open_device
 from stof.tensorrt.module import Messages, find
 from stof.tensorrt.run import Engine
+from stof.terminal import say
 from stof.testing import Problem, assert_close, random_problem, reference
 
 _OPSET = 18
@@ -107,11 +108,11 @@ def selftest(module: str | None, capabilities: tuple[int, ...], *, run: bool, ve
     trt = find(module)
     if run:
         open_device().close()  # says what is missing before minutes of building
-    print(f"{trt.__name__} {trt.__version__}")
+    say(f"{trt.__name__} {trt.__version__}")
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="stof-") as folder:
+    with temporary_folder() as folder:
         for name, problem in problems():
-            path, plan = Path(folder) / "model.onnx", Path(folder) / "model.plan"
+            path, plan = folder / "model.onnx", folder / "model.plan"
             onnx.save(model_of(problem), str(path))
             options = BuildOptions(capabilities=capabilities, module=module, verbose=verbose)
             try:
@@ -122,10 +123,10 @@ def selftest(module: str | None, capabilities: tuple[int, ...], *, run: bool, ve
                     words += ", runs, right"
             except (StofError, AssertionError) as error:
                 words, failed = f"FAILED: {error}", failed + 1
-            print(f"  {name}: {words}")
-    print("all is well" if not failed else f"{failed} failed")
+            say(f"  {name}: {words}")
+    say("all is well" if not failed else f"{failed} failed")
     if not run:
-        print("nothing was run (--build-only)")
+        say("nothing was run (--build-only)")
     return 2 if failed else 0
 
 

@@ -5,6 +5,7 @@
 
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 
@@ -68,7 +69,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   }
   if (context.on_cuda) {
     const CudaBackend* backend = FindCudaBackend();
-    if (backend == nullptr) return Status::Error(kNoKernels);
+    if (backend == nullptr) return Status::Error(kNoCudaKernels);
     RunContext own = context;
     if (own.keeper == nullptr) own.keeper = &keeper_;
     return backend->attention(args, pad, *mask, sizes, given, own);
@@ -136,18 +137,30 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
                              const RunContext& context, AttentionArgs* args) {
   const int threads = std::max(1, context.parallel.threads);
   CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
+  const MaskExpr& fixed = mask.parts.fixed;
   std::shared_ptr<const BlockMask> shared;
   BlockMask direct;
-  if (args->T > 0 && !mask.parts.fixed.empty()) {
+  std::unique_ptr<BoundDynamicMask> elements;
+  if (args->T > 0 && !fixed.empty()) {
+    Status status;
     if (args->S <= kUncachedRows) {
-      STOF_RETURN_IF_ERROR(BuildBlockMask(mask.parts.fixed, sizes, config.m, config.n, &direct));
+      status = BuildBlockMask(fixed, sizes, config.m, config.n, &direct, kCpuBlockMaskBounds);
       args->mask = &direct;
     } else if (ready.Suits(mask.fixed_hash, sizes, config)) {
       args->mask = ready.mask.get();
     } else {
-      STOF_RETURN_IF_ERROR(
-          BlockMaskCache::Global().Get(mask.parts.fixed, mask.fixed_hash, sizes, config.m, config.n, &shared));
+      status =
+          BlockMaskCache::Global().Get(fixed, mask.fixed_hash, sizes, config.m, config.n, kCpuBlockMaskBounds, &shared);
       args->mask = shared.get();
+    }
+    if (status.too_large()) {
+      args->mask = nullptr;
+    } else {
+      STOF_RETURN_IF_ERROR(status);
+    }
+    if (args->mask == nullptr || args->mask->left > 0) {
+      STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(fixed, sizes, {}, &elements));
+      args->elements = elements->view();
     }
   }
   const size_t bytes = CpuAttentionWorkspace(*args, config, threads);
@@ -155,7 +168,8 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
   if (bytes != 0 && workspace == nullptr) {
     return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
   }
-  return CpuAttention(*args, config, workspace, context.parallel);
+  STOF_RETURN_IF_ERROR(CpuAttention(*args, config, workspace, context.parallel));
+  return elements == nullptr ? Status() : elements->status();
 }
 
 namespace {
@@ -180,22 +194,22 @@ const OpDescription* AttentionDescription() {
       {"operands", AttributeType::kString},  {"results", AttributeType::kString},
       {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
       {"tile", AttributeType::kString}};
-  static const OpDescription description = {"StofAttention",
-                                            kTypedInputs,
-                                            kMostOperands,
-                                            1,
-                                            kTypes,
-                                            3,
-                                            kTypes,
-                                            3,
-                                            CreateAttention,
-                                            AttentionOutputShape,
-                                            kAttributes,
-                                            static_cast<int>(std::size(kAttributes)),
-                                            false,
-                                            nullptr,
-                                            1,
-                                            DType::kF32};
+  static constexpr OpDescription description = {"StofAttention",
+                                                kTypedInputs,
+                                                kMostOperands,
+                                                1,
+                                                kTypes,
+                                                3,
+                                                kTypes,
+                                                3,
+                                                CreateAttention,
+                                                AttentionOutputShape,
+                                                kAttributes,
+                                                static_cast<int>(std::size(kAttributes)),
+                                                false,
+                                                nullptr,
+                                                1,
+                                                DType::kF32};
   return &description;
 }
 

@@ -13,6 +13,7 @@
 
 #include "plugins/core/expr.h"
 #include "plugins/core/expr_eval.h"
+#include "plugins/core/fork_guard.h"
 #include "plugins/core/op.h"
 
 namespace stof {
@@ -48,18 +49,11 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
 // One thing that a backend has made of a mask, for its next run; several threads may ask.
 class Remembered {
  public:
-  std::shared_ptr<const void> Get() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return what_;
-  }
-  void Set(std::shared_ptr<const void> what) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    what_.swap(what);
-  }
+  std::shared_ptr<const void> Get() const { return *what_.Lock(); }
+  void Set(std::shared_ptr<const void> what) const { what_.Lock()->swap(what); }
 
  private:
-  mutable std::mutex mutex_;
-  mutable std::shared_ptr<const void> what_;
+  mutable ForkSafe<std::shared_ptr<const void>> what_;
 };
 
 // An expression ready to run: its parts, the key of the block mask cache, and the tables it was made of.
@@ -91,17 +85,16 @@ class AttentionMaskSource {
   explicit AttentionMaskSource(std::string text) : text_(std::move(text)) {}
   Status Fix(const Tables& tables);  // these, for ever
   Status Get(const Tables& given, std::shared_ptr<const AttentionMask>* mask) const;
-  bool fixed() const { return fixed_; }
+  bool fixed() const { return fixed_ != nullptr; }
 
  private:
   std::string text_;
-  bool fixed_ = false;
-  mutable std::mutex mutex_;
-  mutable std::shared_ptr<const AttentionMask> last_;
+  std::shared_ptr<const AttentionMask> fixed_;
+  mutable ForkSafe<std::shared_ptr<const AttentionMask>> last_;
 };
 
-// The dynamic part bound to one run's operands. Evaluators hold scratch, so tiles of different threads take turns at a
-// small stock of them.
+// A part of a mask bound to one run's operands, for kernels that ask for it tile by tile. Evaluators hold scratch, so
+// tiles of different threads take turns at a small stock of them.
 class BoundDynamicMask {
  public:
   static Status Make(const MaskExpr& expr, const ExprSizes& sizes,
@@ -114,7 +107,10 @@ class BoundDynamicMask {
 
  private:
   BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings)
-      : expr_(expr), sizes_(sizes), bindings_(std::move(bindings)), view_{&BoundDynamicMask::Tile, this} {}
+      : expr_(expr),
+        sizes_(sizes),
+        bindings_(std::move(bindings)),
+        view_{&BoundDynamicMask::Tile, this, expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH)} {}
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
   int Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const;
   std::unique_ptr<ExprEvaluator> Take() const;

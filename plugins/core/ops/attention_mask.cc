@@ -16,7 +16,8 @@ namespace {
 // All models of a process find their block masks in one cache by this hash alone, and it is easy to make a table whose
 // hash with a known seed is that of another model's mask.
 uint64_t SeedOfProcess() {
-  static const uint64_t seed = [] {
+  static ProcessWide<const uint64_t> seed;
+  return seed.Get([] {
     static const char own = 0;  // anywhere
     const auto now = static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
     uint64_t made = MixHash(now, reinterpret_cast<uintptr_t>(&own));
@@ -26,8 +27,7 @@ uint64_t SeedOfProcess() {
     } catch (const std::exception&) {  // without such a device
     }
     return made | 2;  // not 0
-  }();
-  return seed;
+  });
 }
 
 }  // namespace
@@ -52,20 +52,14 @@ Status MakeAttentionMask(const std::string& text, const Tables& tables, std::sha
   return Status();
 }
 
-Status AttentionMaskSource::Fix(const Tables& tables) {
-  fixed_ = true;
-  return MakeAttentionMask(text_, tables, &last_);
-}
+Status AttentionMaskSource::Fix(const Tables& tables) { return MakeAttentionMask(text_, tables, &fixed_); }
 
 Status AttentionMaskSource::Get(const Tables& given, std::shared_ptr<const AttentionMask>* mask) const {
-  if (fixed_) {
-    *mask = last_;
+  if (fixed_ != nullptr) {
+    *mask = fixed_;
     return Status();
   }
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    *mask = last_;
-  }
+  *mask = *last_.Lock();
   const auto same = [&given](const auto& table) {
     return std::any_of(given.begin(), given.end(), [&table](const auto& entry) {
       return entry.first == table->name && TableHolds(*table, entry.second);
@@ -73,8 +67,7 @@ Status AttentionMaskSource::Get(const Tables& given, std::shared_ptr<const Atten
   };
   if (*mask != nullptr && std::all_of((*mask)->tables.begin(), (*mask)->tables.end(), same)) return Status();
   STOF_RETURN_IF_ERROR(MakeAttentionMask(text_, given, mask));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  last_ = *mask;
+  *last_.Lock() = *mask;
   return Status();
 }
 

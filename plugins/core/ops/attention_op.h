@@ -15,7 +15,6 @@ namespace stof {
 
 // So few query rows are evaluated directly: in decode T grows with every step, and no entry would be used twice.
 constexpr int64_t kUncachedRows = 8;
-constexpr char kNoKernels[] = "this build has no CUDA kernels";
 
 class AttentionOp final : public Op {
  public:

@@ -104,12 +104,12 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
   attributes.Float("softcap", &a.softcap);
   if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
-    return Status::Error("attribute softcap is " + std::to_string(a.softcap) + ", expected 0 or more");
+    return Status::Error("attribute softcap is " + Shown(a.softcap) + ", expected 0 or more");
   }
   // The kernels multiply by these two and log2(e).
   constexpr float kMost = 1e30f, kLeast = 1e-30f;
   if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
-    return Status::Error("attribute softcap is " + std::to_string(a.softcap) +
+    return Status::Error("attribute softcap is " + Shown(a.softcap) +
                          ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
   }
   text = "BHSD";

@@ -4,6 +4,7 @@
 
 #include "plugins/core/block_mask_cache.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/no_cuda.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 
@@ -103,8 +104,10 @@ Status AttentionOp::ReadyHost(const Tensor* inputs, int input_count, int threads
   ready_.sizes = problem.sizes;
   ready_.hash = problem.mask->fixed_hash;
   ready_.config = config;
-  return BlockMaskCache::Global().Get(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
-                                      ready_.config.m, ready_.config.n, &ready_.mask);
+  const Status status =
+      BlockMaskCache::Global().GetToKeep(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
+                                         ready_.config.m, ready_.config.n, kCpuBlockMaskBounds, &ready_.mask);
+  return status.too_large() ? Status() : status;  // a run evaluates it tile by tile
 }
 
 bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
@@ -138,7 +141,7 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindForDevice(inputs.data(), static_cast<int>(inputs.size()), &problem, &pad));
   const CudaBackend* backend = FindCudaBackend();
-  if (backend == nullptr) return Status::Error(kNoKernels);
+  if (backend == nullptr) return Status::Error(kNoCudaKernels);
   AttentionArgs& args = problem.args;
   if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
   if (args.B * args.H > kMostReadyTables) return Status();

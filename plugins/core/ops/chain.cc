@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <mutex>
 
 #include "cpu/chain.h"
 #include "plugins/core/chain.h"
 #include "plugins/core/cuda_backend.h"
+#include "plugins/core/fork_guard.h"
+#include "plugins/core/no_cuda.h"
 
 namespace stof {
 namespace {
@@ -26,15 +27,26 @@ Status ParseAttributes(const AttributeReader& attributes, Chain* chain) {
 struct Ready {
   std::vector<int64_t> key;
   BoundChain bound;
-  std::once_flag compiled;
-  cpu::ChainProgram program;
-  std::once_flag on_device;
-  std::unique_ptr<DeviceChain> device;
 
-  DeviceChain* Device(const CudaBackend& backend) {
-    std::call_once(on_device, [&] { device = backend.keep_chain(); });
-    return device.get();
+  // Both are made by the first run that needs them, for which others wait.
+  std::shared_ptr<const cpu::ChainProgram> Program(const Chain& chain, int threads) {
+    const auto program = program_.Lock();
+    if (*program == nullptr) {
+      auto made = std::make_shared<cpu::ChainProgram>();
+      cpu::CompileChain(chain, bound, threads, made.get());
+      *program = std::move(made);
+    }
+    return *program;
   }
+  DeviceChain* Device(const CudaBackend& backend) {
+    const auto device = device_.Lock();
+    if (*device == nullptr) *device = backend.keep_chain();
+    return device->get();
+  }
+
+ private:
+  ForkSafe<std::shared_ptr<const cpu::ChainProgram>> program_;
+  ForkSafe<std::unique_ptr<DeviceChain>> device_;
 };
 
 class StofChainOp final : public Op {
@@ -126,16 +138,16 @@ class StofChainOp final : public Op {
     }
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
-      if (backend == nullptr) return Status::Error("this build of the library has no CUDA kernels");
+      if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->chain(chain_, ready->bound, from, to, ready->Device(*backend), context);
     }
-    std::call_once(ready->compiled, [&] { cpu::CompileChain(chain_, ready->bound, threads, &ready->program); });
-    const size_t bytes = cpu::ChainWorkspace(ready->program, threads);
+    const std::shared_ptr<const cpu::ChainProgram> program = ready->Program(chain_, threads);
+    const size_t bytes = cpu::ChainWorkspace(*program, threads);
     void* workspace = context.allocate(context.self, bytes);
     if (workspace == nullptr) {
       return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
     }
-    cpu::RunChain(ready->program, BestCpuIsa(), from, to, workspace, context.parallel);
+    cpu::RunChain(*program, BestCpuIsa(), from, to, workspace, context.parallel);
     return Status();
   }
 
@@ -169,28 +181,27 @@ class StofChainOp final : public Op {
       key.insert(key.end(), inputs[i].dims, inputs[i].dims + inputs[i].rank);
     }
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (size_t i = 0; i < kept_.size(); ++i) {
-        if (kept_[i]->key != key) continue;
-        std::rotate(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(i),
-                    kept_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-        *ready = kept_.front();
+      const auto kept = kept_.Lock();
+      for (size_t i = 0; i < kept->size(); ++i) {
+        if ((*kept)[i]->key != key) continue;
+        std::rotate(kept->begin(), kept->begin() + static_cast<std::ptrdiff_t>(i),
+                    kept->begin() + static_cast<std::ptrdiff_t>(i) + 1);
+        *ready = kept->front();
         return Status();
       }
     }
     auto made = std::make_shared<Ready>();
     made->key = std::move(key);
     STOF_RETURN_IF_ERROR(BindChain(chain_, inputs, input_count, &made->bound));
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (kept_.size() == kKept) kept_.pop_back();
-    kept_.insert(kept_.begin(), made);
+    const auto kept = kept_.Lock();
+    if (kept->size() == kKept) kept->pop_back();
+    kept->insert(kept->begin(), made);
     *ready = std::move(made);
     return Status();
   }
 
   Chain chain_;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::shared_ptr<Ready>> kept_;  // the one that was used last first
+  mutable ForkSafe<std::vector<std::shared_ptr<Ready>>> kept_;  // the one that was used last first
 };
 
 std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
@@ -241,7 +252,7 @@ const OpDescription* ChainDescription() {
   static constexpr DType kTypes[] = {DType::kUndefined};
   static constexpr AttributeDescription kAttributes[] = {{"chain", AttributeType::kString},
                                                          {"chain_id", AttributeType::kInt}};
-  static const OpDescription description = {
+  static constexpr OpDescription description = {
       "StofChain", 0,         0,           kChainMostOutputs, kTypes,      1,
       kTypes,      1,         CreateChain, OutputShape,       kAttributes, static_cast<int>(std::size(kAttributes)),
       true,        OutputType};

@@ -7,6 +7,7 @@
 
 #include "cpu/chain.h"
 #include "plugins/core/gemm.h"
+#include "plugins/core/no_cuda.h"
 
 namespace stof {
 namespace {
@@ -99,7 +100,7 @@ class StofGemmOp final : public Op {
     if (!context.on_cuda) return RunCpu(inputs, output, sizes, context);
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
     const GemmBackend* backend = FindGemmBackend();
-    if (backend == nullptr) return Status::Error("StofGemm has no CUDA kernels in this build");
+    if (backend == nullptr) return Status::Error(kNoCudaKernels);
     GemmArgs args = ArgsOf(inputs, sizes);
     args.output = output.data;
     args.may_wait = may_wait_;
@@ -423,18 +424,18 @@ const OpDescription* GemmDescription() {
   static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"epilogue", AttributeType::kString}, {"pair", AttributeType::kInt}, {"gemm_id", AttributeType::kInt}};
-  static const OpDescription description = {"StofGemm",
-                                            2,
-                                            1 + kFurtherInputs,
-                                            1,
-                                            kTypes,
-                                            static_cast<int>(std::size(kTypes)),
-                                            kCudaTypes,
-                                            static_cast<int>(std::size(kCudaTypes)),
-                                            CreateGemm,
-                                            OutputShape,
-                                            kAttributes,
-                                            static_cast<int>(std::size(kAttributes))};
+  static constexpr OpDescription description = {"StofGemm",
+                                                2,
+                                                1 + kFurtherInputs,
+                                                1,
+                                                kTypes,
+                                                static_cast<int>(std::size(kTypes)),
+                                                kCudaTypes,
+                                                static_cast<int>(std::size(kCudaTypes)),
+                                                CreateGemm,
+                                                OutputShape,
+                                                kAttributes,
+                                                static_cast<int>(std::size(kAttributes))};
   return &description;
 }
 

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
+
+#include "plugins/core/fork_guard.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"
@@ -6,9 +9,11 @@
 namespace stof {
 
 const OpDescription* const* AllOps(int* count) {
-  static const OpDescription* const ops[] = {AttentionDescription(), ChainDescription(), GemmDescription()};
-  *count = static_cast<int>(sizeof ops / sizeof ops[0]);
-  return ops;
+  using Ops = std::array<const OpDescription*, 3>;
+  static ProcessWide<const Ops> all;
+  const Ops& ops = all.Get([] { return Ops{AttentionDescription(), ChainDescription(), GemmDescription()}; });
+  *count = static_cast<int>(ops.size());
+  return ops.data();
 }
 
 }  // namespace stof

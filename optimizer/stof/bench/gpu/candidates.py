@@ -11,6 +11,7 @@ from stof.bench.gpu.candidate import Candidate, Peer
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.problem import Problem
 from stof.bench.runner import Unavailable, require
+from stof.installation import CUDA, how_to_add
 from stof.runtime import build_info
 from stof.runtime_cuda import CudaOp, DeviceTensor, kernel_names
 
@@ -33,7 +34,7 @@ def _workspace() -> Any:
 def own(problem: Problem, stream: Any, kernel: str = "") -> Candidate:
     """The library through its C ABI; by the kernel that its selector takes, or by the one of that name."""
     if "cuda" not in build_info()["backends"]:
-        raise Unavailable("this build of the library has no CUDA kernels")
+        raise Unavailable(f"this build of the library has no CUDA kernels; {how_to_add(CUDA)}")
     case, torch = problem.case, problem.torch
     tables = [case.tables[name] for name in sorted(case.tables)]
     op = CudaOp(

@@ -14,15 +14,17 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stof import strict_json
 from stof.bench.gpu.lock import Lock
 from stof.bench.runner import require
+from stof.files import write_text
+from stof.terminal import say
 
 GROUP = 4  # layers that are compiled as one
 _PERIOD = 3  # the same where every third attends everything
@@ -322,8 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lock = Lock(given.lock or given.results / "device.lock")
     record = point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
     path = given.results / f"compiled-{given.model}-{given.batch}-{given.length}.json"
-    path.write_text(json.dumps(record) + "\n")
-    print(json.dumps(record), flush=True)
+    write_text("results", path, [strict_json.dumps(record)])
+    say(strict_json.dumps(record))
     return 0
 
 

@@ -16,7 +16,7 @@ class Lock:
     """A file that processes lock; without one, nothing is locked."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._file = path.open("w") if path is not None else None
+        self._file = path.open("a") if path is not None else None
         self._depth = 0
 
     @contextmanager

@@ -13,7 +13,6 @@ import gc
 import importlib.metadata
 import multiprocessing as mp
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 from stof.bench.gpu.cases import Case, anchor
 from stof.bench.results import Record
 from stof.bench.runner import Unavailable, require
+from stof.terminal import complain
 
 _BUILD_LIMIT = 90.0  # seconds for one point, most of it compiling
 _TIME_LIMIT = 40.0
@@ -105,17 +105,18 @@ Worker = Callable[[Connection, Plan], None]
 class _Hand:
     """A worker process and the channel to it."""
 
-    def __init__(self, worker: Worker, plan: Plan) -> None:
+    def __init__(self, worker: Worker, plan: Plan, clock: Callable[[], float]) -> None:
         self.channel, other = mp.Pipe()
         self.process = mp.get_context("fork").Process(target=worker, args=(other, plan), daemon=True)
         self.process.start()
         other.close()
         self.busy: int | None = _START
-        self.until = time.monotonic() + _START_LIMIT
+        self.clock = clock
+        self.until = clock() + _START_LIMIT
 
     def ask(self, verb: str, number: int, case: Case | None, limit: float) -> None:
         self.busy = number
-        self.until = time.monotonic() + limit
+        self.until = self.clock() + limit
         try:
             self.channel.send((verb, number, case))
         except OSError:
@@ -130,7 +131,10 @@ class _Hand:
 class Pool:
     """Workers that build points at once and time them in turns."""
 
-    def __init__(self, workers: int, plan: Plan, worker: Worker = _worker) -> None:
+    def __init__(
+        self, workers: int, plan: Plan, worker: Worker = _worker, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``clock`` gives the seconds after which a worker that does not answer is given up."""
         # Inductor would start compiling processes of its own in every worker.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -139,8 +143,9 @@ class Pool:
             try:
                 require(package)
             except Exception as reason:
-                print(f"note: {reason}", file=sys.stderr)
-        self._hands = [_Hand(worker, plan) for _ in range(workers)]
+                complain(f"note: {reason}")
+        self._clock = clock
+        self._hands = [_Hand(worker, plan, clock) for _ in range(workers)]
         self._place: dict[int, _Hand] = {}
 
     def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
@@ -191,7 +196,7 @@ class Pool:
                     found.append((number, answer))
                 except (EOFError, OSError):
                     found += self._gone(hand, "the process that ran it ended")
-            elif hand.busy is not None and time.monotonic() > hand.until:
+            elif hand.busy is not None and self._clock() > hand.until:
                 found += self._gone(hand, "it took too long")
         return found
 

@@ -14,6 +14,7 @@ from stof.bench.gpu.cases import Case
 from stof.bench.gpu.pool import Plan, Pool, now
 from stof.bench.results import Record, store_all
 from stof.runtime import build_info
+from stof.terminal import say
 
 _WORKERS = 16
 _STORED = 25
@@ -38,12 +39,10 @@ def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, a
     records: dict[int, Record] = {}
     lost: list[str] = []
     try:
-        failed = pool.build(cases, print)
+        failed = pool.build(cases, say)
         lost += [f"{cases[n]}: {reason}" for n, reason in failed.items()]
         built = time.monotonic() - start
-        print(
-            f"{len(cases) - len(failed)} points built and checked by {workers} processes in {built:.0f} s", flush=True
-        )
+        say(f"{len(cases) - len(failed)} points built and checked by {workers} processes in {built:.0f} s")
         shapes = sorted({(c.D, c.dtype) for c in cases})
         anchors = [pool.anchors(shapes)]
         for number, case in enumerate(cases):
@@ -57,7 +56,7 @@ def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, a
                 lost.append(f"{case}: {found}")
                 continue
             records[number] = _complete(found, anchors)
-            print("\n".join(summary.lines(records[number])), flush=True)
+            say(*summary.lines(records[number]))
             if len(records) % _STORED == 0:
                 _store(results, list(records.values()))
         if again:
@@ -68,10 +67,10 @@ def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, a
         _store(results, list(records.values()))
     done = [_complete(r, anchors) for r in records.values()]
     _store(results, done)
-    print("\n".join(["", *summary.summary(done)]), flush=True)
+    say("", *summary.summary(done))
     for text in lost:
-        print(f"not measured: {text}")
-    print(f"{len(done)} of {len(cases)} points in {time.monotonic() - start:.0f} s")
+        say(f"not measured: {text}")
+    say(f"{len(done)} of {len(cases)} points in {time.monotonic() - start:.0f} s")
     return 3 if lost else 0
 
 
@@ -88,7 +87,7 @@ def _again(pool: Pool, records: dict[int, Record], anchors: Sequence[dict[str, A
         some.sort(key=lambda r: summary.ratio(r) or 0)
         ratios = [round(summary.ratio(r) or 0, 4) for r in some]
         records[number] = {**some[(len(some) - 1) // 2], "ratios": ratios}
-        print(f"again: {summary.name(records[number])}: {', '.join(f'{r:.3f}' for r in ratios)}", flush=True)
+        say(f"again: {summary.name(records[number])}: {', '.join(f'{r:.3f}' for r in ratios)}")
 
 
 def _store(results: Path, records: Sequence[Record]) -> None:

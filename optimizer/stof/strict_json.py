@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON as RFC 8259 has it, for every reader: Python's own has numbers NaN and Infinity, and half of a surrogate pair."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from stof.errors import shown
+
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def dumps(
+    value: Any, *, indent: int | None = None, sort_keys: bool = False, default: Callable[[Any], Any] | None = None
+) -> str:
+    r"""A value as strict JSON in ASCII. Numbers that JSON has not are the strings "nan", "inf" and "-inf".
+
+    Bytes of file names that are not UTF-8 become ``\xff``.
+    """
+    text = json.dumps(
+        _strict(value),
+        indent=indent,
+        sort_keys=sort_keys,
+        default=lambda v: _strict(_other(v, default)),
+        allow_nan=False,
+    )
+    return text.replace("\x7f", "\\u007f")  # the one control character that json leaves in a string
+
+
+def loads(text: str, *, restore_numbers: bool = False) -> Any:
+    """What a text of strict JSON holds. ``restore_numbers``: the strings that stand for numbers become these.
+
+    Raises:
+        ValueError: for a text that is no JSON, NaN, Infinity, and a field that one object has twice.
+        RecursionError: for one that is nested too deep.
+    """
+    found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    return _restored(found) if restore_numbers else found
+
+
+def _other(value: Any, default: Callable[[Any], Any] | None) -> Any:
+    if default is None:
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+    return default(value)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, str):
+        return value if value.isascii() else _paired(value)
+    if isinstance(value, dict):
+        return {_strict(k) if isinstance(k, str) else k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return value
+
+
+def _paired(text: str) -> str:
+    return "".join(shown(c) if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NUMBERS.get(value, value)
+    if isinstance(value, dict):
+        return {k: _restored(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_restored(v) for v in value]
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [n for n, _ in pairs]
+        raise ValueError(f"field {next(n for n in names if names.count(n) > 1)!r} twice in one object")
+    return found
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands print, and how they end: on any terminal, in any encoding, into a full disk or a closed pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TextIO
+
+from stof.errors import ArgumentError, StofError, shown
+
+_TRACEBACK = "STOF_TRACEBACK"
+
+
+class OutputError(ArgumentError):
+    """Standard output takes no more."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are errors of the command, and whose help is printed as everything else is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the arguments.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        if message:
+            say(*message.rstrip("\n").split("\n"))
+
+
+def say(*lines: str) -> None:
+    """Prints lines on standard output. Whoever closes the pipe has read enough: what follows goes nowhere, silently.
+
+    Raises:
+        OutputError: where the lines cannot be written otherwise, as to a full disk.
+    """
+    try:
+        _write(sys.stdout, lines)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+    except (OSError, ValueError) as error:  # ValueError: the stream was closed
+        _silence(sys.stdout)
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"standard output cannot be written: {reason}") from error
+
+
+def complain(line: str) -> None:
+    """Prints a line on standard error, or nowhere: the exit status tells what there is to tell."""
+    try:
+        _write(sys.stderr, (line,))
+    except (OSError, ValueError):
+        _silence(sys.stderr)
+
+
+def run_command(name: str, run: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status; every error is one line on standard error.
+
+    An error that nobody foresaw comes with some input, as a rule with a damaged model: the status is 3, and 1 where the
+    system refuses a file. ``STOF_TRACEBACK=1`` shows where it came from.
+    """
+    try:
+        return run()
+    except StofError as error:
+        if error.__cause__ is not None:
+            _show_traceback()
+        complain(f"{name}: {error}")
+        return error.exit_code
+    except OSError as error:
+        _show_traceback()
+        names = [shown(n) for n in (error.filename, error.filename2) if n is not None]
+        complain(f"{name}: {': '.join([*names, error.strerror or str(error)])}")
+        return 1
+    except Exception as error:
+        _show_traceback()
+        complain(
+            f"{name}: internal error: {type(error).__name__}: {shown(error)}; please report it, with what "
+            f"{_TRACEBACK}=1 shows"
+        )
+        return 3
+
+
+def _show_traceback() -> None:
+    if os.environ.get(_TRACEBACK, "0") not in ("", "0"):
+        for line in traceback.format_exc().rstrip("\n").split("\n"):
+            complain(line)
+
+
+def _write(stream: TextIO | None, lines: tuple[str, ...]) -> None:
+    if stream is None:  # closed before Python started
+        return
+    text = "".join(f"{shown(line, None)}\n" for line in lines)
+    stream.write(encodable(text, stream))
+    stream.flush()
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """The text with escapes for characters that the stream's encoding has not, as under LANG=C."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _silence(stream: TextIO | None) -> None:
+    """Python flushes the stream once more at its end, and would complain again: what is left goes nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
