@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,6 +17,8 @@ from stof.chains.product import Product
 from stof.chains.region import Chain
 from stof.errors import ModelError, UnsupportedError
 from stof.inputs import evaluate
+from stof.session_process import create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.terms import parts
 from stof.widen import HALF, widen, widened_chain
@@ -31,6 +32,7 @@ _DRAWN = 262_147  # a prime number, above how many rows of 128 and more the larg
 _LARGEST = 1 << 25  # elements of an input: of sizes that are numbers, 16 x 2048 tokens do not fit
 _MANY = 1 << 20  # elements of an input that fewer may stand for
 _FEW = (3, 5, 7)  # sizes of the first axes then
+_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
 _NOT_FINITE = "output {} of the description is inf or NaN where its operators are not"
 Shapes = list[list[int]]
 
@@ -195,21 +197,13 @@ def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> Shapes:
     return found
 
 
-def _runner(model: onnx.ModelProto) -> Any:
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        from onnx.reference import ReferenceEvaluator
-
-        evaluator = ReferenceEvaluator(model)
-        return lambda given: [np.asarray(x) for x in evaluator.run(None, given)]
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    spec = SessionSpec(
+        model.SerializeToString(), optimizations="none", log_severity=4, threads=1, reference=not has_onnxruntime()
+    )
+    session = create_session(spec, _SECONDS)
 
     def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return list(session.run(None, dict(given)))
+        return session.run(None, given, _SECONDS)
 
     return run
