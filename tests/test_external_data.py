@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 import build
 import stof
 from stof import cli, sessions
-from stof.graph import load, read_constants
+from stof.external_data import read_constants
+from stof.graph import load
 from stof.session_worker import SessionSpec
 from stof.sessions import Sessions
 

@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from stof.bench.gpu.cases import mask as named_mask
+from stof.files import write_text
 from stof.runtime import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
@@ -174,7 +175,7 @@ def store(results: Sequence[Path], target: Path) -> None:
                 found = {k: record[k] for k in ("grid", "mask_name", "shape")} | {"machine": machine}
                 point = json.dumps([found[k] for k in ("grid", "mask_name", "shape")], sort_keys=True)
                 kept[point] = found | {"kernels": {"each": record["kernels"]["each"]}}
-    target.write_text("[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]\n")
+    write_text("results", target, ["[" + ",\n ".join(json.dumps(record) for record in kept.values()) + "]"])
 
 
 class Planner:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError, StofError
+from stof.files import remove_temporaries
+from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
 
 _GARBAGE = 50_000  # new objects before the next look for what cannot be reached
@@ -174,17 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Graphs are many small objects and few of them are garbage: to look for it often takes as long as some of the steps.
     before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
-    with contextlib.suppress(ValueError):  # only the main thread may set handlers
-        # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run(_parser().parse_args(argv))
+        with ended_by_signals("stof-optimize", remove_temporaries):
+            return _run(_parser().parse_args(argv))
     except StofError as error:
         print(f"stof-optimize: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("stof-optimize: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt("stof-optimize", interrupt)
     finally:
         gc.set_threshold(*before)
 

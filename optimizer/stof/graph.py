@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import filecmp
 import heapq
 import math
 import os
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,24 +16,14 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from onnx import TensorProto
 
 from stof.errors import ArgumentError, ModelError
+from stof.external_data import Bringing, all_tensors, check_external, copied_data, is_external
+from stof.files import open_regular, temporary_file
 
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
 DOMAIN = "stof"
 _IR_OF_DEFAULTS = 4  # since which initializers need not be inputs, and those that are can be overridden
-_SMALL_CONSTANT, _LARGEST_TABLE, _MOST_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
-_WHOLE = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
-ITEM_SIZES = {
-    int(TensorProto.BOOL): 1,
-    int(TensorProto.UINT8): 1,
-    int(TensorProto.INT8): 1,
-    int(TensorProto.FLOAT16): 2,
-    int(TensorProto.BFLOAT16): 2,
-    int(TensorProto.FLOAT): 4,
-    int(TensorProto.INT32): 4,
-    int(TensorProto.INT64): 8,
-    int(TensorProto.DOUBLE): 8,
-}
+_LARGEST_FILE = (1 << 31) - 1  # bytes of a protobuf
 _GRAPH = int(onnx.AttributeProto.GRAPH)
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
 
@@ -124,25 +111,29 @@ def load(path: Path) -> onnx.ModelProto:
         ModelError: when it is no ONNX model or one that cannot be optimized, with what was found.
     """
     try:
-        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _LARGEST_FILE:
+                raise ModelError(f"{path} has {size} bytes, expected an .onnx file, which has at most 2 GB")
+            model: onnx.ModelProto = onnx.ModelProto.FromString(file.read(size))
     except FileNotFoundError:
         raise ArgumentError(f"{path} does not exist") from None
     except IsADirectoryError:
         raise ArgumentError(f"{path} is a folder, expected an .onnx file") from None
-    except (DecodeError, ValueError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is no ONNX model, or a truncated one: {error}") from None
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (DecodeError, ValueError) as error:
+        raise ModelError(f"{path} is no ONNX model, or a truncated one: {error}") from None
     if not model.HasField("graph") or not model.opset_import:
         raise ModelError(f"{path} is no ONNX model, or a truncated one: it has no graph or no opset import")
     if not model.graph.node:
         raise ModelError(f"{path} has a graph without nodes; export the model again")
     _check_opsets(path, model)
     _check_arities(path, model)
-    _check_tensors(path, model.graph)
+    _check_tensors(path, model)
     _only_constants(model)
     _check_edges(path, model.graph)
-    _check_external(path, model)
+    check_external(path, model)
     return model
 
 
@@ -226,12 +217,12 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
                 raise ModelError(f"{path}: {describe(node)} has no attribute {name!r}, which {node.op_type} needs")
 
 
-def _check_tensors(path: Path, graph: onnx.GraphProto) -> None:
+def _check_tensors(path: Path, model: onnx.ModelProto) -> None:
     """Constants hold as many bytes or numbers as their shape says."""
-    for tensor in _tensors(graph):
+    for tensor in all_tensors(model):
         if any(d < 0 for d in tensor.dims):
             raise ModelError(f"{path}: constant {tensor.name!r} has shape {list(tensor.dims)}")
-        if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type not in _PLAIN_TYPES:
+        if is_external(tensor) or tensor.data_type not in _PLAIN_TYPES:
             continue
         count = math.prod(tensor.dims)
         if tensor.HasField("raw_data"):
@@ -301,101 +292,12 @@ def _sort(path: Path, graph: onnx.GraphProto, writers: dict[str, int]) -> None:
     graph.node.extend(copies)
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """The constants of a graph and its subgraphs."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-        for inner in subgraphs(node):
-            yield from _tensors(inner)
-
-
-def external_files(model: onnx.ModelProto) -> set[str]:
-    """The locations of a model's external data."""
-    found: set[str] = set()
-    for tensor in _tensors(model.graph):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            found.update(e.value for e in tensor.external_data if e.key == "location")
-    return found
-
-
-def _check_external(path: Path, model: onnx.ModelProto) -> None:
-    sizes: dict[str, int | None] = {}
-    for tensor in _tensors(model.graph):
-        if tensor.data_location != TensorProto.EXTERNAL:
-            continue
-        entries = {e.key: e.value for e in tensor.external_data}
-        location = entries.get("location", "")
-        if not location or Path(location).is_absolute() or ".." in Path(location).parts:
-            raise ModelError(f"{path}: constant {tensor.name!r} has external data at {location!r}, outside its folder")
-        if location not in sizes:
-            file = path.parent / location
-            sizes[location] = file.stat().st_size if file.is_file() else None
-        held = sizes[location]
-        if held is None:
-            raise ModelError(
-                f"{path}: external data {location!r} of constant {tensor.name!r} is missing; put it beside the model"
-            )
-        try:
-            offset, length = int(entries.get("offset", "0")), int(entries.get("length", "0"))
-            if min(offset, length) < 0:
-                raise ValueError
-            end = offset + length
-        except ValueError:
-            raise ModelError(f"{path}: constant {tensor.name!r} has a malformed offset or length") from None
-        if end > held:
-            raise ModelError(
-                f"{path}: external data {location!r} has {held} bytes, but constant {tensor.name!r} ends at {end}; "
-                "the file is truncated"
-            )
-
-
-def read_constants(path: Path, model: onnx.ModelProto) -> None:
-    """Reads external data that the graph cannot be understood without: axes, sizes, scalars, tables of masks. Weights stay.
-
-    Raises:
-        ModelError: when the file ends before.
-    """
-    budget = _MOST_READ
-    for tensor in _tensors(model.graph):
-        size = _bytes(tensor)
-        if tensor.data_location != TensorProto.EXTERNAL or not _is_constant(tensor, size) or size > budget:
-            continue
-        budget -= size
-        # onnx's own reader refuses links, which runtimes follow beside a linked model.
-        entries = {e.key: e.value for e in tensor.external_data}
-        with (path.parent / entries["location"]).open("rb") as file:
-            file.seek(int(entries.get("offset", "0")))
-            tensor.raw_data = file.read(size)
-        if len(tensor.raw_data) != size:
-            raise ModelError(
-                f"{path}: constant {tensor.name!r} of {size} bytes ends beyond its external data; truncated?"
-            )
-        del tensor.external_data[:]
-        tensor.data_location = TensorProto.DEFAULT
-
-
-def _is_constant(tensor: onnx.TensorProto, size: int) -> bool:
-    """Whether the graph is read with it: small ones; integers and booleans, which are no weights; masks of all batches."""
-    if tensor.data_type in _WHOLE or (len(tensor.dims) >= 3 and tensor.dims[0] == 1):
-        return 0 <= size <= _LARGEST_TABLE
-    return 0 <= size <= _SMALL_CONSTANT
-
-
-def _bytes(tensor: onnx.TensorProto) -> int:
-    """The size of external data, -1 for types whose elements share bytes."""
-    if tensor.data_type not in ITEM_SIZES:
-        return -1
-    return int(math.prod(tensor.dims) * ITEM_SIZES[tensor.data_type])
-
-
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     """Writes a model whole or not at all. External data stays where it is; for another folder it is copied.
 
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
+        ModelError: when the model does not fit into a file, or its external data is not as long as it was.
     """
     if path.exists() and source.exists() and path.samefile(source):
         raise ArgumentError(f"the output {path} is the input; choose another file with -o")
@@ -403,76 +305,20 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
         raise ArgumentError(f"the output {path} is a folder; name a file with -o")
     if not path.parent.is_dir():
         raise ArgumentError(f"the folder {path.parent} does not exist; make it, or choose another output with -o")
-    brought: list[Path] = []
-    temporary = None
     try:
-        if path.parent.resolve() != source.parent.resolve():
-            for location in sorted(external_files(model)):
-                if _bring(source.parent / location, path.parent / location):
-                    brought.append(path.parent / location)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(model.SerializeToString(deterministic=True))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-        temporary = None
-        brought.clear()
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be written: {error.strerror or error}") from error
+        data = model.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
         raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
-    finally:
-        for leftover in (*brought, temporary):
-            if leftover is not None:
-                leftover.unlink(missing_ok=True)
-
-
-def check_room(model: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Whether external data can be used by a new model, or brought beside it: other models' data of the same name stays.
-
-    Raises:
-        ArgumentError: naming the file that is in the way.
-    """
-    for location in sorted(external_files(model)):
-        data = source.parent / location
-        if path.parent.resolve() != source.parent.resolve():
-            _lies_there(data, path.parent / location)
-        elif not data.resolve().is_relative_to(source.parent.resolve()):
-            # As in the cache of Hugging Face's hub, where the model is a link into the same folder.
-            raise ArgumentError(
-                f"external data {data} is a link to another folder, which runtimes follow only from a linked model; "
-                "write the output to another folder with -o"
-            )
-
-
-def _lies_there(source: Path, target: Path) -> bool:
-    if not target.exists():
-        return False
-    if target.samefile(source) or (target.is_file() and filecmp.cmp(source, target, shallow=False)):
-        return True
-    raise ArgumentError(f"{target} exists and differs from {source}; move it, or choose another folder with -o")
-
-
-def _bring(source: Path, target: Path) -> bool:
-    """Copies external data beside the new model: loaders refuse other folders and links. False where it lies there."""
-    if _lies_there(source, target):
-        return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.part")
     try:
-        shutil.copyfile(source, partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return True
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        with temporary_file(path.parent) as new, Bringing(new) as bringing:
+            for copy in copied_data(model, path, source):
+                bringing.stage(copy)
+            new.write(data)
+            bringing.publish()
+            check_external(path, model)
+            new.replace(path)
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def with_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:

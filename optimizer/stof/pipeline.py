@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ from stof.chains.judge import forms_of, judge_of, leave_all, merges_of
 from stof.chains.select import Selection
 from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError
-from stof.files import check_outputs, write_text
-from stof.graph import DOMAIN, all_nodes, check_room, external_files, load, read_constants, save
+from stof.external_data import check_room, copied_data, external_files, read_constants
+from stof.files import check_outputs, temporary_folder, write_text
+from stof.graph import DOMAIN, all_nodes, load, save
 from stof.mask.families import picture, window
 from stof.options import Options
 from stof.passes.attention import is_softmax, unique
@@ -32,6 +32,7 @@ from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
+from stof.search.cache import cache_path
 from stof.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.site import Finding, tables_of
 from stof.targets import target_of
@@ -86,7 +87,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     with _timed(report, "load"):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
-    _check_files(data, target, options, report.dry_run)
+    copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
+    _check_files(data, target, options, report.dry_run, copies)
     if any(_is_done(n) for n in all_nodes(graph.graph.node)):
         report.sites = _sites_again(graph)
         check_selection(options, [], [Finding(s.site, False, s.reason) for s in report.sites])
@@ -152,11 +154,15 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         plan_of(choices, options.target, decided).save(options.save_plan)
 
 
-def _check_files(read: dict[str, Path], target: Path, options: Options, dry_run: bool) -> None:
+def _check_files(
+    read: dict[str, Path], target: Path, options: Options, dry_run: bool, copies: Mapping[str, Path] | None = None
+) -> None:
     written = {"report": options.json, "saved plan": options.save_plan, "output": None if dry_run else target}
     if options.plan is not None:
         read = {**read, "plan": options.plan}
-    check_outputs(read, {name: path for name, path in written.items() if path is not None})
+    if options.tune:
+        read = {**read, "tuning cache": cache_path()}
+    check_outputs(read, {name: path for name, path in written.items() if path is not None}, {} if dry_run else copies)
 
 
 def _write_report(report: Report, options: Options) -> None:
@@ -291,11 +297,14 @@ def _verified(
     emitted, chained = made
     try:
         _check_inputs(source, emitted)
-        with tempfile.TemporaryDirectory(prefix=".stof-", dir=target.parent) as scratch:
+        with temporary_folder(target.parent) as scratch:
             verifier = Verifier(scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows)
-            return verifier.run(source, chained.model, Path(scratch), partial(emit_scopes, scopes), emitted)
+            return verifier.run(source, chained.model, scratch, partial(emit_scopes, scopes), emitted)
     except OSError as error:
-        raise ArgumentError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+        raise ArgumentError(
+            f"files for verification cannot be written to {target.parent}: {error.strerror or error}; make room there, "
+            "choose another folder with -o, or leave verification out with --no-verify"
+        ) from error
     except (KeyError, MemoryError, TypeError, ValueError) as error:  # inputs that cannot be drawn or are too large
         raise ModelError(
             f"{source} cannot be verified ({type(error).__name__}: {error}); --no-verify leaves that out. Nothing was written"

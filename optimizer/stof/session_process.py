@@ -80,7 +80,7 @@ class _Process:
     def end(self) -> None:
         self._end()
 
-    def ask(self, body: Create | Run | Version | None, seconds: float) -> Any:
+    def ask(self, body: Create | Run | Version | None, seconds: float | None) -> Any:
         """The answer; whatever else comes, an interrupt for instance, leaves no process."""
         released = tuple(self.released.popleft() for _ in range(len(self.released)))
         try:
@@ -135,14 +135,14 @@ class Session:
         outputs: names.
     """
 
-    def __init__(self, process: _Process, spec: SessionSpec, seconds: float) -> None:
+    def __init__(self, process: _Process, spec: SessionSpec, seconds: float | None) -> None:
         self._process = process
         self._number = next(process.numbers)
         created = process.ask(Create(self._number, spec), seconds)
         assert isinstance(created, Created)
         self.inputs, self.outputs = created.inputs, created.outputs
 
-    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray], seconds: float) -> list[Any]:
+    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray], seconds: float | None) -> list[Any]:
         """The outputs of these names, by default all.
 
         Raises:
@@ -175,12 +175,12 @@ def _process() -> _Process:
     return _own.process
 
 
-def create_session(spec: SessionSpec, seconds: float) -> Session:
+def create_session(spec: SessionSpec, seconds: float | None) -> Session:
     """Makes a session.
 
     Raises:
         RuntimeFailure: what ONNX Runtime raises, or its process ended.
-        TimeoutError: when it takes longer than so many seconds.
+        TimeoutError: when it takes longer than so many seconds; None is no limit.
     """
     return Session(_process(), spec, seconds)
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import onnx
 
 from stof.errors import ArgumentError, VerifyError
-from stof.graph import external_files
+from stof.external_data import all_tensors, external_files, is_external
+from stof.files import open_regular
 from stof.runtime import library_path
 from stof.session_process import Session, create_session, runtime_version
 from stof.session_worker import SessionSpec
@@ -90,15 +92,20 @@ class Sessions:
         # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
         entries = [("session.disable_prepacking", "1")]
         if isinstance(model, Path):
-            return self._session(str(model.absolute()), entries, optimized, library)
+            if _is_text(model):
+                return self._session(str(model.absolute()), entries, optimized, library)
+            with open_regular(model) as file:  # ONNX Runtime takes names in UTF-8 only, but bytes, too
+                read: onnx.ModelProto = onnx.ModelProto.FromString(file.read())
+            model = read
         files = sorted(external_files(model))
         if all((self.scratch / name).exists() for name in files):
             # By way of a file, since the serialized model and the parsed one need not be in memory at once.
             return self._from_file(model, entries, optimized, library)
         if runtime_version() >= _FOLDER_OPTION:
             model, folder = self._located(model, files)
-            entries.append(("session.model_external_initializers_file_folder_path", str(folder)))
-            return self._session(model.SerializeToString(), entries, optimized, library)
+            with _text_of(folder) as text:
+                entries.append(("session.model_external_initializers_file_folder_path", text))
+                return self._session(model.SerializeToString(), entries, optimized, library)
         for name in files:  # versions without that option follow links, which later ones refuse
             link = self.scratch / name
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +121,8 @@ class Sessions:
         folder = Path(os.path.commonpath([place.parent for place in places.values()]))
         located = onnx.ModelProto()
         located.CopyFrom(model)
-        for tensor in located.graph.initializer:
-            for entry in tensor.external_data:
+        for tensor in all_tensors(located):
+            for entry in tensor.external_data if is_external(tensor) else ():
                 if entry.key == "location":
                     entry.value = str(places[entry.value].relative_to(folder))
         return located, folder
@@ -128,7 +135,8 @@ class Sessions:
             path = path.with_name(f"{path.stem}_.onnx")
         try:
             path.write_bytes(model.SerializeToString())
-            return self._session(str(path), entries, optimized, library)
+            with _text_of(path.parent) as folder:
+                return self._session(f"{folder}/{path.name}", entries, optimized, library)
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written for verification: {error.strerror}") from error
         finally:
@@ -150,3 +158,25 @@ class Sessions:
         except TimeoutError:
             raise _took_too_long("load", name, self.budget) from None
         return VerifiedSession(session, name, self.budget)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path is UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _text_of(folder: Path) -> Iterator[str]:
+    """A path of a folder that ONNX Runtime takes: one in UTF-8."""
+    if _is_text(folder):
+        yield str(folder)
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"  # not "self": another process reads it
+    finally:
+        os.close(descriptor)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
+from stof.external_data import is_external, place_of, tensor_bytes
 from stof.graph import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
@@ -36,7 +37,7 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
     if isinstance(graph, onnx.GraphProto):
         infos = (*graph.input, *graph.output, *graph.value_info)
         if any(i.type.tensor_type.elem_type in kinds for i in infos) or any(
-            t.data_type in kinds for t in graph.initializer
+            t.data_type in kinds for t in (*graph.initializer, *(s.values for s in graph.sparse_initializer))
         ):
             return True
     for node in graph.node:
@@ -44,6 +45,8 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
             if attribute.name in _TYPE_ATTRIBUTES and attribute.i in kinds:
                 return True
             if attribute.HasField("t") and attribute.t.data_type in kinds:
+                return True
+            if attribute.HasField("sparse_tensor") and attribute.sparse_tensor.values.data_type in kinds:
                 return True
         if any(_holds(inner, kinds) for inner in subgraphs(node)):
             return True
@@ -116,12 +119,13 @@ class Twins:
 
 def _pieces(tensor: onnx.TensorProto, folder: Path) -> Iterator[np.ndarray]:
     """A tensor's values, or bytes of other types than half ones, in order."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        entries = {e.key: e.value for e in tensor.external_data}
-        file = folder / entries["location"]
-        offset = int(entries.get("offset", "0"))
-        length = int(entries.get("length", "0")) or file.stat().st_size - offset
-        raw: np.ndarray = np.memmap(file, np.uint8, "r", offset, (length,))
+    if is_external(tensor):
+        place = place_of(tensor)
+        file = folder / place.location
+        length = tensor_bytes(tensor)
+        if length is None:
+            length = place.length or file.stat().st_size - place.offset
+        raw: np.ndarray = np.memmap(file, np.uint8, "r", place.offset, (length,)) if length else np.empty(0, np.uint8)
     elif tensor.HasField("raw_data"):
         raw = np.frombuffer(tensor.raw_data, np.uint8)
     else:
@@ -175,6 +179,8 @@ class _Widening:
     def graph(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
             self.tensor(tensor, movable=True)
+        for sparse in graph.sparse_initializer:
+            self.sparse(sparse)
         self.nodes(graph.node)
         for infos in (graph.input, graph.output, graph.value_info):
             self.infos(infos)
@@ -186,6 +192,8 @@ class _Widening:
                     attribute.i = TensorProto.FLOAT
                 if attribute.type == onnx.AttributeProto.TENSOR:
                     self.tensor(attribute.t)
+                if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+                    self.sparse(attribute.sparse_tensor)
                 if (node.op_type, attribute.name) in (("StofChain", "chain"), ("StofGemm", "epilogue")):
                     attribute.s = widened_chain(attribute.s.decode(), self.kinds).encode()
             for graph in subgraphs(node):
@@ -196,6 +204,10 @@ class _Widening:
             kind = info.type.tensor_type
             if kind.elem_type in self.kinds:
                 kind.elem_type = TensorProto.FLOAT
+
+    def sparse(self, sparse: onnx.SparseTensorProto) -> None:
+        self.tensor(sparse.values)
+        self.tensor(sparse.indices)
 
     def tensor(self, tensor: onnx.TensorProto, movable: bool = False) -> None:
         external = tensor.data_location == TensorProto.EXTERNAL

@@ -126,7 +126,7 @@ def test_inputs_and_shapes_that_do_not_fit(tensorrt: fakes.TensorRT, files: tupl
     (tmp_path / "in.npz").write_bytes(b"no archive")
     with pytest.raises(ArgumentError, match=r"--inputs .* cannot be read"):
         run_engine(files[0], RunOptions(inputs=tmp_path / "in.npz"))
-    with pytest.raises(ArgumentError, match="cannot be read: No such file"):
+    with pytest.raises(ArgumentError, match="does not exist"):
         run_engine(tmp_path / "none.plan")
 
 

@@ -12,6 +12,7 @@ from stof.bench import grids, measure
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.runner import Unavailable
 from stof.errors import StofError
+from stof.files import write_text
 
 RESULTS = Path("docs/results")
 
@@ -86,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.output is None:
             print(text)
         else:
-            arguments.output.write_text(text)
+            write_text("table", arguments.output, text.splitlines())
         return 0
     if arguments.command == "merge":
         from stof.bench.results import merge

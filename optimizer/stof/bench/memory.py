@@ -10,12 +10,13 @@ import ctypes
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from stof.files import temporary_folder
 
 _STATUS = Path("/proc/self/status")
 
@@ -29,8 +30,8 @@ def _bytes(field: str) -> int:
 
 def peak(model: str, feeds: Mapping[str, np.ndarray], threads: int) -> dict[str, int]:
     """Bytes held after loading, and the peak of one run above them."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "feeds.npz"
+    with temporary_folder() as folder:
+        path = folder / "feeds.npz"
         arrays: dict[str, Any] = dict(feeds)
         np.savez(path, **arrays)
         command = [sys.executable, "-m", "stof.bench.memory", model, str(path), str(threads)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stof.bench.peer_ort import session
+from stof.files import temporary_folder
 
 _SUFFIX = "_kernel_time"
 
@@ -45,8 +45,8 @@ def profile(
     model: str, feeds: Mapping[str, np.ndarray], threads: int, *, stof: bool, runs: int = 3
 ) -> list[list[Call]]:
     """The nodes of ``runs`` warm runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = session(model, threads, stof=stof, profile=str(Path(folder) / "run"))
+    with temporary_folder() as folder:
+        found = session(model, threads, stof=stof, profile=str(folder / "run"))
         for _ in range(runs + 1):
             found.run(None, dict(feeds))
         events = json.loads(Path(found.end_profiling()).read_text())

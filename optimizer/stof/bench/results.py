@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.files import locked, remove_leftovers, write_text
+
 Record = dict[str, Any]
 
 
@@ -31,13 +33,17 @@ def store(path: Path, record: Record) -> None:
 
 
 def store_all(path: Path, added: Sequence[Record]) -> None:
-    """Adds records, each in the place of the one with the same key."""
+    """Adds records, each in the place of the one with the same key. Several processes may do so at once.
+
+    Raises:
+        ArgumentError: when the file cannot be written; it stays as it was.
+    """
     keys = [r["key"] for r in added]
-    records = [*[r for r in read(path) if r["key"] not in keys], *added]
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(json.dumps(sorted(records, key=_order), indent=1, sort_keys=True) + "\n")
-    scratch.replace(path)
+    remove_leftovers(path.parent)
+    with locked(path.parent):  # nobody adds to the file between its reading and its writing
+        records = [*[r for r in read(path) if r["key"] not in keys], *added]
+        write_text("results", path, [json.dumps(sorted(records, key=_order), indent=1, sort_keys=True)])
 
 
 def merge(found: Path, results: Path) -> list[str]:

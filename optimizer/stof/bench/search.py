@@ -17,7 +17,8 @@ from stof.bench.results import Record
 from stof.chains.apply import operators
 from stof.chains.find import Graph, find_chains, settled
 from stof.chains.region import Chain
-from stof.graph import load, read_constants
+from stof.external_data import read_constants
+from stof.graph import load
 from stof.inputs import Case, InputMaker, Padding
 from stof.search.cost import Analytical, Site, frequent_start
 from stof.search.engine import Cost, Limits, exhaustive, search

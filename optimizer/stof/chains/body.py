@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.chains.region import Chain
 from stof.errors import UnsupportedError
+from stof.external_data import external_files
 from stof.graph import DOMAIN, describe, domain_of
 from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, Symbolic
@@ -307,4 +308,7 @@ def branch_model(chain: Chain, branch: Branch, dtypes: Sequence[int], opset: int
     inputs = [helper.make_tensor_value_info(_inner(i), d, None) for i, d in enumerate(dtypes)]
     outputs = [helper.make_tensor_value_info(r, d, None) for r, d in zip(branch.results, chain.dtypes, strict=True)]
     graph = helper.make_graph(list(branch.nodes), "chain", inputs, outputs)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    if files := external_files(model):
+        raise UnsupportedError(f"a constant of it lies in {min(files)!r} and is too large to be read")
+    return model

@@ -19,13 +19,14 @@ from stof.chains.product import PRODUCTS, Forms
 from stof.chains.region import Chain
 from stof.chains.shared import Merges
 from stof.errors import ArgumentError, UnsupportedError
+from stof.interrupts import keeping_results, resume
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
 from stof.plan import ChainPlan
 from stof.progress import Progress
 from stof.runtime import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.runtime_cuda import device_info
-from stof.search.cache import Cache, cache_path, device_name
+from stof.search.cache import Cache, cache_path, device_name, has_cache
 from stof.search.cost import Analytical, Machine, Site
 from stof.search.engine import Limits, search
 from stof.search.measure import Timer, shapes_of
@@ -59,7 +60,7 @@ def judge_of(options: Options, library: Mapping[str, Any]) -> Judge | None:
         return BesideTensorRt(options, _machine(options))
     cuda = options.target == "cuda"
     otherwise = Predicted(options, _machine(options)) if cuda else None
-    if not options.tune and not cache_path().exists():
+    if not options.tune and not has_cache():
         return otherwise
     name = _cuda_name() if cuda else device_name(library)
     if not name:
@@ -149,8 +150,11 @@ class Measured:
         reason = ""
         if self._left() > 0 and not self._searched(problems):
             try:
-                self._measure(graph, chain, problems)
-            except KeyboardInterrupt:
+                with keeping_results():
+                    self._measure(graph, chain, problems)
+            except KeyboardInterrupt as interrupt:
+                if not resume(interrupt):
+                    raise
                 self.deadline = 0.0  # the best so far, and no further measurement
             except UnsupportedError as error:
                 reason = str(error)

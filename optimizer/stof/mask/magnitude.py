@@ -8,14 +8,15 @@ in the type that the graph has there. What a caller may feed has none, initializ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.graph import ITEM_SIZES, GraphIndex
+from stof.external_data import ITEM_SIZES, place_of
+from stof.graph import GraphIndex
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.facts import dtype_kind
@@ -167,18 +168,18 @@ def _most(array: np.ndarray) -> float:
 
 def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
     """The same of external data, of which some is in memory at a time."""
-    entries: Mapping[str, str] = {e.key: e.value for e in tensor.external_data}
     count = math.prod(tensor.dims)
     if count == 0:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        offset, path = int(entries.get("offset", "0")), folder / entries["location"]
+        place = place_of(tensor)
+        path = folder / place.location
         # onnx once had numbers of another size for types that NumPy lacks.
         known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)
-        if not known or min(offset, *tensor.dims) < 0 or offset + count * dtype.itemsize > path.stat().st_size:
+        if not known or min(tensor.dims, default=0) < 0 or place.offset + count * dtype.itemsize > path.stat().st_size:
             return math.inf
-        mapped = np.memmap(path, dtype, "r", offset, (count,))
+        mapped = np.memmap(path, dtype, "r", place.offset, (count,))
     except (KeyError, OSError, TypeError, ValueError):
         return math.inf
     return _most(mapped)

@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
+from stof.external_data import external_files
 from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, evaluate
 from stof.mask.lift import LOWEST
@@ -167,6 +168,10 @@ class MaskRunner:
         outputs = [helper.make_tensor_value_info(n, self.symbolic.dtype(n) or TensorProto.FLOAT, None) for n in names]
         graph = helper.make_graph(nodes, "mask", inputs, outputs, [self._initializers[n] for n in used])
         model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        if files := external_files(model):
+            raise UnsupportedError(
+                f"mask {names[0]!r} depends on a constant in {min(files)!r} that is too large to be read"
+            )
         # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
         model = widen(model, kinds={int(TensorProto.BFLOAT16)})
         given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}

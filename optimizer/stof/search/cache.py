@@ -27,12 +27,31 @@ _TABLE = """CREATE TABLE IF NOT EXISTS measured
 
 
 def cache_path() -> Path:
-    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches."""
+    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches.
+
+    Raises:
+        ArgumentError: for a user without a home.
+    """
     given = os.environ.get("STOF_CACHE")
     if given:
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError as error:
+            raise ArgumentError(
+                "this user has no home folder; set STOF_CACHE to the file of the tuning cache"
+            ) from error
     return Path(base) / "stof" / "tuning.sqlite"
+
+
+def has_cache() -> bool:
+    """Whether something was measured before."""
+    try:
+        return cache_path().is_file()
+    except (OSError, ArgumentError):
+        return False
 
 
 def device_name(library: Mapping[str, Any]) -> str:

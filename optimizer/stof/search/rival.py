@@ -7,15 +7,14 @@ It runs for the CPU provider in fp32, which has the fusions of the CUDA provider
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import onnx
 
 from stof.chains.find import Graph
 from stof.chains.ops import FREE, TYPES
 from stof.errors import UnsupportedError
+from stof.files import temporary_folder
 from stof.inputs import evaluate
 from stof.search.cost import Machine, is_biased
 from stof.search.measure import part_model
@@ -71,8 +70,8 @@ def _read_elsewhere(graph: Graph, name: str, inside: set[int]) -> bool:
 def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     if not has_onnxruntime():
         raise UnsupportedError("what ONNX Runtime would fuse is not known: onnxruntime is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "optimized.onnx"
+    with temporary_folder() as folder:
+        path = folder / "optimized.onnx"
         spec = SessionSpec(
             model.SerializeToString(), optimizations="extended", log_severity=4, threads=1, optimized_path=str(path)
         )

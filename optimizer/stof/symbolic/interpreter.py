@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.external_data import is_external
 from stof.symbolic import contrib, fused, own, quantized, rules
 from stof.symbolic.dims import dimension
 from stof.symbolic.facts import Context, Fact, dtype_kind
@@ -179,7 +180,7 @@ class Symbolic:
             return None
         if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
             return None
-        if node.op_type in _RANDOM:
+        if node.op_type in _RANDOM or any(is_external(a.t) for a in node.attribute if a.HasField("t")):
             return None
         from onnx.reference import ReferenceEvaluator
 
@@ -290,8 +291,7 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     shape = tuple(integer(d) for d in tensor.dims)
     count = int(np.prod(list(tensor.dims), dtype=np.int64))
     kind = dtype_kind(tensor.data_type)
-    external = tensor.data_location == TensorProto.EXTERNAL
-    if kind is None or external or count > LARGEST_FOLDED:
+    if kind is None or is_external(tensor) or count > LARGEST_FOLDED:
         return Fact(tensor.data_type, shape, None, "a weight")
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
+from stof.external_data import is_external
 from stof.symbolic import reshapes, scatter
 from stof.symbolic.bounds import bound, rebuilt
 from stof.symbolic.broadcasting import broadcast, project
@@ -346,6 +347,8 @@ def _constant_of_shape(context: Context) -> list[Fact] | None:
     if wanted is None:
         return None
     proto = context.attributes.get("value")
+    if proto is not None and is_external(proto.t):
+        return None
     array = numpy_helper.to_array(proto.t) if proto is not None else np.zeros(1, np.float32)
     dtype = proto.t.data_type if proto is not None else TensorProto.FLOAT
     fill = constant_tensor("", array.reshape(1))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
+from stof.external_data import is_external
 from stof.symbolic import arithmetic, bits, casts, comparing, compute, counting, movement
 from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
 from stof.symbolic.tensor import constant_tensor
@@ -25,6 +26,8 @@ def _constant(context: Context) -> list[Fact]:
             break
     else:
         proto = context.attributes["value"].t
+        if is_external(proto):  # too large to be read
+            return [Fact(proto.data_type, tuple(integer(n) for n in proto.dims), None, "a weight")]
         array, dtype = numpy_helper.to_array(proto), proto.data_type
         if dtype_kind(dtype) is None:
             return [Fact(dtype, tuple(integer(n) for n in array.shape))]

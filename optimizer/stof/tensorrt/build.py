@@ -11,8 +11,9 @@ from typing import Any
 import onnx
 
 from stof.errors import ArgumentError, ModelError
-from stof.files import check_outputs, write_bytes
-from stof.graph import DOMAIN, all_nodes, external_files, load
+from stof.external_data import external_files
+from stof.files import check_outputs, find_file, read_bytes, write_bytes
+from stof.graph import DOMAIN, all_nodes, load
 from stof.passes.body import OP
 from stof.tensorrt.module import Messages, TensorrtError, find, is_rtx, load_plugins, logger
 from stof.tensorrt.shapes import Ranges, Shape
@@ -260,10 +261,7 @@ class _Build:
         path = self.options.timing_cache
         if path is None:
             return None
-        try:
-            data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise ArgumentError(f"the timing cache {path} cannot be read: {error.strerror or error}") from error
+        data = b"" if find_file("timing cache", path) is None else read_bytes("timing cache", path)
         cache = self.config.create_timing_cache(data)
         if cache is None or not self.config.set_timing_cache(cache, False):
             raise ArgumentError(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError, StofError
+from stof.files import remove_temporaries
+from stof.interrupts import ended_by_signals, report_interrupt
 from stof.tensorrt.module import MODULES, plugin_path
 from stof.tensorrt.shapes import merged
 
@@ -211,19 +213,19 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     try:
-        arguments = _parser().parse_args(argv)
-        if arguments.plugin_path:
-            print(plugin_path())
-            return 0
-        if arguments.command is None:
-            raise ArgumentError(f"no command given, expected one of {', '.join(_COMMANDS)} (see stof-trt --help)")
-        return _COMMANDS[arguments.command](arguments)
+        with ended_by_signals("stof-trt", remove_temporaries):
+            arguments = _parser().parse_args(argv)
+            if arguments.plugin_path:
+                print(plugin_path())
+                return 0
+            if arguments.command is None:
+                raise ArgumentError(f"no command given, expected one of {', '.join(_COMMANDS)} (see stof-trt --help)")
+            return _COMMANDS[arguments.command](arguments)
     except StofError as error:
         print(f"stof-trt: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("stof-trt: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt("stof-trt", interrupt)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.errors import ArgumentError, ModelError
+from stof.files import read_bytes
 from stof.tensorrt.module import Messages, TensorrtError, find, find_library, load_plugins, logger
 
 # TensorRT for RTX names the plugin layers of a plan in a table: "<layer>_pluginType".
@@ -80,10 +81,7 @@ def read_engine(path: Path) -> bytes:
     Raises:
         ArgumentError: when it cannot be read or is empty.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"the engine {path} cannot be read: {error.strerror or error}") from error
+    data = read_bytes("engine", path)
     if not data:
         raise ArgumentError(f"the engine {path} is empty; build it again")
     return data

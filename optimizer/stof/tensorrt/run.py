@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 import numpy as np
 
 from stof.errors import ArgumentError, ModelError
+from stof.files import open_regular
+from stof.runtime import LibraryError, library_path
+from stof.session_process import RuntimeFailure, create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -243,9 +248,9 @@ def _between(least: Sequence[int], shape: Sequence[int], most: Sequence[int]) ->
 
 def _given(path: Path, engine: Engine) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {n: arrays[n] for n in engine.inputs if n in arrays}
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:  # TypeError: one array, not several
         raise ArgumentError(f"--inputs {path} cannot be read: {error}; numpy.savez writes such files") from error
 
 
@@ -269,7 +274,8 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
 
 def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
-    from stof.graph import DOMAIN, all_nodes, load, read_constants
+    from stof.external_data import read_constants
+    from stof.graph import DOMAIN, all_nodes, load
     from stof.inputs import InputMaker
     from stof.symbolic import Symbolic
 
@@ -293,22 +299,16 @@ def compare(
         ArgumentError: without onnxruntime.
         ModelError: when ONNX Runtime does not run the model.
     """
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise ArgumentError("--onnx needs onnxruntime, which is not installed: pip install onnxruntime") from None
-    from stof.runtime import LibraryError, register
-
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
+    if not has_onnxruntime():
+        raise ArgumentError("--onnx needs onnxruntime, which is not installed: pip install onnxruntime")
+    library = ""
     with contextlib.suppress(LibraryError):  # the model's own function bodies do
-        register(settings)
+        library = str(library_path())
     try:
-        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"])
-        names = [o.name for o in session.get_outputs()]
-        given = {i.name: feeds[i.name] for i in session.get_inputs() if i.name in feeds}
-        wanted = dict(zip(names, session.run(names, given), strict=True))
-    except Exception as error:
+        session = create_session(SessionSpec(str(model.absolute()), library=library), None)
+        given = {n: feeds[n] for n in session.inputs if n in feeds}
+        wanted = dict(zip(session.outputs, session.run(None, given, None), strict=True))
+    except RuntimeFailure as error:
         raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {error}") from error
     if missing := [n for n in outputs if n not in wanted]:
         raise ModelError(f"the engine has output {missing[0]!r}, which {model} has not: the engine is of another model")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import StofError
+from stof.files import temporary_folder
 from stof.graph import DOMAIN
 from stof.passes.body import OP, Variant, make_function
 from stof.passes.tensorrt import constants
@@ -109,9 +109,9 @@ def selftest(module: str | None, capabilities: tuple[int, ...], *, run: bool, ve
         open_device().close()  # says what is missing before minutes of building
     print(f"{trt.__name__} {trt.__version__}")
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="stof-") as folder:
+    with temporary_folder() as folder:
         for name, problem in problems():
-            path, plan = Path(folder) / "model.onnx", Path(folder) / "model.plan"
+            path, plan = folder / "model.onnx", folder / "model.plan"
             onnx.save(model_of(problem), str(path))
             options = BuildOptions(capabilities=capabilities, module=module, verbose=verbose)
             try:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 from stof.errors import ArgumentError
-from stof.files import write_text
-from stof.graph import external_files, load
+from stof.external_data import external_files
+from stof.files import temporary_file, temporary_folder, write_text
+from stof.graph import load
 from stof.runtime import library_path
 from stof.tensorrt.module import TensorrtError, plugin_path
 
@@ -79,11 +78,13 @@ def write_repository(
     text = (_PLAN if onnx_model is None else _ONNX).format(name=name, kind=kind, library=shown)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".stof-", dir=folder) as scratch:
-            made = Path(scratch) / "model"
+        with temporary_folder(folder) as scratch:
+            made = scratch / "model"
             for place, source in files.items():
                 (made / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, made / place)
+                with temporary_file((made / place).parent) as new:
+                    new.copy(source)
+                    new.publish(made / place)
             write_text("configuration", made / "config.pbtxt", text.splitlines())
             made.rename(target)
     except OSError as error:
@@ -97,16 +98,15 @@ def write_repository(
 def _onnx_files(model: Path) -> dict[Path, Path]:
     """What goes into the repository, by its place there."""
     graph = load(model)
-    version = Path("1")
+    version, library = Path("1"), library_path()
     files = {version / "model.onnx": model}
     for name in sorted(external_files(graph)):
         place = version / name
-        if Path(name).is_absolute() or ".." in place.parts or place in files:
+        if Path(name).is_absolute() or ".." in place.parts or place in files or place == version / library.name:
             raise ArgumentError(
                 f"{model} has external data at {name!r}, which cannot stand beside it; save the model again"
             )
         files[place] = model.parent / name
-    library = library_path()
     return files | {version / library.name: library}
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from stof.bench.gpu.lock import Lock
 from stof.bench.runner import require
+from stof.files import write_text
 
 GROUP = 4  # layers that are compiled as one
 _PERIOD = 3  # the same where every third attends everything
@@ -322,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lock = Lock(given.lock or given.results / "device.lock")
     record = point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
     path = given.results / f"compiled-{given.model}-{given.batch}-{given.length}.json"
-    path.write_text(json.dumps(record) + "\n")
+    write_text("results", path, [json.dumps(record)])
     print(json.dumps(record), flush=True)
     return 0
 

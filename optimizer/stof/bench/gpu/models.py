@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from stof.bench.gpu.variants import LABELS, assemble
 from stof.bench.models import inputs
 from stof.bench.results import Record
 from stof.bench.runner import require
+from stof.files import temporary_folder
 from stof.runtime import build_info
 
 _KINDS = {
@@ -131,15 +131,15 @@ def point(
         "shape": {"B": shape[0], "S": shape[1], "dtype": "float16"},
         "rounds": rounds,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        kinds = assemble(prepared, Path(folder))
+    with temporary_folder() as folder:
+        kinds = assemble(prepared, folder)
         models: dict[str, _Model] = {}
-        output = _output(Path(folder) / "exported.onnx")
+        output = _output(folder / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _Model(Path(folder) / f"{kind}.onnx", shape, output, stream)
+                    model = _Model(folder / f"{kind}.onnx", shape, output, stream)
                     with lock.held():
                         model.start()
                 if kind != "exported":

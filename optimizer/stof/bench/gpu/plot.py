@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from stof.bench.gpu import summary
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.results import Record, read
 from stof.bench.runner import require
+from stof.files import write_bytes
 
 
 def plots(results: Path, output: Path) -> list[Path]:
@@ -56,8 +58,14 @@ def _plot(grid: str, records: Sequence[Record], path: Path) -> Path:
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    return _saved(figure, path, pyplot)
+
+
+def _saved(figure: Any, path: Path, pyplot: Any) -> Path:
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:], dpi=110)
     pyplot.close(figure)
+    write_bytes("picture", path, picture.getvalue())
     return path
 
 
@@ -79,9 +87,7 @@ def _bars(grid: str, records: Sequence[Record], path: Path) -> Path:
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return _saved(figure, path, pyplot)
 
 
 def _best_fraction(record: Record) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from stof.bench.profile import Call, tensors
 from stof.bench.runner import require
+from stof.files import temporary_folder
 
 _STEP = 5.0  # µs, of the search for the offset between the two clocks
 _REACH = 3000.0
@@ -41,14 +41,14 @@ def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[Node]:
         ValueError: when launches and nodes do not match.
     """
     torch: Any = require("torch")
-    with tempfile.TemporaryDirectory() as folder:
-        session = made(str(Path(folder) / "run"))
+    with temporary_folder() as folder:
+        session = made(str(folder / "run"))
         for _ in range(3):
             run(session)
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds) as found, torch.profiler.record_function("traced run"):
             run(session)
-        path = Path(folder) / "device.json"
+        path = folder / "device.json"
         found.export_chrome_trace(str(path))
         host = json.loads(Path(session.end_profiling()).read_text())
         device = json.loads(path.read_text())["traceEvents"]

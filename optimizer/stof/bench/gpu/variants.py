@@ -8,7 +8,6 @@ every variant, where the models are timed.
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 from stof.bench.gpu.by_hand import by_hand
 from stof.bench.runner import Unavailable, require
+from stof.files import temporary_folder, write_bytes
 
 LABELS = {
     "exported": "as exported",
@@ -78,7 +78,7 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
             found = onnx.ModelProto()
             found.CopyFrom(made[kind])
             _fix(found, shape)
-            (folder / f"{kind}.onnx").write_bytes(found.SerializeToString())
+            write_bytes("model", folder / f"{kind}.onnx", found.SerializeToString())
     return missing
 
 
@@ -234,9 +234,9 @@ def _stof(model: onnx.ModelProto, shape: tuple[int, int], **options: Any) -> onn
         for place, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_param:
                 shapes[dim.dim_param] = (shape[min(place, 1)],) * 2
-    with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder) / "given.onnx", Path(folder) / "made.onnx"
-        with (Path(folder) / _WEIGHTS).open("wb") as file:
+    with temporary_folder() as folder:
+        source, made = folder / "given.onnx", folder / "made.onnx"
+        with (folder / _WEIGHTS).open("wb") as file:
             file.truncate(end)
             for place, array in read.items():
                 file.seek(place)
