@@ -170,12 +170,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Runs the command and returns its exit status.
+
+    Args:
+        argv: its arguments; None: those of the process, which ends afterwards.
+    """
     # Graphs are many small objects and few of them are garbage: to look for it often takes as long as some of the steps.
     before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
     try:
-        with ended_by_signals("stof-optimize", remove_temporaries):
+        with ended_by_signals("stof-optimize", remove_temporaries, last=argv is None):
             return _run(_parser().parse_args(argv))
     except StofError as error:
         print(f"stof-optimize: {error}", file=sys.stderr)

@@ -116,7 +116,7 @@ _watches: list[_Watch] = []
 
 
 @contextmanager
-def ended_by_signals(program: str, clean_up: Callable[[], None]) -> Iterator[None]:
+def ended_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) -> Iterator[None]:
     """Raises :class:`Interrupted` in the main thread at the first signal; a thread ends the process where that has no effect.
 
     The interpreter looks for signals between its own instructions: code in C that takes long hides them. The thread then
@@ -125,6 +125,7 @@ def ended_by_signals(program: str, clean_up: Callable[[], None]) -> Iterator[Non
     Args:
         program: its name, for the message.
         clean_up: removes what the process has not finished; it may be called from another thread.
+        last: the process ends afterwards, and ignores signals from then on, of which it would say no more than a traceback.
     """
     if threading.current_thread() is not threading.main_thread():  # no other one may set handlers
         yield
@@ -142,10 +143,14 @@ def ended_by_signals(program: str, clean_up: Callable[[], None]) -> Iterator[Non
         for number in handlers:
             signal.signal(number, watch.handle)
         yield
+    except KeyboardInterrupt:
+        watch.raises = False
+        clean_up()
+        raise
     finally:
         watch.raises = False
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last else handler)
         signal.set_wakeup_fd(before)
         sys.unraisablehook = hook
         _watches.remove(watch)

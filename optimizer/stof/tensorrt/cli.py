@@ -211,9 +211,13 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Runs the command and returns its exit status.
+
+    Args:
+        argv: its arguments; None: those of the process, which ends afterwards.
+    """
     try:
-        with ended_by_signals("stof-trt", remove_temporaries):
+        with ended_by_signals("stof-trt", remove_temporaries, last=argv is None):
             arguments = _parser().parse_args(argv)
             if arguments.plugin_path:
                 print(plugin_path())
