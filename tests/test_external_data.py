@@ -19,6 +19,7 @@ import stof
 from stof import cli, sessions
 from stof.external_data import read_constants
 from stof.graph import load
+from stof.session_worker import SessionSpec
 from stof.sessions import Sessions
 
 NAMES = ("modernbert.dynamo.sdpa", "gemma3.torchscript.eager")
@@ -203,16 +204,17 @@ def test_old_runtimes_read_through_links(tmp_path: Path, monkeypatch: pytest.Mon
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
     seen: list[Path] = []
 
-    def fake(source: str, options: object) -> None:
-        path = Path(source)
+    def fake(spec: SessionSpec, seconds: float) -> None:
+        assert isinstance(spec.model, str)
+        path = Path(spec.model)
         seen.append(path)
-        assert onnx.load(source, load_external_data=False) == model
+        assert onnx.load(spec.model, load_external_data=False) == model
         assert (path.parent / "model.onnx").read_bytes() == content.tobytes()
 
-    monkeypatch.setattr(sessions, "_version", lambda: (1, 18))
-    monkeypatch.setattr(Sessions, "_session", staticmethod(fake))
+    monkeypatch.setattr(sessions, "runtime_version", lambda: (1, 18))
+    monkeypatch.setattr(sessions, "create_session", fake)
     for _ in range(2):
-        Sessions(folder, scratch).make(model, optimized=True, library=False)
+        Sessions(folder, scratch, 45.0).make(model, optimized=True, library=False)
     assert len(seen) == 2
     assert {p.parent for p in seen} == {scratch}
     assert (folder / "model.onnx").read_bytes() == content.tobytes()

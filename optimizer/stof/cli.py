@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError
+from stof.files import remove_temporaries
+from stof.interrupts import ended_by_signals, report_interrupt
 from stof.options import Options
 from stof.terminal import OutputError, Parser, complain, run_command, say
 
@@ -199,18 +199,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Runs the command and returns its exit status.
+
+    Args:
+        argv: its arguments; None: those of the process, which ends afterwards.
+    """
     # Graphs are many small objects and few of them are garbage: to look for it often takes as long as some of the steps.
     before = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
-    with contextlib.suppress(ValueError):  # only the main thread may set handlers
-        # What ends a container or a CI job: scratch files go as they do at Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run_command("stof-optimize", lambda: _run(_parser().parse_args(argv)))
-    except KeyboardInterrupt:
-        complain("stof-optimize: interrupted; nothing was written")
-        return 130
+        with ended_by_signals("stof-optimize", remove_temporaries, last=argv is None):
+            return run_command("stof-optimize", lambda: _run(_parser().parse_args(argv)))
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt("stof-optimize", interrupt)
     finally:
         gc.set_threshold(*before)
 

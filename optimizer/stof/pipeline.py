@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -35,6 +33,7 @@ from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
 from stof.runtime import build_info, has_packed
 from stof.search.cache import cache_path
+from stof.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.site import Finding, tables_of
 from stof.targets import missing_for, target_of
 
@@ -80,7 +79,7 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
 
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
     _check_files({"input": source}, target, options, report.dry_run)
-    if options.verify and not report.dry_run and importlib.util.find_spec("onnxruntime") is None:
+    if options.verify and not report.dry_run and not has_onnxruntime():
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
@@ -180,20 +179,11 @@ def _runtime_errors(source: Path) -> Iterator[None]:
     """What ONNX Runtime says about a model that it cannot load or run is a fact about the model, not a fault of ours."""
     try:
         yield
-    except Exception as error:
-        if not _of_runtime(error):
-            raise
+    except RuntimeFailure as error:
         raise ModelError(
             f"{source} cannot be verified, because ONNX Runtime's CPU provider cannot load or run it: {error}. "
             "Where it needs operators that you register yourself, use --no-verify; nothing was written"
         ) from error
-
-
-def _of_runtime(error: Exception) -> bool:
-    """Whether ONNX Runtime raised it: its binding raises plain errors, too, for types that NumPy has not."""
-    if type(error) is RuntimeError:
-        return "onnxruntime" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
-    return type(error).__module__.startswith("onnxruntime")
 
 
 @contextmanager
@@ -270,9 +260,7 @@ def _verify_and_write(
         try:
             verification = _verified(scopes, rewrites, made, source, target, options)
             wrong = f"with chains, {_first(verification)}" if verification.failures else ""
-        except Exception as error:
-            if not type(error).__module__.startswith("onnxruntime"):
-                raise
+        except RuntimeFailure as error:
             wrong = f"ONNX Runtime does not run the model with chains: {str(error)[:_LONGEST_REASON]}"
         if not wrong:
             report.verification = verification
@@ -326,6 +314,8 @@ def _verified(
             f"{source} cannot be verified ({type(error).__name__}: {explained(error)}); --no-verify leaves that out. "
             "Nothing was written"
         ) from error
+    finally:
+        release_sessions()
 
 
 def _check_inputs(source: Path, model: onnx.ModelProto) -> None:

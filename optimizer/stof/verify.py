@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
 from stof.compare import Comparison, attributes_of, compare_outputs, compare_site, rounded, undefined_everywhere
+from stof.errors import VerifyError
 from stof.inputs import Case, Counts, InputMaker, Padding
 from stof.mask.run import read_by
 from stof.noise import Noisy, perturbed
@@ -33,7 +33,8 @@ from stof.passes.body import OP
 from stof.passes.emit import Rewrite
 from stof.passes.scopes import Scope, graph_at
 from stof.precise import in_double
-from stof.sessions import Sessions
+from stof.session_process import RuntimeFailure
+from stof.sessions import Sessions, VerifiedSession
 from stof.site import EmptyRows, Layout, TermKind
 from stof.widen import BF16, HALF, Twins, holds
 
@@ -129,7 +130,7 @@ class Verifier:
     Args:
         scopes: the main graph, with the original and its working copy, and subgraphs with sites.
         rewrites: what was replaced.
-        budget: seconds after which no further case is begun.
+        budget: seconds after which no further case is begun; sessions.py has what a single run may take.
         ignore_empty_rows: rows without a key may differ.
     """
 
@@ -147,6 +148,7 @@ class Verifier:
         self.working = scopes[0].prepared.model
         self.symbolic = scopes[0].symbolic
         self.rewrites = rewrites
+        self.budget = budget
         self.deadline = time.monotonic() + budget
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
         read = read_by((r.site, r.mask) for r in rewrites)
@@ -188,7 +190,7 @@ class Verifier:
         start = time.monotonic()
         attention = attention or emitted
         result = Verification()
-        sessions = Sessions(original.parent.resolve(), scratch)
+        sessions = Sessions(original.parent.resolve(), scratch, self.budget)
         feeds = self._draw(self.cases)
         before: onnx.ModelProto | Path = original
         reference = self.model
@@ -219,7 +221,7 @@ class Verifier:
                 result.comparisons.extend(self._inside(sessions, scope, attention, twin, result.widened))
         try:
             session = sessions.make(before, optimized=True, library=False)
-        except Exception:
+        except RuntimeFailure:
             if before is not original:
                 raise
             # Runtimes refuse files whose axes and sizes are external data; in the model that was loaded, they are not.
@@ -242,7 +244,7 @@ class Verifier:
         run_also(self._exact(probed, result.widened))
         names = [o.name for o in self.model.graph.output]
 
-        def compare(session: Any, i: int) -> list[Comparison]:
+        def compare(session: VerifiedSession, i: int) -> list[Comparison]:
             own = zip(*expanded[i], strict=True) if expanded[i] else [()] * len(names)
             tensors = zip(names, plain[i], zip(*legal[i], strict=True), session.run(None, feeds[i]), own, strict=True)
             case = self.cases[ran[i]]
@@ -315,12 +317,12 @@ class Verifier:
         """Whether a model that is compared widened runs in its own types where the original does, without comparing."""
         try:
             first = sessions.make(original, optimized=True, library=False).run(None, feed)
-        except Exception:  # the CPU provider lacks a kernel; nothing can be told then
+        except RuntimeFailure:  # the CPU provider lacks a kernel; nothing can be told then
             return []
         what = "the optimized model in its own types"
         try:
             second = sessions.make(emitted, optimized=True, library=True).run(None, feed)
-        except Exception as error:  # whatever the runtime raises
+        except RuntimeFailure as error:
             return [Comparison(what, np.inf, 0.0, False, detail=f"does not run: {error}")]
         same = all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in zip(first, second, strict=True))
         return [] if same else [Comparison(what, np.inf, 0.0, False, detail="outputs of other types or shapes")]
@@ -347,7 +349,7 @@ class Verifier:
                 model.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
         session = sessions.make(model, optimized=False, library=False)
         del model
-        names = [o.name for o in session.get_outputs()]
+        names = list(session.outputs)
         captured: dict[str, np.ndarray] = {}
         ran, plain = [], []
         if probed is not reference:  # sites inside fused nodes are seen in the working copy alone
@@ -355,7 +357,7 @@ class Verifier:
             captured = {**feeds[0], **{n: everything[n] for n in wanted if n in everything}}
             session = sessions.make(reference, optimized=False, library=False)
         pace = 0.0  # seconds for a token
-        failure: Exception | None = None
+        failure: RuntimeFailure | None = None
         for i, (case, feed) in enumerate(zip(self.cases, feeds, strict=True)):
             tokens = case.batch * case.length
             # Each case runs three times: here, with graph optimizations, and optimized.
@@ -368,7 +370,7 @@ class Verifier:
             try:
                 everything = dict(zip(names, session.run(names, feed), strict=True)) if first else {}
                 found = [everything[n] for n in outputs] if first else self._run(session, outputs, feeds, i)
-            except Exception as error:  # a stored mask ends somewhere, one that is put together begins somewhere
+            except RuntimeFailure as error:  # a stored mask ends somewhere, one that is put together begins somewhere
                 failure = failure or error
                 continue
             if first:
@@ -382,12 +384,14 @@ class Verifier:
             raise failure
         return ran, plain, captured
 
-    def _run(self, session: Any, outputs: list[str], feeds: list[dict[str, np.ndarray]], i: int) -> list[np.ndarray]:
+    def _run(
+        self, session: VerifiedSession, outputs: list[str], feeds: list[dict[str, np.ndarray]], i: int
+    ) -> list[np.ndarray]:
         """The outputs of a case; where the original does not run without any key, of one with keys in its place."""
         found: list[np.ndarray]
         try:
             found = session.run(outputs, feeds[i])
-        except Exception:  # whatever the runtime raises
+        except RuntimeFailure:
             case = self.cases[i]
             if case.batch != _WITHOUT_KEYS:
                 raise
@@ -418,7 +422,9 @@ class Verifier:
             feeds = maker.draw(self.cases[0], np.random.default_rng(0))
             feeds = _widened(feeds) if widened else feeds
             found = sessions.make(twin(model), optimized=False, library=False).run(wanted, feeds)
-        except Exception as error:  # whatever the runtime raises
+        except VerifyError:
+            raise
+        except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
             detail = f"the {scope.words} cannot be run by itself: {error}"
             return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
         return self._sites(scope, emitted, {**feeds, **dict(zip(wanted, found, strict=True))})
@@ -501,7 +507,7 @@ def _runs(sessions: Sessions, model: onnx.ModelProto, feed: Mapping[str, np.ndar
     """Whether the runtime has every node of a model."""
     try:
         sessions.make(model, optimized=False, library=False).run(None, feed)
-    except Exception:  # whatever the runtime raises
+    except RuntimeFailure:
         return False
     return True
 

@@ -21,6 +21,9 @@ constexpr int kChainMostDepth = 64;
 constexpr int kChainMostReductions = 16;
 constexpr size_t kChainMostText = 16 << 10;
 constexpr int64_t kChainMostInteger = int64_t{1} << 31;
+// What a run may compute: so many positions for each element that it reads or writes, or so many values altogether.
+constexpr int64_t kChainMostPositions = 4;
+constexpr int64_t kChainMostWork = int64_t{1} << 30;
 
 enum class ChainOp : uint8_t {
   kConstant,
@@ -170,7 +173,8 @@ struct BoundChain {
   std::vector<BoundOutput> outputs;
 };
 
-// Checks types and ranks, proves that every index is in range, and gives sizes and strides. Data are not looked at.
+// Checks types and ranks, proves that every index is in range, bounds the work, and gives sizes and strides. Data are
+// not looked at.
 Status BindChain(const Chain& chain, const Tensor* inputs, int input_count, BoundChain* bound);
 
 }  // namespace stof

@@ -124,7 +124,7 @@ class Binder {
     bound_.reads.resize(chain_.reads.size());
     for (size_t i = 0; i < chain_.reads.size(); ++i) STOF_RETURN_IF_ERROR(Read(static_cast<int>(i)));
     for (size_t i = 0; i < chain_.outputs.size(); ++i) STOF_RETURN_IF_ERROR(Output(static_cast<int>(i)));
-    return Status();
+    return CheckWork();
   }
 
  private:
@@ -351,6 +351,42 @@ class Binder {
     bound_.outputs.push_back(bound);
     return Status();
   }
+
+  // A run cannot be interrupted, and its time is the product of the axes. That of a row which is written or read as a
+  // whole follows from the tensors; a row that is only summed may be of any length.
+  Status CheckWork() const {
+    // Of empty rows, each is an element of an output, or none is computed.
+    const Wide positions = static_cast<Wide>(bound_.rows) * bound_.n;
+    const Wide values = static_cast<Wide>(chain_.nodes.size());
+    Wide elements = 0;
+    for (const BoundOutput& output : bound_.outputs) {
+      Wide count = 1;
+      for (int d = 0; d < output.rank; ++d) count *= output.dims[d];
+      elements += count;
+    }
+    for (size_t i = 0; i < chain_.reads.size(); ++i) {
+      if (!bound_.reads[i].never) elements += ReadElements(chain_.reads[i]);
+    }
+    if (positions <= kChainMostPositions * elements || positions * values <= kChainMostWork) return Status();
+    return AtLine(1, "found axes whose product is " + Digits(positions) + " with " + Digits(values) +
+                         " values to compute at each position, but only " + Digits(elements) +
+                         " elements to read and write; expected at most " + std::to_string(kChainMostPositions) +
+                         " positions for each element, or " + std::to_string(kChainMostWork) +
+                         " values altogether: shorten a row that no input is read along");
+  }
+  // How many elements of its input a read may touch: no more than there are, or than its axes have positions.
+  Wide ReadElements(const ChainRead& read) const {
+    const Tensor& tensor = inputs_[read.input];
+    Wide all = 1, touched = 1;
+    for (int d = 0; d < tensor.rank; ++d) all *= tensor.dims[d];
+    for (int i = 0; i < bound_.axes; ++i) {
+      const bool indexes = std::any_of(read.index.begin(), read.index.end(),
+                                       [i](const ChainIndex& index) { return index.coefficient[i] != 0; });
+      if (indexes) touched *= bound_.size[i];
+    }
+    return std::min(all, touched);
+  }
+  static std::string Digits(Wide number) { return std::to_string(static_cast<int64_t>(number)); }
 
   const Chain& chain_;
   const Tensor* const inputs_;

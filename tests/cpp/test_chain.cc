@@ -675,6 +675,9 @@ TEST(ChainErrors) {
       {"axes n = x0.0; let a = x0[n + 3]; out y0 f32 [n] = select(n < 3, a, a)", "found an index of 3 to 8"},
       {"axes n = x0.0; out y0 f32 [n] = select(n < 3, sum(x0[n + 3]), 0)", "found an index of 3 to 8"},
       {"axes a = 2147483648, b = 2147483648, n = 4; out y0 f32 [a, b, n] = 1", "does not fit"},
+      {"axes m = 8, n = 2147483648; out y0 f32 [m] = sum(n * x0[0])",
+       "line 1: found axes whose product is 17179869184 with 4 values to compute at each position, but only 9 "
+       "elements"},
       {deep.c_str(), "nested deeper than 64"},
       {minus.c_str(), "nested deeper than 64"},
       {many.c_str(), "more than 256 nodes"},
@@ -688,6 +691,53 @@ TEST(ChainErrors) {
     CHECK(!status.ok(), bad.text);
     CHECK(status.message().find(bad.part) != std::string::npos, bad.text, " says ", status.message());
     CHECK(status.message().find('\x1b') == std::string::npos, "a message with a control character");
+    CountCases(1);
+  }
+}
+
+// The work of a run is bounded by what it reads and writes, however its text spells long rows.
+TEST(ChainWork) {
+  struct Sizes {
+    const char* text;
+    std::vector<std::vector<int64_t>> shapes;
+    bool fits;
+  };
+  constexpr int64_t kLarge = int64_t{1} << 20;
+  const Sizes kSizes[] = {
+      // As many positions as elements, or a few for each.
+      {"axes b = x0.0, n = x0.1; out y0 f32 [b, n] = x0[b, n] - mean(x0[b, n])", {{kLarge, kLarge}}, true},
+      {"axes b = x0.0, n = x0.1; out y0 f32 [b] = mean(x0[b, n])", {{kLarge, kLarge}}, true},
+      {"axes b = x0.0, h = 3, n = x0.1; out y0 f32 [b, h] = sum(x0[b, n] * h)", {{kLarge, kLarge}}, true},
+      {"axes b = x0.0, h = 5, n = x0.1; out y0 f32 [b, h] = sum(x0[b, n] * h)", {{kLarge, kLarge}}, false},
+      {"axes n = x0.0 / 64; out y0 f32 [1] = sum(x0[64 * n])", {{int64_t{1} << 40}}, true},
+      // Rows of all pairs: what another output has of them, or as many as are affordable.
+      {"axes b = x0.0, n = x1.0; out y0 f32 [b] = sum(x0[b] * x1[n])", {{8192}, {8192}}, true},
+      {"axes b = x0.0, n = x1.0; out y0 f32 [b] = sum(x0[b] * x1[n])", {{kLarge}, {kLarge}}, false},
+      {"axes b = x0.0, n = x1.0; out y0 f32 [b] = sum(x0[b] * x1[n]); out y1 f16 [b, n] = 1",
+       {{kLarge}, {kLarge}},
+       true},
+      // A read of few elements counts as few, however large its input or often its row repeats them.
+      {"axes b = 4, n = 2147483648; out y0 f32 [b] = sum(x0[0] * n)", {{int64_t{1} << 40}}, false},
+      {"axes b = 4, n = 2147483648; out y0 f32 [b] = sum(x0[(n) % 8])", {{8}}, false},
+      {"axes b = 4, n = 2147483648; out y0 f32 [b] = select(b < 9, 1, sum(x0[(n) // 2147483648]))", {{1}}, false},
+      {"axes b = 0, n = 2147483648; out y0 f32 [b] = sum(n)", {{1}}, true},
+      {"axes b = 16384, n = 0; out y0 f32 [b] = sum(n)", {{1}}, true},
+  };
+  for (const Sizes& one : kSizes) {
+    Chain chain;
+    const Status parsed = ParseChain(one.text, &chain);
+    CHECK(parsed.ok(), one.text, " says ", parsed.message());
+    std::vector<Tensor> shapes(one.shapes.size());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      shapes[i].dtype = DType::kF32;
+      shapes[i].rank = static_cast<int>(one.shapes[i].size());
+      std::copy(one.shapes[i].begin(), one.shapes[i].end(), shapes[i].dims);
+    }
+    BoundChain bound;
+    const Status status = BindChain(chain, shapes.data(), static_cast<int>(shapes.size()), &bound);
+    CHECK(status.ok() == one.fits, one.text, " says ", status.message());
+    CHECK(one.fits || status.message().find("expected at most 4 positions for each element") != std::string::npos,
+          status.message());
     CountCases(1);
   }
 }

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,10 +14,14 @@ import onnx
 from stof.chains.body import branch_model, make_branch
 from stof.chains.evaluate import evaluate_chain
 from stof.chains.ops import kind_of_node
+from stof.chains.parse import parse_chain
 from stof.chains.product import Product
 from stof.chains.region import Chain
+from stof.chains.work import check_any_run
 from stof.errors import ModelError, UnsupportedError
 from stof.inputs import evaluate
+from stof.session_process import create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.terms import parts
 from stof.widen import HALF, widen, widened_chain
@@ -29,8 +33,10 @@ _TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
 _ROUNDED = 1e-4  # where GELU may have been made of numbers that were rounded to fp16 (gelu.py)
 _DRAWN = 262_147  # a prime number, above how many rows of 128 and more the largest input has
 _LARGEST = 1 << 25  # elements of an input: of sizes that are numbers, 16 x 2048 tokens do not fit
+_MOST_COMPUTED = 1 << 27  # elements of what is computed: broadcasting may make many of few
 _MANY = 1 << 20  # elements of an input that fewer may stand for
 _FEW = (3, 5, 7)  # sizes of the first axes then
+_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
 _NOT_FINITE = "output {} of the description is inf or NaN where its operators are not"
 Shapes = list[list[int]]
 
@@ -41,6 +47,8 @@ def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     Raises:
         UnsupportedError: where the two differ, or one of them cannot be run.
     """
+    if not isinstance(chain, Product):  # the epilogue of a product writes both of its axes
+        check_any_run(chain.description.text)
     branch = make_branch(chain, nodes, symbolic, opset, "check")
     dtypes = [symbolic.dtype(n) for n in chain.inputs]
     model = branch_model(chain, branch, dtypes, opset)
@@ -102,6 +110,10 @@ class _Check:
                 f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
             )
         chain, text = self.chain, self.text
+        if _computed(chain, text, shapes) > _MOST_COMPUTED:
+            raise UnsupportedError(
+                f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
+            )
         rng = np.random.default_rng(seed)
         given = [_drawn(rng, s) for s in shapes]
         try:
@@ -116,7 +128,17 @@ class _Check:
 
 
 def _count(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    return math.prod(shape)
+
+
+def _computed(chain: Chain, text: str, shapes: Shapes) -> int:
+    """How many positions a chain or the output of a product has."""
+    if isinstance(chain, Product):
+        left, right = shapes[:2]
+        return math.prod(left[:-1]) * right[-1]
+    axes = parse_chain(text).axes
+    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in axes]
+    return math.prod(sizes)
 
 
 def _fewer_rows(shapes: Shapes) -> dict[int, int]:
@@ -195,21 +217,13 @@ def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> Shapes:
     return found
 
 
-def _runner(model: onnx.ModelProto) -> Any:
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        from onnx.reference import ReferenceEvaluator
-
-        evaluator = ReferenceEvaluator(model)
-        return lambda given: [np.asarray(x) for x in evaluator.run(None, given)]
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    spec = SessionSpec(
+        model.SerializeToString(), optimizations="none", log_severity=4, threads=1, reference=not has_onnxruntime()
+    )
+    session = create_session(spec, _SECONDS)
 
     def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        return list(session.run(None, dict(given)))
+        return session.run(None, given, _SECONDS)
 
     return run

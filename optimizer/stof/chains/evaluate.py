@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from stof.chains.erf import erf
 from stof.chains.expr import REDUCTIONS
 from stof.chains.parse import Index, Node, Parsed, parse_chain
+from stof.chains.work import check_run
 from stof.errors import ModelError
 
 Array = np.ndarray
@@ -76,7 +77,7 @@ def evaluate_chain(chain: str | Parsed, inputs: Sequence[Array], *, rounded: boo
     """A chain's outputs, fp64; ``rounded``: in their own types.
 
     Raises:
-        ModelError: for a description that is none, or that reads outside of an input.
+        ModelError: for a description that is none, that reads outside of an input, or computes too much beside what it reads.
     """
     parsed = parse_chain(chain) if isinstance(chain, str) else chain
     found = []
@@ -103,6 +104,7 @@ class _Evaluation:
             if size.dim >= len(shape) or shape[size.dim] % size.number:
                 raise ModelError(f"axis {name} is dimension {size.dim} / {size.number} of an input of shape {shape}")
             self.sizes[name] = shape[size.dim] // size.number
+        check_run(parsed, self.sizes, [x.shape for x in self.inputs])
         rank = len(self.sizes)
         self.places = {
             name: np.arange(n).reshape([-1 if i == a else 1 for i in range(rank)])

@@ -19,6 +19,7 @@ from stof.chains.product import PRODUCTS, Forms
 from stof.chains.region import Chain
 from stof.chains.shared import Merges
 from stof.errors import ArgumentError, UnsupportedError
+from stof.interrupts import keeping_results, resume
 from stof.kernels import cuda as cuda_model
 from stof.options import Options
 from stof.plan import ChainPlan
@@ -159,8 +160,11 @@ class Measured:
         reason = ""
         if self._left() > 0 and not self._searched(problems):
             try:
-                self._measure(graph, chain, problems)
-            except KeyboardInterrupt:
+                with keeping_results():
+                    self._measure(graph, chain, problems)
+            except KeyboardInterrupt as interrupt:
+                if not resume(interrupt):
+                    raise
                 self.deadline = 0.0  # the best so far, and no further measurement
             except UnsupportedError as error:
                 reason = str(error)

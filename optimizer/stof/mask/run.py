@@ -17,11 +17,14 @@ from stof.external_data import external_files
 from stof.graph import GraphIndex
 from stof.inputs import Case, InputMaker, evaluate
 from stof.mask.lift import LOWEST
+from stof.session_process import create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic
 from stof.widen import widen
 
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
+_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
 
 
 class DoesNotRun(UnsupportedError):
@@ -174,6 +177,9 @@ class MaskRunner:
         given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}
         try:
             results = _execute(model, names, given)
+        except TimeoutError:
+            words = f"the subgraph of mask {names[0]!r} does not end within {_SECONDS:.0f} s"
+            raise UnsupportedError(words) from None
         except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
             raise DoesNotRun(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
         by_name = dict(zip(names, results, strict=True))
@@ -213,16 +219,10 @@ class MaskRunner:
 
 
 def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    try:
-        import onnxruntime as ort
-    except ImportError:  # with --no-verify it need not be installed
-        from onnx.reference import ReferenceEvaluator
-
-        found: list[np.ndarray] = ReferenceEvaluator(model).run(names, feeds)  # type: ignore[assignment]
-        return found
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # a stored mask is expected to fail beyond its length
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    results: list[np.ndarray] = session.run(names, feeds)
-    return results
+    spec = SessionSpec(
+        model.SerializeToString(),
+        log_severity=4,  # a stored mask is expected to fail beyond its length
+        threads=1,
+        reference=not has_onnxruntime(),  # with --no-verify it need not be installed
+    )
+    return create_session(spec, _SECONDS).run(names, feeds, _SECONDS)

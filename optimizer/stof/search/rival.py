@@ -18,11 +18,14 @@ from stof.files import temporary_folder
 from stof.inputs import evaluate
 from stof.search.cost import Machine, is_biased
 from stof.search.measure import part_model
+from stof.session_process import RuntimeFailure, create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.widen import HALF, widen
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 # Kernels of the runtime that are as fast as chains: 2.9 TB/s on an H100.
 _FUSED = frozenset({"SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"})
+_SECONDS = 60.0  # that a session of a region may take; it takes a few milliseconds
 _NO_KERNEL = FREE | _PRODUCTS | {"Constant", "Shape"}
 
 
@@ -65,20 +68,16 @@ def _read_elsewhere(graph: Graph, name: str, inside: set[int]) -> bool:
 
 
 def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise UnsupportedError("what ONNX Runtime would fuse is not known: onnxruntime is not installed") from error
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    if not has_onnxruntime():
+        raise UnsupportedError("what ONNX Runtime would fuse is not known: onnxruntime is not installed")
     with temporary_folder() as folder:
         path = folder / "optimized.onnx"
-        options.optimized_model_filepath = str(path)
+        spec = SessionSpec(
+            model.SerializeToString(), optimizations="extended", log_severity=4, threads=1, optimized_path=str(path)
+        )
         try:
-            ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # whatever the runtime raises
+            create_session(spec, _SECONDS)
+        except (RuntimeFailure, TimeoutError) as error:
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
         return onnx.load(str(path))
 

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stof.errors import ArgumentError
+from stof.files import remove_temporaries
+from stof.interrupts import ended_by_signals, report_interrupt
 from stof.tensorrt.module import MODULES, plugin_path
 from stof.tensorrt.shapes import merged
-from stof.terminal import Parser, complain, run_command, say
+from stof.terminal import Parser, run_command, say
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,12 +207,16 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Runs the command and returns its exit status.
+
+    Args:
+        argv: its arguments; None: those of the process, which ends afterwards.
+    """
     try:
-        return run_command("stof-trt", lambda: _run_one(_parser().parse_args(argv)))
-    except KeyboardInterrupt:
-        complain("stof-trt: interrupted")
-        return 130
+        with ended_by_signals("stof-trt", remove_temporaries, last=argv is None):
+            return run_command("stof-trt", lambda: _run_one(_parser().parse_args(argv)))
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt("stof-trt", interrupt)
 
 
 def _run_one(arguments: argparse.Namespace) -> int:

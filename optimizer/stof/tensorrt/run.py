@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from stof.errors import ArgumentError, ModelError, explained, shown
+from stof.errors import ArgumentError, ModelError, shown
 from stof.files import open_regular
+from stof.runtime import LibraryError, library_path
+from stof.session_process import RuntimeFailure, create_session, has_onnxruntime
+from stof.session_worker import SessionSpec
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -298,23 +301,17 @@ def compare(
         ArgumentError: without onnxruntime.
         ModelError: when ONNX Runtime does not run the model.
     """
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise ArgumentError("--onnx needs onnxruntime, which is not installed: pip install onnxruntime") from None
-    from stof.runtime import LibraryError, register
-
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
+    if not has_onnxruntime():
+        raise ArgumentError("--onnx needs onnxruntime, which is not installed: pip install onnxruntime")
+    library = ""
     with contextlib.suppress(LibraryError):  # the model's own function bodies do
-        register(settings)
+        library = str(library_path())
     try:
-        session = ort.InferenceSession(str(model), settings, providers=["CPUExecutionProvider"], enable_fallback=0)
-        names = [o.name for o in session.get_outputs()]
-        given = {i.name: feeds[i.name] for i in session.get_inputs() if i.name in feeds}
-        wanted = dict(zip(names, session.run(names, given), strict=True))
-    except Exception as error:
-        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {explained(error)}") from error
+        session = create_session(SessionSpec(str(model.absolute()), library=library), None)
+        given = {n: feeds[n] for n in session.inputs if n in feeds}
+        wanted = dict(zip(session.outputs, session.run(None, given, None), strict=True))
+    except RuntimeFailure as error:
+        raise ModelError(f"ONNX Runtime does not run {model} with the engine's inputs: {error}") from error
     if missing := [n for n in outputs if n not in wanted]:
         raise ModelError(f"the engine has output {missing[0]!r}, which {model} has not: the engine is of another model")
     return tuple(difference(n, outputs[n], wanted[n], tolerance) for n in outputs)
