@@ -138,8 +138,8 @@ __device__ __forceinline__ void Attention<S, T>::AddPairs(int stage, float facto
 #pragma unroll
   for (int i = 0; i < kScores; i += 2) {
     const float2 bias = Pair<B>(own, i / 4, i / 2 % 2 * next);
-    if (bias.x < kLowestBias) s[i] = bias.x == -INFINITY ? -INFINITY : kLowestBias;
-    if (bias.y < kLowestBias) s[i + 1] = bias.y == -INFINITY ? -INFINITY : kLowestBias;
+    if (bias.x < kLowestBias) s[i] = bias.x == -INFINITY ? -INFINITY : MaxOrNan(s[i], kLowestBias);
+    if (bias.y < kLowestBias) s[i + 1] = bias.y == -INFINITY ? -INFINITY : MaxOrNan(s[i + 1], kLowestBias);
   }
 }
 

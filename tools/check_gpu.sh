@@ -106,7 +106,6 @@ if wave 1; then
     for count in 1 5; do
       suite "9.0-kernel-4-drawn-$count" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=$count
     done
-    for kernel in 0 1 2 3 4 5 6 7 8 9; do suite "9.0-large-scores-$kernel" 75 CudaSm90ScoresOfAnySize STOF_CUDA_KERNEL=$kernel; done
     suite 9.0-draws 75 CudaDraws
     suite 9.0-kernel-1-paired 150 CudaAttentionSm90 STOF_CUDA_KERNEL=1 STOF_CUDA_MULTIPROCESSORS=3 STOF_SAMPLE=3
     suite 9.0-parts 150 CudaPartsSm90
@@ -128,13 +127,14 @@ if wave 1; then
   for shard in 0 1 2 3 4 5 6 7; do
     suite "chains-$shard" 150 Chain STOF_SHARD=$shard/8 STOF_CHAIN_KERNELS=made STOF_CHAIN_CACHE="$logs/chains"
   done
-  suite large-scores 75 CudaScoresOfAnySize
-  suite large-scores-8.0 75 CudaScoresOfAnySize STOF_CUDA_CAPABILITY=80
   suite non-finite 75 CudaNonFinite
   suite padding 75 CudaPadding
   report
 fi
 if wave 2; then
+  suite large-scores 75 CudaScoresOfAnySize
+  suite large-scores-8.0 75 CudaScoresOfAnySize STOF_CUDA_CAPABILITY=80
+  [ "$capability" = 9.0 ] && suite 9.0-large-scores 100 CudaSm90ScoresOfAnySize
   suite repeats 75 CudaRepeats
   suite no-memory 45 CudaRuns
   suite cache 45 CudaMaskCache

@@ -218,7 +218,7 @@ std::vector<Case> CudaCases() {
 
 std::vector<Case> CudaLargeScoreCases(bool halves) {
   std::vector<Case> cases;
-  for (Case& c : LargeScoreCases(Cases(360))) {
+  for (Case& c : LargeScoreCases(Cases(180))) {
     if ((c.dtype != DType::kF32) != halves) continue;
     // Infinity among fp32 numbers is NaN when they are split for tensor cores.
     if (!halves && (c.scores == Scores::kDown || c.softcap > 0)) c.scores = Scores::kSteps;
