@@ -3,10 +3,12 @@
 
 By default one graph of each architecture that is not large, of changing exporters; all with STOF_TEST_ALL=1. Original and
 optimized graph are compared at a length above every window, batch 2, padded on either side, rows without a key included.
+What is written for each target, with chains and without, also runs where the library is missing.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -28,6 +30,14 @@ ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
 LARGEST = 900  # nodes of a graph that is tested by default; larger ones take 5 to 25 s each
 # Of the largest value, beside what two runs of the original differ by: graphs compute in fp32, or in halves.
 TOLERANCE = {"float32": 3e-5, "float16": 2e-2, "bfloat16": 3e-2}
+# Of every attention and every chain, also those that are slower: beside these, one graph in so many.
+SEVERAL_RANKS = [
+    "zoo/vit.dynamo.eager",
+    "zoo/swin.dynamo.sdpa",
+    "zoo/beit.torchscript.eager",
+    "zoo/gemma2-bf16.dynamo.eager",
+]
+EVERY = 12
 _ROW = re.compile(r"^\| (\S+) \| (\d+) \| (\d+) \| (\d+) \|")
 
 
@@ -73,13 +83,32 @@ def test_optimized_graph_gives_the_same(name: str, tmp_path: Path) -> None:
     compare(name, model, onnx.load(str(written)))
 
 
-def compare(name: str, model: onnx.ModelProto, optimized: onnx.ModelProto) -> None:
-    """Both models on inputs of batch 2 at length 45, padded left, right and not at all."""
+@pytest.mark.parametrize(
+    "name", zoo_inputs.names() if ALL else list(dict.fromkeys([*SEVERAL_RANKS, *chosen()[::EVERY]]))
+)
+def test_what_is_written_runs_without_the_library(name: str, tmp_path: Path) -> None:
+    model = zoo_inputs.filled(name)
+    path, written = tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, str(path))
+    different: dict[bytes, onnx.ModelProto] = {}
+    for target, chains in itertools.product(("cpu", "cuda", "tensorrt"), ("on", "auto")):
+        written.unlink(missing_ok=True)
+        stof.optimize(path, written, Options(target=target, chains=chains, verify=False))
+        if written.exists():
+            found = onnx.load(str(written))
+            parts = [found.graph, *found.functions]
+            different[b"".join(part.SerializeToString(deterministic=True) for part in parts)] = found
+    for found in different.values():
+        compare(name, model, found, library="")
+
+
+def compare(name: str, model: onnx.ModelProto, optimized: onnx.ModelProto, library: str | None = None) -> None:
+    """Both models on inputs of batch 2 at length 45, padded left, right and not at all; ``library`` "" is none."""
     dtype = zoo_inputs.build.manifest()[name].get("dtype", "float32")
     before, after = zoo_inputs.runnable(model), zoo_inputs.runnable(optimized)
     plain = zoo_inputs.session(before, optimized=False)
     legal = zoo_inputs.session(before)
-    found = zoo_inputs.session(after, library=str(stof.library_path()))
+    found = zoo_inputs.session(after, library=str(stof.library_path()) if library is None else library)
     for side in ("left", "right", ""):
         feed = zoo_inputs.feeds(name, before, 2, 45, side, seed=7)
         outputs = [s.run(None, feed) for s in (plain, legal, found)]

@@ -63,7 +63,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
   // Nothing forbids a key: where all scores of a row are -inf, the result is that of their softmax.
-  const bool masked = pad != nullptr || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
+  const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
   if (!masked && args.bias == nullptr && args.relative_bias == nullptr && args.sink == nullptr) {
     args.empty_rows = EmptyRows::kNan;
   }
