@@ -102,7 +102,7 @@ def test_targets(installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         notes[target] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert notes["cpu"] == []
     (cuda,), (tensorrt,) = notes["cuda"], notes["tensorrt"]
-    assert "on the CPU, in the CUDA provider too: not built (nobody asked for them)" in cuda
+    assert "on the CPU, in the CUDA provider too, since the CUDA kernels are not built (nobody asked for them)" in cuda
     assert cuda.endswith(ADD_CUDA)
     assert f"libstof_trt.so is not built (no headers); {ADD_TENSORRT}" in tensorrt
 

@@ -138,7 +138,7 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
     if options.target == "cuda":
         if "cuda" not in library["backends"]:
             notes.append(
-                "this installation has no CUDA kernels and runs stof's operators on the CPU, in the CUDA provider too: "
+                "this installation runs stof's operators on the CPU, in the CUDA provider too, since the CUDA kernels are "
                 f"{missing(CUDA, library_path().parent)}"
             )
         if options.tune and not has_cuda_provider():
@@ -152,5 +152,5 @@ def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]
             if lacks := plugin_lacks_cuda(plugin):
                 notes.append(f"the TensorRT plugin of this installation is {plugin}; {lacks}")
         except TensorrtError as error:
-            notes.append(f"this installation does not build engines of the model: {error}")
+            notes.append(f"this installation builds no engines of the model: {error}")
     return tuple(notes)
