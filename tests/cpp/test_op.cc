@@ -197,14 +197,8 @@ std::vector<double> Row(const Problem& p, const Rules& rules, int64_t b, int64_t
       }
       score *= scale;
       if (softcap > 0) score = softcap * std::tanh(score / softcap);
-      const double bias = BiasAt(rules, b, h, i, j);
-      const bool allowed =
-          !std::isinf(bias) && Allowed(rules.expr, rules.sizes, rules.bindings, b, h, rules.sizes.P + i, j);
-      if (masked && !allowed) {
-        score = -std::numeric_limits<double>::infinity();
-      } else if (!std::isinf(bias)) {
-        score += bias;
-      }
+      const bool allowed = Allowed(rules.expr, rules.sizes, rules.bindings, b, h, rules.sizes.P + i, j);
+      score += masked && !allowed ? -std::numeric_limits<double>::infinity() : BiasAt(rules, b, h, i, j);
       weights[static_cast<size_t>(j)] = score;
       top = std::max(top, score);
     }
