@@ -106,6 +106,9 @@ class MaskExpr {
   static constexpr int kMaxText = 65536;
   static constexpr int64_t kMaxConstant = int64_t{1} << 53;
   static constexpr int64_t kMaxSize = int64_t{1} << 22;
+  // Nodes for any lengths, and nodes times S times T beyond: a run cannot be interrupted.
+  static constexpr int kMaxAnyNodes = 128;
+  static constexpr int64_t kMaxWork = int64_t{1} << 38;
 
   // `tables` are the constants by name ("table0"); every other operand is a run-time one. Blank text means True.
   static Status Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr);

@@ -327,6 +327,32 @@ TEST(OverflowAndIndicesAreRefused) {
   CountCases(11);
 }
 
+// Pairs times nodes, which a run may have to evaluate, are bounded but for expressions of a usual size.
+TEST(WorkIsBounded) {
+  struct Sizes {
+    int terms;  // of 8 nodes with the "or" before it, which the first has not
+    int64_t S, T;
+    bool fits;
+  };
+  constexpr int64_t kLongest = MaskExpr::kMaxSize;
+  const Sizes kSizes[] = {{1, kLongest, kLongest, true},   {16, kLongest, kLongest, true},
+                          {17, kLongest, kLongest, false}, {17, kLongest, 1, true},
+                          {17, 0, kLongest, true},         {512, 8192, 8192, true},
+                          {512, 8192, 8200, false},        {512, kLongest, kLongest, false}};
+  for (const Sizes& one : kSizes) {
+    const std::string text = "q - 2 * k < 7" + Repeat(" or q - 2 * k < 7", one.terms - 1);
+    MaskExpr expr;
+    CHECK(MaskExpr::Parse(text, {}, &expr).ok(), text);
+    CHECK(expr.nodes().size() == static_cast<size_t>(8 * one.terms - 1), "nodes: ", expr.nodes().size());
+    std::vector<ExprBinding> none;
+    const Status status = expr.Check({1, 1, one.S, one.T, 0}, &none);
+    CHECK(status.ok() == one.fits, one.terms, " terms, ", one.S, " x ", one.T, ": ", status.message());
+    CHECK(one.fits || status.message().find("nodes, or 2^38 nodes for all pairs together") != std::string::npos,
+          status.message());
+  }
+  CountCases(std::size(kSizes));
+}
+
 TEST(EqualTablesAreSharedAndHashed) {
   uint8_t bits[6] = {1, 0, 1, 1, 0, 0};
   Tensor tensor;

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from stof.errors import GuardError
+from stof.errors import GuardError, UnsupportedError
 from stof.mask.check import MaskChecker
 from stof.mask.guard import check_guard
 from stof.mask.rows import check_rows
 from stof.site import AttentionSite, LiftedMask
 
 T = TypeVar("T")
+
+_NODE = re.compile(r"\w+|[<>=!]=|//|[-+*%<>]")  # each node of the library's has one such word
+_ANY_NODES, _WORK = 128, 1 << 38
 
 
 def accept(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, *, rows: bool = True) -> None:
@@ -22,10 +26,28 @@ def accept(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, *, rows:
         GuardError: when the guard is another than the mask's.
         UnsupportedError: naming what differs.
     """
+    check_work(mask.expression, site.dims[2].constant, site.dims[3].constant)
     check_guard(checker.index, checker.symbolic, site, mask)
     checker.check(site, mask)
     if rows:
         check_rows(checker, site, mask)
+
+
+def check_work(expression: str, queries: int | None, keys: int | None) -> None:
+    """Whether the library evaluates a mask at all lengths, or at those that are fixed (docs/mask-format.md).
+
+    Raises:
+        UnsupportedError: for an expression that is too large.
+    """
+    nodes = len(_NODE.findall(expression))
+    if nodes <= _ANY_NODES:
+        return
+    if queries is None or keys is None:
+        raise UnsupportedError(f"its mask has {nodes} nodes, expected at most {_ANY_NODES} where lengths are not fixed")
+    if nodes * queries * keys > _WORK:
+        raise UnsupportedError(
+            f"its mask has {nodes} nodes for {queries} x {keys} pairs, expected at most {_ANY_NODES} nodes, or 2^38 for all pairs"
+        )
 
 
 def or_unguarded(site: AttentionSite, work: Callable[[AttentionSite], T]) -> T:
