@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import faulthandler
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 import build
+
+
+# Whoever starts the tests in the background may have signals ignored, and processes inherit that.
+if threading.current_thread() is threading.main_thread():
+    for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(_number) is signal.SIG_IGN:
+            signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

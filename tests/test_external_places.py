@@ -172,7 +172,10 @@ def test_a_location_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = weighted(tmp_path, location="XXXX")
     path.write_bytes(path.read_bytes().replace(b"XXXX", b"\xff\xfeXX"))
     assert cli.main([str(path)]) == 3
-    assert "constant 'weight' cannot be found: its location is no UTF-8 text" in capsys.readouterr().err
+    assert (
+        "graph.initializer[0].external_data[0].value is '\\xff\\xfeXX', which is not UTF-8 text"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
