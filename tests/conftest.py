@@ -17,7 +17,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 import build
 
-
 # Whoever starts the tests in the background may have signals ignored, and processes inherit that.
 if threading.current_thread() is threading.main_thread():
     for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
