@@ -335,6 +335,7 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
   std::vector<int> needs;
   for (const MaskExpr* part : parts) {
     if (part->empty()) continue;
+    STOF_RETURN_IF_ERROR(part->CheckWork(sizes));
     compilers.emplace_back(*part, sizes, inputs, &names, program);
     needs.push_back(0);
     STOF_RETURN_IF_ERROR(compilers.back().Prepare(&needs.back()));

@@ -131,6 +131,8 @@ class MaskExpr {
 
   // Proves for these sizes that nothing overflows and every table index is in range; also measures the bindings.
   Status Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const;
+  // Whether all pairs of queries and keys may be evaluated; Check asks it, too.
+  Status CheckWork(const ExprSizes& sizes) const;
 
  private:
   friend class ExprParser;

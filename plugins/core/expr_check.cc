@@ -31,18 +31,23 @@ Status Measure(const ExprOperand& operand, ExprBinding* binding) {
 
 }  // namespace
 
-Status MaskExpr::Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const {
-  for (const int64_t size : {sizes.B, sizes.H, sizes.S, sizes.T, sizes.P}) {
-    if (size < 0 || size > kMaxSize) {
-      return Status::Error("a size of " + std::to_string(size) + ", expected 0 to 2^22");
-    }
-  }
+Status MaskExpr::CheckWork(const ExprSizes& sizes) const {
   const auto nodes = static_cast<int64_t>(nodes_.size());
   if (nodes > kMaxAnyNodes && sizes.S > 0 && sizes.T > kMaxWork / nodes / sizes.S) {
     return Status::Error("a mask expression of " + std::to_string(nodes) + " nodes for " + std::to_string(sizes.S) +
                          " queries and " + std::to_string(sizes.T) + " keys, expected at most " +
                          std::to_string(kMaxAnyNodes) + " nodes, or 2^38 nodes for all pairs together");
   }
+  return Status();
+}
+
+Status MaskExpr::Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const {
+  for (const int64_t size : {sizes.B, sizes.H, sizes.S, sizes.T, sizes.P}) {
+    if (size < 0 || size > kMaxSize) {
+      return Status::Error("a size of " + std::to_string(size) + ", expected 0 to 2^22");
+    }
+  }
+  STOF_RETURN_IF_ERROR(CheckWork(sizes));
   if (bindings->size() != operands_.size()) return Status::Error("operands and bindings differ in number");
   if (empty() || sizes.B == 0 || sizes.H == 0 || sizes.S == 0 || sizes.T == 0) return Status();
   for (size_t i = 0; i < operands_.size(); ++i) {

@@ -399,6 +399,21 @@ TEST(MaskProgramsOfLongExpressions) {
   CountCases(2);
 }
 
+// A long expression has a bound of its work as on the CPU.
+TEST(MaskProgramsOfTooManyPairs) {
+  std::string text = "q - k != 0";
+  for (int i = 1; i < 30; ++i) text += " and q - k != " + std::to_string(i);
+  std::shared_ptr<const AttentionMask> mask;
+  CHECK(MakeAttentionMask(text, {}, &mask).ok());
+  MaskProgram program;
+  for (const int64_t length : {int64_t{16384}, MaskExpr::kMaxSize}) {
+    const Status status = CompileMask(mask->parts.fixed, mask->parts.dynamic, {1, 1, length, length, 0}, {}, &program);
+    CHECK(status.ok() == (length == 16384), status.message());
+    CHECK(status.ok() || status.message().find("2^38 nodes for all pairs") != std::string::npos, status.message());
+  }
+  CountCases(2);
+}
+
 // A remembered program is that of this run's sizes, types, shapes and addresses.
 TEST(MaskProgramsAreRemembered) {
   std::shared_ptr<const AttentionMask> mask;
