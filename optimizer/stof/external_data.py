@@ -55,7 +55,7 @@ _PATIENCE, _PAUSE = 30.0, 0.02  # seconds to wait for a run that has copied its 
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model: of its graph, subgraphs, functions and training graphs, of sparse ones both halves."""
+    """Every tensor in a model: of its graph, subgraphs, functions and training graphs, of sparse ones values and indices."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
