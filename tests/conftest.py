@@ -14,6 +14,7 @@ import hypothesis
 import onnx
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 import build
 

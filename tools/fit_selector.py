@@ -34,7 +34,7 @@ import numpy as np
 
 from stof.bench.gpu.cases import mask as named_mask
 from stof.files import write_text
-from stof.runtime import LibraryError, Mask
+from stof.runtime.library import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132

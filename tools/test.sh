@@ -54,11 +54,11 @@ ctest --preset dev
 end
 
 begin 'unit (Python)'
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --ignore tests/generated --ignore tests/test_zoo.py
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --ignore tests/generated --ignore tests/zoo/test_zoo.py
 end
 
 begin zoo
-STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/test_zoo.py
+STOF_LIBRARY=$PWD/build/dev/libstof_ort.so python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/zoo/test_zoo.py
 end
 
 begin 'generated'

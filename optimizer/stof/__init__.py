@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stof.runtime import build_info, library_path, register
+from stof.runtime.library import build_info, library_path, register
 
 if TYPE_CHECKING:
     from stof.options import Options

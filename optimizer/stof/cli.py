@@ -180,7 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
-    from stof.choice import matches
+    from stof.attention.decide.site_decider import matches
     from stof.pipeline import optimize
 
     report = optimize(arguments.model, options=options)

@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.chains.apply import Chained, apply_chains
-from stof.chains.judge import forms_of, judge_of, leave_all, merges_of
-from stof.chains.select import Selection
-from stof.choice import Chooser, check_plan, check_selection, check_shapes, plan_of
+from stof.attention.decide.site_decider import Chooser, check_plan, check_selection, check_shapes, plan_of
+from stof.attention.decide.targets import missing_for, target_of
+from stof.attention.emit import Rewrite
+from stof.attention.expand.prepare import is_fused, prepare
+from stof.attention.find import is_softmax, unique
+from stof.attention.function_body import OP
+from stof.attention.subgraphs import Scope, emit_scopes, search
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
-from stof.external_data import check_room, copied_data, external_files, read_constants
+from stof.execution.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.files import check_outputs, temporary_folder, write_text
-from stof.graph import DOMAIN, all_nodes, load, save
+from stof.fusion.apply import Chained, apply_chains
+from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
+from stof.fusion.decide.selection import Selection
+from stof.graph.external_data import check_room, copied_data, external_files, read_constants
+from stof.graph.model_graph import DOMAIN, all_nodes, load, save
 from stof.mask.families import picture, window
 from stof.options import Options
-from stof.passes.attention import is_softmax, unique
-from stof.passes.body import OP
-from stof.passes.emit import Rewrite
-from stof.passes.prepare import is_fused, prepare
-from stof.passes.scopes import Scope, emit_scopes, search
 from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
 from stof.report import Report, SiteReport
-from stof.runtime import build_info, has_packed
-from stof.search.cache import cache_path
-from stof.session_process import RuntimeFailure, has_onnxruntime, release_sessions
+from stof.runtime.library import build_info, has_packed
 from stof.site import Finding, tables_of
-from stof.targets import missing_for, target_of
+from stof.tuning_cache import cache_path
 
 if TYPE_CHECKING:
-    from stof.verify import Verification
+    from stof.verification.verifier import Verification
 
 _LONGEST_REASON = 300
 
@@ -296,7 +296,9 @@ def _verified(
     target: Path,
     options: Options,
 ) -> Verification:
-    from stof.verify import Verifier  # a tenth of all imports, which --no-verify and --dry-run do not need
+    from stof.verification.verifier import (
+        Verifier,  # a tenth of all imports, which --no-verify and --dry-run do not need
+    )
 
     emitted, chained = made
     try:

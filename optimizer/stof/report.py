@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stof import strict_json
-from stof.chains.apply import ChainReport
 from stof.errors import shown
+from stof.fusion.apply import ChainReport
 
 if TYPE_CHECKING:
-    from stof.compare import Comparison
-    from stof.verify import Verification
+    from stof.verification.compare import Comparison
+    from stof.verification.verifier import Verification
 
 _MOST_LINES = 4
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stof.symbolic.terms import Int
+from stof.symbolic.algebra.terms import Int
 
 
 class Layout(str, enum.Enum):

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import onnx
 
+from stof.attention.expand.prepare import prepare
+from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
 from stof.mask.lift import lift
-from stof.passes.attention import find_sites
-from stof.passes.prepare import prepare
 from stof.symbolic import Symbolic
 
 from .attention import Case

@@ -13,15 +13,15 @@ import onnxruntime as ort
 from onnx import helper
 
 import stof
+from stof.attention.decide.cost_cpu import why_not
+from stof.attention.emit import Rewrite, emit
+from stof.attention.expand.prepare import prepare
+from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
-from stof.kernels.cost import why_not
 from stof.mask.accept import accept, or_unguarded
-from stof.mask.check import MaskChecker
+from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
-from stof.mask.relative import with_relative_bias
-from stof.passes.attention import find_sites
-from stof.passes.emit import Rewrite, emit
-from stof.passes.prepare import prepare
+from stof.mask.relative_bias.lift import with_relative_bias
 from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Symbolic
 

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import onnx
 
+from stof.attention.decide.cost_cpu import why_not
+from stof.attention.emit import Rewrite, emit
+from stof.attention.expand.prepare import prepare
+from stof.attention.find import find_sites
 from stof.errors import StofError, UnsupportedError
-from stof.kernels.cost import why_not
 from stof.mask.accept import accept, or_unguarded
-from stof.mask.check import MaskChecker
+from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
-from stof.mask.relative import with_relative_bias
+from stof.mask.relative_bias.lift import with_relative_bias
 from stof.options import Options
-from stof.passes.attention import find_sites
-from stof.passes.emit import Rewrite, emit
-from stof.passes.prepare import prepare
 from stof.pipeline import optimize
 from stof.site import AttentionSite
 from stof.symbolic import Symbolic

@@ -22,15 +22,15 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.chains.predicted import LEAST_PREDICTED
-from stof.graph import all_nodes
+from stof.fusion.decide.predicted import LEAST_PREDICTED
+from stof.graph.model_graph import all_nodes
 from stof.options import Options
+from stof.runtime.attention_reference import random_problem
 from stof.site import EmptyRows
 from stof.tensorrt import BuildOptions, build_engine
 from stof.tensorrt.build import stof_nodes
 from stof.tensorrt.inspect import recorded
 from stof.tensorrt.selftest import model_of
-from stof.testing import random_problem
 
 CAPABILITIES = (86, 89, 120)
 # Sites and distinct masks that target tensorrt replaces; dense and causal ones it leaves.

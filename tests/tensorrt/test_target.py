@@ -17,10 +17,10 @@ from onnx import TensorProto, helper, parser
 
 import stof
 from stof import cli
-from stof.graph import all_nodes
-from stof.kernels.tensorrt import leave, why_not
+from stof.attention.decide.cost_tensorrt import leave, why_not
+from stof.graph.model_graph import all_nodes
+from stof.graph.tensorrt_compat import constants, name_nodes
 from stof.options import Options
-from stof.passes.tensorrt import constants, name_nodes
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 
 HALF, FULL = TensorProto.FLOAT16, TensorProto.FLOAT

@@ -89,7 +89,7 @@ def text(rows: Sequence[Row]) -> str:
         "verified. *Sites* are counted by `tests/zoo/count_sites.py`, which knows nothing of the matcher: softmaxes that weigh",
         "values and whose masks are the same for other tokens, pixels or samples, also where scores are assembled of parts, as",
         "Longformer's. Sites that do not count are replaced as well where they can be: with a bias that activations compute.",
-        "`tests/test_zoo.py` runs originals and optimized graphs in ONNX Runtime on inputs of its own.",
+        "`tests/zoo/test_zoo.py` runs originals and optimized graphs in ONNX Runtime on inputs of its own.",
         "",
         f"**{done} of {total} sites are replaced ({100 * done / total:.1f} %).**",
         "",

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stof.bench import grids, measure
+from stof.bench.core import grids, measure
+from stof.bench.core.runner import Unavailable
 from stof.bench.gpu.cases import GRIDS
-from stof.bench.runner import Unavailable
 from stof.errors import ArgumentError
 from stof.files import write_text
 from stof.terminal import Parser, complain, run_command, say
@@ -92,7 +92,7 @@ def _parser() -> Parser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "table":
-        from stof.bench.tables import document
+        from stof.bench.cpu.tables import document
 
         text = document(arguments.results)
         if arguments.output is None:
@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
             write_text("table", arguments.output, text.splitlines())
         return 0
     if arguments.command == "merge":
-        from stof.bench.results import merge
+        from stof.bench.core.results import merge
 
         say(*merge(arguments.found, arguments.results))
         return 0
@@ -128,14 +128,14 @@ def _run(arguments: argparse.Namespace) -> int:
         case "sites":
             return _sites(arguments, threads)
         case _:
-            from stof.bench.models import run
+            from stof.bench.cpu.models import run
 
             return run(arguments, threads)
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from stof.bench import search
-    from stof.bench.results import store_all
+    from stof.bench.core.results import store_all
+    from stof.bench.cpu import search
 
     shape = (arguments.batch, arguments.length)
     if arguments.model is not None:
@@ -170,9 +170,9 @@ def _child(arguments: argparse.Namespace) -> None:
 
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:
-    from stof.bench.attention import lines, point
-    from stof.bench.peers import PEERS
-    from stof.bench.results import store
+    from stof.bench.core.results import store
+    from stof.bench.cpu.attention import lines, point
+    from stof.bench.cpu.baselines import PEERS
 
     unknown = set(arguments.peers or ()) - {p.name for p in PEERS}
     if unknown:
@@ -189,9 +189,9 @@ def _attention(arguments: argparse.Namespace, threads: int) -> int:
 
 def _attention_on_gpu(arguments: argparse.Namespace) -> int:
     from stof.bench.gpu.cases import grid
-    from stof.bench.gpu.pool import Plan
     from stof.bench.gpu.run import run
     from stof.bench.gpu.timing import ROUNDS
+    from stof.bench.gpu.worker_pool import Plan
 
     chosen = (arguments.masks, arguments.lengths, arguments.batches)
     cases = [case for name in arguments.grid for case in grid(name, *chosen)]
@@ -200,8 +200,8 @@ def _attention_on_gpu(arguments: argparse.Namespace) -> int:
 
 
 def _models_on_gpu(arguments: argparse.Namespace) -> int:
+    from stof.bench.core.results import store
     from stof.bench.gpu.variants import prepare
-    from stof.bench.results import store
 
     name = arguments.model.replace("/", "-")
     worst = 0
@@ -215,7 +215,7 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
         if arguments.prepare:
             say(str(folder))
             continue
-        from stof.bench.gpu.lock import Lock
+        from stof.bench.gpu.device_lock import Lock
         from stof.bench.gpu.models import lines, point
 
         traced = "quotient" not in arguments.without
@@ -227,9 +227,9 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:
-    from stof.bench.attention import lines, point
-    from stof.bench.peers import PEERS
-    from stof.bench.results import store
+    from stof.bench.core.results import store
+    from stof.bench.cpu.attention import lines, point
+    from stof.bench.cpu.baselines import PEERS
 
     peers = [p for p in PEERS if p.name in ("stof", "ort-exported")]
     slower = 0

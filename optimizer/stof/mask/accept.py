@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stof.errors import GuardError, UnsupportedError
-from stof.mask.check import MaskChecker
-from stof.mask.guard import check_guard
-from stof.mask.rows import check_rows
+from stof.mask.check.checker import MaskChecker
+from stof.mask.empty_rows.policy import check_rows
+from stof.mask.empty_rows.row_guard import check_guard
 from stof.site import AttentionSite, LiftedMask
 
 T = TypeVar("T")

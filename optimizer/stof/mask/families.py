@@ -63,7 +63,7 @@ def picture(expression: str, tables: Mapping[str, np.ndarray] | None = None, len
     ``#`` is a tile of which every pair may attend, ``+`` some, ``.`` none. ``length`` is S = T; by default one that shows
     a window at its proportions.
     """
-    from stof.runtime import Mask
+    from stof.runtime.library import Mask
 
     shown = " and ".join(p for p in expression.split(" and ") if not p.startswith(("pad[", "not pad["))) or "True"
     numbers = [int(n) for n in re.findall(r"\d+", shown)]

@@ -17,20 +17,20 @@ import numpy as np
 from onnx import TensorProto
 
 from stof.errors import UnsupportedError
-from stof.mask.counts import in_order
+from stof.mask.document_ids import in_order
 from stof.mask.families import describe
+from stof.mask.printer import B, H, K, Names, Q, print_condition
 from stof.mask.tables import band_of, with_bands
-from stof.mask.text import B, H, K, Names, Q, print_condition
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
-from stof.symbolic.broadcasting import project
-from stof.symbolic.casework import cases, reads_input, to_cond
-from stof.symbolic.casts import held
-from stof.symbolic.conditions import all_of, any_of, negate
-from stof.symbolic.divisions import floor_div, floor_mod
-from stof.symbolic.domain import Domain
-from stof.symbolic.ranges import settled
-from stof.symbolic.terms import FALSE, TRUE, Atom, integer, of_atom, parts
+from stof.symbolic.algebra.conditions import all_of, any_of, negate
+from stof.symbolic.algebra.divisions import floor_div, floor_mod
+from stof.symbolic.algebra.domain import Domain
+from stof.symbolic.algebra.float_bounds import settled
+from stof.symbolic.algebra.piecewise import cases, reads_input, to_cond
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, integer, of_atom, parts
+from stof.symbolic.rules.broadcasting import project
+from stof.symbolic.rules.cast import held
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stof.mask.text import K, Q, band_condition
+from stof.mask.printer import K, Q, band_condition
 from stof.symbolic import Cond, Int
-from stof.symbolic.conditions import all_of, any_of, children, negate
+from stof.symbolic.algebra.conditions import all_of, any_of, children, negate
 
 
 def with_bands(cond: Cond, lookup: Callable[[str], np.ndarray]) -> Cond:

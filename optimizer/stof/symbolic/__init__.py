@@ -4,8 +4,8 @@
 ``Symbolic(model)`` interprets a model once; ``shape``, ``dtype``, ``constant`` and ``value`` answer for any tensor name.
 """
 
+from stof.symbolic.algebra.terms import Cond, Int, Real, integer, size, var
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import SymTensor
-from stof.symbolic.terms import Cond, Int, Real, integer, size, var
 
 __all__ = ["Cond", "Int", "Real", "SymTensor", "Symbolic", "integer", "size", "var"]

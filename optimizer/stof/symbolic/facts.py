@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto, helper
 
+from stof.symbolic.algebra.terms import Atom, Int, integer
 from stof.symbolic.tensor import Shape, SymTensor
-from stof.symbolic.terms import Atom, Int, integer
 
 
 def dtype_kind(dtype: int) -> str | None:

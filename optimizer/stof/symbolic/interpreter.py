@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.external_data import is_external
-from stof.symbolic import contrib, fused, own, quantized, rules
-from stof.symbolic.dims import dimension
+from stof.graph.external_data import is_external
+from stof.symbolic.algebra.overflow import guarded
+from stof.symbolic.algebra.terms import Int, integer, parts, size, var
+from stof.symbolic.dimension_names import dimension
 from stof.symbolic.facts import Context, Fact, dtype_kind
+from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
-from stof.symbolic.terms import Int, integer, parts, size, var
-from stof.symbolic.widths import guarded
 
 LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
 # Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
@@ -57,12 +57,12 @@ class Symbolic:
     def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
         self._facts: dict[str, Fact] = {}
         self._known = known
-        standard = rules.RULES | fused.STANDARD | quantized.STANDARD
+        rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            "": standard,
-            "ai.onnx": standard,
-            "com.microsoft": contrib.RULES | fused.CONTRIB | quantized.CONTRIB,
-            "stof": own.RULES,
+            "": rules,
+            "ai.onnx": rules,
+            "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
+            "stof": stof_ops.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from stof.symbolic.casework import to_cond, to_int
-from stof.symbolic.conditions import select
-from stof.symbolic.divisions import floor_div, floor_mod
-from stof.symbolic.terms import ANY, FALSE, TRUE, Cond, Int, Real, Scalar, integer, of_atom, real, to_real
+from stof.symbolic.algebra.conditions import select
+from stof.symbolic.algebra.divisions import floor_div, floor_mod
+from stof.symbolic.algebra.piecewise import to_cond, to_int
+from stof.symbolic.algebra.terms import ANY, FALSE, TRUE, Cond, Int, Real, Scalar, integer, of_atom, real, to_real
 
 Shape = tuple[Int, ...]
 Index = tuple[Int, ...]

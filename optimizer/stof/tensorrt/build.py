@@ -10,11 +10,11 @@ from typing import Any
 
 import onnx
 
+from stof.attention.function_body import OP
 from stof.errors import ArgumentError, ModelError, shown
-from stof.external_data import external_files
 from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
-from stof.graph import DOMAIN, all_nodes, load
-from stof.passes.body import OP
+from stof.graph.external_data import external_files
+from stof.graph.model_graph import DOMAIN, all_nodes, load
 from stof.tensorrt.module import Messages, TensorrtError, find, is_rtx, load_plugins, logger
 from stof.tensorrt.shapes import Ranges, Shape
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from stof.errors import ArgumentError, ModelError, shown
+from stof.execution.session_process import RuntimeFailure, create_session, has_onnxruntime
+from stof.execution.session_worker import SessionSpec
 from stof.files import open_regular
-from stof.runtime import LibraryError, library_path
-from stof.session_process import RuntimeFailure, create_session, has_onnxruntime
-from stof.session_worker import SessionSpec
+from stof.runtime.library import LibraryError, library_path
 from stof.tensorrt.device import Device, open_device
 from stof.tensorrt.inspect import deserialize, read_engine
 from stof.tensorrt.module import Messages, find
@@ -274,9 +274,9 @@ def draw(types: Mapping[str, np.dtype], shapes: Mapping[str, Shape], options: Ru
 
 def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
-    from stof.external_data import read_constants
-    from stof.graph import DOMAIN, all_nodes, load
-    from stof.inputs import InputMaker
+    from stof.execution.inputs import InputMaker
+    from stof.graph.external_data import read_constants
+    from stof.graph.model_graph import DOMAIN, all_nodes, load
     from stof.symbolic import Symbolic
 
     graph = load(model)

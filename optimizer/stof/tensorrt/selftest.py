@@ -11,18 +11,18 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.attention.function_body import OP, Variant, make_function
 from stof.errors import StofError
 from stof.files import temporary_folder
-from stof.graph import DOMAIN
-from stof.passes.body import OP, Variant, make_function
-from stof.passes.tensorrt import constants
+from stof.graph.model_graph import DOMAIN
+from stof.graph.tensorrt_compat import constants
+from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.site import EmptyRows, Layout, LiftedMask
 from stof.tensorrt.build import BuildOptions, build_engine
 from stof.tensorrt.device import open_device
 from stof.tensorrt.module import Messages, find
 from stof.tensorrt.run import Engine
 from stof.terminal import say
-from stof.testing import Problem, assert_close, random_problem, reference
 
 _OPSET = 18
 _B, _H, _S, _D = 2, 4, 200, 64

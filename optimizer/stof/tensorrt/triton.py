@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from stof.errors import ArgumentError, shown
-from stof.external_data import external_files
 from stof.files import temporary_file, temporary_folder, write_text
-from stof.graph import load
-from stof.runtime import library_path
+from stof.graph.external_data import external_files
+from stof.graph.model_graph import load
+from stof.runtime.library import library_path
 from stof.tensorrt.module import TensorrtError, plugin_path
 
 _AUTOREG = "libstof_trt_autoreg{}.so"  # beside the plugin library: one for each major version of TensorRT

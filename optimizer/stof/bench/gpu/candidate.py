@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stof.bench.core.runner import Unavailable
 from stof.bench.gpu.cases import Case
 from stof.bench.gpu.problem import Problem
-from stof.bench.runner import Unavailable
 
 # Elements of a mask that is held in full, and of the scores that unfused attention writes.
 _MOST_MASK = 1 << 29

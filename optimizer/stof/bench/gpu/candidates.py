@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from stof.bench.gpu import peers_jit, peers_ort, peers_torch
+from stof.bench.core.runner import Unavailable, require
+from stof.bench.gpu import baselines_jit, baselines_ort, baselines_torch
 from stof.bench.gpu.candidate import Candidate, Peer
 from stof.bench.gpu.cases import GRIDS
 from stof.bench.gpu.problem import Problem
-from stof.bench.runner import Unavailable, require
 from stof.installation import CUDA, how_to_add
-from stof.runtime import build_info
-from stof.runtime_cuda import CudaOp, DeviceTensor, kernel_names
+from stof.runtime.cuda import CudaOp, DeviceTensor, kernel_names
+from stof.runtime.library import build_info
 
 _WORKSPACE = 64 << 20
 _FEW_QUERIES = 16  # up to that, decode's kernel
@@ -38,7 +38,10 @@ def own(problem: Problem, stream: Any, kernel: str = "") -> Candidate:
     case, torch = problem.case, problem.torch
     tables = [case.tables[name] for name in sorted(case.tables)]
     op = CudaOp(
-        "StofAttention", peers_ort.attributes(problem) | {"kernel": kernel}, 3 + len(tables), dict(enumerate(tables, 3))
+        "StofAttention",
+        baselines_ort.attributes(problem) | {"kernel": kernel},
+        3 + len(tables),
+        dict(enumerate(tables, 3)),
     )
     workspace = _workspace()
     calls: list[Any] = []
@@ -63,7 +66,7 @@ def each_kernel(problem: Problem, stream: Any) -> list[tuple[str, Candidate]]:
     case = problem.case
     if case.S <= _FEW_QUERIES or "cuda" not in build_info()["backends"]:
         return []
-    names = kernel_names(case.D, peers_ort.ELEMENT[case.dtype])
+    names = kernel_names(case.D, baselines_ort.ELEMENT[case.dtype])
     if problem.density.element > _FULL_ROWS:
         # One query after the other: a hundred times slower there, and nothing that anybody would choose.
         names = [name for name in names if name != "rows"]
@@ -72,19 +75,19 @@ def each_kernel(problem: Problem, stream: Any) -> list[tuple[str, Candidate]]:
 
 PEERS: tuple[Peer, ...] = (
     Peer("stof", "stof", own, GRIDS),
-    Peer("stof-ort", "stof in ONNX Runtime", peers_ort.own),
-    Peer("torch-cudnn", "torch SDPA, cuDNN", peers_torch.cudnn, GRIDS),
-    Peer("torch-flash", "torch FlashAttention 2", peers_torch.flash, GRIDS),
-    Peer("torch-efficient", "torch SDPA, memory-efficient + mask", peers_torch.efficient),
-    Peer("torch-math", "torch SDPA, math + mask", peers_torch.math, ("paper",)),
-    Peer("torch-flex", "torch FlexAttention, compiled", peers_torch.flex, GRIDS),
-    Peer("flash-4", "FlashAttention 4", peers_jit.flash4, ("masks", "paper", "long")),
-    Peer("flash-4-blocks", "FlashAttention 4, blocks and a mask function", peers_jit.flash4_blocks, ("masks",)),
-    Peer("cudnn-flex", "cuDNN flex attention", peers_jit.cudnn_flex, ("masks", "paper", "long")),
-    Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", peers_ort.multi_head, ("paper", "long")),
-    Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", peers_ort.group_query),
-    Peer("ort-attention-23", "ONNX Runtime Attention-23, bool mask", peers_ort.attention_23),
-    Peer("ort-exported", "ONNX Runtime, as exported", peers_ort.exported, ("paper",)),
+    Peer("stof-ort", "stof in ONNX Runtime", baselines_ort.own),
+    Peer("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, GRIDS),
+    Peer("torch-flash", "torch FlashAttention 2", baselines_torch.flash, GRIDS),
+    Peer("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient),
+    Peer("torch-math", "torch SDPA, math + mask", baselines_torch.math, ("paper",)),
+    Peer("torch-flex", "torch FlexAttention, compiled", baselines_torch.flex, GRIDS),
+    Peer("flash-4", "FlashAttention 4", baselines_jit.flash4, ("masks", "paper", "long")),
+    Peer("flash-4-blocks", "FlashAttention 4, blocks and a mask function", baselines_jit.flash4_blocks, ("masks",)),
+    Peer("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
+    Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
+    Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query),
+    Peer("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.attention_23),
+    Peer("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, ("paper",)),
 )
 OWN = ("stof", "stof-ort")
 # Of the dense problem that says what a full tile costs.

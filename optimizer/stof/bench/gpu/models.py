@@ -9,17 +9,17 @@ from typing import Any
 
 import onnx
 
-from stof.bench.gpu.lock import Lock
-from stof.bench.gpu.peers_ort import session, unsynchronized
-from stof.bench.gpu.pool import now, versions
+from stof.bench.core.results import Record
+from stof.bench.core.runner import require
+from stof.bench.cpu.models import inputs
+from stof.bench.gpu.baselines_ort import session, unsynchronized
+from stof.bench.gpu.device_lock import Lock
 from stof.bench.gpu.timing import Timed, interleave
 from stof.bench.gpu.trace import Node, trace
 from stof.bench.gpu.variants import LABELS, assemble
-from stof.bench.models import inputs
-from stof.bench.results import Record
-from stof.bench.runner import require
+from stof.bench.gpu.worker_pool import now, versions
 from stof.files import temporary_folder
-from stof.runtime import build_info
+from stof.runtime.library import build_info
 
 _KINDS = {
     "int64": onnx.TensorProto.INT64,

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from stof.bench.core.results import Record
+from stof.bench.core.runner import Unavailable
 from stof.bench.gpu.candidate import Candidate, Peer
 from stof.bench.gpu.candidates import ANCHORS, OWN, each_kernel
 from stof.bench.gpu.cases import Case
 from stof.bench.gpu.problem import LONG_ROWS, TILE, TOLERANCE, Problem
 from stof.bench.gpu.timing import Timed, interleave
-from stof.bench.results import Record
-from stof.bench.runner import Unavailable
 
 _TEXT = 200
 _KERNEL_ROUNDS = 5

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from stof.bench.core.runner import require
+from stof.bench.cpu.baselines import predicate
 from stof.bench.gpu.cases import Case
-from stof.bench.peers import predicate
-from stof.bench.runner import require
-from stof.runtime import BlockMask, Mask
+from stof.runtime.library import BlockMask, Mask
 
 LONG_ROWS = 8192  # queries from which on full tiles are held against dense kernels
 TILE = 128  # of the densities and of the roofline, whatever tiles a kernel has

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.core.results import Record, store_all
 from stof.bench.gpu import summary
 from stof.bench.gpu.cases import Case
-from stof.bench.gpu.pool import Plan, Pool, now
-from stof.bench.results import Record, store_all
-from stof.runtime import build_info
+from stof.bench.gpu.worker_pool import Plan, Pool, now
+from stof.runtime.library import build_info
 from stof.terminal import say
 
 _WORKERS = 16

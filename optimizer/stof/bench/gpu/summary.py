@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from stof.bench.core.results import Record
 from stof.bench.gpu.cases import anchor
 from stof.bench.gpu.problem import LONG_ROWS, TILE
-from stof.bench.results import Record
 
 OWN = ("stof", "stof-ort")
 FLEX = "torch-flex"

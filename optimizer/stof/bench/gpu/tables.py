@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.core.results import Record, read
 from stof.bench.gpu import cases, summary
 from stof.bench.gpu.cases import GRIDS
-from stof.bench.results import Record, read
 
 _SHORT = {
     "torch-cudnn": "cuDNN",
@@ -234,8 +234,8 @@ def _models(records: Sequence[Record], compiled: Sequence[Record]) -> list[str]:
         means = [f"{shape} {summary.geomean(g):.2f} ({len(g)} models)" for shape, g in gains.items()]
         every = [x for g in gains.values() for x in g]
         found.append(
-            "The paper's models over the best of all, torch.compile (max-autotune, `python -m stof.bench.gpu.compiled`) among "
-            f"them, geometric means of those that it was timed for: {', '.join(means)}, all "
+            "The paper's models over the best of all, torch.compile (max-autotune, `python -m stof.bench.gpu.torch_compile`) "
+            f"among them, geometric means of those that it was timed for: {', '.join(means)}, all "
             f"{summary.geomean(every):.2f}, least {min(every):.2f}.\n"
         )
     found.append(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from stof.bench.runner import require
+from stof.bench.core.runner import require
 
 ROUNDS = 7
 _PLAIN_ROUNDS = 3

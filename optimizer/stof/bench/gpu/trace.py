@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.bench.profile import Call, tensors
-from stof.bench.runner import require
+from stof.bench.core.runner import require
+from stof.bench.cpu.profile import Call, tensors
 from stof.files import temporary_folder
 
 _STEP = 5.0  # µs, of the search for the offset between the two clocks

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An analytical prediction for attention on the CPU, in relative terms.
+
+Times are per head and query-key pair, in units of one fp32 FMA at full rate; docs/cpu-kernel.md has the measurements that
+the constants come from. Only ratios are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stof.runtime.library import LibraryError, Mask
+from stof.site import AttentionSite, LiftedMask, tables_of
+
+# Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
+_OWN_RATE = 0.72
+# The runtime's unfused path: two GEMMs at about 0.8 of the FMA rate, and scores that are written and read by MatMul, Add,
+# Softmax and the guard; each pass over a score costs about as much as 12 FMAs once they no longer fit the cache.
+_DENSE_RATE = 0.8
+_PASS = 12.0
+_PASSES_CACHED = 2.0
+_PASSES = 6.0
+_CACHE_SCORES = 512 * 512
+_TILE = (48, 64)  # query rows × keys
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """At one length: the share of tiles that are computed and the predicted speed-up of the site."""
+
+    length: int
+    tile_density: float
+    gain: float
+
+
+def tile_density(mask: LiftedMask, heads: int, length: int, tile: tuple[int, int] = _TILE) -> float:
+    """The share of tiles (query rows × keys) that the static part of a mask leaves to compute, at S = T = ``length``."""
+    if not mask.expression:
+        return 1.0
+    try:
+        parsed = Mask(mask.expression, tables_of(mask))
+        return parsed.block_mask(1, heads, length, length, *tile).tile_density(length)
+    except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
+        return 1.0
+
+
+def predict(site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
+    """The predicted gain over the runtime's own nodes at S = T = ``length``."""
+    density = tile_density(mask, site.num_heads, length)
+    work = 2.0 * site.head_size + 2.0 * site.value_head_size
+    own = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
+    passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
+    other = work / 2 / _DENSE_RATE + passes * _PASS
+    return Prediction(length, density, other / own)
+
+
+def why_not(site: AttentionSite, mask: LiftedMask) -> list[str]:
+    """The reasons against running a site on this build's kernels; empty when there are none."""
+    reasons = []
+    if not 1 <= site.head_size <= 256 or not 1 <= site.value_head_size <= 256:
+        reasons.append(f"head size {site.head_size} / {site.value_head_size}, expected 1 to 256")
+    if site.dtype not in (1, 10, 16):
+        reasons.append(f"element type {site.dtype}, expected fp32, fp16 or bf16")
+    if len(mask.tables) + len(mask.operands) + bool(mask.bias) > 13:
+        reasons.append("more than 13 operands")
+    return reasons

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An analytical prediction for attention on a CUDA device: the target ``cuda``.
+
+Times are microseconds at batch 1. Rates of the kernels are measured on an H100 (docs/cuda-kernel.md) and, for devices that
+were not at hand, that share of their rated figures which the H100 reaches with the kernel for compute capability 8.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stof.attention.decide.cost_cpu import Prediction, tile_density
+from stof.site import AttentionSite, LiftedMask
+
+_TILE = (128, 64)  # query rows × keys of most kernels
+_FLOAT = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device: rates in TFLOP/s that attention reaches, memory in GB/s.
+
+    ``flash`` is what the runtime's own fused attention reaches without a mask in halves, ``biased`` with one.
+    """
+
+    name: str
+    capability: int
+    half: float
+    wide: float  # heads of more than 128 elements
+    single: float
+    flash: float
+    biased: float
+    runtime_single: float
+    memory: float
+    products: float  # matrix products of the runtime in halves
+
+
+# compute capability -> device. 9.0: measured. Others by their rated tensor and memory rates (A100 SXM 312 TFLOP/s,
+# 2039 GB/s; L4 and RTX 40: 121 and 300 GB/s, which is the least of that family; H100: 989 and 3350).
+DEVICES = (
+    Device(
+        "sm_80", 80, half=190, wide=150, single=60, flash=200, biased=120, runtime_single=12, memory=1600, products=220
+    ),
+    Device("sm_86", 86, half=90, wide=60, single=28, flash=95, biased=60, runtime_single=10, memory=500, products=70),
+    Device("sm_89", 89, half=75, wide=50, single=25, flash=80, biased=50, runtime_single=10, memory=250, products=65),
+    Device(
+        "sm_90", 90, half=490, wide=230, single=110, flash=300, biased=230, runtime_single=30, memory=2600, products=620
+    ),
+)
+_LAUNCH = 2.5  # microseconds of a kernel in a captured graph, with the gap before it
+_OWN = 4.5  # of ours, for a few tiles
+# Rows of few tiles reach this share of the rate: measured 240 to 440 of 490 TFLOP/s for windows, global tokens, S2.
+_FEW, _SHORT = 0.3, 0.6
+# Passes over the scores of an attention of single nodes: written, scaled, masked (read and written), softmax, read.
+_PASSES = 7.0
+_NODES = 6
+
+
+def device_of(capability: int) -> Device:
+    """The newest known kind that is no newer than a device; the oldest one for none (0)."""
+    known = [d for d in DEVICES if d.capability <= capability]
+    return known[-1] if known else DEVICES[0]
+
+
+def predict(site: AttentionSite, mask: LiftedMask, length: int, device: Device, fused: bool) -> Prediction:
+    """The predicted gain over the runtime's nodes at S = T = ``length``; ``fused``: they are one fused node."""
+    density = tile_density(mask, site.num_heads, length, _TILE)
+    flops = 2.0 * site.num_heads * length * length * (site.head_size + site.value_head_size)
+    halves = site.dtype != _FLOAT
+    rate = device.single if not halves else device.half if site.head_size <= 128 else device.wide
+    rate *= _SHORT if density < _FEW else 1.0
+    own = _OWN + max(density, 1e-6) * flops / rate * 1e-6
+    masked = bool(mask.expression or mask.bias)
+    if fused:
+        dense = device.runtime_single if not halves else device.biased if masked else device.flash
+        return Prediction(length, density, (_LAUNCH + flops / dense * 1e-6) / own)
+    scores = site.num_heads * length * length * (2 if halves else 4)
+    other = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
+    # Products with so small an inner size run at a rate below that of fused attention.
+    other += flops / (device.biased if halves else device.runtime_single) * 1e-6
+    return Prediction(length, density, other / own)
+
+
+def why_not(site: AttentionSite) -> list[str]:
+    """The reasons, beyond those of every target, against running a site on the CUDA kernels."""
+    sizes = (site.head_size, site.value_head_size)
+    if site.dtype != _FLOAT and any(size % 8 for size in sizes):
+        return [f"head size {sizes[0]} / {sizes[1]}, expected multiples of 8 in fp16 and bf16 on CUDA"]
+    return []

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each site: the user's choice, its mask, the check, the kernels, the prediction, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import onnx
+
+from stof.attention.decide.cost_cpu import Prediction
+from stof.attention.decide.targets import Target, Use
+from stof.attention.emit import Rewrite
+from stof.attention.split_bias_masks import parted
+from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
+from stof.execution.inputs import evaluate
+from stof.mask.accept import accept
+from stof.mask.check.checker import MaskChecker
+from stof.mask.empty_rows.policy import check_rows
+from stof.mask.empty_rows.row_prover import RowProver
+from stof.mask.lift import lift, weaker_terms
+from stof.mask.mask_strength import equals_in_strength
+from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.stated_masks import state
+from stof.options import CHAIN, Options
+from stof.plan import ChainPlan, Plan, SitePlan
+from stof.report import SiteReport, Step
+from stof.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
+from stof.symbolic import Int, Symbolic
+
+REPORT_LENGTH = 2048
+_RANGE = (128, 8192)
+# Above this length the share of tiles and with it the prediction hardly change, but the block mask of a dense pattern
+# grows with the square of it.
+_LONGEST = 32768
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome for one site: a row of the report, an entry of the plan, and the rewrite where it is replaced."""
+
+    report: SiteReport
+    plan: SitePlan
+    rewrite: Rewrite | None = None
+
+
+def matches(pattern: str, name: str, index: int | None) -> bool:
+    """Whether a selection names a site: by its name, its number, or a shell pattern over either."""
+    labels = [name] if index is None else [name, str(index)]
+    return pattern in labels or any(fnmatchcase(label, pattern) for label in labels)
+
+
+def check_selection(options: Options, sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> None:
+    """Refuses names of sites that the model does not have: a misspelt ``--skip`` must not be lost.
+
+    Raises:
+        ArgumentError: naming the option and the sites that there are.
+    """
+    known: list[tuple[str, int | None]] = [(s.name, s.index) for s in sites]
+    known += [(f.site, None) for f in findings]
+    asked = [("--only", p) for p in options.only] + [("--skip", p) for p in options.skip]
+    asked = [(option, p) for option, p in asked if not p.startswith(CHAIN)]
+    if options.explain not in (None, "*"):
+        asked.append(("--explain", str(options.explain)))
+    for option, pattern in asked:
+        if not any(matches(pattern, *k) for k in known):
+            raise ArgumentError(f"{option} {pattern!r} names no site of the model; {_known(sites)}")
+    for name in options.masks:
+        if not any(name in (s.name, str(s.index)) for s in sites):
+            raise ArgumentError(f"--mask {name!r} names no attention site of the model; {_known(sites)}")
+
+
+def check_shapes(options: Options, model: onnx.ModelProto) -> None:
+    """Refuses ``--shape`` for dimensions that no input of the model has.
+
+    Raises:
+        ArgumentError: naming the dimension and those that there are.
+    """
+    dims = [d.dim_param for i in model.graph.input for d in i.type.tensor_type.shape.dim if d.dim_param]
+    for name in options.shapes:
+        if name not in dims:
+            named = ", ".join(dict.fromkeys(dims)) or "none, all sizes are fixed"
+            raise ArgumentError(f"--shape {name!r} is no symbolic dimension of the model's inputs; these are: {named}")
+
+
+def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
+    """Refuses a plan of another model or for another target.
+
+    Raises:
+        ArgumentError: naming the site or the target.
+    """
+    if plan.target != target:
+        raise ArgumentError(f"the plan is for target {plan.target}, not {target}; use --target {plan.target}")
+    names = {s.name for s in sites}
+    for entry in plan.sites:
+        if entry.site not in names:
+            raise ArgumentError(
+                f"the plan has site {entry.site!r}, which the model does not have: it is of another model or export; "
+                f"{_known(sites)}"
+            )
+
+
+def _known(sites: Sequence[AttentionSite]) -> str:
+    if not sites:
+        return "it has no attention site"
+    shown = ", ".join(f"{s.index} {s.name!r}" for s in sites[:4])
+    return f"its sites are {shown}{', ...' if len(sites) > 4 else ''} (--explain lists them)"
+
+
+class Chooser:
+    """Decides about the sites of one model. ``folder``: where its external data lies."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        options: Options,
+        plan: Plan | None,
+        target: Target,
+        folder: Path | None = None,
+    ) -> None:
+        self.symbolic = symbolic
+        self.options = options
+        self.plan = plan
+        self.target = target
+        self.checker = MaskChecker(model, symbolic)
+        self.prover = RowProver(self.checker, folder)
+        self.lifted: dict[
+            AttentionSite, LiftedMask
+        ] = {}  # of sites that differ in no more than their place in the graph
+        self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
+
+    def choose(self, site: AttentionSite) -> Choice:
+        """The outcome for a site.
+
+        Raises:
+            ArgumentError: for a stated mask that cannot be read.
+            VerifyError: for a stated mask that is not the graph's.
+            ModelError: when the plan replaces a site that cannot be.
+        """
+        entry = self.plan.of(site.name) if self.plan else None
+        row = SiteReport(
+            site.name, False, "", site.form, index=site.index, heads=_heads(site), head_size=site.head_size
+        )
+        if reason := self._left_out(site, entry):
+            return _kept(row, Step.CHOICE, reason)
+        step = Step.MATCH
+        try:
+            if any(d.constant == 0 for d in site.dims):
+                raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
+            step = Step.LIFT
+            site = parted(self.checker.index, self.symbolic, site)
+            mask = with_relative_bias(self.checker, site, self._mask(site, entry))
+            if entry is None or not entry.empty_rows:
+                mask = self.prover.settled(site, mask)
+            row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
+            step = Step.CHECK
+            accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
+            row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
+            step = Step.KERNEL
+            if reasons := self.target.why_not(site, mask):
+                raise UnsupportedError("no kernel: " + "; ".join(reasons))
+            step = Step.COST
+            *within, shown = self._predict(site, mask)
+            if entry is None and (reason := self.target.leave(site, mask, within)):
+                raise UnsupportedError(reason)
+        except UnsupportedError as error:
+            if isinstance(error, GuardError) and site.unguarded is not None:
+                return self.choose(site.unguarded)
+            if entry is not None:
+                raise ModelError(
+                    f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
+                ) from error
+            return _kept(row, step, str(error))
+        gain = shown.gain if self.target.predicts else None
+        planned = dict(entry.hints).get("kernel", "") if entry else None
+        kernel, hint = self.target.kernel(site, mask, Use(self._batch(site), self._lengths(site), planned))
+        hints = entry.hints if entry else (("kernel", hint),) if hint else ()
+        row = replace(
+            row,
+            replaced=True,
+            reason="replaced",
+            step=Step.DONE,
+            empty_rows=mask.empty_rows.value,
+            kernel=kernel,
+            tile_density=shown.tile_density,
+            predicted_gain=gain,
+            length=shown.length,
+        )
+        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
+        tensorrt = self.target.name == "tensorrt"
+        return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
+
+    def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
+        """Why a site is left out by the user's choice; empty when it is not."""
+        options = self.options
+        only = [p for p in options.only if not p.startswith(CHAIN)]
+        if only and not any(matches(p, site.name, site.index) for p in only):
+            return "not among --only"
+        if any(matches(p, site.name, site.index) for p in options.skip):
+            return "left out by --skip"
+        if self.plan is not None and entry is None:
+            return "not in the plan"
+        if entry is not None and not entry.replace:
+            return entry.reason or "left as it is by the plan"
+        return ""
+
+    def _mask(self, site: AttentionSite, entry: SitePlan | None) -> LiftedMask:
+        stated = self.options.masks.get(site.name, self.options.masks.get(str(site.index)))
+        if stated is not None:
+            mask = state(self.symbolic, site, stated, self.checker)
+        elif entry is not None:
+            mask = self._planned(site, entry)
+        else:
+            mask = self._lifted(site)
+        if entry is not None and entry.empty_rows:
+            mask = replace(mask, empty_rows=EmptyRows(entry.empty_rows))
+        if self.options.ignore_empty_rows and mask.empty_rows is not EmptyRows.NAN:
+            mask = replace(mask, empty_rows=EmptyRows.ZERO)
+        return mask
+
+    def _lifted(self, site: AttentionSite) -> LiftedMask:
+        key = _unplaced(site)
+        if key not in self.lifted:
+            self.lifted[key] = self._lift(site)
+        return self.lifted[key]
+
+    def _lift(self, site: AttentionSite) -> LiftedMask:
+        mask = lift(self.symbolic, site)
+        if self.options.ignore_empty_rows:
+            return mask
+        if rivals := equals_in_strength(self.symbolic, site, mask):
+            return lift(self.symbolic, site, rivals)
+        weaker = weaker_terms(self.symbolic, site)
+        if not weaker:
+            return mask
+        try:
+            check_rows(self.checker, site, mask)
+        except UnsupportedError:
+            return lift(self.symbolic, site, weaker)
+        return mask
+
+    def _planned(self, site: AttentionSite, entry: SitePlan) -> LiftedMask:
+        try:
+            mask = self._lifted(site)
+        except UnsupportedError:
+            mask = None
+        # A mask that was edited, or stated when the plan was made, counts as stated.
+        if mask is None or mask.expression != entry.mask:
+            return state(self.symbolic, site, entry.mask, self.checker)
+        return mask
+
+    def _predict(self, site: AttentionSite, mask: LiftedMask) -> list[Prediction]:
+        lengths = self._lengths(site)
+        key = (mask.expression, mask.tables, site.num_heads, site.head_size, site.value_head_size, lengths)
+        if key not in self.predictions:
+            shown = lengths[0] if len(lengths) == 1 else REPORT_LENGTH
+            self.predictions[key] = [self.target.predict(site, mask, n) for n in (*lengths, shown)]
+        return self.predictions[key]
+
+    def _batch(self, site: AttentionSite) -> int:
+        """The largest batch in use: the fixed one, or that of ``--shape``, or 1."""
+        names = {str(a.args[0]) for a in site.dims[0].atoms() if a.kind == "size"}
+        try:
+            return max(1, evaluate(site.dims[0], {n: self.options.shapes.get(n, (1, 1))[1] for n in names}))
+        except UnsupportedError:
+            return 1
+
+    def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
+        """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
+        least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
+        return tuple(sorted({least, (least + most) // 4 if least < most else least, most}))
+
+
+_NO_OPERAND = Operand("", Layout.BHSD)
+
+
+def _unplaced(site: AttentionSite) -> AttentionSite:
+    """What a site's mask is made of: layers share the tensors of their masks, and differ in all that is left out here."""
+    none = _NO_OPERAND
+    return replace(
+        site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None
+    )  # fmt: skip
+
+
+def _length(size: Int, options: Options, end: int) -> int:
+    names = {str(a.args[0]) for a in size.atoms() if a.kind == "size"}
+    try:
+        found = evaluate(size, {n: options.shapes.get(n, _RANGE)[end] for n in names})
+    except UnsupportedError:  # a length that is computed in the graph
+        found = _RANGE[end]
+    return max(1, min(found, _LONGEST))
+
+
+def _granted(inputs: Sequence[str]) -> list[str]:
+    return [f"{name} is taken to hold 0 and 1 only: the graph computes with it" for name in inputs]
+
+
+def _kept(row: SiteReport, step: Step, reason: str) -> Choice:
+    return Choice(replace(row, reason=reason, step=step), SitePlan(row.site, False, reason=reason))
+
+
+def _heads(site: AttentionSite) -> str:
+    return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
+
+
+def plan_of(choices: Iterable[Choice], target: str = "cpu", chains: tuple[ChainPlan, ...] | None = None) -> Plan:
+    """The plan that gives these choices again."""
+    return Plan(tuple(c.plan for c in choices), target, chains)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What choices are tuned for: the machines of ``--target``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from onnx import TensorProto
+
+from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
+from stof.attention.decide.cost_cpu import Prediction
+from stof.attention.decide.tune import Tuner
+from stof.attention.expand.expand import stands_for_fused
+from stof.errors import ArgumentError
+from stof.fusion.search.measure_cuda import has_cuda_provider
+from stof.installation import CUDA, missing
+from stof.options import Options
+from stof.runtime.cuda import device_info
+from stof.runtime.library import LibraryError, library_path
+from stof.site import AttentionSite, LiftedMask
+from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a site is used: its largest batch, its lengths, and the hint that a plan has for it (None: no plan)."""
+
+    batch: int
+    lengths: tuple[int, ...]
+    planned: str | None = None
+
+
+class Target:
+    """The CPU, and what other targets have in common with it."""
+
+    name = "cpu"
+    predicts = True  # whether predictions tell whether a site gains
+
+    def __init__(self, options: Options, isa: str) -> None:
+        self.options = options
+        self.isa = isa
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        """The reasons against running a site on the kernels; empty when there are none."""
+        return cost_cpu.why_not(site, mask)
+
+    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
+        """The predicted gain over the runtime's own nodes at S = T = ``length``."""
+        return cost_cpu.predict(site, mask, length)
+
+    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
+        """Why a site is better left as it is, from the predictions at the lengths in use; empty when it is not."""
+        worst = min(predictions, key=lambda p: p.gain)
+        return f"a loss is predicted at S = {worst.length}: {worst.gain:.2f}x" if worst.gain < 1.0 else ""
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        """What runs a site, for people, and the operator's hint ``kernel``."""
+        return f"cpu block-wise {self.isa}".rstrip(), ""
+
+
+class CudaTarget(Target):
+    """The CUDA provider, on the device at hand or, where there is none, on the oldest one that the kernels run on."""
+
+    name = "cuda"
+
+    @cached_property
+    def device(self) -> cost_cuda.Device:
+        try:
+            return cost_cuda.device_of(device_info().capability)
+        except LibraryError:
+            return cost_cuda.device_of(0)
+
+    @cached_property
+    def tuner(self) -> Tuner:
+        return Tuner(self.options.tune)
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        return super().why_not(site, mask) + cost_cuda.why_not(site)
+
+    def predict(self, site: AttentionSite, mask: LiftedMask, length: int) -> Prediction:
+        return cost_cuda.predict(site, mask, length, self.device, stands_for_fused(site))
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        if use.planned:
+            return f"cuda {use.planned}, planned", use.planned
+        if not self.options.tune or use.planned is not None:
+            rounded = self.options.allow_tf32 and site.dtype == TensorProto.FLOAT
+            return f"cuda block-wise {self.device.name}{' tf32' if rounded else ''}", ""
+        tuned = self.tuner.tune(site, mask, use.batch, use.lengths)
+        measured = "measured" if tuned.whole else "measured in part"
+        if not any(tuned.microseconds.values()):
+            measured = "no choice" if tuned.whole else "not measured"
+        return f"cuda {tuned.kernel or 'block-wise'} {self.device.name}, {measured}", tuned.kernel
+
+
+class TensorRtTarget(Target):
+    """TensorRT with the plugin library."""
+
+    name = "tensorrt"
+    predicts = False
+
+    def __init__(self, options: Options, isa: str) -> None:
+        super().__init__(options, isa)
+        if options.tune:
+            raise ArgumentError("--tune has nothing to measure for target tensorrt, which measures by itself")
+
+    def why_not(self, site: AttentionSite, mask: LiftedMask) -> list[str]:
+        return super().why_not(site, mask) + cost_tensorrt.why_not(site, mask)
+
+    def leave(self, site: AttentionSite, mask: LiftedMask, predictions: Sequence[Prediction]) -> str:
+        return cost_tensorrt.leave(site, mask, predictions[-1].tile_density)
+
+    def kernel(self, site: AttentionSite, mask: LiftedMask, use: Use) -> tuple[str, str]:
+        return "TensorRT plugin", ""
+
+
+_TARGETS: tuple[type[Target], ...] = (Target, CudaTarget, TensorRtTarget)
+
+
+def target_of(options: Options, isa: str) -> Target:
+    """The target that the options name.
+
+    Raises:
+        ArgumentError: when the options ask it for what it does not have.
+    """
+    return next(t for t in _TARGETS if t.name == options.target)(options, isa)
+
+
+def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]:
+    """What this installation lacks to run a model that is made for the target, each with what adds it.
+
+    ``library`` is ``build_info()``. Another installation may run the model, so nothing here is an error.
+    """
+    notes = []
+    if options.target == "cuda":
+        if "cuda" not in library["backends"]:
+            notes.append(
+                "this installation runs stof's operators on the CPU, in the CUDA provider too, since the CUDA kernels are "
+                f"{missing(CUDA, library_path().parent)}"
+            )
+        if options.tune and not has_cuda_provider():
+            notes.append(
+                "--tune predicts chains instead of measuring them, since no ONNX Runtime with a CUDA provider is installed: "
+                "pip install onnxruntime-gpu"
+            )
+    elif options.target == "tensorrt":
+        try:
+            plugin = plugin_path()
+            if lacks := plugin_lacks_cuda(plugin):
+                notes.append(f"the TensorRT plugin of this installation is {plugin}; {lacks}")
+        except TensorrtError as error:
+            notes.append(f"this installation builds no engines of the model: {error}")
+    return tuple(notes)

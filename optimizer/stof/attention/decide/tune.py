@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CUDA kernel each site gets, measured on the device at hand instead of predicted (``--tune``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from stof.errors import ArgumentError
+from stof.runtime.cuda import CudaOp, DeviceInfo, device_info, kernel_names
+from stof.runtime.library import LibraryError, build_info
+from stof.site import AttentionSite, LiftedMask, tables_of
+from stof.tuning_cache import Cache, cache_path
+
+_GAIN = 1.03  # below that a difference is taken for noise
+_SLICE = 0.15  # seconds of replays for one time
+
+Time = Callable[[AttentionSite, LiftedMask, int, int, str], float]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A site's measurements: the chosen ``kernel`` ("" leaves it to the model) and microseconds by length and kernel."""
+
+    kernel: str
+    microseconds: dict[int, dict[str, float]] = field(default_factory=dict, compare=False)
+    whole: bool = True  # False: the time was up, or a kernel could not be run at some length
+
+
+class Tuner:
+    """Measures the kernels of sites; the same problem once, also over runs."""
+
+    def __init__(
+        self,
+        seconds: float,
+        cache: Cache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        measure: Time | None = None,
+        device: DeviceInfo | None = None,
+    ) -> None:
+        """``measure`` and ``device`` stand in for the device's in tests.
+
+        Raises:
+            ArgumentError: without a device or CUDA kernels, or when the cache cannot be used.
+        """
+        try:
+            self.device = device or device_info()
+        except LibraryError as error:
+            raise ArgumentError(f"--tune measures on a CUDA device: {error}") from error
+        self.cache = cache or Cache(cache_path(), self.device.name, str(build_info()["build_id"]))
+        self.clock = clock
+        self.end = clock() + seconds
+        self.measure = measure or time_kernel
+        self.known: dict[str, Tuned] = {}
+
+    def tune(self, site: AttentionSite, mask: LiftedMask, batch: int, lengths: Sequence[int]) -> Tuned:
+        """The kernel for a site: one that is nowhere slower than the model's choice and somewhere 3 % faster."""
+        names = [] if _left_out(site, mask) else kernel_names(max(site.head_size, site.value_head_size), site.dtype)
+        if len(names) < 2:
+            return Tuned("")
+        problem = _problem(site, mask)
+        key = json.dumps([problem, batch, list(lengths)], sort_keys=True)
+        if key not in self.known:
+            self.known[key] = self._tune(site, mask, batch, lengths, ["", *names], problem)
+        return self.known[key]
+
+    def _tune(
+        self,
+        site: AttentionSite,
+        mask: LiftedMask,
+        batch: int,
+        lengths: Sequence[int],
+        names: Sequence[str],
+        problem: dict[str, object],
+    ) -> Tuned:
+        found: dict[int, dict[str, float]] = {}
+        whole = True
+        for length in sorted(set(lengths), reverse=True):
+            own = {**problem, "batch": batch, "length": length}
+            known = self.cache.of(own)
+            times = found.setdefault(length, {})
+            for name in names:
+                if name not in known:
+                    if self.clock() >= self.end:
+                        whole = False
+                        continue
+                    try:
+                        microseconds = self.measure(site, mask, batch, length, name)
+                    except LibraryError:  # a table of another length, too little memory: the model chooses there
+                        whole = False
+                        continue
+                    known[name] = microseconds * 1e-6
+                    self.cache.put(own, name, known[name])
+                times[name] = known[name] * 1e6
+        return Tuned(_best(found), found, whole)
+
+
+def _best(found: dict[int, dict[str, float]]) -> str:
+    """Of the kernels that were measured wherever the model's choice was, the one that saves most."""
+    lengths = [times for times in found.values() if "" in times]
+    if not lengths:
+        return ""
+    best, most = "", 1.0
+    for name in lengths[0]:
+        if not name or any(name not in times for times in lengths):
+            continue
+        gains = [times[""] / times[name] for times in lengths]
+        if min(gains) >= 1 / _GAIN**0.5 and max(gains) >= _GAIN and float(np.prod(gains)) > most:
+            best, most = name, float(np.prod(gains))
+    return best
+
+
+def _left_out(site: AttentionSite, mask: LiftedMask) -> bool:
+    """Whether the kernels leave no choice: biases, softcap and scales that are not positive have one kernel."""
+    return bool(mask.bias) or mask.relative is not None or site.softcap > 0 or site.scale <= 0
+
+
+def _problem(site: AttentionSite, mask: LiftedMask) -> dict[str, object]:
+    return {
+        "op": "StofAttention",
+        "mask": mask.expression,
+        "tables": [[n, t, list(s), hashlib.sha256(data).hexdigest()] for n, t, s, data in mask.tables],
+        "operands": sorted(o.role for o in mask.operands),
+        "empty_rows": mask.empty_rows.value,
+        "heads": [site.num_heads, site.kv_num_heads],
+        "sizes": [site.head_size, site.value_head_size],
+        "dtype": site.dtype,
+        "softcap": site.softcap,
+        "query_offset": site.query_offset,
+    }
+
+
+def time_kernel(site: AttentionSite, mask: LiftedMask, batch: int, length: int, kernel: str) -> float:
+    """Microseconds of one StofAttention at S = T = ``length`` on the current device, by the kernel of that name.
+
+    Raises:
+        LibraryError: when the library refuses the problem or the device has too little memory.
+    """
+    tables = tables_of(mask)
+    roles = [*(o.role for o in mask.operands), *tables]
+    attributes: dict[str, int | float | str] = {
+        "mask": mask.expression,
+        "scale": float(site.scale),
+        "softcap": float(site.softcap),
+        "layout": "BHSD",
+        "query_offset": site.query_offset,
+        "empty_rows": mask.empty_rows.value,
+        "operands": " ".join(roles),
+        "kernel": kernel,
+    }
+    vectors = {
+        "pad": np.ones((batch, length), bool),
+        "segment_q": np.zeros((batch, length), np.int64),
+        "segment_k": np.zeros((batch, length), np.int64),
+        "lengths": np.full(batch, length, np.int64),
+    }
+    operands = [tables[role] if role in tables else vectors[role] for role in roles]
+    op = CudaOp("StofAttention", attributes, 3 + len(roles), {3 + roles.index(n): a for n, a in tables.items()})
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(site.dtype).name
+    heads, groups = site.num_heads, site.kv_num_heads
+    shapes = [
+        (batch, heads, length, site.head_size),
+        (batch, groups, length, site.head_size),
+        (batch, groups, length, site.value_head_size),
+    ]
+    return op.time([(dtype, shape) for shape in shapes], operands, _SLICE)

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding attention: anchored at each Softmax, by data flow in both directions. No name is looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import onnx
+
+from stof.attention.layouts import ONE, Heads, readings
+from stof.attention.scores import Scores, ScoreWalk
+from stof.attention.shape_sources import SizeTeller
+from stof.attention.sinks import Sink, find_sink
+from stof.attention.softmax_forms import Softmax, softmax_of
+from stof.attention.split_mask_sums import parts
+from stof.attention.weights import Forward, Output, Weighted
+from stof.errors import UnsupportedError
+from stof.graph.dead_code import needed
+from stof.graph.model_graph import DOMAIN, GraphIndex, all_nodes
+from stof.site import AttentionSite, Finding, MaskTerm, TermKind
+from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.tensor import Shape
+
+_DTYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class _Operands:
+    query: Heads
+    key: Heads
+    value: Heads
+    output: Output
+
+
+def find_sites(
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    fixed: frozenset[str] = frozenset(),
+    groups: Mapping[str, int] | None = None,
+    *,
+    taken: set[str] | None = None,
+    first: int = 0,
+    within: frozenset[str] | None = None,
+) -> tuple[list[AttentionSite], list[Finding]]:
+    """Every attention core of the main graph, and for every other Softmax the first obstacle.
+
+    Args:
+        model: without external data.
+        symbolic: its shapes and values.
+        fixed: tensors that are written whatever is replaced: no operand is read from behind them.
+        groups: for tensors that stand for parts of fused nodes, which node: no result is written into another one's.
+        taken: names that sites of other graphs have; those of this one are added.
+        first: the number of the first site.
+        within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
+    """
+    index = GraphIndex(model.graph, fixed, groups)
+    forward = Forward(index, symbolic, SizeTeller(model, symbolic))
+    sites: list[AttentionSite] = []
+    findings: list[Finding] = []
+    taken = set() if taken is None else taken
+    read = needed(model.graph)
+    found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
+    for number, softmax in enumerate(found):
+        weights = softmax.node.output[0]
+        if within is not None and weights not in within:
+            continue
+        name = unique(softmax.node.name or f"attention_{number}", taken)
+        try:
+            site = _match(index, symbolic, forward, softmax, name, first + len(sites))
+            if site.output not in read:
+                raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
+            sites.append(site)
+            # Later ones read it there, not from behind it, or nobody would need what replaces this one.
+            index.fixed |= {site.output}
+        except UnsupportedError as error:
+            findings.append(Finding(name, False, str(error), {"softmax": weights}))
+    if within is None:
+        findings.extend(_inside(model, taken))
+    return sites, findings
+
+
+def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
+    """The softmaxes of local functions that could not be inlined."""
+    findings = []
+    for function in (f for f in model.functions if f.domain != DOMAIN):
+        where = f"local function {function.domain}::{function.name}"
+        for node in all_nodes(function.node):
+            if is_softmax(node):
+                name = unique(node.name or f"softmax of {node.output[0]}", taken)
+                findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
+    return findings
+
+
+def is_softmax(node: onnx.NodeProto) -> bool:
+    """Whether a node is a softmax of the standard domain."""
+    return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """The name, or one like it that is not taken; it is then."""
+    candidate, i = name, 1
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    taken.add(candidate)
+    return candidate
+
+
+def _match(
+    index: GraphIndex, symbolic: Symbolic, forward: Forward, anchor: Softmax, name: str, number: int
+) -> AttentionSite:
+    softmax = anchor.node
+    sink = find_sink(index, symbolic, softmax)
+    start = softmax.input[0] if sink is None else sink.scores
+    shape = symbolic.shape(start)
+    if shape is None or len(shape) not in (3, 4, 5):
+        rank = "unknown rank" if shape is None else f"rank {len(shape)}"
+        raise UnsupportedError(f"the softmax works on a tensor of {rank}, expected [B, H, S, T] or [B*H, S, T]")
+    axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
+    if axis % len(shape) != len(shape) - 1:
+        raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
+    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
+    if anchor.mask is not None:
+        if sink is not None:
+            raise UnsupportedError(
+                f"{anchor.mask.tensor!r} makes exponentials 0 that a sink stands beside: where it is 0 for a whole row, the sink "
+                "loses its weight, too, and the row is NaN; a mask of the scores, before the sink is joined, makes this plain"
+            )
+        scores = replace(scores, terms=(anchor.mask, *scores.terms))
+    scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
+    queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
+    groups = queries[-1].groups
+    if groups:
+        _check_groups(symbolic, scores.nodes, groups)
+        scores = replace(scores, terms=tuple(_over_groups(t, groups) for t in scores.terms))
+    if len(shape) == 4 or groups:
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
+    alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
+    kept = None if sink is None else shape
+    before = sink is not None and sink.first
+    for reading in _told_apart(scores, queries, keys):
+        queries, keys = reading
+        staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+        weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
+        values = _told_by(
+            shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups))
+        )
+        values = [v for v in values if v.batch == keys[-1].batch] or values
+        if groups:
+            _check_groups(symbolic, weighted.nodes[:-1], groups)
+            if len(symbolic.shape(weighted.nodes[-2]) or ()) != 5:
+                raise UnsupportedError("queries have their heads in two axes, the weights of the values in one")
+            values = _shared(queries, values, "value")
+        outputs = forward.outputs(weighted, queries[-1].heads, staying, bool(groups))
+        if outputs:
+            break
+    if len(shape) == 5 and (sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None):
+        raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+    if len(shape) == 5 or groups:
+        outputs = [o for o in outputs if o.row_guard == weighted.row_guard]
+    make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
+    site = make(_choose(queries, keys, values, outputs))
+    earlier = [o for o in outputs if o.row_guard is None]
+    if site.row_guard is None or not earlier:
+        return site
+    return replace(site, unguarded=make(_choose(queries, keys, values, earlier)))
+
+
+def _site(
+    symbolic: Symbolic,
+    name: str,
+    number: int,
+    softmax: onnx.NodeProto,
+    sink: Sink | None,
+    scores: Scores,
+    weighted: Weighted,
+    found: _Operands,
+) -> AttentionSite:
+    query, key = found.query, found.key
+    scale = scores.factor * query.scale * key.scale
+    if not math.isfinite(scale):
+        raise UnsupportedError(f"the scale of the scores is {scale}")
+    operands = (query.operand, key.operand, found.value.operand)
+    result = symbolic.shape(found.output.tensor) or ()
+    groups = query.groups
+    if any(o.joined != (len(result) == 5 and not groups) for o in operands):
+        raise UnsupportedError("query, key, value and result do not all have the batch in two axes, or all in one")
+    dims = (query.batch, integer(query.heads), query.rows, key.rows)
+    _check_scores(symbolic.shape(softmax.input[0] if sink is None else sink.scores) or (), dims, bool(groups))
+    for term in scores.terms:
+        if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
+            raise UnsupportedError(
+                f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
+                f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
+            )
+    factor = scores.spread_factor
+    if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
+        raise UnsupportedError(f"the scores are scaled by {factor[1]!r} of another type than the query's")
+    return AttentionSite(
+        name=name,
+        index=number,
+        softmax=softmax.output[0],
+        query=query.operand,
+        key=key.operand,
+        value=found.value.operand,
+        output=found.output.tensor,
+        output_layout=found.output.layout,
+        output_perm=found.output.perm,
+        output_flat=found.output.flat,
+        output_joined=query.operand.joined,
+        output_grouped=groups if len(result) == 5 else (),
+        num_heads=query.heads,
+        kv_num_heads=key.heads,
+        head_size=query.size,
+        value_head_size=found.value.size,
+        scale=scale,
+        dtype=query.dtype,
+        terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
+        softcap=scores.softcap,
+        floored=scores.floored,
+        nan_guard=weighted.nan_guard,
+        pair_guard=weighted.pair_guard,
+        zeroed=weighted.zeroed,
+        query_factor=factor,
+        sink=None if sink is None else sink.logits,
+        sink_values=() if sink is None else sink.values,
+        row_guard=found.output.row_guard,
+        query_offset=_offset(dims),
+        scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
+        dims=dims,
+        nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
+        form=_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
+    )
+
+
+def _readings(
+    index: GraphIndex,
+    symbolic: Symbolic,
+    tensor: str,
+    role: str,
+    order: tuple[int, ...],
+    transposed: bool = False,
+    grouped: bool = False,
+) -> list[Heads]:
+    found = readings(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
+    if not found:
+        raise UnsupportedError(
+            f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
+        )
+    return found
+
+
+def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
+    query, key = symbolic.shape(scores.query), symbolic.shape(scores.key)
+    if query is not None and key is not None and len(query) == 5 and (len(key) == 5 or scores.key_order):
+        queries = readings(index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True)
+        transposed, order = scores.key_transposed, scores.key_order
+        keys = readings(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
+        try:
+            # Where each head has a key of its own, the second axis may as well be one of the batch, as blocks are.
+            if queries and any(k.groups[1] == 1 or k.repeat > 1 for k in keys):
+                return queries, _shared(queries, keys, "key")
+        except UnsupportedError:
+            if len(key) != 5:
+                raise
+    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+
+
+def _shared(queries: list[Heads], found: list[Heads], role: str) -> list[Heads]:
+    """The readings of keys or values in which a query's head finds its group's, where heads lie in two axes."""
+    query = queries[-1]
+    first, each = query.groups
+    for heads in found:
+        fits = heads.groups in ((first, 1), (1, 1), (first, each))
+        # Names of sizes may differ, products of them tell that a batch holds heads.
+        same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
+        if not fits or not same:
+            raise UnsupportedError(
+                f"the query has {first} x {each} heads in batches of {_words(query.batch)}, the {role} "
+                f"{' x '.join(map(str, heads.groups))} in batches of {_words(heads.batch)}"
+            )
+    return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in found]
+
+
+def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, ...]) -> None:
+    """All scores and weights must be [B, G, R, S, T] of the query's groups, or [B, H, S, T]."""
+    for tensor in nodes:
+        shape = symbolic.shape(tensor) or ()
+        heads = {4: shape[1:2], 5: shape[1:3]}.get(len(shape), ())
+        if tuple(s.constant for s in heads) not in (groups, (groups[0] * groups[1],)):
+            raise UnsupportedError(f"{tensor!r} has not the heads of its query in axes of {groups[0]} and {groups[1]}")
+
+
+def _over_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
+    """A term of scores of five axes, the second and third of which are heads."""
+    return replace(term, windows=(), groups=groups) if term.windows else term
+
+
+def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
+    """Readings in their order, but those last whose batches and heads are the scores' own."""
+    if len(shape) != 4 or shape[1].constant is None:
+        return found
+    heads = shape[1].constant
+    return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
+
+
+def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
+    """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
+    merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    own = [q for q in queries if q.heads == (scores.heads or merged)]
+    if own and len(own) < len(queries):
+        yield own, [k for k in keys if k.batch == own[-1].batch] or keys
+    yield queries, keys
+
+
+def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
+    """The farthest output for which all operands can be read in its type."""
+    if not outputs:
+        raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
+    failure: UnsupportedError | None = None
+    for output in outputs:
+        own = [[r for r in found if r.dtype == output.dtype] for found in (queries, keys, values)]
+        if output.dtype not in _DTYPES or not all(own):
+            failure = failure or UnsupportedError(
+                f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
+                f"the result has {output.dtype}; expected one of fp32, fp16 and bf16"
+            )
+            continue
+        query, key, value = (found[-1] for found in own)
+        try:
+            _check_heads(query, key, value)
+        except UnsupportedError as error:
+            failure = failure or error
+            continue
+        return _Operands(query, key, value, output)
+    assert failure is not None
+    raise failure
+
+
+def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
+    if query.repeat != 1:
+        raise UnsupportedError("the query's heads are repeated")
+    for heads, role in ((key, "key"), (value, "value")):
+        repeat = heads.repeat
+        if heads.heads * repeat == 1:  # MatMul broadcasts a single head to all
+            repeat = query.heads
+        if heads.heads * repeat != query.heads:
+            raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
+        if heads.batch.constant == 1 != query.batch.constant:
+            raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
+        for own, wanted in zip(heads.outer, query.outer, strict=False):
+            if own != wanted and ONE in (own, wanted):
+                raise UnsupportedError(
+                    f"of the batch in two axes, the query has {_words(wanted)} where the {role} has {_words(own)}"
+                )
+    if key.heads != value.heads:
+        raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
+    if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
+        raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
+    # Names of sizes may differ; the second MatMul itself demands that the sizes are equal.
+    if key.rows != value.rows and None not in (key.rows.constant, value.rows.constant):
+        raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
+    if key.size != query.size:
+        raise UnsupportedError(f"query has head size {query.size}, key {key.size}")
+    if max(query.size, value.size) > _LARGEST_HEAD:
+        raise UnsupportedError(f"head size {max(query.size, value.size)}, at most {_LARGEST_HEAD} is supported")
+    if value.scale != 1.0:
+        raise UnsupportedError(f"the values are scaled by {value.scale}")
+
+
+def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], grouped: bool) -> None:
+    """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
+    if len(shape) == 5 and grouped:  # the heads in two parts
+        shape = (shape[0], shape[1] * shape[2], *shape[3:])
+    elif len(shape) == 5:  # the batch in two parts
+        shape = (shape[0] * shape[1], *shape[2:])
+    wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
+    for own, size in zip(shape, wanted, strict=True):
+        if own == size:
+            continue
+        if size.constant == 1:
+            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_words(own)}")
+        if own.constant is not None:
+            raise UnsupportedError(
+                f"a mask has the fixed size {own.constant} where query and key give {_words(size)}; "
+                "only scores of fixed size can have a mask of fixed size"
+            )
+
+
+def _offset(dims: tuple[Int, Int, Int, Int]) -> int:
+    """Whether the queries are the last of the keys: T is S and something more."""
+    past = dims[3] - dims[2]
+    return 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
+
+
+def _words(size: Int) -> str:
+    atom = size.atom
+    if atom is not None and atom.kind == "size":
+        return str(atom.args[0])
+    return str(size if size.constant is None else size.constant)
+
+
+def _form(scores: Scores, found: _Operands, nan_guard: bool) -> str:
+    query, key = found.query, found.key
+    words = list(dict.fromkeys(reversed(scores.words)))
+    if query.scale != 1.0 and key.scale != 1.0:
+        words.append("scale split over query and key")
+    elif query.scale != 1.0 or key.scale != 1.0:
+        words.append("scale on query" if query.scale != 1.0 else "scale on key")
+    if key.heads != query.heads:
+        words.append(f"grouped heads × {query.heads // key.heads}")
+    if nan_guard:
+        words.append("NaN guard")
+    if found.output.row_guard is not None:
+        words.append("row guard")
+    layouts = f"{query.operand.layout.value}/{key.operand.layout.value} -> {found.output.layout.value}"
+    return f"{layouts}: " + ", ".join(words)

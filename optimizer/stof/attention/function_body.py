@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function body of StofAttention in standard ONNX: what runs, slowly, where the library is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from stof.errors import UnsupportedError
+from stof.graph.model_graph import DOMAIN
+from stof.mask.to_onnx import Builder, Sizes, mask_nodes
+from stof.site import EmptyRows, Layout
+
+OP = "StofAttention"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Everything of a call that its body depends on, except ``scale`` and head counts, which it reads as attributes."""
+
+    expression: str
+    layouts: tuple[Layout, Layout, Layout, Layout]
+    grouped: bool  # key heads may be fewer than query heads
+    empty_rows: EmptyRows
+    query_offset: int
+    softcap: float
+    roles: tuple[str, ...]  # of the operand slots; "unused" where this variant does not read one
+    dtype: int
+
+
+def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
+    """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
+
+    A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
+    never takes. So slots are read with a cast, head counts and sizes are found at run time, and the layouts of all
+    variants must be the same. Branches hold only the way from scores to weights: TensorRT's parser reads references to
+    attributes in a function's own nodes, and takes them for 0, without a word, in the branches of an ``If``. With
+    ``lse`` the function has the second output of that name, for calls whose attribute ``results`` asks for it.
+
+    Raises:
+        UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
+        ValueError: for variants whose layouts or grouping differ.
+    """
+    if len({(v.layouts, v.grouped) for v in variants}) > 1:
+        raise ValueError("variants of one function body need the same layouts and the same grouping")
+    slots = len(variants[0].roles)
+    inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
+    dtypes = {v.dtype for v in variants}
+    if len(dtypes) > 1 and opset < 15:
+        raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
+    frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
+    scores = frame.scores()
+    given = ("out", "lse") if lse else ("out",)
+    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", given)
+    frame.builder.nodes += chosen
+    frame.finish("variant0_out")
+    if lse:
+        frame.builder.nodes.append(helper.make_node("Identity", ["variant0_lse"], ["lse"], name="lse"))
+    opsets = [helper.make_opsetid("", opset)]
+    read = [a for a in _READ if a != "mask_id" or len(variants) > 1]
+    outputs = ["output", "lse"] if lse else ["output"]
+    return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
+
+
+def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]) -> onnx.FunctionProto:
+    """The same function where calls have attribute ``packed``: it takes their heads from tensors that hold others, too.
+
+    ``layouts`` of query, key and value as calls give them from now on, ``before`` as the function takes them. Every call
+    has to give the attribute. The slices are nodes of the function's own, as all that read attributes are.
+    """
+    opset = next(e.version for e in function.opset_import if not e.domain)
+    b = Builder(opset, "p_")
+    numbers = b.name()
+    b.nodes.append(_reference(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
+    sliced: dict[str, str] = {}
+    for i, tensor in enumerate(("query", "key", "value")):
+        if layouts[i] != Layout.BSN.value:
+            continue  # holds no others
+        heads = b.name()
+        target = "num_heads" if i == 0 else "kv_num_heads"
+        b.nodes.append(_reference(heads, "value_int", target, onnx.AttributeProto.INT))
+        first, total = (b.add("Gather", [numbers, b.constant(2 * i + j)]) for j in range(2))
+        size = b.add("Div", [_size(b, tensor, 2), total])
+        start = b.add("Mul", [first, size])
+        end = b.add("Mul", [b.add("Add", [first, heads]), size])
+        limits = [b.unsqueeze(limit, [0]) for limit in (start, end)]
+        sliced[tensor] = b.add("Slice", [tensor, *limits, b.constant([2])])
+        if before[i] != Layout.BSN.value:
+            sliced[tensor] = _split_last(b, sliced[tensor], heads, size)
+        if before[i] == Layout.BHSD.value:
+            sliced[tensor] = b.add("Transpose", [sliced[tensor]], perm=[0, 2, 1, 3])
+    found = onnx.FunctionProto()
+    found.CopyFrom(function)
+    for node in found.node:
+        for i, name in enumerate(node.input):
+            node.input[i] = sliced.get(name, name)
+    nodes = [*b.nodes, *(onnx.NodeProto.FromString(n.SerializeToString()) for n in found.node)]
+    del found.node[:]
+    found.node.extend(nodes)
+    found.attribute.append("packed")
+    return found
+
+
+def _reference(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
+    """A constant that is an attribute of the call."""
+    node = helper.make_node("Constant", [], [name], name=name)
+    reference = node.attribute.add()
+    reference.name, reference.ref_attr_name, reference.type = kind, target, type_
+    return node
+
+
+# The attributes that the body reads; every call gives them.
+_READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
+
+
+def _select(
+    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, given: Sequence[str]
+) -> list[onnx.NodeProto]:
+    """Nodes that write ``variant<i>_out``, the weights: of variant i if mask_id is i, else of the next ones.
+
+    With "lse" among ``given`` also ``variant<i>_lse``.
+    """
+    body = _Weights(variants[i], Builder(opset, f"v{i}_"))
+    results = body.build(scores, "lse" in given)
+    outs = [f"variant{i}_{word}" for word in given]
+    if i + 1 == len(variants):
+        written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
+        return [*body.builder.nodes, *written]
+    number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
+    same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
+    then = _branch(body.builder.nodes, results, f"then{i}")
+    rest = _select(variants, i + 1, opset, scores, mask_id, given)
+    other = _branch(rest, [f"variant{i + 1}_{word}" for word in given], f"else{i}")
+    choose = helper.make_node("If", [f"s{i}_same"], outs, name=outs[0], then_branch=then, else_branch=other)
+    return [number, same, choose]
+
+
+def _branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) -> onnx.GraphProto:
+    # An output that is not the direct product of a node of the branch is refused by some runtimes.
+    outs = [f"{name}_result{i}" for i in range(len(results))]
+    last = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
+    values = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outs]
+    return helper.make_graph([*nodes, *last], name, [], values)
+
+
+class _Frame:
+    """What all variants share: from query and key to scores, and from weights and value to the output."""
+
+    def __init__(self, layouts: tuple[Layout, ...], grouped: bool, dtype: int | None, opset: int) -> None:
+        self.layouts = layouts
+        self.grouped = grouped
+        self.dtype = dtype  # None: as the query's
+        self.builder = Builder(opset, "f_")
+        self.heads = self.attribute("num_heads")
+        self.value = ""
+
+    def attribute(self, target: str) -> str:
+        """An attribute of the call as a scalar."""
+        name = self.builder.name()
+        real = target == "scale"
+        type_ = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
+        self.builder.nodes.append(_reference(name, "value_float" if real else "value_int", target, type_))
+        return name
+
+    def scores(self) -> str:
+        """Nodes for query @ key^T times the scale, [B, H, S, T] in fp32; returns their name."""
+        b = self.builder
+        groups = self.attribute("kv_num_heads")
+        query = self._bhsd("query", self.layouts[0], self.heads)
+        key, self.value = (self._bhsd(n, self.layouts[i], groups) for n, i in (("key", 1), ("value", 2)))
+        if self.grouped:
+            count = b.add("Div", [self.heads, groups])
+            key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
+        scaled = b.add("Mul", [query, self.attribute("scale")])
+        return b.add("MatMul", [scaled, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+
+    def finish(self, weights: str) -> None:
+        """Nodes that write ``output`` from weights [B, H, S, T]."""
+        b = self.builder
+        tensor = b.add("MatMul", [weights, self.value])
+        if self.dtype is None:
+            tensor = b.add("CastLike", [tensor, "query"])
+        elif self.dtype != TensorProto.FLOAT:
+            tensor = b.add("Cast", [tensor], to=self.dtype)
+        layout = self.layouts[3]
+        if layout is not Layout.BHSD:
+            tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
+        if layout is Layout.BSN:
+            width = b.add("Mul", [self.heads, _size(b, self.value, 3)])
+            tensor = _split_last(b, tensor, width)
+        b.nodes.append(helper.make_node("Identity", [tensor], ["output"], name="output"))
+
+    def _bhsd(self, tensor: str, layout: Layout, heads: str) -> str:
+        b = self.builder
+        if layout is Layout.BSN:
+            size = b.add("Div", [_size(b, tensor, 2), heads])
+            tensor = _split_last(b, tensor, heads, size)
+        if layout is not Layout.BHSD:
+            tensor = b.add("Transpose", [tensor], perm=[0, 2, 1, 3])
+        return b.add("Cast", [tensor], to=TensorProto.FLOAT)
+
+    def _repeat(self, tensor: str, heads: str, count: str) -> str:
+        """[B, G, T, D] with every head ``count`` times. By Gather, since sizes of 0 mean others to Reshape."""
+        b = self.builder
+        numbers = b.add("Range", [b.constant(0), heads, b.constant(1)])
+        return b.add("Gather", [tensor, b.add("Div", [numbers, count])], axis=1)
+
+
+def _size(b: Builder, tensor: str, axis: int) -> str:
+    return b.add("Gather", [b.add("Shape", [tensor]), b.constant(axis)])
+
+
+def _split_last(b: Builder, tensor: str, *sizes: str) -> str:
+    """[B, S, ...] as [B, S, *sizes].
+
+    The target is a sum of multiples of units. Of sizes that are concatenated ONNX Runtime makes one -1 (ReshapeFusion), which
+    is undefined beside a length of 0.
+    """
+    parts = []
+    for i, size in enumerate(sizes):
+        unit = [0] * (2 + len(sizes))  # 0: the tensor's own size
+        unit[2 + i] = 1
+        parts.append(b.add("Mul", [b.constant(unit), size]))
+    target = parts[0]
+    for part in parts[1:]:
+        target = b.add("Add", [target, part])
+    return b.add("Reshape", [tensor, target])
+
+
+def _shape(b: Builder, *parts: str | list[int]) -> str:
+    """A shape from scalars and numbers."""
+    given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in parts]
+    return b.add("Concat", given, axis=0)
+
+
+class _Weights:
+    """The nodes of one variant, from scores to weights."""
+
+    def __init__(self, variant: Variant, builder: Builder) -> None:
+        self.variant = variant
+        self.builder = builder
+
+    def build(self, scores: str, lse: bool) -> list[str]:
+        """Nodes for the weights [B, H, S, T] and, with ``lse``, that [B, H, S], fp32; returns their names."""
+        v, b = self.variant, self.builder
+        shape = b.add("Shape", [scores])
+        B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
+        sizes = Sizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
+        if v.softcap > 0:
+            cap = b.constant(v.softcap, np.float32)
+            scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
+        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
+        minus = b.constant(-np.inf, np.float32)
+        scores, masked = self._masked(scores, sizes, operands, minus)
+        weights = self._weights(scores, masked, sizes, operands, minus)
+        return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
+
+    def _masked(self, scores: str, sizes: Sizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
+        """The scores with their biases, and -inf where the mask forbids."""
+        v, b = self.variant, self.builder
+        if "bias" in operands:
+            scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
+        if "relative_bias" in operands:
+            scores = b.add("Add", [scores, self._relative(operands["relative_bias"], sizes)])
+        if not v.expression:
+            return scores, scores
+        return scores, b.add("Where", [mask_nodes(b, v.expression, sizes, operands), scores, minus])
+
+    def _weights(self, scores: str, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+        v, b = self.variant, self.builder
+        if "sink" in operands:
+            return self._beside_sink(masked, operands["sink"], sizes)
+        weights = b.add("Softmax", [masked], axis=-1)
+        biased = "bias" in operands or "relative_bias" in operands
+        if (not v.expression and not biased) or v.empty_rows is EmptyRows.NAN:
+            return weights
+        empty = b.add("Equal", [b.reduce_max(masked, -1), minus])
+        if v.empty_rows is EmptyRows.ZERO:
+            fill = b.constant(0, np.float32)
+        elif v.empty_rows is EmptyRows.MEAN:
+            fill = b.add("Reciprocal", [b.add("Cast", [sizes.T], to=TensorProto.FLOAT)])
+        else:
+            fill = b.add("Softmax", [scores], axis=-1)
+        return b.add("Where", [empty, fill, weights])
+
+    def _relative(self, table: str, sizes: Sizes) -> str:
+        """[H or 1, S, T] from a table [H or 1, L] by the distance of key and query."""
+        b = self.builder
+        table = b.add("Cast", [table], to=TensorProto.FLOAT)
+        radius = b.add("Div", [_size(b, table, 1), b.constant(2)])
+        zero, one = b.constant(0), b.constant(1)
+        keys = b.unsqueeze(b.add("Range", [zero, sizes.T, one]), [0])
+        queries = b.add("Add", [b.add("Range", [zero, sizes.S, one]), sizes.P])
+        distance = b.add("Sub", [keys, b.unsqueeze(queries, [1])])
+        low = b.add("Neg", [radius])
+        entry = b.add("Add", [b.add("Min", [b.add("Max", [distance, low]), radius]), radius])
+        return b.add("Gather", [table, entry], axis=1)
+
+    def _beside_sink(self, scores: str, sink: str, sizes: Sizes) -> str:
+        """The softmax over a row's scores and its head's sink, without the sink's weight."""
+        b = self.builder
+        weights = b.add("Softmax", [self._with_column(scores, self._logits(sink), sizes)], axis=-1)
+        return b.add("Slice", [weights, b.constant([0]), b.unsqueeze(sizes.T, [0]), b.constant([-1])])
+
+    def _logits(self, sink: str) -> str:
+        """The sinks as [1, H, 1, 1]."""
+        b = self.builder
+        return b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
+
+    def _with_column(self, scores: str, column: str, sizes: Sizes) -> str:
+        b = self.builder
+        column = b.add("Expand", [column, _shape(b, sizes.B, sizes.H, sizes.S, [1])])
+        return b.add("Concat", [scores, column], axis=-1)
+
+    def _lse(self, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+        """The logarithm of each row's divisor [B, H, S]: of the sum over its scores and its sink, -inf without any.
+
+        Without a sink -inf stands in its place: some runtimes refuse a maximum of nothing.
+        """
+        b = self.builder
+        column = self._logits(operands["sink"]) if "sink" in operands else minus
+        scores = self._with_column(masked, column, sizes)
+        lowest = b.constant(np.finfo(np.float32).min, np.float32)
+        top = b.add("Max", [b.reduce_max(scores, -1), lowest])
+        total = b.reduce("ReduceLogSum", b.add("Exp", [b.add("Sub", [scores, top])]), -1)
+        return b.add("Gather", [b.add("Add", [total, top]), b.constant(0)], axis=3)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are made zero again where the scores were masked: ESPnet's attention, and DeBERTa's softmax.
+
+It changes rows without a key alone: what is masked has no weight in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+
+from stof.attention.layouts import CASTS, uniform
+from stof.graph.model_graph import GraphIndex
+from stof.site import MaskTerm, TermKind
+from stof.symbolic import Symbolic
+
+_FORBIDS = -1e4
+_DEEPEST = 16
+
+
+def zeroes_masked(
+    index: GraphIndex, symbolic: Symbolic, where: onnx.NodeProto, weights: str, terms: Sequence[MaskTerm]
+) -> bool:
+    """Whether a Where makes weights zero exactly where the only mask among the terms forbids.
+
+    Terms without a value are computed from activations and no masks.
+    """
+    masks = [t for t in terms if t.kind is not TermKind.ADD or symbolic.value(t.tensor) is not None]
+    if where.op_type != "Where" or len(masks) != 1:
+        return False
+    if where.input[2] == weights and uniform(symbolic, where.input[1]) == 0.0:
+        dropped = _root(index, symbolic, where.input[0], True)
+    elif where.input[1] == weights and uniform(symbolic, where.input[2]) == 0.0:
+        dropped = _root(index, symbolic, where.input[0], False)
+    else:
+        return False
+    # The condition may not spread the weights.
+    spread = symbolic.shape(where.output[0]) != symbolic.shape(weights)
+    return not spread and dropped is not None and dropped == _forbidden(index, symbolic, masks[0])
+
+
+def _forbidden(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[str, bool] | None:
+    if term.merged or term.windows or term.zeroes:
+        return None
+    if term.kind is not TermKind.ADD:
+        return _root(index, symbolic, term.tensor, term.kind is TermKind.DROP)
+    node = index.producer(term.tensor)
+    if node is None or node.op_type != "Where" or term.scale != 1.0:
+        return None
+    numbers = [uniform(symbolic, node.input[i]) for i in (1, 2)]
+    for i, holds in ((0, True), (1, False)):
+        number, other = numbers[i], numbers[1 - i]
+        if other == 0.0 and number is not None and number <= _FORBIDS:
+            return _root(index, symbolic, node.input[0], holds)
+    return None
+
+
+def _root(index: GraphIndex, symbolic: Symbolic, tensor: str, holds: bool) -> tuple[str, bool] | None:
+    """The tensor behind casts and Nots of a condition, and whether the condition is that it is not zero."""
+    for _ in range(_DEEPEST):
+        node = index.producer(tensor)
+        if node is None or node.domain not in ("", "ai.onnx"):
+            break
+        if node.op_type == "Not":
+            holds = not holds
+        elif node.op_type != "Identity" and not (
+            node.op_type in CASTS and symbolic.dtype(node.output[0]) == onnx.TensorProto.BOOL
+        ):
+            break
+        tensor = node.input[0]
+    return tensor, holds

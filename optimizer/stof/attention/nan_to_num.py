@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What elementwise nodes make of attention weights: ``nan_to_num`` and its like, which change none of the numbers 0 to 1.
+
+A region of nodes that see nothing but the weights and constants is a function of one number. It is computed at the numbers
+around which it can change: its constants, 0, 1 and NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from stof.attention.layouts import uniform
+from stof.graph.model_graph import GraphIndex
+from stof.symbolic import Symbolic
+
+_MOST = 32  # nodes of a region
+_FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "And": np.logical_and,
+    "Equal": np.equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Identity": lambda x: x,
+    "IsNaN": np.isnan,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Max": np.maximum,
+    "Min": np.minimum,
+    "Not": np.logical_not,
+    "Or": np.logical_or,
+    "Where": np.where,
+}
+_TYPES = {int(onnx.TensorProto.BOOL): np.bool_, int(onnx.TensorProto.FLOAT): np.float32}
+_TYPES[int(onnx.TensorProto.DOUBLE)] = np.float64
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes after which the weights are what they were, but for NaN where ``clears_nan``."""
+
+    tensor: str
+    clears_nan: bool
+    nodes: tuple[str, ...]
+
+
+def unchanged(index: GraphIndex, symbolic: Symbolic, weights: str) -> Region | None:
+    """The elementwise nodes behind fp32 weights that keep every number from 0 to 1, and the one tensor that they lead to."""
+    if symbolic.dtype(weights) != onnx.TensorProto.FLOAT:
+        return None
+    region, constants = _region(index, symbolic, weights)
+    inside = {o for n in region for o in n.output if o}
+    leaving = [
+        t
+        for t in (weights, *(o for n in region for o in n.output if o))
+        if t in index.outputs or t in index.captured or any(n.output[0] not in inside for n in index.consumers(t))
+    ]
+    if len(leaving) != 1 or leaving[0] == weights:
+        return None
+    points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_around(constants), np.nan], np.float32)
+    found = _evaluate(region, symbolic, weights, constants, points).get(leaving[0])
+    if found is None or found.dtype != np.float32 or not np.array_equal(found[:-1], points[:-1]):
+        return None
+    if not np.isnan(found[-1]) and found[-1] != 0.0:
+        return None
+    return Region(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
+
+
+def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[onnx.NodeProto], dict[str, float]]:
+    """The nodes that read the weights, what is made of them, and uniform constants alone, in the order of execution."""
+    known, constants = {weights}, dict[str, float]()
+    region: list[onnx.NodeProto] = []
+    pending = list(index.consumers(weights))
+    while pending and len(region) < _MOST:
+        node = next((n for n in pending if _fits(n, symbolic, known, constants)), None)
+        if node is None:
+            break
+        pending.remove(node)
+        if node.output[0] in known:
+            continue
+        region.append(node)
+        known.add(node.output[0])
+        pending.extend(index.consumers(node.output[0]))
+    return region, constants
+
+
+def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
+    if node.domain not in ("", "ai.onnx") or len(node.output) != 1:
+        return False
+    if node.op_type == "Cast":
+        return symbolic.dtype(node.output[0]) in _TYPES
+    if node.op_type not in {*_FUNCTIONS, "IsInf"} or (node.op_type == "IsInf" and node.attribute):
+        return False
+    for name in node.input:
+        if name in known or name in constants:
+            continue
+        value, shape = uniform(symbolic, name), symbolic.shape(name)
+        if value is None or shape is None or any(d.constant != 1 for d in shape):
+            return False
+        constants[name] = value
+    return True
+
+
+def _around(constants: dict[str, float]) -> list[float]:
+    inner = [np.float32(c) for c in constants.values() if 0 <= c <= 1]
+    near = [np.nextafter(c, np.float32(side)) for c in inner for side in (0, 1)]
+    return [float(x) for x in (*inner, *near)]
+
+
+def _evaluate(
+    region: Sequence[onnx.NodeProto], symbolic: Symbolic, weights: str, constants: dict[str, float], points: np.ndarray
+) -> dict[str, np.ndarray]:
+    values = {weights: points}
+    with np.errstate(all="ignore"):
+        for name, number in constants.items():
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(symbolic.dtype(name))
+            values[name] = np.array(number).astype(dtype)
+        for node in region:
+            inputs = [values[n] for n in node.input]
+            found: np.ndarray
+            if node.op_type == "Cast":
+                found = inputs[0].astype(_TYPES[symbolic.dtype(node.output[0])])
+            elif node.op_type == "IsInf":
+                found = np.isinf(inputs[0])
+            else:
+                found = inputs[0]
+                if node.op_type in ("Where", "Not", "Identity", "IsNaN"):
+                    found = _FUNCTIONS[node.op_type](*inputs)
+                else:
+                    for other in inputs[1:]:
+                        found = _FUNCTIONS[node.op_type](found, other)
+            values[node.output[0]] = np.asarray(found)
+    return values

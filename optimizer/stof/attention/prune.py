@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removing what only the replaced sites needed, and nothing else.
+
+A Shape of a removed tensor would keep the tensor alive; it is told from the graph's inputs, or from the query and key
+of its site, instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from stof.attention.shape_sources import Place, SizeTeller
+from stof.graph.editor import Editing, captured
+from stof.graph.model_graph import GraphIndex
+from stof.site import AttentionSite
+from stof.symbolic import Symbolic
+
+Elements = list[Place | int]
+
+
+class Pruner:
+    """Made before the edit; ``prune`` runs after it."""
+
+    def __init__(self, editing: Editing, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
+        self.editing = editing
+        self.teller = SizeTeller(editing.model, symbolic)
+        self.shapes = self._tellable(sites)
+        self.needed = self._live({})
+        self._sizes: dict[Place, gs.Tensor] = {}
+        self._head: list[gs.Node] = []
+
+    def _tellable(self, sites: Sequence[AttentionSite]) -> dict[int, Elements]:
+        """Shape nodes of tensors inside the sites and their masks, with the elements where they can be told."""
+        index = GraphIndex(self.editing.model.graph)
+        inside: dict[str, tuple[str, ...]] = {}
+        for site in sites:
+            stop = {site.query.tensor, site.key.tensor, site.value.tensor}
+            guards = [site.row_guard or "", site.pair_guard.tensor if site.pair_guard is not None else ""]
+            for tensor in _mask_tensors(index, [t.tensor for t in site.terms] + guards, stop):
+                inside.setdefault(tensor, ())
+            inside.update(dict.fromkeys(site.nodes, (site.query.tensor, site.key.tensor)))
+            for operand in stop:
+                inside.pop(operand, None)
+        found: dict[int, Elements] = {}
+        for node in self.editing.graph.nodes:
+            if node.op == "Shape" and node.inputs[0].name in inside:
+                elements = self.teller.elements(node.outputs[0].name, inside[node.inputs[0].name])
+                if elements is not None:
+                    found[id(node)] = elements
+        return found
+
+    def _live(self, shapes: dict[int, Elements]) -> set[int]:
+        """Ids of the nodes that an output needs."""
+        pending = [n for t in self.editing.graph.outputs for n in t.inputs]
+        live: set[int] = set()
+        while pending:
+            node = pending.pop()
+            if id(node) in live:
+                continue
+            live.add(id(node))
+            if id(node) not in shapes:
+                pending.extend(n for t in node.inputs for n in t.inputs)
+            # A tensor that a subgraph names is found by name: it may be another object there.
+            for tensor in captured(node):
+                producer = self.editing.producer(tensor.name)
+                if producer is not None:
+                    pending.append(producer)
+        return live
+
+    def prune(self) -> None:
+        """Drops every node that was needed and is not any more, with dead readers of such nodes."""
+        live = self._live(self.shapes)
+        gone: set[int] = set()
+        nodes: list[gs.Node] = []
+        for node in self.editing.graph.nodes:
+            if id(node) in live:
+                source = node.inputs[0].inputs if id(node) in self.shapes else []
+                nodes.extend(self._told(node) if source and id(source[0]) not in live else [node])
+            elif id(node) in self.needed or any(id(n) in gone for t in node.inputs for n in t.inputs):
+                gone.add(id(node))
+            else:
+                nodes.append(node)
+        kept = {id(n) for n in nodes}
+        for node in self.editing.graph.nodes:
+            if id(node) not in kept:
+                node.inputs.clear()
+        self.editing.graph.nodes = [*self._head, *nodes]
+
+    def _told(self, node: gs.Node) -> list[gs.Node]:
+        """Nodes that write a Shape node's output from tensors that stay."""
+        output = node.outputs[0]
+        parts: list[gs.Tensor] = []
+        nodes: list[gs.Node] = []
+        inputs = {i.name for i in self.editing.model.graph.input}
+        for element in self.shapes[id(node)]:
+            if isinstance(element, int):
+                parts.append(self.editing.initializer("stof_size", np.array([element], np.int64)))
+                continue
+            if element[0] not in inputs:
+                parts.append(self._size(element, nodes))
+                continue
+            if element not in self._sizes:
+                self._sizes[element] = self._size(element, self._head)
+            parts.append(self._sizes[element])
+        output.inputs.clear()
+        nodes.append(self.editing.node("Concat", f"{node.name}/stof", parts, [output], axis=0))
+        return nodes
+
+    def _size(self, place: Place, nodes: list[gs.Node]) -> gs.Tensor:
+        tensor, axis, factor = place
+        whole = self.editing.variable(f"{tensor}/stof_shape", TensorProto.INT64)
+        one = self.editing.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
+        which = self.editing.initializer("stof_axis", np.array([axis], np.int64))
+        nodes.append(self.editing.node("Shape", whole.name, [self.editing.tensors[tensor]], [whole]))
+        nodes.append(self.editing.node("Gather", one.name, [whole, which], [one], axis=0))
+        if factor == 1:
+            return one
+        times = self.editing.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
+        number = self.editing.initializer("stof_factor", np.array([factor], np.int64))
+        nodes.append(self.editing.node("Mul", times.name, [one, number], [times]))
+        return times
+
+
+def _mask_tensors(index: GraphIndex, tensors: Iterable[str], stop: set[str]) -> set[str]:
+    """The tensors from which masks are computed; edges through Shape carry no data."""
+    pending = [t for t in tensors if t]
+    found: set[str] = set()
+    while pending:
+        tensor = pending.pop()
+        node = index.producer(tensor)
+        if node is None or tensor in found or tensor in stop:
+            continue
+        found.add(tensor)
+        if node.op_type != "Shape":
+            pending.extend(n for n in node.input if n)
+    return found

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""stof beside its baselines on the CPU."""

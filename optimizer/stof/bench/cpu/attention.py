@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One point of the attention grid: every candidate on the same inputs, checked, then timed in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stof.bench.core import measure
+from stof.bench.core.grids import Case
+from stof.bench.core.results import Record
+from stof.bench.core.runner import Runner, Unavailable
+from stof.bench.cpu.baselines import PEERS, Peer
+from stof.bench.cpu.problem import TOLERANCE, Problem
+
+_RESERVE = 2 << 30
+
+
+def point(case: Case, threads: int, peers: Sequence[Peer] = PEERS, rounds: int = measure.ROUNDS) -> Record:
+    """Measures one case; candidates that are not there are listed with the reason."""
+    problem = Problem(case)
+    rows: dict[str, dict[str, Any]] = {}
+    ready: list[tuple[Peer, Runner]] = []
+    for peer in peers:
+        try:
+            ready.append((peer, _prepare(peer, problem, threads, rows)))
+        except Unavailable as reason:
+            rows[peer.name] = {"label": peer.label, "missing": str(reason)}
+    before = measure.rates(threads)
+    timings = measure.interleave([runner.run for _, runner in ready], rounds)
+    rates = measure.best_rates(before, measure.rates(threads))
+    roof = max(problem.bytes / rates["read_gbps"], problem.tile_flops / rates["fma_gflops"]) * 1e-9
+    for (peer, _), timing in zip(ready, timings, strict=True):
+        rows[peer.name].update(
+            us=round(timing.best * 1e6, 1),
+            median_us=round(timing.median * 1e6, 1),
+            worst_us=round(timing.worst * 1e6, 1),
+            useful_gflops=round(problem.useful_flops / timing.best * 1e-9, 2),
+            gbps=round(problem.bytes / timing.best * 1e-9, 2),
+            roofline=round(roof / timing.best, 3),
+        )
+    density = problem.density
+    return {
+        "key": [case.name, case.shape, threads],
+        "grid": "attention",
+        "mask": case.mask or "True",
+        "mask_name": case.name,
+        "shape": {"B": case.B, "H": case.H, "G": case.G, "S": case.S, "D": case.D, "dtype": "fp32"},
+        "density": {"element": round(density.element, 5), "tile": round(density.tile, 5), "tile_shape": "48x64"},
+        "machine": {**measure.machine(threads), **rates},
+        "rounds": rounds,
+        "peers": rows,
+    }
+
+
+def _prepare(peer: Peer, problem: Problem, threads: int, rows: dict[str, dict[str, Any]]) -> Runner:
+    need = peer.memory(problem.case) + _RESERVE
+    if peer.scores and need > measure.available_bytes():
+        raise Unavailable(f"needs {need >> 30} GiB of memory beside the others")
+    try:
+        runner = peer.build(problem, threads)
+        error = problem.error(runner.output())
+    except Unavailable:
+        raise
+    except Exception as failure:
+        # A runtime that refuses its own operator is a result, too.
+        raise Unavailable(f"{type(failure).__name__}: {str(failure).strip()[:200]}") from failure
+    if not error <= TOLERANCE:
+        raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")
+    rows[peer.name] = {"label": peer.label, "error": float(f"{error:.1e}")}
+    return runner
+
+
+def lines(record: Record) -> list[str]:
+    """The record in words."""
+    machine, density = record["machine"], record["density"]
+    found = [
+        f"{record['key'][1]}, mask {record['mask']} (elements {density['element']:.1%}, tiles {density['tile']:.1%}), "
+        f"{machine['threads']} thread(s); FMA {machine['fma_gflops']:.0f} GFLOP/s, read {machine['read_gbps']:.1f} GB/s"
+    ]
+    own = record["peers"].get("stof", {}).get("us")
+    for row in record["peers"].values():
+        if "missing" in row:
+            found.append(f"  {row['label']:42s} missing: {row['missing']}")
+            continue
+        ratio = f"{row['us'] / own:8.2f}x" if own else ""
+        found.append(
+            f"  {row['label']:42s} {row['us']:12.1f} us  {row['useful_gflops']:7.1f} GFLOP/s  "
+            f"{row['roofline']:5.0%} of roof {ratio}  error {row['error']:.0e}"
+        )
+    return found

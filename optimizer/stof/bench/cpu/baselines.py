@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidates of the attention grid, by name, and those outside ONNX Runtime: torch and OpenVINO."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stof.bench.core.grids import Case
+from stof.bench.core.runner import Runner, Unavailable, require
+from stof.bench.cpu import baselines_ort
+from stof.bench.cpu.problem import Problem
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A candidate: what it is called in tables, how it is built, how many [B, H, S, T] fp32 tensors it holds."""
+
+    name: str
+    label: str
+    build: Callable[[Problem, int], Runner]
+    scores: int = 0
+
+    def memory(self, case: Case) -> int:
+        """Bytes of scores that a run allocates."""
+        return 4 * self.scores * case.B * case.H * case.S**2
+
+
+def _torch(threads: int) -> Any:
+    torch = require("torch")
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    return torch
+
+
+def _torch_runner(torch: Any, call: Callable[[], Any]) -> Runner:
+    def run() -> None:
+        call()
+
+    def output() -> np.ndarray:
+        found: np.ndarray = call().numpy()
+        return found
+
+    return Runner(run, output, keep=(torch,))
+
+
+def _sdpa(kind: str) -> Callable[[Problem, int], Runner]:
+    def build(problem: Problem, threads: int) -> Runner:
+        torch = _torch(threads)
+        q, k, v = (torch.from_numpy(x) for x in (problem.q, problem.k, problem.v))
+        options: dict[str, Any] = {"enable_gqa": True} if problem.case.G != problem.case.H else {}
+        if problem.case.mask == "k <= q":
+            if kind == "float":
+                raise Unavailable("causal is its own flag, timed under the boolean mask")
+            options["is_causal"] = True
+        elif problem.allowed is None:
+            if kind == "float":
+                raise Unavailable("no mask, timed under the boolean mask")
+        elif kind == "bool":
+            options["attn_mask"] = torch.from_numpy(problem.allowed)[None, None]
+        else:
+            options["attn_mask"] = torch.from_numpy(problem.additive)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return _torch_runner(torch, lambda: attention(q, k, v, scale=problem.scale, **options))
+
+    return build
+
+
+class _ToPredicate(ast.NodeTransformer):
+    """The expression with elementwise operators, as a FlexAttention mask_mod needs them."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        found = node.values[0]
+        for value in node.values[1:]:
+            found = ast.BinOp(found, operator, value)
+        return found
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            return ast.UnaryOp(ast.Invert(), node.operand)
+        return node
+
+
+def predicate(expression: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The mask expression as a function of index tensors (b, h, q, k)."""
+    tree = _ToPredicate().visit(ast.parse(f"lambda b, h, q, k: {expression}", mode="eval"))
+    code = compile(ast.fix_missing_locations(tree), "<mask>", "eval")
+    # The grammar is parsed by the library before it comes here: names, integers and operators only.
+    found: Callable[..., Any] = eval(code, {"__builtins__": {}, "abs": abs, **names})
+    return found
+
+
+def _flex(problem: Problem, threads: int) -> Runner:
+    torch = _torch(threads)
+    flex = require("torch.nn.attention.flex_attention")
+    case = problem.case
+    torch._dynamo.reset()
+    q, k, v = (torch.from_numpy(x) for x in (problem.q, problem.k, problem.v))
+    block = None
+    if case.mask:
+        tables = {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in case.tables.items()}
+        allowed = predicate(case.mask, {**tables, "S": case.S, "T": case.S, "P": 0})
+        block = flex.create_block_mask(allowed, None, None, case.S, case.S, device="cpu")
+    compiled = torch.compile(flex.flex_attention)
+    options = {"block_mask": block, "scale": problem.scale, "enable_gqa": case.G != case.H}
+    try:
+        compiled(q, k, v, **options)
+    except Exception as error:
+        raise Unavailable(f"does not compile: {str(error).strip().splitlines()[0][:160]}") from error
+    return _torch_runner(torch, lambda: compiled(q, k, v, **options))
+
+
+def _openvino(problem: Problem, threads: int) -> Runner:
+    ov = require("openvino")
+    operators = require("openvino.opset13")
+    case = problem.case
+    if case.G != case.H:
+        raise Unavailable("not timed with shared key heads")
+    feeds = [problem.q, problem.k, problem.v]
+    causal = case.mask == "k <= q"
+    if problem.allowed is not None and not causal:
+        feeds.append(problem.additive)
+    inputs = [operators.parameter(list(x.shape), np.float32) for x in feeds]
+    node = operators.scaled_dot_product_attention(*inputs, causal=causal)
+    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = ov.Core().compile_model(ov.Model([node], inputs, "attention"), "CPU", settings)
+    request = compiled.create_infer_request()
+    for i, array in enumerate(feeds):
+        request.set_input_tensor(i, ov.Tensor(array, shared_memory=True))
+
+    def output() -> np.ndarray:
+        request.infer()
+        return np.array(request.get_output_tensor(0).data)
+
+    return Runner(request.infer, output, keep=(compiled, feeds))
+
+
+PEERS: tuple[Peer, ...] = (
+    Peer("stof", "stof in ONNX Runtime", baselines_ort.stof_in_ort),
+    Peer("stof-c", "stof through the C ABI", baselines_ort.stof_alone),
+    Peer("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, 2),
+    Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, 2),
+    Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, 1),
+    Peer("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.standard(23), 2),
+    Peer("ort-attention-24", "ONNX Runtime Attention-24, bool mask", baselines_ort.standard(24), 2),
+    Peer("torch-sdpa-bool", "torch SDPA, bool mask", _sdpa("bool")),
+    Peer("torch-sdpa-float", "torch SDPA, float mask", _sdpa("float")),
+    Peer("torch-flex", "torch FlexAttention, compiled", _flex),
+    Peer("openvino", "OpenVINO SDPA", _openvino),
+)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for fusion schemes beside enumeration, random sampling and greedy merging, region by region of a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stof.bench.core.results import Record
+from stof.execution.inputs import Case, InputMaker, Padding
+from stof.fusion.apply import operators
+from stof.fusion.regions import Graph, find_chains, settled
+from stof.fusion.search.cost import Analytical, Site, frequent_start
+from stof.fusion.search.engine import Cost, Limits, exhaustive, search
+from stof.fusion.search.measure import Timer
+from stof.fusion.search.space import Scheme, Space, expanded, unfused
+from stof.fusion.translate import Chain
+from stof.graph.external_data import read_constants
+from stof.graph.model_graph import load
+
+# Graphs under models/graphs that the search is held against enumeration on.
+GRAPHS = (
+    *("narrow/gemma3.torchscript.eager", "narrow/mistral.torchscript.eager", "narrow/embeddinggemma.dynamo.eager"),
+    *("zoo/gpt2.torchscript.sdpa", "zoo/qwen3.transformers.sdpa", "zoo/t5.dynamo.eager"),
+    *("narrow/modernbert.torchscript.sdpa", "zoo/deberta-v2.torchscript.eager"),
+)
+LEAST, MOST = 200, 5000  # schemes of a space that is enumerated
+_WINDOW, _STEP = 13, 4  # operators of a space, and between the first ones of two
+_ENUMERATED = 20_000  # schemes that are compared one by one
+_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Line:
+    """One region: seconds of schemes by the same cost; ``enumerated`` is None where there are too many."""
+
+    operators: str
+    times: int  # in the model
+    schemes: int
+    unfused: float
+    found: float
+    greedy: float
+    sampled: float
+    enumerated: float | None
+    seconds: float  # that the search took
+    compared: int
+    graph: str = ""
+    cost: str = "analytical"
+
+    def record(self, number: int) -> Record:
+        """The line as a record of results/search.json; costs of others over the search's own."""
+        return {
+            "key": [self.graph, number, self.cost],
+            "grid": "search",
+            "operators": self.operators,
+            "schemes": self.schemes,
+            "compared": self.compared,
+            "seconds": round(self.seconds, 4),
+            "exhaustive": None if self.enumerated is None else round(self.enumerated / self.found, 6),
+            "greedy": round(self.greedy / self.found, 4),
+            "random": round(self.sampled / self.found, 4),
+            "unfused": round(self.unfused / self.found, 4),
+        }
+
+    def text(self) -> str:
+        """The line with every cost over the search's own."""
+        best = "-" if self.enumerated is None else f"{self.enumerated / self.found:.3f}"
+        return (
+            f"{self.times:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
+            f"{self.greedy / self.found:6.3f}  random {self.sampled / self.found:6.3f}  enumerated {best:>6s}  "
+            f"({self.compared} compared in {self.seconds:.2f} s)  {self.operators}"
+        )
+
+
+def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[Line]:
+    """The different regions of a model. ``measured``: costs are times on this device, not the analytical model's."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
+    model = load(path)
+    read_constants(path, model)
+    from stof.symbolic import Symbolic
+
+    graph = Graph(model, Symbolic(model))
+    chains = settled(graph, find_chains(graph)[0])
+    words = [tuple(operators(graph, c.region.places).split()) for c in chains]
+    counts = Counter(w[i:j] for w in words for i in range(len(w)) for j in range(i + 2, len(w) + 1))
+    sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
+    times = Counter(c.description.text for c in chains)
+    seen: set[str] = set()
+    for chain, own in zip(chains, words, strict=True):
+        if chain.description.text in seen:
+            continue
+        seen.add(chain.description.text)
+        site = Site(graph, chain.region.places)
+        cost: Cost = _measured(site, Timer(graph, sizes)) if measured else Analytical(site, sizes)
+        yield _line(site, cost, own, counts, times[chain.description.text], seed)
+
+
+def cut_sites(graph: Graph) -> list[Site]:
+    """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
+    found = []
+    seen = set()
+    for chain in settled(graph, find_chains(graph)[0]):
+        if chain.description.text in seen:
+            continue
+        seen.add(chain.description.text)
+        around = {q for p in chain.region.places for q in (*graph.before(p), *graph.after(p))}
+        near = {q for q in around if graph.nodes[q].op_type in ("MatMul", "Gemm")}
+        places = tuple(sorted({*chain.region.places, *near}))
+        for start in range(0, len(places), _STEP):
+            site = Site(graph, places[start : start + _WINDOW])
+            if LEAST <= site.space().count() <= MOST:
+                found.append(site)
+    return found
+
+
+def drawn_costs(space: Space, seed: int) -> Cost:
+    """A cost of each segment and setting that has no order that a search could follow."""
+    values = random.Random(seed)
+    segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.valid(s)]
+    known = {(s, x): values.uniform(0.2, 1.0) * (s[1] - s[0]) ** 0.8 for s in segments for x in space.settings_of(s)}
+    return lambda segment, setting: known[segment, setting]
+
+
+def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[Line]:
+    """The enumerable spaces of stored graphs, each by the analytical cost and by costs drawn at random."""
+    from stof.bench.gpu.variants import load_module
+    from stof.symbolic import Symbolic
+
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
+    build = load_module("models/build.py")
+    for name in names:
+        model = build.load_graph(name)
+        graph = Graph(model, Symbolic(model))
+        sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
+        for site in cut_sites(graph):
+            words = tuple(graph.nodes[p].op_type for p in site.places)
+            line = _line(site, Analytical(site, sizes), words, Counter(), 1, seed, MOST + 1)
+            yield replace(line, graph=name)
+            drawn = _line(site, drawn_costs(site.space(), seed), words, Counter(), 1, seed, MOST + 1)
+            yield replace(drawn, graph=name, cost="drawn")
+
+
+def summary(found: Sequence[Line]) -> str:
+    """How often the search is as good as enumeration, and what others' best costs are over its own."""
+    equal = [math.isclose(x.enumerated or 0.0, x.found, rel_tol=1e-9) for x in found if x.enumerated is not None]
+    means = {
+        name: math.exp(sum(math.log(getattr(x, name) / x.found) for x in found) / max(1, len(found)))
+        for name in ("greedy", "sampled", "unfused")
+    }
+    return (
+        f"{sum(equal)} of {len(equal)} spaces: as good as enumeration; greedy {means['greedy']:.3f}, best of {_SAMPLES} "
+        f"random schemes {means['sampled']:.3f}, unfused {means['unfused']:.2f} times its cost (geometric means)"
+    )
+
+
+def _line(
+    site: Site,
+    cost: Cost,
+    words: tuple[str, ...],
+    counts: Counter[tuple[str, ...]],
+    times: int,
+    seed: int,
+    most: int = 4096,
+) -> Line:
+    space = site.space()
+    known: dict[object, float] = {}
+
+    def kept(*key: object) -> float:
+        if key not in known:
+            known[key] = cost(*key)  # type: ignore[arg-type]
+        return known[key]
+
+    start = time.perf_counter()
+    found = search(space, kept, [tuple(frequent_start(space, words, counts))], Limits(schemes=most, seed=seed))
+    took = time.perf_counter() - start
+    total = space.count()
+    generator = random.Random(seed)
+    samples = (_total(kept, _random(space, generator)) for _ in range(_SAMPLES))
+    return Line(
+        " ".join(words),
+        times,
+        total,
+        _total(kept, unfused(len(words))),
+        found.cost,
+        _total(kept, _greedy(space, kept)),
+        min(samples),
+        exhaustive(space, kept)[1] if total <= _ENUMERATED else None,
+        took,
+        found.schemes,
+    )
+
+
+def _measured(site: Site, timer: Timer) -> Cost:
+    def cost(segment: tuple[int, int], setting: tuple[int, ...]) -> float:
+        places = site.places[segment[0] : segment[1]]
+        chain = site.chain(segment) if len(places) > 1 else None
+        chains = [chain] if isinstance(chain, Chain) else []
+        try:
+            return timer.seconds(places, chains, site.graph.outputs(places))
+        except Exception:  # a part that does not run by itself is no candidate
+            return math.inf if chains else 0.0
+
+    return cost
+
+
+def _total(cost: Cost, scheme: Scheme) -> float:
+    return sum(cost(s, ()) for s in scheme)
+
+
+def _random(space: Space, generator: random.Random) -> Scheme:
+    """A scheme with ends drawn one after another among those that are valid."""
+    found = []
+    start, count = 0, len(space.kinds)
+    while start < count:
+        end = generator.choice([e for e in range(start + 1, count + 1) if space.valid((start, e))])
+        found.append((start, end))
+        start = end
+    return tuple(found)
+
+
+def _greedy(space: Space, cost: Cost) -> Scheme:
+    """Merges that gain most, one by one, until none gains."""
+    scheme = unfused(len(space.kinds))
+    while True:
+        best = min(expanded(space, scheme), key=lambda s: _total(cost, s), default=scheme)
+        if _total(cost, best) >= _total(cost, scheme):
+            return scheme
+        scheme = best

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that sessions of ONNX Runtime live in; session_process.py starts it and is its only user.
+
+It imports little, since its start is part of a user's first run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stof.errors import explained
+from stof.execution.channel import Channel
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a session on the CPU provider is made of.
+
+    Attributes:
+        model: the absolute path of a file, or a serialized model.
+        library: the path of stof's library, "" without it.
+        optimizations: "none", "extended" or "all".
+        log_severity: 3 logs errors, 4 fatal ones alone.
+        threads: of an operator; 0 is the runtime's default.
+        entries: of the session's configuration.
+        without: optimizers that are not to run.
+        optimized_path: where the optimized model is written, "" for nowhere.
+        reference: onnx's own evaluator instead of ONNX Runtime.
+    """
+
+    model: str | bytes
+    library: str = ""
+    optimizations: str = "all"
+    log_severity: int = 3
+    threads: int = 0
+    entries: tuple[tuple[str, str], ...] = ()
+    without: tuple[str, ...] = ()
+    optimized_path: str = ""
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Create:
+    """Asks for a session; the answer is :class:`Created`."""
+
+    number: int
+    spec: SessionSpec
+
+
+@dataclass(frozen=True)
+class Run:
+    """Asks for a run; the answer is the list of outputs."""
+
+    number: int
+    outputs: tuple[str, ...] | None  # None: all of them
+    feeds: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Version:
+    """Asks for ONNX Runtime's version."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One of the above, after sessions that nobody needs any more are gone."""
+
+    released: tuple[int, ...]
+    body: Create | Run | Version | None
+
+
+@dataclass(frozen=True)
+class Created:
+    """The names of a session's inputs and outputs."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the runtime raised."""
+
+    words: str
+
+
+def main(connection: int, parent: int) -> None:
+    """Serves requests until the other end closes.
+
+    Args:
+        connection: the descriptor of a socket.
+        parent: the descriptor of a pipe's end that nobody writes to; the other end closes with the parent.
+    """
+    _end_with(parent)
+    channel = Channel(socket.socket(fileno=connection))
+    sessions: dict[int, Any] = {}
+    while True:
+        try:
+            request = channel.receive()
+        except EOFError:
+            return
+        assert isinstance(request, Request)
+        for number in request.released:
+            sessions.pop(number, None)
+        try:
+            answer = _answer(request.body, sessions)
+        except Exception as error:  # whatever the runtime raises
+            answer = Failure(explained(error) or type(error).__name__)
+        del request  # and with it the memory of the inputs
+        channel.send(answer)
+        del answer
+
+
+def _end_with(parent: int) -> None:
+    """The kernel ends this process when the pipe closes, also within a run or a session's creation."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _answer(body: Create | Run | Version | None, sessions: dict[int, Any]) -> object:
+    if isinstance(body, Create):
+        session = _Evaluator(body.spec) if body.spec.reference else _Session(body.spec)
+        sessions[body.number] = session
+        return session.names
+    if isinstance(body, Run):
+        return sessions[body.number].run(body.outputs, body.feeds)
+    if isinstance(body, Version):
+        import onnxruntime as ort
+
+        return str(ort.__version__)
+    return None
+
+
+class _Session:
+    def __init__(self, spec: SessionSpec) -> None:
+        import onnxruntime as ort
+
+        levels = ort.GraphOptimizationLevel
+        options = ort.SessionOptions()
+        options.log_severity_level = spec.log_severity
+        options.intra_op_num_threads = spec.threads
+        options.graph_optimization_level = {
+            "none": levels.ORT_DISABLE_ALL,
+            "extended": levels.ORT_ENABLE_EXTENDED,
+            "all": levels.ORT_ENABLE_ALL,
+        }[spec.optimizations]
+        for key, value in spec.entries:
+            options.add_session_config_entry(key, value)
+        if spec.library:
+            options.register_custom_ops_library(spec.library)
+        if spec.optimized_path:
+            options.optimized_model_filepath = spec.optimized_path
+        self._session = ort.InferenceSession(
+            spec.model,
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=list(spec.without),
+            enable_fallback=0,  # else it prints an error raw and tries again
+        )
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        self.names = Created(tuple(i.name for i in inputs), tuple(o.name for o in outputs))
+
+    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        return list(self._session.run(outputs, dict(feeds)))
+
+
+class _Evaluator:
+    def __init__(self, spec: SessionSpec) -> None:
+        import onnx
+        from onnx.reference import ReferenceEvaluator
+
+        model = onnx.load(spec.model) if isinstance(spec.model, str) else onnx.load_from_string(spec.model)
+        self._evaluator = ReferenceEvaluator(model)
+        self.names = Created(tuple(self._evaluator.input_names), tuple(self._evaluator.output_names))
+
+    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        return [np.asarray(x) for x in self._evaluator.run(outputs, dict(feeds))]

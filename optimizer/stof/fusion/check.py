@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain's description beside the operators that it replaces, run on small random inputs: before anything is replaced."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from stof.errors import ModelError, UnsupportedError
+from stof.execution.inputs import evaluate
+from stof.execution.session_process import create_session, has_onnxruntime
+from stof.execution.session_worker import SessionSpec
+from stof.execution.upcast import HALF, widen, widened_chain
+from stof.fusion.description_parser import parse_chain
+from stof.fusion.element_ops import kind_of_node
+from stof.fusion.evaluate import evaluate_chain
+from stof.fusion.function_body import branch_model, make_branch
+from stof.fusion.gemm import Product
+from stof.fusion.translate import Chain
+from stof.fusion.work_bound import check_any_run
+from stof.symbolic import Int, Symbolic
+from stof.symbolic.algebra.terms import parts
+
+_SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in the order in which they are met
+_FACTORS = (1, 16, 64)  # windows and strides make nothing of short inputs
+_ROUNDS = 2  # the second one has other sizes
+_TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
+_ROUNDED = 1e-4  # where GELU may have been made of numbers that were rounded to fp16 (gelu.py)
+_DRAWN = 262_147  # a prime number, above how many rows of 128 and more the largest input has
+_LARGEST = 1 << 25  # elements of an input: of sizes that are numbers, 16 x 2048 tokens do not fit
+_MOST_COMPUTED = 1 << 27  # elements of what is computed: broadcasting may make many of few
+_MANY = 1 << 20  # elements of an input that fewer may stand for
+_FEW = (3, 5, 7)  # sizes of the first axes then
+_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
+_NOT_FINITE = "output {} of the description is inf or NaN where its operators are not"
+Shapes = list[list[int]]
+
+
+def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int) -> None:
+    """Runs the replaced operators in ONNX Runtime, or in onnx's own evaluator, and the description in fp64.
+
+    Raises:
+        UnsupportedError: where the two differ, or one of them cannot be run.
+    """
+    if not isinstance(chain, Product):  # the epilogue of a product writes both of its axes
+        check_any_run(chain.description.text)
+    branch = make_branch(chain, nodes, symbolic, opset, "check")
+    dtypes = [symbolic.dtype(n) for n in chain.inputs]
+    model = branch_model(chain, branch, dtypes, opset)
+    halves = any(d in HALF for d in (*dtypes, *chain.dtypes))
+    if halves:
+        model = widen(model)
+    text = widened_chain(chain.description.text, HALF)
+    tolerance = _ROUNDED if halves and "gelu" in text else _TOLERANCE
+    check = _Check(chain, text, [v.name for v in model.graph.input], _runner(model), tolerance)
+    # What moves elements may cut rows off at a number, and of fewer rows cut nothing.
+    by_rows = all(kind_of_node(nodes[p]) != "moving" for p in chain.region.places)
+    tried: list[Shapes] = []
+    for i in range(_ROUNDS):
+        shapes = _shapes(chain, symbolic, i)
+        if shapes in tried:  # all sizes are numbers
+            break
+        tried.append(shapes)
+        if not (by_rows and check.passes_small(shapes, i)):
+            check.compare(shapes, i)
+
+
+@dataclass(frozen=True)
+class _Check:
+    chain: Chain
+    text: str
+    names: Sequence[str]  # of the inputs
+    run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+    tolerance: float = _TOLERANCE
+
+    def passes_small(self, shapes: Shapes, seed: int) -> bool:
+        """Whether many rows, of sizes that are numbers, could be checked by a few: where nothing else depends on how many."""
+        if max(map(_count, shapes)) <= _MANY:
+            return False
+        fewer = _fewer_rows(shapes)
+        if not fewer or len(set(fewer.values())) < len(fewer):
+            return False
+        axes, line, rest = self.text.partition("\n")
+        names = [n for n, size in re.findall(r"(\w+) = ([\w.]+)", axes) if not size.isdigit() or int(size) in fewer]
+        # An axis that is more than an index by itself may mean another thing beyond a few rows.
+        indices = r"(?<=[\[,])\s*(?:" + "|".join(names) + r")\s*(?=[,\]])"
+        if set(re.findall(r"\w+", re.sub(indices, "", rest))) & set(names):
+            return False
+        axes = re.sub(r"(?<== )\d+", lambda size: str(fewer.get(int(size[0]), size[0])), axes)
+        try:
+            small = replace(self, text=axes + line + rest)
+            small.compare([[fewer.get(d, d) for d in s] for s in shapes], seed)
+        except UnsupportedError:
+            return False
+        return True
+
+    def compare(self, shapes: Shapes, seed: int) -> None:
+        """On inputs of these shapes.
+
+        Raises:
+            UnsupportedError: where the two differ, or one of them cannot be run.
+        """
+        if any(_count(s) > _LARGEST for s in shapes):
+            raise UnsupportedError(
+                f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
+            )
+        chain, text = self.chain, self.text
+        if _computed(chain, text, shapes) > _MOST_COMPUTED:
+            raise UnsupportedError(
+                f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
+            )
+        rng = np.random.default_rng(seed)
+        given = [_drawn(rng, s) for s in shapes]
+        try:
+            found = self.run(dict(zip(self.names, given, strict=True)))
+            exact = evaluate_product(chain, text, given) if isinstance(chain, Product) else evaluate_chain(text, given)
+        except ModelError as error:
+            raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
+        except Exception as error:  # whatever the runtime raises
+            raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
+        for place, (own, wanted) in enumerate(zip(found, exact, strict=True)):
+            compare_output(place, own, wanted, self.tolerance)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def _computed(chain: Chain, text: str, shapes: Shapes) -> int:
+    """How many positions a chain or the output of a product has."""
+    if isinstance(chain, Product):
+        left, right = shapes[:2]
+        return math.prod(left[:-1]) * right[-1]
+    axes = parse_chain(text).axes
+    sizes = [a.number if a.input < 0 else shapes[a.input][a.dim] // a.number for _, a in axes]
+    return math.prod(sizes)
+
+
+def _fewer_rows(shapes: Shapes) -> dict[int, int]:
+    """Small sizes for those of rows: of all axes but the last of the inputs of the highest rank.
+
+    A size that a last axis or an input of lower rank has, too, stays: it is one of columns, or of matrices.
+    """
+    rank = max(map(len, shapes))
+    kept = {d for s in shapes for d in (s[-1:] if len(s) == rank else s)}
+    found: dict[int, int] = {}
+    for shape in shapes:
+        for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW, strict=False):
+            if size > few and size not in kept:
+                found[size] = few
+    return found
+
+
+def _drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Random numbers; a long tensor repeats a prime number of them, so that no two rows of 128 and more are equal."""
+    return np.resize(rng.standard_normal(min(_count(shape), _DRAWN), np.float32), shape)
+
+
+def evaluate_product(chain: Product, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What StofGemm computes, in fp64; ``text`` is the epilogue."""
+    left, *right = (x.astype(np.float64) for x in given[: chain.factors])
+    rows = left.reshape(-1, left.shape[-1])
+    halves = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
+    products = [rows @ h for h in halves]
+    count, width = products[0].shape
+    shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
+    further = [x.reshape(shapes[how]) for x, how in zip(given[chain.factors :], chain.reads, strict=True)]
+    (found,) = evaluate_chain(text, [*products, *further])
+    return [found.reshape((*left.shape[:-1], width))]
+
+
+def compare_output(place: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+    """Raises where an output of a description is not that of its operators."""
+    if own.shape != exact.shape:
+        raise UnsupportedError(
+            f"output {place} of the description has shape {exact.shape}, of its operators {own.shape}"
+        )
+    good = np.isfinite(exact)
+    if not good.all():  # rarely: picking numbers out takes longer than comparing all of them
+        if not np.array_equal(own[~good].astype(np.float64), exact[~good], equal_nan=True):
+            raise UnsupportedError(_NOT_FINITE.format(place))
+        own, exact = own[good], exact[good]
+    if not np.isfinite(own).all():
+        raise UnsupportedError(_NOT_FINITE.format(place))
+    difference = float(np.abs(own.astype(np.float64) - exact).max(initial=0.0))
+    allowed = tolerance * max(1.0, float(np.abs(exact).max(initial=0.0)))
+    if difference > allowed:
+        raise UnsupportedError(
+            f"output {place} of the description differs from its operators by {difference:.2e}, allowed {allowed:.2e}"
+        )
+
+
+def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
+    """The names of symbolic dimensions, in the order in which they are met."""
+    found: dict[str, None] = {}
+    for shape in shapes:
+        for d in shape:
+            found.update((str(a.args[0]), None) for a in parts(d) if a.kind == "size")
+    return list(found)
+
+
+def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> Shapes:
+    known = [symbolic.shape(n) for n in chain.inputs]
+    assert all(s is not None for s in known)
+    shapes = [s for s in known if s is not None]
+    names = sizes_of(shapes)
+    for factor in _FACTORS:
+        sizes = {n: factor * _SIZES[(i + turn) % len(_SIZES)] for i, n in enumerate(names)}
+        found = [[evaluate(d, sizes) for d in s] for s in shapes]
+        if all(d > 0 for s in found for d in s):
+            break
+    return found
+
+
+def _runner(model: onnx.ModelProto) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    spec = SessionSpec(
+        model.SerializeToString(), optimizations="none", log_severity=4, threads=1, reference=not has_onnxruntime()
+    )
+    session = create_session(spec, _SECONDS)
+
+    def run(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return session.run(None, given, _SECONDS)
+
+    return run

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading descriptions of chains: an own parser beside the library's, for the oracle and for checks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stof.errors import ModelError
+from stof.fusion.description import MOST_AXES, MOST_DEPTH, MOST_INPUTS, MOST_OUTPUTS, MOST_TEXT, REDUCTIONS
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>0[xX][0-9a-fA-F]*\.?[0-9a-fA-F]*(?:[pP][+-]?\d+)?|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>//|<=|>=|==|!=|[-+*/%<>=()\[\],]))",
+    re.ASCII,
+)
+_UNARY = frozenset(
+    ["abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "softplus", "sin", "cos", "floor"]
+    + ["ceil", "round", "relu", "silu", "gelu", "gelu_tanh", "f32", "f16", "bf16"]
+)
+ARITY = {**dict.fromkeys(_UNARY | REDUCTIONS, 1), "min": 2, "max": 2, "pow": 2, "select": 3}
+_INPUT, _OUTPUT = re.compile(r"x\d+"), re.compile(r"y\d+")
+_WORDS = frozenset({"axes", "let", "out", "inf", "nan"})
+_LARGEST = 1 << 31
+
+
+@dataclass(frozen=True)
+class Index:
+    """``constant`` + the sum of factors times axes, then ``//`` or ``%`` a number where ``op`` says so."""
+
+    terms: tuple[tuple[str, int], ...]
+    constant: int
+    op: str = ""
+    by: int = 1
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator of the grammar with its arguments; ``number``, ``axis``, ``let`` and ``read`` have a value."""
+
+    op: str
+    arguments: tuple[Node, ...] = ()
+    value: float | str = ""
+    indices: tuple[Index, ...] = ()
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number, or a dimension of an input divided by a number."""
+
+    number: int
+    input: int = -1
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Out:
+    """One output."""
+
+    dtype: str
+    dims: tuple[tuple[str, ...], ...]
+    expression: Node
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A whole description."""
+
+    axes: tuple[tuple[str, Size], ...]
+    lets: tuple[tuple[str, Node], ...]
+    outs: tuple[Out, ...]
+
+
+def parse_chain(text: str) -> Parsed:
+    """Reads a description.
+
+    Raises:
+        ModelError: with the line, what was found and what was expected.
+    """
+    if len(text.encode()) > MOST_TEXT:
+        raise ModelError(f"a description of {len(text)} bytes, expected at most {MOST_TEXT}")
+    axes: tuple[tuple[str, Size], ...] = ()
+    lets: list[tuple[str, Node]] = []
+    outs: list[Out] = []
+    for number, line in enumerate(re.split(r"[;\n]", text), 1):
+        if not line.strip():
+            continue
+        reader = _Line(line, number, [a for a, _ in axes], [n for n, _ in lets])
+        word = reader.name()
+        if (word == "axes") == bool(axes):
+            raise reader.error("'axes' on the first line, and only there", word)
+        if word == "axes":
+            axes = reader.axes()
+        elif word == "let":
+            lets.append(reader.let())
+        elif word == "out":
+            outs.append(reader.out(len(outs)))
+        else:
+            raise reader.error("'axes', 'let' or 'out'", word)
+        reader.end()
+    if not axes or not 1 <= len(outs) <= MOST_OUTPUTS:
+        raise ModelError(f"a description with {len(axes)} axes and {len(outs)} outputs, expected both")
+    return Parsed(axes, tuple(lets), tuple(outs))
+
+
+class _Line:
+    def __init__(self, text: str, number: int, axes: list[str], lets: list[str]) -> None:
+        self.number = number
+        self.known_axes = axes
+        self.lets = lets
+        self.tokens: list[tuple[str, str]] = []
+        self.depth = 0
+        place = 0
+        text = text.rstrip()
+        while place < len(text):
+            found = _TOKEN.match(text, place)
+            if found is None or found.lastgroup is None:
+                raise ModelError(f"line {number} of a chain: {text[place : place + 20]!r} is no part of the format")
+            self.tokens.append((found.lastgroup, found.group(found.lastgroup)))
+            place = found.end()
+        self.place = 0
+
+    def error(self, expected: str, found: str | None = None) -> ModelError:
+        shown = self.peek() if found is None else found
+        return ModelError(f"line {self.number} of a chain: found {shown or 'its end'!r}, expected {expected}")
+
+    def peek(self) -> str:
+        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+
+    def take(self, *words: str) -> str:
+        """The next token where it is one of some, else nothing."""
+        found = self.peek()
+        if found and found in words:
+            self.place += 1
+            return found
+        return ""
+
+    def expect(self, word: str) -> None:
+        if not self.take(word):
+            raise self.error(repr(word))
+
+    def _next(self, kind: str, expected: str) -> str:
+        if self.place >= len(self.tokens) or self.tokens[self.place][0] != kind:
+            raise self.error(expected)
+        self.place += 1
+        return self.tokens[self.place - 1][1]
+
+    def name(self) -> str:
+        return self._next("name", "a name")
+
+    def integer(self) -> int:
+        text = self._next("number", "an integer")
+        digits = text.lstrip("0") or "0"  # int() refuses thousands of them in its own words
+        if not text.isdigit() or len(digits) > 10 or int(digits) > _LARGEST:
+            raise self.error("an integer of at most 2^31", text[:24])
+        return int(digits)
+
+    def end(self) -> None:
+        if self.place < len(self.tokens):
+            raise self.error("the end of the line")
+
+    def axes(self) -> tuple[tuple[str, Size], ...]:
+        found: list[tuple[str, Size]] = []
+        while not found or self.take(","):
+            name = self.name()
+            self.expect("=")
+            if name in dict(found) or _reserved(name):
+                raise self.error("a new name for an axis", name)
+            found.append((name, self._size()))
+        if len(found) > MOST_AXES:
+            raise self.error(f"at most {MOST_AXES} axes", str(len(found)))
+        return tuple(found)
+
+    def _size(self) -> Size:
+        kind, text = self.tokens[self.place] if self.place < len(self.tokens) else ("", "")
+        if kind == "number":
+            return Size(self.integer())
+        if not _INPUT.fullmatch(text):
+            raise self.error("an integer or a dimension of an input")
+        self.place += 1
+        # A dimension is written as the fraction of a number: ".1".
+        dim = self._next("number", "the number of a dimension")
+        if not re.fullmatch(r"\.\d", dim):
+            raise self.error("the number of a dimension", dim)
+        by = self.integer() if self.take("/") else 1
+        if by < 1:
+            raise self.error("a divisor of at least 1", str(by))
+        return Size(by, _input(text), int(dim[1:]))
+
+    def let(self) -> tuple[str, Node]:
+        name = self.name()
+        if name in self.lets or name in self.known_axes or _reserved(name):
+            raise self.error("a new name", name)
+        self.expect("=")
+        return name, self.expression()
+
+    def out(self, place: int) -> Out:
+        if self.name() != f"y{place}":
+            raise self.error(f"'y{place}'")
+        dtype = self.name()
+        if dtype not in ("f32", "f16", "bf16"):
+            raise self.error("a type: f32, f16 or bf16", dtype)
+        self.expect("[")
+        dims: list[tuple[str, ...]] = []
+        while not dims or self.take(","):
+            if self.take("("):
+                names = [self.name()]
+                while not self.take(")"):
+                    names.append(self.name())
+                dims.append(tuple(names))
+            else:
+                dims.append(() if self.take("1") else (self.name(),))
+        self.expect("]")
+        self.expect("=")
+        used = [a for d in dims for a in d]
+        missing = set(self.known_axes) - set(used)
+        if len(set(used)) < len(used) or not set(used) <= set(self.known_axes) or missing - {self.known_axes[-1]}:
+            raise self.error("every axis once, of which the last may be left out", " ".join(used))
+        return Out(dtype, tuple(dims), self.expression())
+
+    def expression(self) -> Node:
+        self._deeper()
+        found = self._sum()
+        if op := self.take("<", "<=", ">", ">=", "==", "!="):
+            found = Node(op, (found, self._sum()))
+        self.depth -= 1
+        return found
+
+    def _sum(self) -> Node:
+        left = self._product()
+        while op := self.take("+", "-"):
+            left = Node(op, (left, self._product()))
+        return left
+
+    def _product(self) -> Node:
+        left = self._unary()
+        while op := self.take("*", "/"):
+            left = Node(op, (left, self._unary()))
+        return left
+
+    def _unary(self) -> Node:
+        if not self.take("-"):
+            return self._atom()
+        self._deeper()
+        inner = self._unary()
+        self.depth -= 1
+        return Node("neg", (inner,))
+
+    def _deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise self.error(f"at most {MOST_DEPTH} levels")
+
+    def _number(self, text: str) -> float:
+        try:
+            return float.fromhex(text) if text[:2] in ("0x", "0X") else float(text)
+        except (ValueError, OverflowError):
+            raise self.error("a floating-point number", text) from None
+
+    def _atom(self) -> Node:
+        if self.take("("):
+            inner = self.expression()
+            self.expect(")")
+            return inner
+        kind, text = self.tokens[self.place] if self.place < len(self.tokens) else ("", "")
+        self.place += 1
+        if kind == "number":
+            return Node("number", value=self._number(text))
+        if text in ("inf", "nan"):
+            return Node("number", value=float(text))
+        if text in ARITY:
+            self.expect("(")
+            given = [self.expression()]
+            while self.take(","):
+                given.append(self.expression())
+            self.expect(")")
+            if len(given) != ARITY[text]:
+                raise self.error(f"{ARITY[text]} arguments of {text}", str(len(given)))
+            return Node(text, tuple(given))
+        if text in self.known_axes:
+            return Node("axis", value=text)
+        if text in self.lets:
+            return Node("let", value=text)
+        if _INPUT.fullmatch(text):
+            self.expect("[")
+            indices: list[Index] = []
+            if not self.take("]"):
+                indices.append(self._index())
+                while self.take(","):
+                    indices.append(self._index())
+                self.expect("]")
+            return Node("read", value=float(_input(text)), indices=tuple(indices))
+        self.place -= 1
+        raise self.error("a number, an axis, a name, a read, a function or '('")
+
+    def _index(self) -> Index:
+        if self.take("("):
+            inner = self._affine()
+            self.expect(")")
+            op = self.take("//", "%")
+            if not op:
+                raise self.error("'//' or '%'")
+            by = self.integer()
+            if by < 1:
+                raise self.error("a divisor of at least 1", str(by))
+            return Index(inner.terms, inner.constant, op, by)
+        return self._affine()
+
+    def _affine(self) -> Index:
+        terms: dict[str, int] = {}
+        constant, first = 0, True
+        while True:
+            sign = self.take("+", "-")
+            if not sign and not first:
+                return Index(tuple(terms.items()), constant)
+            first = False
+            factor = -1 if sign == "-" else 1
+            kind = self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+            if kind == "number":
+                factor *= self.integer()
+                if not self.take("*"):
+                    constant += factor
+                    continue
+            name = self.name()
+            if name not in self.known_axes:
+                raise self.error("an axis", name)
+            terms[name] = terms.get(name, 0) + factor
+
+
+def _reserved(name: str) -> bool:
+    """Whether a word of the format has this name."""
+    return name in ARITY or name in _WORDS or bool(_INPUT.fullmatch(name) or _OUTPUT.fullmatch(name))
+
+
+def _input(text: str) -> int:
+    number = int(text[1:])
+    if number >= MOST_INPUTS:
+        raise ModelError(f"a chain reads {text}, expected at most {MOST_INPUTS} inputs")
+    return number

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing StofChain nodes into a copy of a model."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import helper
+
+import stof
+from stof.errors import UnsupportedError
+from stof.fusion.function_body import OP, Branch, make_branch, make_function
+from stof.fusion.gemm import Product
+from stof.fusion.tensorrt_plugin import complete_calls
+from stof.fusion.translate import Chain
+from stof.graph.dead_code import drop_unneeded
+from stof.graph.model_graph import DOMAIN, describe, node_tensors, opset_of
+from stof.graph.tensorrt_compat import name_nodes
+from stof.symbolic import Symbolic
+from stof.symbolic.dimension_names import declared
+
+GEMM = "StofGemm"
+_LOWEST_IR = 8  # local functions
+
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def signature(chain: Chain, symbolic: Symbolic) -> Key:
+    """What distinguishes chains: the description, and the types that it says nothing of."""
+    return chain.description.text, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
+
+
+def op_of(chain: Chain) -> str:
+    """The operator that computes a chain."""
+    return GEMM if isinstance(chain, Product) else OP
+
+
+def grouped(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
+    """Chains by their operator."""
+    found: dict[str, list[Chain]] = {}
+    for chain in chains:
+        found.setdefault(op_of(chain), []).append(chain)
+    return found
+
+
+def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ...]]:
+    """The chains that can be calls of one function, and its outputs' types: those that most chains agree with.
+
+    The types of a call's outputs must not depend on the branch that it takes.
+    """
+    types: list[int] = []
+    rest = list(chains)
+    while rest := [c for c in rest if len(c.dtypes) > len(types)]:
+        types.append(Counter(c.dtypes[len(types)] for c in rest).most_common(1)[0][0])
+        rest = [c for c in rest if c.dtypes[: len(types)] == tuple(types)]
+    return [c for c in chains if c.dtypes == tuple(types[: len(c.dtypes)])], tuple(types)
+
+
+def emit_chains(
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    chains: Sequence[Chain],
+    shapes: Mapping[str, str] | None = None,
+    tensorrt: bool = False,
+) -> onnx.ModelProto:
+    """A copy of the model in which each chain is one StofChain node.
+
+    Args:
+        model: the original.
+        symbolic: of the model.
+        chains: without common nodes.
+        shapes: tensors that are not written any more, with others of the same shape, which are asked for it instead.
+        tensorrt: what TensorRT's parser needs is written, too.
+
+    Raises:
+        UnsupportedError: when the model holds StofChain already, or chains that cannot share a function.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    if not chains:
+        return result
+    opset = opset_of(model)
+    nodes = list(model.graph.node)
+    made: dict[int, onnx.NodeProto] = {}
+    taken = {n.name for n in nodes}
+    for op, group in grouped(chains).items():
+        if any((f.domain, f.name) == (DOMAIN, op) for f in model.functions):
+            raise UnsupportedError(f"the model already holds {op}; optimize the original instead")
+        fitting, dtypes = of_common_types(group)
+        if len(fitting) < len(group):
+            raise UnsupportedError("the chains' outputs are of different types")
+        inputs = max(len(c.inputs) for c in group)
+        numbers: dict[object, int] = {}
+        branches: list[Branch] = []
+        for chain in group:
+            key = (signature(chain, symbolic), [nodes[p].op_type for p in chain.region.places] if op == GEMM else 0)
+            text = repr(key)  # calls of one text may replace different operators, with and without a bias of their own
+            if text not in numbers:
+                numbers[text] = len(branches)
+                branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
+            made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), taken)
+        number = "gemm_id" if op == GEMM else "chain_id"
+        if tensorrt:
+            calls = [made[c.region.places[-1]] for c in group]
+            result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
+        result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
+    gone = {p for c in chains for p in c.region.places}
+    kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
+    del result.graph.node[:]
+    result.graph.node.extend(_sorted(kept))
+    drop_unneeded(result.graph, model.graph)
+    _check(result.graph)
+    _declare(result.graph, symbolic, chains)
+    if not any(e.domain == DOMAIN for e in result.opset_import):
+        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    result.ir_version = max(result.ir_version, _LOWEST_IR)
+    if tensorrt:
+        name_nodes(result)
+    entry = next((e for e in result.metadata_props if e.key == "stof_version"), None) or result.metadata_props.add()
+    entry.key, entry.value = "stof_version", stof.__version__
+    return result
+
+
+def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]) -> None:
+    """Types and shapes of what chains write: not every runtime asks an operator's own library for them."""
+    known = {v.name for v in (*graph.value_info, *graph.output)}
+    for chain in chains:
+        for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
+            if name not in known:
+                shape = [declared(d) for d in symbolic.shape(name) or ()]
+                graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
+
+
+def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:
+    """A node, of which Shape asks a tensor that stays."""
+    if node.op_type != "Shape" or node.input[0] not in shapes:
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0] = shapes[node.input[0]]
+    return copy
+
+
+def _check(graph: onnx.GraphProto) -> None:
+    """Whether everything that is read is there: chains leave out what only decided nodes needed."""
+    known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    known |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
+    for node in graph.node:
+        for name in node.input:
+            if name not in known:
+                raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
+
+
+def call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:
+    """The node of a chain.
+
+    Args:
+        chain: what it computes.
+        number: of its branch of the function body.
+        counts: of the inputs and outputs that all calls have.
+        taken: names of nodes; the new one is added.
+    """
+    op = op_of(chain)
+    name, i = f"{chain.region.outputs[0]}/{op}", 1
+    while name in taken:
+        i += 1
+        name = f"{chain.region.outputs[0]}/{op}_{i}"
+    taken.add(name)
+    # What a description does not name is not read; an input that is missing would be missing in another branch.
+    given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
+    outputs = chain.region.outputs
+    own: dict[str, str | int] = {"chain": chain.description.text, "chain_id": number}
+    if isinstance(chain, Product):
+        own = {"epilogue": chain.description.text, "pair": chain.pair, "gemm_id": number}
+    # Without names: runtimes infer types of every output of a function.
+    written = [*outputs, *[""] * (counts[1] - len(outputs))]
+    node = helper.make_node(op, given, written, name=name, domain=DOMAIN)
+    own |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in own.items())
+    return node
+
+
+def _sorted(nodes: Sequence[tuple[int, onnx.NodeProto]]) -> list[onnx.NodeProto]:
+    """Writers before readers, otherwise in the order of the places."""
+    writer = {o: i for i, (_, n) in enumerate(nodes) for o in n.output if o}
+    needs = [{writer[t] for t in node_tensors(n) if t in writer and writer[t] != i} for i, (_, n) in enumerate(nodes)]
+    readers: dict[int, list[int]] = {}
+    for i, before in enumerate(needs):
+        for other in before:
+            readers.setdefault(other, []).append(i)
+    ready = [(nodes[i][0], i) for i, before in enumerate(needs) if not before]
+    heapq.heapify(ready)
+    order: list[onnx.NodeProto] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(nodes[i][1])
+        for reader in readers.get(i, ()):
+            needs[reader].discard(i)
+            if not needs[reader]:
+                heapq.heappush(ready, (nodes[reader][0], reader))
+    if len(order) < len(nodes):
+        raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
+    return order

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of chains in fp64 NumPy: what every kernel is held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from stof.errors import ModelError
+from stof.fusion.description import REDUCTIONS
+from stof.fusion.description_parser import Index, Node, Parsed, parse_chain
+from stof.fusion.erf import erf
+from stof.fusion.work_bound import check_run
+
+Array = np.ndarray
+_TYPES: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)),
+}
+
+
+def _sigmoid(x: Array) -> Array:
+    raised = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1 / (1 + raised), raised / (1 + raised)))
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+_UNARY: dict[str, Callable[[Array], Array]] = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "reciprocal": lambda x: 1 / x,
+    "tanh": np.tanh,
+    "erf": erf,
+    "sigmoid": _sigmoid,
+    "softplus": lambda x: np.logaddexp(0.0, x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.rint,
+    "relu": lambda x: np.where(np.isnan(x), x, np.maximum(x, 0)),
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    "gelu_tanh": _gelu_tanh,
+    **{name: lambda x, t=dtype: x.astype(t).astype(np.float64) for name, dtype in _TYPES.items()},  # type: ignore[misc]
+}
+_BINARY: dict[str, Callable[[Array, Array], Array]] = {
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
+    "/": np.divide,
+    "min": np.minimum,
+    "max": np.maximum,
+    "pow": np.power,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+}
+_REDUCE: dict[str, Callable[..., Array]] = {"sum": np.sum, "mean": np.mean, "max_of": np.max, "min_of": np.min}
+
+
+def evaluate_chain(chain: str | Parsed, inputs: Sequence[Array], *, rounded: bool = False) -> list[Array]:
+    """A chain's outputs, fp64; ``rounded``: in their own types.
+
+    Raises:
+        ModelError: for a description that is none, that reads outside of an input, or computes too much beside what it reads.
+    """
+    parsed = parse_chain(chain) if isinstance(chain, str) else chain
+    found = []
+    evaluation = _Evaluation(parsed, inputs)
+    with np.errstate(all="ignore"):
+        for name, expression in parsed.lets:
+            evaluation.lets[name] = evaluation.value(expression, np.ones((), bool))
+        for out in parsed.outs:
+            array = evaluation.written(out.dims, evaluation.value(out.expression, np.ones((), bool)))
+            found.append(array.astype(_TYPES[out.dtype]) if rounded else array)
+    return found
+
+
+class _Evaluation:
+    def __init__(self, parsed: Parsed, inputs: Sequence[Array]) -> None:
+        self.inputs = [np.asarray(x) for x in inputs]
+        self.lets: dict[str, Array] = {}
+        self.sizes: dict[str, int] = {}
+        for name, size in parsed.axes:
+            if size.input < 0:
+                self.sizes[name] = size.number
+                continue
+            shape = self._input(size.input).shape
+            if size.dim >= len(shape) or shape[size.dim] % size.number:
+                raise ModelError(f"axis {name} is dimension {size.dim} / {size.number} of an input of shape {shape}")
+            self.sizes[name] = shape[size.dim] // size.number
+        check_run(parsed, self.sizes, [x.shape for x in self.inputs])
+        rank = len(self.sizes)
+        self.places = {
+            name: np.arange(n).reshape([-1 if i == a else 1 for i in range(rank)])
+            for a, (name, n) in enumerate(self.sizes.items())
+        }
+
+    def _input(self, number: int) -> Array:
+        if number >= len(self.inputs):
+            raise ModelError(f"a chain reads x{number}, but is given {len(self.inputs)} inputs")
+        return self.inputs[number]
+
+    def value(self, node: Node, active: Array) -> Array:
+        """A value at every place; ``active`` says where it is asked for."""
+        if node.op == "number":
+            return np.full((1,) * len(self.sizes), float(node.value))
+        if node.op == "axis":
+            return self.places[str(node.value)].astype(np.float64)
+        if node.op == "let":
+            return self.lets[str(node.value)]
+        if node.op == "read":
+            return self._read(node, active)
+        if node.op == "select":
+            condition = self.value(node.arguments[0], active) != 0
+            yes = self.value(node.arguments[1], active & condition)
+            return np.where(condition, yes, self.value(node.arguments[2], active & ~condition))
+        if node.op in REDUCTIONS:
+            whole = self.value(node.arguments[0], np.ones((), bool))
+            whole = np.broadcast_to(whole, (*whole.shape[:-1], list(self.sizes.values())[-1]))
+            return _REDUCE[node.op](whole, axis=-1, keepdims=True)
+        given = [self.value(a, active) for a in node.arguments]
+        if len(given) == 1:
+            return _UNARY[node.op](given[0])
+        return np.asarray(_BINARY[node.op](given[0], given[1]), np.float64)
+
+    def _read(self, node: Node, active: Array) -> Array:
+        array = self._input(int(float(node.value)))
+        if array.ndim != len(node.indices):
+            raise ModelError(f"x{node.value:.0f} is read with {len(node.indices)} indices, but has shape {array.shape}")
+        places = []
+        for index, size in zip(node.indices, array.shape, strict=True):
+            place = self._place(index)
+            outside = (place < 0) | (place >= size)
+            if np.any(outside & active):
+                raise ModelError(f"x{node.value:.0f} of shape {array.shape} is read outside of it")
+            places.append(np.where(outside, 0, place))
+        return np.asarray(array.astype(np.float64)[tuple(places)])
+
+    def _place(self, index: Index) -> Array:
+        total: Array = np.full((1,) * len(self.sizes), index.constant)
+        for name, factor in index.terms:
+            total = total + factor * self.places[name]
+        return np.asarray(total // index.by if index.op == "//" else total % index.by if index.op == "%" else total)
+
+    def written(self, dims: Sequence[Sequence[str]], value: Array) -> Array:
+        """A value as an output of these dims."""
+        used = [a for d in dims for a in d]
+        names = list(self.sizes)
+        if names[-1] not in used and value.shape[-1] > 1:
+            value = value[..., :1]  # the same along the row
+        shape = [n if a in used else 1 for a, n in self.sizes.items()]
+        whole = np.broadcast_to(value, shape)
+        order = [names.index(a) for a in used] + [names.index(a) for a in names if a not in used]
+        return np.asarray(whole.transpose(order).reshape([math.prod(self.sizes[a] for a in d) for d in dims]))

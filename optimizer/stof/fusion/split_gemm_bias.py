@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemm with a bias as a product and an addition, which a chain or an epilogue may take, and back where none did.
+
+A runtime on a GPU writes the bias to all rows before the product adds to it, which costs more than a kernel of its own would.
+Where rows are batch and positions, flattened before Gemm and restored after it, the product is of all of them as they were.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from stof.fusion.gemm import is_plain
+from stof.graph.model_graph import node_tensors, with_nodes
+from stof.symbolic import Symbolic
+
+Gemms = dict[str, list[onnx.NodeProto]]  # by what MatMul writes: the nodes that Add and it stand for
+
+
+def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelProto, Gemms]:
+    """A copy with MatMul and Add in the place of each Gemm that multiplies as MatMul does."""
+    graph = model.graph
+    taken = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
+    writer = {o: n for n in graph.node for o in n.output if o}
+    readers: dict[str, list[onnx.NodeProto]] = {o.name: [] for o in graph.output}
+    for node in graph.node:
+        for name in node_tensors(node).difference(node.output):
+            readers.setdefault(name, []).append(node)
+    kept = {o.name for o in graph.output}
+    gemms: Gemms = {}
+    nodes: list[onnx.NodeProto] = []
+    gone: set[str] = set()
+    for node in graph.node:
+        name = f"{node.output[0]}/product" if node.output else ""
+        if not _is_biased(node) or taken & {name, f"{name}/rows", f"{name}/rows_shape"}:
+            if node.output and node.output[0] not in gone:
+                nodes.append(node)
+            continue
+        source, target = node.input[0], node.output[0]
+        before = writer.get(source)
+        after = readers.get(target, [])
+        own = [node]
+        restored = before is not None and target not in kept and _is_restored(before, after, symbolic)
+        if before is not None and restored and _is_row(node.input[2], symbolic):
+            source, target, own = before.input[0], after[0].output[0], [node, after[0]]
+            gone.add(target)
+            rank = len(symbolic.shape(target) or ())
+            if len(symbolic.shape(source) or ()) > rank:  # heads are still apart
+                joint = f"{name}/rows"
+                nodes.append(helper.make_node("Constant", [], [f"{joint}_shape"], value_ints=[*[0] * (rank - 1), -1]))
+                nodes.append(helper.make_node("Reshape", [source, f"{joint}_shape"], [joint], joint))
+                source = joint
+        gemms[name] = own
+        nodes.append(helper.make_node("MatMul", [source, node.input[1]], [name], f"{node.name}/product"))
+        nodes.append(helper.make_node("Add", [name, node.input[2]], [target], node.name))
+    return (with_nodes(model, nodes), gemms) if gemms else (model, gemms)
+
+
+def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
+    """A copy with Gemm where MatMul and Add are both left; of flattened rows, they stay."""
+    read = {n for node in model.graph.node for n in node_tensors(node).difference(node.output)}
+    products = {n.output[0] for n in model.graph.node if n.op_type == "MatMul"} & {
+        n for n, own in gemms.items() if len(own) == 1
+    }
+    pairs = {n for node in model.graph.node if node.op_type == "Add" for n in node.input if n in products}
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        name = next((n for n in node.input if n in pairs), "") if node.op_type == "Add" else ""
+        if name:
+            nodes.append(gemms[name][0])
+        elif node.op_type != "MatMul" or node.output[0] not in pairs:
+            nodes.append(node)
+    flat = {own[0].input[0] for own in gemms.values() if len(own) > 1}
+    unread = {f for f in flat if f not in read and f not in {o.name for o in model.graph.output}}
+    nodes = [n for n in nodes if not set(n.output) & unread]
+    return with_nodes(model, nodes) if gemms else model
+
+
+def _is_biased(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Gemm" and is_plain(node) and len(node.input) > 2 and bool(node.input[2])
+
+
+def _is_restored(before: onnx.NodeProto, after: list[onnx.NodeProto], symbolic: Symbolic) -> bool:
+    """Whether rows are flattened before and restored after."""
+    if before.op_type != "Reshape" or len(after) != 1 or after[0].op_type != "Reshape":
+        return False
+    given, flat = symbolic.shape(before.input[0]), symbolic.shape(before.output[0])
+    product, restored = symbolic.shape(after[0].input[0]), symbolic.shape(after[0].output[0])
+    if given is None or flat is None or product is None or restored is None:
+        return False
+    rows = len(restored) - 1
+    if (
+        len(given) <= rows
+        or flat[-1].constant is None
+        or restored[-1:] != product[-1:]
+        or given[:rows] != restored[:-1]
+    ):
+        return False
+    width = 1
+    for size in given[rows:]:
+        width *= size.constant or 0
+    return len(flat) == 2 and width == flat[-1].constant
+
+
+def _is_row(name: str, symbolic: Symbolic) -> bool:
+    """Whether a tensor is the same for all rows, however they are counted."""
+    shape = symbolic.shape(name)
+    return shape is not None and all(d.constant == 1 for d in shape[:-1])

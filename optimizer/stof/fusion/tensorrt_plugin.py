@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains as plugins of TensorRT: what they have to be, and what its parser needs of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+from onnx import helper
+
+from stof.errors import UnsupportedError
+from stof.fusion.description_parser import parse_chain
+from stof.fusion.function_body import bits_of
+from stof.fusion.translate import Chain
+
+_LARGEST = 1 << 31
+
+
+def check_plugin(chain: Chain) -> None:
+    """Refuses outputs with a dimension that a plugin cannot state (``OutputShape`` in plugins/core/ops/chain.cc).
+
+    A builder learns shapes as expressions: a number, a dimension of an input times and over one, or the product of two
+    dimensions, of which the first may be divided.
+
+    Raises:
+        UnsupportedError: naming the dimension.
+    """
+    parsed = parse_chain(chain.description.text)
+    sizes = dict(parsed.axes)
+    for number, out in enumerate(parsed.outs):
+        for place, axes in enumerate(out.dims):
+            given = [sizes[a] for a in axes if sizes[a].input >= 0]
+            times = 1
+            for axis in axes:
+                times *= sizes[axis].number if sizes[axis].input < 0 else 1
+            if len(given) > 2 or any(s.number != 1 for s in given[1:]) or times > _LARGEST:
+                raise UnsupportedError(
+                    f"dimension {place} of output {number} is a product of {' and '.join(axes)}, and a plugin of TensorRT "
+                    "states products of at most two sizes that differ between runs, of which the first may be divided"
+                )
+
+
+def complete_calls(
+    calls: Sequence[onnx.NodeProto], dtypes: Sequence[int], branches: int, number: str = "chain_id"
+) -> list[onnx.ValueInfoProto]:
+    """Adds to the calls of one function what TensorRT's parser needs; returns the types of new tensors.
+
+    A node has to have as many named outputs as its function, or as its plugin: those that its chain does not give get
+    names, and the attribute ``spare_outputs`` tells the plugin how many they are. And each call selects its branch by bits.
+
+    Args:
+        calls: of StofChain.
+        dtypes: of the function's outputs.
+        branches: of the function.
+        number: the attribute that selects a branch.
+    """
+    infos = []
+    for node in calls:
+        spare = [i for i, name in enumerate(node.output) if not name]
+        for i in spare:
+            node.output[i] = f"{node.name}/spare{i}"
+            infos.append(helper.make_tensor_value_info(node.output[i], dtypes[i], None))
+        own = next(a.i for a in node.attribute if a.name == number)
+        added: dict[str, int | onnx.TensorProto] = {**bits_of(own, branches, number)}
+        if spare:
+            added["spare_outputs"] = len(spare)
+        node.attribute.extend(helper.make_attribute(k, v) for k, v in added.items())
+    return infos

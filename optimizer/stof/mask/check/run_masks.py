@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mask tensors run by themselves: the subgraph that makes them is cut out of the model and run at concrete sizes, on inputs that
+are drawn for it. Edges through Shape carry no data: they are fed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from stof.errors import UnsupportedError
+from stof.execution.inputs import Case, InputMaker, evaluate
+from stof.execution.session_process import create_session, has_onnxruntime
+from stof.execution.session_worker import SessionSpec
+from stof.execution.upcast import widen
+from stof.graph.external_data import external_files
+from stof.graph.model_graph import GraphIndex
+from stof.mask.lift import LOWEST
+from stof.site import AttentionSite, LiftedMask, MaskTerm
+from stof.symbolic import Int, Symbolic
+
+_VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
+_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
+
+
+class DoesNotRun(UnsupportedError):
+    """The subgraph that makes a mask cannot be run at a length."""
+
+
+def read_by(
+    masks: Iterable[tuple[AttentionSite, LiftedMask]],
+) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str], frozenset[str]]:
+    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true, and
+    those of which they look up tables.
+    """
+    masks = list(masks)
+    read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
+    forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and "not pad[" in m.expression}
+    pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
+    limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
+    segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
+    looking = {o.tensor for _, m in masks for o in m.operands if re.search(rf"table\d+\[[^]]*{o.role}\[", m.expression)}
+    return pads, limits, segments, frozenset(forbidding), frozenset(looking)
+
+
+def score_sizes(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """The sizes of a site's scores.
+
+    Raises:
+        DoesNotRun: when one of them is negative, as strides and slices of short inputs can make it.
+    """
+    B, H, S, T = (evaluate(d, sizes) for d in site.dims)
+    if min(B, H, S, T) < 0:
+        raise DoesNotRun(f"scores of shape [{B}, {H}, {S}, {T}]")
+    return B, H, S, T
+
+
+class MaskRunner:
+    """Runs mask tensors of one model."""
+
+    def __init__(self, model: onnx.ModelProto, symbolic: Symbolic) -> None:
+        self.model = model
+        self.symbolic = symbolic
+        self.index = GraphIndex(model.graph)
+        self._initializers = {t.name: t for t in model.graph.initializer}
+        self.inputs = {i.name for i in model.graph.input} - set(self._initializers)
+        self._places = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
+
+    def vectors(self, site: AttentionSite) -> list[str]:
+        """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
+        found = []
+        for name in self.behind(site):
+            shape = self.symbolic.shape(name) if name in self.inputs else None
+            if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
+                found.append(name)
+        return sorted(found)
+
+    def _float_vectors(self, site: AttentionSite) -> frozenset[str]:
+        """Float inputs of rank 2 behind a site's masks: padding, too, and only 0 and 1 show what a mask makes of it."""
+        return frozenset(
+            name
+            for name in self.behind(site) & self.inputs
+            if (shape := self.symbolic.shape(name)) is not None
+            and len(shape) == 2
+            and self.symbolic.dtype(name) in LOWEST
+        )
+
+    def behind(self, site: AttentionSite) -> set[str]:
+        """The tensors on whose data the mask tensors of a site depend."""
+        seen: set[str] = set()
+        pending = [t.tensor for t in site.terms]
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            node = self.index.producer(name)
+            if node is not None and node.op_type != "Shape":
+                pending.extend(n for n in node.input if n)
+        return seen
+
+    def sizes(self, case: Case) -> dict[str, int]:
+        """The sizes of the model's dimensions.
+
+        Raises:
+            UnsupportedError: when inputs of such sizes cannot be made.
+        """
+        try:
+            return InputMaker(self.model, self.symbolic, frozenset(), index=self.index).sizes(case)
+        except ValueError as error:
+            raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
+
+    def draw(
+        self, site: AttentionSite, mask: LiftedMask, case: Case, seed: int
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """Inputs of the model, and the sizes of its dimensions.
+
+        Raises:
+            UnsupportedError: when they cannot be made.
+        """
+        pads, limits, segments, forbidding, looking = read_by([(site, mask)])
+        pads |= self._float_vectors(site)
+        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, looking, index=self.index)
+        try:
+            return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
+        except (ValueError, MemoryError) as error:
+            raise UnsupportedError(f"no inputs can be made to check the mask: {error}") from error
+
+    def with_computed(
+        self, mask: LiftedMask, feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> dict[str, np.ndarray]:
+        """The inputs and the operands that the graph computes from them."""
+        names = list(dict.fromkeys(o.tensor for o in mask.operands if o.tensor not in feeds))
+        return {**feeds, **dict(zip(names, self.run(names, feeds, sizes), strict=True))} if names else feeds
+
+    def values(
+        self, site: AttentionSite, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> list[np.ndarray]:
+        """The tensors of terms as they broadcast to [B, H, S, T].
+
+        Raises:
+            DoesNotRun: when they cannot be run at these sizes, or broadcast to another shape.
+        """
+        batch = score_sizes(site, sizes)[0]
+        found = self.run([t.tensor for t in terms], feeds, sizes)
+        try:
+            return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
+        except ValueError as error:
+            raise DoesNotRun(f"a mask does not broadcast to the scores: {error}") from error
+
+    def run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
+        """Tensors of the model, of what is fed.
+
+        Raises:
+            DoesNotRun: when a runtime cannot compute them.
+            UnsupportedError: when what they depend on is not known.
+        """
+        nodes, given, used = self._cut(tensors, feeds, sizes)
+        names = list(dict.fromkeys(tensors))
+        inputs = [
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+            for n, a in given.items()
+        ]
+        outputs = [helper.make_tensor_value_info(n, self.symbolic.dtype(n) or TensorProto.FLOAT, None) for n in names]
+        graph = helper.make_graph(nodes, "mask", inputs, outputs, [self._initializers[n] for n in used])
+        model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        if files := external_files(model):
+            raise UnsupportedError(
+                f"mask {names[0]!r} depends on a constant in {min(files)!r} that is too large to be read"
+            )
+        # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
+        model = widen(model, kinds={int(TensorProto.BFLOAT16)})
+        given = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in given.items()}
+        try:
+            results = _execute(model, names, given)
+        except TimeoutError:
+            words = f"the subgraph of mask {names[0]!r} does not end within {_SECONDS:.0f} s"
+            raise UnsupportedError(words) from None
+        except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
+            raise DoesNotRun(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
+        by_name = dict(zip(names, results, strict=True))
+        return [by_name[n] for n in tensors]
+
+    def _cut(
+        self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+    ) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[str]]:
+        needed: set[str] = set()
+        given: dict[str, np.ndarray] = {}
+        used: list[str] = []
+        pending = list(tensors)
+        while pending:
+            name = pending.pop()
+            if not name or name in needed:
+                continue
+            needed.add(name)
+            node = self.index.producer(name)
+            if node is None:
+                if name in feeds:
+                    given[name] = feeds[name]
+                elif name in self._initializers:
+                    used.append(name)
+                else:
+                    raise UnsupportedError(f"the mask depends on {name!r}, which is neither input nor initializer")
+            elif node.op_type == "Shape":
+                value = self.symbolic.value(name)
+                elements = None if value is None else value.elements()
+                if elements is None:
+                    raise UnsupportedError(f"the shape of {node.input[0]!r}, on which the mask depends, is unknown")
+                given[name] = np.array([evaluate(e, sizes) for e in elements if isinstance(e, Int)], np.int64)
+            else:
+                pending.extend(node.input)
+        places = sorted({self._places[n] for n in needed if n in self._places})
+        nodes = [self.model.graph.node[i] for i in places]
+        return [n for n in nodes if n.op_type != "Shape"], given, used
+
+
+def _execute(model: onnx.ModelProto, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    spec = SessionSpec(
+        model.SerializeToString(),
+        log_severity=4,  # a stored mask is expected to fail beyond its length
+        threads=1,
+        reference=not has_onnxruntime(),  # with --no-verify it need not be installed
+    )
+    return create_session(spec, _SECONDS).run(names, feeds, _SECONDS)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors are computed alike: layers that each make their own copy of a mask have it checked once."""
+
+from __future__ import annotations
+
+import onnx
+
+from stof.graph.model_graph import GraphIndex, subgraphs
+from stof.symbolic import Symbolic
+
+
+class Signatures:
+    """Numbers for tensors; equal ones for tensors that equal operators make of equal tensors."""
+
+    def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
+        self.index = index
+        self.symbolic = symbolic
+        self._tensors: dict[str, int] = {}
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def of(self, tensor: str) -> int:
+        """The number of a tensor."""
+        found = self._tensors.get(tensor)
+        if found is None:
+            found = self._known.setdefault(self._key(tensor), len(self._known))
+            self._tensors[tensor] = found
+        return found
+
+    def _key(self, tensor: str) -> tuple[object, ...]:
+        node = self.index.producer(tensor)
+        if node is None or subgraphs(node):
+            return ("named", tensor)
+        attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
+        if node.op_type == "Shape" and node.domain in ("", "ai.onnx"):
+            shape = self.symbolic.shape(node.input[0])
+            # Sizes alone count, whatever tensor has them.
+            return ("named", tensor) if shape is None else ("shape", shape, attributes)
+        inputs = tuple(self.of(n) if n else -1 for n in node.input)
+        return (node.domain, node.op_type, attributes, inputs, self._place(node, tensor))
+
+    @staticmethod
+    def _place(node: onnx.NodeProto, tensor: str) -> int:
+        return list(node.output).index(tensor)

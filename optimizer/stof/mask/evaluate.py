@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pairs of query and key masks leave: the graph's by the numbers in their tensors, lifted ones by their expression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from onnx import TensorProto
+
+from stof.errors import UnsupportedError
+from stof.execution.inputs import Case
+from stof.mask.lift import LOWEST, forbids_softly
+from stof.runtime.library import LibraryError, Mask
+from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
+
+
+def kept_by(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+    """Where the tensor of a term, of an ONNX element type, leaves a pair allowed."""
+    if term.kind is TermKind.KEEP:
+        return value.astype(bool)
+    if term.kind is TermKind.DROP:
+        return ~value.astype(bool)
+    if (ends := _both(value)) is not None:
+        allowed: np.ndarray = _left_by(term, ends[0], dtype)[ends[1].view(np.uint8)]
+        return allowed
+    return _left_by(term, value, dtype)
+
+
+def _both(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The two numbers of a tensor that holds no others, as most masks do, and where the second one is."""
+    if not value.size:
+        return None
+    bits = value.view(f"u{value.dtype.itemsize}")
+    ends = np.array([bits.min(), bits.max()])
+    second = bits == ends[1]
+    return (ends.view(value.dtype), second) if (second | (bits == ends[0])).all() else None
+
+
+def is_not_zero(value: np.ndarray) -> np.ndarray:
+    """Where a tensor is not 0."""
+    # NumPy compares numbers in half precision ten times as slowly as their bits, of which the first is the sign.
+    found: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
+    return found
+
+
+def _left_by(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+    """Where numbers that are added leave a pair allowed."""
+    scaled = value.astype(np.float64) * term.scale
+    limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
+    others = value[is_not_zero(value)]
+    soft = bool(others.size) and forbids_softly([float(others.min()), float(others.max())], term.scale)
+    kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))
+    return kept
+
+
+def check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:
+    """Refuses a term that a mask takes the place of: what neither forbids nor is 0 would be lost with the tensor.
+
+    Raises:
+        UnsupportedError: naming the first such number.
+    """
+    if term.kind is TermKind.ADD and (added := kept & is_not_zero(value)).any():
+        entry = value[added][0]
+        raise UnsupportedError(
+            f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids"
+        )
+
+
+def allowed_by(
+    site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
+) -> tuple[np.ndarray, int]:
+    """The pairs [B, H, S, T] that a lifted mask allows for what it reads, and the past length P.
+
+    Raises:
+        UnsupportedError: when it cannot be evaluated.
+    """
+    P = shape[3] - shape[2] if site.query_offset else 0
+    runtime = {}
+    for operand in mask.operands:
+        array = operand.laid(feeds[operand.tensor])
+        if operand.role == "pad" and array.shape not in ((1, shape[3]), (shape[0], shape[3])):
+            raise UnsupportedError(
+                f"the mask reads {operand.tensor!r} as padding of shape {list(array.shape)}, where the operator takes "
+                f"[{shape[0]}, {shape[3]}], one number for each key"
+            )
+        runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
+    try:
+        return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
+    except LibraryError as error:
+        sizes = ", ".join(f"{name} = {n}" for name, n in zip("BHST", shape, strict=True))
+        raise UnsupportedError(f"mask {mask.expression!r} cannot be evaluated at {sizes}: {error}") from error

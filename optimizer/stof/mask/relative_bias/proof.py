@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is proven of a bias before it becomes a table by distance: that it reads k - q alone, and where it stops changing.
+
+Running a bias shows its values at some lengths; only its formula says what it does at others. The formula is walked: queries
+and keys may stand in it as multiples of their difference, batches, sizes and data not at all. Then the rows of the stored table
+that it looks up are computed for every distance that the operator takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from stof.mask.lift import LOWEST, element
+from stof.site import AttentionSite, MaskTerm, TermKind
+from stof.symbolic import Cond, Int, Real, Symbolic
+from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.terms import Atom
+
+_FARTHEST = 1 << 22  # the longest input of the operator
+_CHUNK = 1 << 19
+_HUGE = float(1 << 53)
+
+
+class _Unproven(Exception):
+    """The formula has a part of which nothing is known here."""
+
+
+def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> int | None:
+    """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None."""
+    tensor = symbolic.value(term.tensor)
+    if tensor is None or term.kind is not TermKind.ADD or term.windows:
+        return None
+    value = element(tensor, site, term)
+    if not isinstance(value, Real):
+        return None
+    least = -LOWEST.get(symbolic.dtype(term.tensor), LOWEST[1]) / 2
+    # What the mask forbids is nowhere read; of what is left, one formula must hold everywhere.
+    kept = [x for _, x in cases(value) if not (isinstance(x, float) and x * term.scale <= least)]
+    if len(kept) != 1:
+        return None
+    if isinstance(kept[0], float):
+        return 0
+    if kept[0].kind != "table":
+        return None
+    indices = kept[0].args[1]
+    assert isinstance(indices, tuple)
+    rows = [i for i in indices if i.constant is None and not _is_head(i)]
+    try:
+        return max((_last_change(row) for row in rows), default=0)
+    except _Unproven:
+        return None
+
+
+def _is_head(index: Int) -> bool:
+    return index.atom is not None and index.atom.kind == "var" and index.atom.args == ("h",)
+
+
+@lru_cache(maxsize=1024)  # every layer has the same
+def _last_change(index: Int) -> int:
+    """The largest distance next to which an index changes, over all distances of the operator."""
+    far = 0
+    for sign in (1, -1):
+        before: int | None = None
+        for distances in _chunks():
+            found = np.broadcast_to(_int(index, sign * distances), distances.shape)
+            if before is not None and found[0] != before:
+                far = max(far, int(distances[0]))
+            changes = np.flatnonzero(found[1:] != found[:-1])
+            if changes.size:
+                far = max(far, int(distances[int(changes[-1]) + 1]))
+            before = int(found[-1])
+    return far
+
+
+def _chunks() -> Iterator[np.ndarray]:
+    for start in range(0, _FARTHEST + 1, _CHUNK):
+        yield np.arange(start, min(start + _CHUNK, _FARTHEST + 1), dtype=np.int64)
+
+
+def _int(value: Int, distance: np.ndarray) -> np.ndarray:
+    total: np.ndarray = np.zeros(1, np.int64)
+    places = {"k": 0, "q": 0}
+    for monomial, coefficient in value.terms:
+        name = monomial[0].args[0] if len(monomial) == 1 and monomial[0].kind == "var" else None
+        if isinstance(name, str) and name in places:
+            places[name] += coefficient
+            continue
+        product = np.full(1, coefficient, np.int64)
+        for atom in monomial:
+            product = product * _atom(atom, distance)
+        total = total + product
+    if places["k"] != -places["q"]:
+        raise _Unproven
+    return total + places["k"] * distance if places["k"] else total
+
+
+def _atom(atom: Atom, distance: np.ndarray) -> np.ndarray:
+    args = atom.args
+    match atom.kind:
+        case "abs":
+            return np.asarray(np.abs(_int(_as_int(args[0]), distance)))
+        case "min" | "max":
+            both = [_int(_as_int(a), distance) for a in args]
+            return np.asarray(np.minimum(*both) if atom.kind == "min" else np.maximum(*both))
+        case "div" | "mod":
+            divisor = args[1] if isinstance(args[1], int) else _as_int(args[1]).constant
+            if not divisor or divisor < 0:
+                raise _Unproven
+            left = _int(_as_int(args[0]), distance)
+            return np.asarray(left // divisor if atom.kind == "div" else left % divisor)
+        case "select":
+            yes, no = (_int(_as_int(a), distance) for a in args[1:])
+            return np.where(_cond(args[0], distance), yes, no)
+        case "bool":
+            return np.asarray(_cond(args[0], distance), np.int64)
+        case "trunc":
+            real = np.nan_to_num(_real(args[0], distance), nan=0.0, posinf=_HUGE, neginf=-_HUGE)
+            return np.asarray(np.trunc(np.clip(real, -_HUGE, _HUGE)), np.int64)
+    raise _Unproven
+
+
+def _as_int(value: object) -> Int:
+    if not isinstance(value, Int):
+        raise _Unproven
+    return value
+
+
+def _cond(value: object, distance: np.ndarray) -> np.ndarray:
+    if not isinstance(value, Cond):
+        raise _Unproven
+    match value.kind:
+        case "true":
+            return np.ones(1, np.bool_)
+        case "false":
+            return np.zeros(1, np.bool_)
+        case "le":
+            return np.asarray(_int(_as_int(value.args[0]), distance) <= 0)
+        case "eq":
+            return np.asarray(_int(_as_int(value.args[0]), distance) == 0)
+        case "ne":
+            return np.asarray(_int(_as_int(value.args[0]), distance) != 0)
+        case "and" | "or":
+            parts = [_cond(c, distance) for c in value.args]
+            join = np.logical_and if value.kind == "and" else np.logical_or
+            found = parts[0]
+            for part in parts[1:]:
+                found = join(found, part)
+            return found
+    raise _Unproven
+
+
+def _real(value: object, distance: np.ndarray) -> np.ndarray:
+    if not isinstance(value, Real):
+        raise _Unproven
+    args = value.args
+    with np.errstate(all="ignore"):
+        match value.kind:
+            case "const":
+                return np.full(1, float(args[0]))  # type: ignore[arg-type]
+            case "int":
+                return np.asarray(_int(_as_int(args[0]), distance), np.float64)
+            case "add":
+                return np.asarray(_real(args[0], distance) + _real(args[1], distance))
+            case "sub":
+                return np.asarray(_real(args[0], distance) - _real(args[1], distance))
+            case "mul":
+                return np.asarray(_real(args[0], distance) * _real(args[1], distance))
+            case "div":
+                return np.asarray(_real(args[0], distance) / _real(args[1], distance))
+            case "opaque" if args[0] == "Log" and len(args) == 2:
+                return np.asarray(np.log(_real(args[1], distance)))
+    raise _Unproven

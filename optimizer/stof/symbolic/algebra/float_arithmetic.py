@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of floats, computed where they are known: as integers where they hold some, positions that were cast before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stof.symbolic.algebra.int_bounds import LONGEST, bound, fits, rebuilt, times
+from stof.symbolic.algebra.terms import Int, Real, Scalar, integer, of_atom, real, to_real
+
+
+def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
+    """A float operation, computed where its operands are known."""
+    left, right = to_real(x), to_real(y)
+    if kind != "div" and "int" in (left.kind, right.kind) and (whole := _whole(kind, left, right)) is not None:
+        return whole
+    if left.kind == "const" and right.kind == "const":
+        a, b = left.args[0], right.args[0]
+        assert isinstance(a, float)
+        assert isinstance(b, float)
+        with np.errstate(all="ignore"):
+            match kind:
+                case "add":
+                    return real(a + b)
+                case "mul":
+                    return real(a * b)
+                case "div":
+                    return real(float(np.float64(a) / np.float64(b)))
+                case "min":
+                    return real(np.minimum(a, b))  # NaN where one is
+                case "max":
+                    return real(np.maximum(a, b))
+    return _neutral(kind, left, right) or _shifted(kind, left, right) or Real(kind, (left, right))
+
+
+def _shifted(kind: str, left: Real, right: Real) -> Real | None:
+    """A rounded integer and a whole number: the rounded sum, as order and the sums of small numbers are kept."""
+    if kind == "add" and right.kind == "rounded":
+        left, right = right, left
+    if kind != "add" or left.kind != "rounded" or right.kind != "const":
+        return None
+    (inner, largest), number = left.args, right.args[0]
+    assert isinstance(inner, Int)
+    assert isinstance(largest, int)
+    assert isinstance(number, float)
+    if not number.is_integer() or 2 * abs(number) > largest:
+        return None
+    return Real("rounded", (inner + integer(int(number)), largest - abs(int(number))))
+
+
+def _neutral(kind: str, left: Real, right: Real) -> Real | None:
+    """The other operand of a neutral one. Not 0 * x: x may be infinite."""
+    zero, one = real(0.0), real(1.0)
+    if kind == "add":
+        return right if left == zero else left if right == zero else None
+    if kind == "mul" and left == one:
+        return right
+    return left if kind in ("mul", "div") and right == one else None
+
+
+def negative(x: Scalar) -> Scalar:
+    """-x."""
+    if isinstance(x, Int):
+        return -x
+    value = to_real(x)
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return real(-number)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_real(-inner)
+    return Real("neg", (value,))
+
+
+def _integer(value: Real) -> Int | None:
+    if value.kind == "int":
+        found = value.args[0]
+        assert isinstance(found, Int)
+        return found
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return integer(int(number)) if number.is_integer() and abs(number) <= LONGEST else None
+    return None
+
+
+def _whole(kind: str, left: Real, right: Real) -> Real | None:
+    """A sum, product or extreme of floats that hold integers, where all are small enough to be exact."""
+    x, y = _integer(left), _integer(right)
+    if x is None or y is None:
+        return None
+    match kind:
+        case "add":
+            found = x + y
+        case "mul":
+            found = times(x, y)
+        case "min" | "max":
+            found = rebuilt(kind, (x, y))
+        case _:
+            return None
+    if any(abs(c) > LONGEST for _, c in found.terms):  # fp32 holds all up to 2^24
+        return None
+    return to_real(found)
+
+
+def floor(value: Real) -> Scalar | None:
+    """Floor of an integer divided by a positive one: exact in fp32 below 2^22, since quotients are 1 / n apart."""
+    if value.kind == "int":
+        return value
+    if value.kind != "div":
+        return None
+    left, right = value.args
+    assert isinstance(left, Real)
+    assert isinstance(right, Real)
+    x, y = _integer(left), _integer(right)
+    if x is None or y is None or not y.constant or y.constant < 0 or bound(x, upper=False) < 0:
+        return None
+    return to_real(of_atom("div", x, y.constant))
+
+
+def rounded(value: Real, largest: int) -> Real:
+    """A float whose integers are rounded where they are not known to be small."""
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return value if fits(inner, largest) else Real("rounded", (inner, largest))
+    if value.kind == "rounded":
+        inner, before = value.args
+        assert isinstance(before, int)
+        return Real("rounded", (inner, min(before, largest)))
+    if value.kind in ("select", "add", "mul", "div", "min", "max", "neg"):
+        return Real(value.kind, tuple(rounded(a, largest) if isinstance(a, Real) else a for a in value.args))
+    return value

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between which numbers a float lies that is made of positions, constants and stored tables: biases beside masks.
+
+Sums are rounded to fp32: beside the lowest number, a bias is lost in it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from stof.symbolic.algebra.int_bounds import Bounds, Range
+from stof.symbolic.algebra.terms import Int, Real
+
+_LARGEST = float(np.finfo(np.float32).max)
+_HUGE = 1e6  # where fp32 has lost what fp64 may still tell apart
+_FAR = 1.01  # what differs by more is told apart whatever type it was rounded to
+
+
+def range_of(value: Real) -> Range | None:
+    """The least and the largest value; None where what it reads may be any number, or nothing is known of an operator."""
+    args = value.args
+    reals = [a for a in args if isinstance(a, Real)]
+    match value.kind:
+        case "const":
+            number = args[0]
+            assert isinstance(number, float)
+            return None if math.isnan(number) else (number, number)
+        case "int":
+            inner = args[0]
+            assert isinstance(inner, Int)
+            low, high = Bounds({}, math.inf).integer(inner)
+            return (low, high) if max(-low, high) < _LARGEST else None
+        case "bool":
+            return (0.0, 1.0)
+        case "table" if len(args) == 3:
+            found = args[2]
+            assert isinstance(found, tuple)
+            return (float(found[0]), float(found[1]))
+        case "select" | "add" | "mul" | "neg" | "min" | "max":
+            ranges = [range_of(r) for r in reals]
+            if any(r is None for r in ranges):
+                return None
+            return _combined(value.kind, [r for r in ranges if r is not None])
+    return None
+
+
+def _combined(kind: str, ranges: list[Range]) -> Range | None:
+    (a, b), *rest = ranges
+    if kind == "neg":
+        return (-b, -a)
+    c, d = rest[0]
+    match kind:
+        case "select":
+            return (min(a, c), max(b, d))
+        case "min":
+            return (min(a, c), min(b, d))
+        case "max":
+            return (max(a, c), max(b, d))
+        case "add":
+            return _rounded(a + c, b + d)
+    products = [x * y for x in (a, b) for y in (c, d)]
+    return _rounded(min(products), max(products))
+
+
+def _rounded(low: float, high: float) -> Range | None:
+    if math.isnan(low) or math.isnan(high) or (low < -_LARGEST < high) or (low < _LARGEST < high):
+        return None  # what overflows in fp32 does not in fp64
+    with np.errstate(over="ignore"):
+        return (float(np.float32(low)), float(np.float32(high)))
+
+
+def settled(value: Real) -> float | None:
+    """The large number that a float is, whatever its position, once it is rounded."""
+    found = range_of(value)
+    return found[0] if found is not None and found[0] == found[1] and abs(found[0]) > _HUGE else None
+
+
+def compared(kind: str, x: Real, y: Real) -> bool | None:
+    """A comparison (lt, le, gt, ge, eq) of floats that are far apart, or settled; None where it depends on the position."""
+    one, other = range_of(x), range_of(y)
+    if one is None or other is None:
+        return None
+    if one == other and one[0] == one[1]:
+        return kind in ("le", "ge", "eq")
+    for (_, high), (low, _), less in ((one, other, True), (other, one, False)):
+        apart = high < low and (high * low <= 0 or max(abs(high), abs(low)) > _FAR * min(abs(high), abs(low)))
+        if apart and (high, low) != (0.0, 0.0):
+            return kind in (("lt", "le") if less else ("gt", "ge"))
+    return None

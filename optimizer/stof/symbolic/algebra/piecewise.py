@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floats that depend on conditions, by cases: what they are where each holds, and the integer or condition that this makes.
+
+An integer input that is computed with is taken for 0 and 1 there, as vectors of a mask are, but where others are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from stof.symbolic.algebra.conditions import all_of, any_of, assume, choose, condition_of, equal, negate, select
+from stof.symbolic.algebra.float_arithmetic import fold_real, negative, rounded
+from stof.symbolic.algebra.terms import (
+    ANY,
+    FALSE,
+    TRUE,
+    Cond,
+    Int,
+    Real,
+    Scalar,
+    integer,
+    of_atom,
+    parts,
+    real,
+    to_real,
+)
+
+_MOST_CASES = 64
+_DEEPEST = 12  # conditions that are decided one after another
+
+
+def cases(value: Real) -> list[tuple[Cond, float | Real]]:
+    """Conditions that exclude each other and leave nothing out, with the value under each; a Real where it is no constant.
+
+    An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
+    """
+    found = None if _compares_reads(value) else _cases(value, 0)
+    return [(TRUE, value)] if found is None or len(found) > _MOST_CASES else found
+
+
+@lru_cache(maxsize=20_000)
+def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
+    """None where there are too many conditions to decide."""
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return [(TRUE, number)]
+    cond = _condition_of_real(value)
+    if cond is None:
+        return [(TRUE, value)]
+    if depth == _DEEPEST:
+        return None
+    parts = [_cases(_assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
+    if parts[0] is None or parts[1] is None:
+        return None
+    yes, no = ({x: c for c, x in part} for part in parts if part is not None)
+    merged = [(choose(cond, yes.get(x, FALSE), no.get(x, FALSE)), x) for x in dict.fromkeys([*yes, *no])]
+    return [(c, x) for c, x in merged if c != FALSE]
+
+
+def to_real_case(value: float | Real) -> Real:
+    """The value of a case."""
+    return real(value) if isinstance(value, float) else value
+
+
+def _condition_of_real(value: Real) -> Cond | None:
+    """A condition on which a float depends; of integer inputs that they are 1, since vectors of a mask are 0 or 1."""
+    match value.kind:
+        case "bool" | "select":
+            cond = value.args[0]
+            assert isinstance(cond, Cond)
+            return cond
+        case "int" | "rounded":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            return condition_of(inner) or _is_one(inner)
+        case "opaque" | "read" | "table" | "const":
+            return None
+    return next((c for a in value.args if isinstance(a, Real) and (c := _condition_of_real(a)) is not None), None)
+
+
+def _is_one(value: Int) -> Cond | None:
+    atoms = value.atoms()
+    if not atoms or any(a.kind != "read" or ANY in a.args for a in atoms):
+        return None
+    if len({c > 0 for m, c in value.terms if len(m) == 1}) > 1:
+        return None  # a difference of two reads compares numbers of documents, which may be any
+    atom = min(atoms, key=lambda a: a.key)
+    return Cond("ne", (Int((((atom,), 1),)),))
+
+
+def _assume_real(value: Real, cond: Cond, holds: bool) -> Real:
+    """The float where a condition is known."""
+    match value.kind:
+        case "bool" | "select":
+            own = value.args[0]
+            assert isinstance(own, Cond)
+            yes, no = value.args[1:] if value.kind == "select" else (real(1.0), real(0.0))
+            assert isinstance(yes, Real)
+            assert isinstance(no, Real)
+            if own == cond:
+                return _assume_real(yes if holds else no, cond, holds)
+            if own == negate(cond):
+                return _assume_real(no if holds else yes, cond, holds)
+            if value.kind == "bool":
+                return value
+            return Real("select", (own, _assume_real(yes, cond, holds), _assume_real(no, cond, holds)))
+        case "int" | "rounded":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            found = assume(inner, cond, holds)
+            if cond.kind == "ne" and _is_one(inner) is not None:
+                found = _with(found, cond.args[0], int(holds))
+            return rounded(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+        case "neg":
+            only = value.args[0]
+            assert isinstance(only, Real)
+            return to_real(negative(_assume_real(only, cond, holds)))
+        case "add" | "mul" | "div" | "min" | "max":
+            left, right = (_assume_real(a, cond, holds) for a in value.args if isinstance(a, Real))
+            return to_real(fold_real(value.kind, left, right))
+    return value
+
+
+def _with(value: Int, read: object, number: int) -> Int:
+    """The integer where a read is a number."""
+    assert isinstance(read, Int)
+    total = integer(0)
+    for monomial, coefficient in value.terms:
+        product = integer(coefficient)
+        for atom in monomial:
+            product = product * (integer(number) if atom == read.atom else Int((((atom,), 1),)))
+        total = total + product
+    return total
+
+
+def to_int(value: Scalar) -> Int:
+    """A cast to integer; floats truncate where their value is known, else become opaque."""
+    if isinstance(value, Int):
+        return value
+    if isinstance(value, Cond):
+        return integer(1) if value == TRUE else integer(0) if value == FALSE else of_atom("bool", value)
+    if value.kind == "const":
+        number = value.args[0]
+        assert isinstance(number, float)
+        return integer(int(number)) if math.isfinite(number) else of_atom("opaque", "cast", number)
+    if value.kind == "int":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return inner
+    if value.kind == "bool":
+        cond = value.args[0]
+        assert isinstance(cond, Cond)
+        return to_int(cond)
+    if value.kind == "select":
+        cond, yes, no = value.args
+        assert isinstance(cond, Cond)
+        assert isinstance(yes, Real)
+        assert isinstance(no, Real)
+        parts = [to_int(x) for x in (yes, no)]
+        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
+            chosen = select(cond, *parts)
+            assert isinstance(chosen, Int)
+            return chosen
+    found = cases(value)
+    if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
+        total = integer(0)
+        for own, x in found:
+            assert isinstance(x, float)
+            total = total + to_int(own) * integer(int(x))
+        return total
+    return of_atom("trunc", value)
+
+
+def to_cond(value: Scalar) -> Cond:
+    """A cast to boolean: non-zero."""
+    if isinstance(value, Cond):
+        return value
+    if isinstance(value, Int):
+        atom = value.atom
+        if atom is not None and atom.kind == "bool":
+            cond = atom.args[0]
+            assert isinstance(cond, Cond)
+            return cond
+        return negate(equal(value, integer(0)))
+    if value.kind == "read":
+        return Cond("read", value.args)
+    if value.kind == "rounded":
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return to_cond(inner)
+    return split_cond(value, lambda x: x != 0)
+
+
+def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
+    """The condition under which a float passes ``test``, by cases; opaque where a case has no constant value."""
+    return any_of(
+        cond if isinstance(x, float) and test(x) else all_of([cond, Cond("opaque", ("test", value))])
+        for cond, x in cases(value)
+        if not isinstance(x, float) or test(x)
+    )
+
+
+def as_int(x: Scalar) -> Int | None:
+    """The integer that a scalar is; None for a float that is not known to be one."""
+    if isinstance(x, Real):
+        if x.kind == "int":
+            return to_int(x)
+        if x.kind == "const":
+            number = x.args[0]
+            assert isinstance(number, float)
+            return integer(int(number)) if number.is_integer() else None
+        return None
+    return to_int(x)
+
+
+@lru_cache(maxsize=20_000)
+def reads_number(value: Real) -> bool:
+    """Whether a float is made of numbers that a model reads, other than by conditions on them."""
+    return any(x.kind in ("int", "rounded") and _reads(x) for x in _floats(value))
+
+
+@lru_cache(maxsize=20_000)
+def _compares_reads(value: Real) -> bool:
+    """Whether numbers that a model reads are subtracted from each other or from positions: they are no mask of 0 and 1."""
+    for one in _floats(value):
+        if one.kind in ("add", "neg"):
+            leaves = list(_leaves(one, 1.0))
+            reads = {factor for reading, factor in leaves if reading}
+            others = {abs(factor) for reading, factor in leaves if not reading}
+            if len({factor > 0 for factor in reads}) > 1 or others & {abs(factor) for factor in reads}:
+                return True
+    return False
+
+
+def _floats(value: Real) -> Iterator[Real]:
+    """A float and those that it is computed of, each once."""
+    pending, seen = [value], set[Real]()
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            pending.extend(a for a in one.args if isinstance(a, Real))
+
+
+def _reads(value: Real) -> bool:
+    inner = value.args[0]
+    return isinstance(inner, Int) and any(a.kind == "read" for a in inner.atoms())
+
+
+def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
+    """The integers that are added up, whether they are read, and their factors; products with others stand for themselves."""
+    args = [a for a in value.args if isinstance(a, Real)]
+    match value.kind:
+        case "int" | "rounded":
+            inner = value.args[0]
+            assert isinstance(inner, Int)
+            sign = next((1.0 if c > 0 else -1.0 for m, c in inner.terms if any(a.kind == "read" for a in m)), 1.0)
+            yield _reads(value), sign * factor
+        case "add":
+            yield from _leaves(args[0], factor)
+            yield from _leaves(args[1], factor)
+        case "neg":
+            yield from _leaves(args[0], -factor)
+        case "mul" | "div":
+            numbers = [a.args[0] for a in args if a.kind == "const"]
+            others = [a for a in args if a.kind != "const"]
+            if len(others) == 1 and isinstance(numbers[0], float) and numbers[0]:
+                yield from _leaves(others[0], factor * numbers[0] if value.kind == "mul" else factor / numbers[0])
+
+
+def reads_input(value: object) -> bool:
+    """Whether a scalar depends on what a model input holds."""
+    return any(p.kind in ("read", "unread") for p in parts(value))

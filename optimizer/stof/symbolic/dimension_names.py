@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of dimensions that are sums of others: exporters write ``past_sequence_length + sequence_length``."""
+
+from __future__ import annotations
+
+import ast
+
+from stof.symbolic.algebra.terms import Int, integer, of_atom, size
+
+_LONGEST = 200
+_HIGHEST = 4
+
+
+def dimension(name: str) -> Int:
+    """The size that a ``dim_param`` states: a term over other names where it reads as one, else a name of its own."""
+    if len(name) > _LONGEST or not any(c in name for c in "+-*/%"):
+        return size(name)
+    try:
+        found = _size(ast.parse(name.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = None
+    return size(name) if found is None else found
+
+
+def declared(size: Int) -> int | str:
+    """A size as a ``value_info`` states it: a number, a name that the model itself declares, or "" for neither."""
+    if size.constant is not None:
+        return size.constant
+    atom = size.atom
+    # "name#axis" are the interpreter's own.
+    name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
+    return name if "#" not in name else ""
+
+
+def _product(factors: list[Int]) -> Int:
+    total = integer(1)
+    for factor in factors:
+        total = total * factor
+    return total
+
+
+def _size(node: ast.expr) -> Int | None:
+    match node:
+        case ast.Name(id=name):
+            return size(name)
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return integer(number)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
+            x, y = _size(left), _size(right)
+            if x is None or y is None:
+                return None
+            return x + y if isinstance(op, ast.Add) else x - y if isinstance(op, ast.Sub) else x * y
+        case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as op, right=ast.Constant(value=int(divisor))):
+            x = _size(left)
+            if x is None or divisor <= 0 or divisor == 1:
+                return x if divisor == 1 and isinstance(op, ast.FloorDiv) else None
+            return of_atom("div" if isinstance(op, ast.FloorDiv) else "mod", x, divisor)
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 1 <= power <= _HIGHEST:
+            x = _size(left)
+            return None if x is None else _product([x] * power)
+    return None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that broadcast: their shape, an operand's place in it, and operators that work on one element at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stof.symbolic.algebra.terms import Scalar, integer
+from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.tensor import Index, Shape, SymTensor
+
+
+def broadcast(shapes: list[Shape], context: Context | None = None) -> Shape:
+    """The broadcast shape; symbolic sizes that differ are taken for equal, as the graph must be valid."""
+    rank = max(len(s) for s in shapes)
+    one = integer(1)
+    result = []
+    for axis in range(rank):
+        found = one
+        for s in shapes:
+            place = axis - rank + len(s)
+            d = s[place] if place >= 0 else one
+            if one not in (d, found) and context is not None:
+                context.equate(found, d)
+            if d != one and (found == one or (found.constant is None and d.constant is not None)):
+                found = d
+        result.append(found)
+    return tuple(result)
+
+
+def project(index: Index, shape: Shape) -> Index:
+    """The index of a broadcast operand of ``shape``."""
+    own = index[len(index) - len(shape) :]
+    return tuple(integer(0) if d == integer(1) else i for i, d in zip(own, shape, strict=True))
+
+
+def elementwise(
+    context: Context, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
+) -> list[Fact] | None:
+    """The facts of an operator that works on each element of its broadcast inputs."""
+    inputs = [context.fact(i) for i in range(count or len(context.node.input))]
+    shapes = [f.shape for f in inputs]
+    if any(s is None for s in shapes):
+        return None
+    known = [s for s in shapes if s is not None]
+    shape = broadcast(known, context)
+    out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
+    kind = dtype_kind(out)
+    values = [f.value for f in inputs]
+    if kind is None or any(v is None for v in values):
+        return [Fact(out, shape)]
+    tensors = [v for v in values if v is not None]
+
+    def at(index: Index) -> Scalar:
+        return function(*(t.at(project(index, s)) for t, s in zip(tensors, known, strict=True)))
+
+    return [Fact(out, shape, SymTensor(shape, kind, at))]
+
+
+def pointwise(function: Callable[..., Scalar], dtype: int | None = None) -> Rule:
+    """The rule of an operator that does this to each element of its broadcast inputs."""
+    return lambda context: elementwise(context, function, dtype)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of the operators of domain com.microsoft that ONNX Runtime's own optimizer writes."""
+
+from __future__ import annotations
+
+from stof.symbolic.algebra.terms import integer
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.rules.broadcasting import broadcast
+from stof.symbolic.rules.shape_only import as_first
+
+
+def _skip_norm(context: Context) -> list[Fact] | None:
+    fact = context.fact(0)
+    whole = Fact(fact.dtype, fact.shape)
+    return [whole, Fact(), Fact(), whole]
+
+
+def _fused_matmul(context: Context) -> list[Fact] | None:
+    a, b = context.shape(0), context.shape(1)
+    if a is None or b is None or len(a) < 2 or len(b) < 2:
+        return None
+    if context.number("transBatchA", 0) or context.number("transBatchB", 0):
+        return None
+    rows = a[-1] if context.number("transA", 0) else a[-2]
+    columns = b[-2] if context.number("transB", 0) else b[-1]
+    return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]]), rows, columns))]
+
+
+def _matmul_nbits(context: Context) -> list[Fact] | None:
+    fact = context.fact(0)
+    return None if fact.shape is None else [Fact(fact.dtype, (*fact.shape[:-1], integer(context.number("N", 0))))]
+
+
+RULES: dict[str, Rule] = {
+    "BiasGelu": as_first,
+    "FastGelu": as_first,
+    "FusedMatMul": _fused_matmul,
+    "Gelu": as_first,
+    "MatMulNBits": _matmul_nbits,
+    "QuickGelu": as_first,
+    "RotaryEmbedding": as_first,
+    "SimplifiedLayerNormalization": as_first,
+    "SkipLayerNormalization": _skip_norm,
+    "SkipSimplifiedLayerNormalization": _skip_norm,
+}

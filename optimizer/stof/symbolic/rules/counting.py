@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators with which older exporters count positions: CumSum of ones, NonZero of ones."""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from stof.symbolic.algebra.terms import Int, Scalar, integer, parts, to_real, var
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.rules.elementwise import mul
+from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.tensor import Index, SymTensor, constant_tensor
+
+ZERO, ONE = integer(0), integer(1)
+
+
+def _uniform(tensor: SymTensor, axes: set[int]) -> bool:
+    """Whether elements do not depend on some of their indices."""
+    probe = tuple(var(f"count{a}") for a in range(tensor.rank))
+    names = {f"count{a}" for a in axes}
+    return not any(p.kind == "var" and p.args[0] in names for p in parts(tensor.at(probe)))
+
+
+def _cumsum(context: Context) -> list[Fact] | None:
+    fact, axis = context.fact(0), context.fixed_ints(1)
+    data, value = fact.shape, fact.value
+    if data is None or axis is None or value is None or value.kind == "b":
+        return [Fact(fact.dtype, data)]
+    place = axis[0] % len(data)
+    exclusive, reverse = (bool(context.number(n, 0)) for n in ("exclusive", "reverse"))
+    if not _uniform(value, {place}):
+        if value.constant is None:
+            return [Fact(fact.dtype, data)]  # of a mask: positions of what is not padded
+        total = _summed(value, place, exclusive, reverse)
+        return [Fact(fact.dtype, data, constant_tensor(context.node.output[0], total))]
+
+    def at(index: Index) -> Scalar:
+        count = data[place] - ONE - index[place] if reverse else index[place]
+        each = value.at((*index[:place], ZERO, *index[place + 1 :]))
+        steps = count if exclusive else count + ONE
+        if isinstance(each, Int):
+            return each * steps
+        return mul(each, to_real(steps))
+
+    return [Fact(fact.dtype, data, SymTensor(data, value.kind, at))]
+
+
+def _summed(value: SymTensor, axis: int, exclusive: bool, reverse: bool) -> np.ndarray:
+    array = np.asarray(value.constant)
+    array = np.flip(array, axis) if reverse else array
+    total = np.cumsum(array, axis, dtype=array.dtype)
+    total = total - array if exclusive else total
+    return np.ascontiguousarray(np.flip(total, axis) if reverse else total)
+
+
+def _nonzero(context: Context) -> list[Fact] | None:
+    data, value = context.shape(0), context.value(0)
+    if data is None or not data:
+        return None
+    rank = integer(len(data))
+    if value is None:
+        return None
+    if not _uniform(value, set(range(len(data)))):
+        if value.constant is None:
+            return None
+        array = np.array(np.nonzero(value.constant), np.int64)
+        shape = (rank, integer(array.shape[1]))
+        return [Fact(TensorProto.INT64, shape, constant_tensor(context.node.output[0], array))]
+    element = value.at((ZERO,) * len(data))
+    if not _is_number(element) or len(data) > 1:
+        return None
+    shape = (rank, product(data) if _is_true(element) else ZERO)
+    return [Fact(TensorProto.INT64, shape, SymTensor(shape, "i", lambda index: index[1]))]
+
+
+def _is_number(value: Scalar) -> bool:
+    if isinstance(value, Int):
+        return value.constant is not None
+    return value.kind in ("true", "false", "const")
+
+
+def _is_true(value: Scalar) -> bool:
+    if isinstance(value, Int):
+        return value.constant != 0
+    return value.kind == "true" or (value.kind == "const" and value.args[0] != 0.0)
+
+
+RULES: dict[str, Rule] = {"CumSum": _cumsum, "NonZero": _nonzero}

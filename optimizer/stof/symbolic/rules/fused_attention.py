@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
+
+from __future__ import annotations
+
+from stof.symbolic.algebra.terms import Int, integer
+from stof.symbolic.facts import Context, Fact, Rule
+
+
+def _attention(context: Context) -> list[Fact] | None:
+    q, k, v = (context.shape(i) for i in range(3))
+    dtype = context.fact(0).dtype
+    if q is None or k is None or v is None:
+        return [Fact(dtype)]
+    past = context.shape(4)
+    if len(q) == 4:
+        heads, groups, size, width, rows, keys = q[1], k[1], k[3], v[3], q[2], k[2]
+        output: tuple[Int, ...] = (q[0], heads, rows, width)
+    else:
+        heads, groups = (integer(context.number(n, 0)) for n in ("q_num_heads", "kv_num_heads"))
+        found = k[2].divide(groups), v[2].divide(groups)
+        if found[0] is None or found[1] is None:
+            return [Fact(dtype)]
+        size, width = found[0], found[1]
+        rows, keys = q[1], k[1]
+        output = (q[0], rows, heads * width)
+    if context.has(4):
+        if past is None or len(past) != 4:
+            return [Fact(dtype, output)]
+        keys = keys + past[2]
+    present = [Fact(dtype, (q[0], groups, keys, d)) for d in (size, width)]
+    return [Fact(dtype, output), *present, Fact(dtype, (q[0], heads, rows, keys))]
+
+
+def _multi_head(context: Context) -> list[Fact] | None:
+    q, k, v = (context.shape(i) for i in range(3))
+    heads = context.number("num_heads", 0)
+    dtype = context.fact(0).dtype
+    if q is None or not heads:
+        return [Fact(dtype)]
+    if len(q) == 5:  # packed [B, S, H, 3, D]
+        width: Int | None = q[2] * q[4]
+        keys: Int | None = q[1]
+    elif v is not None:
+        width = v[2] if len(v) == 3 else v[1] * v[3]
+        keys = v[1] if len(v) == 3 else v[2]
+    elif k is not None and len(k) == 5:  # packed [B, T, H, 2, D]
+        width, keys = k[2] * k[4], k[1]
+    else:
+        width, keys = None, None
+    if width is None or keys is None:
+        return [Fact(dtype)]
+    output = Fact(dtype, (q[0], q[1], width))
+    past = context.shape(6) if context.has(6) else None
+    if context.has(6):
+        if past is None or len(past) != 4 or context.has(8):
+            return [output]
+        keys = keys + past[2]
+    size = q[4] if len(q) == 5 else q[2].divide(integer(heads))
+    own = width.divide(integer(heads))
+    if size is None or own is None:
+        return [output]
+    present = [Fact(dtype, (q[0], integer(heads), keys, d)) for d in (size, own)]
+    return [output, *present]
+
+
+def _grouped(context: Context) -> list[Fact] | None:
+    q, k = context.shape(0), context.shape(1)
+    heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
+    dtype = context.fact(0).dtype
+    if q is None or len(q) != 3 or not heads or not groups:
+        return [Fact(dtype)]
+    width = q[2] if k is not None else _part(q[2], heads, heads + 2 * groups)
+    return [Fact(dtype, None if width is None else (q[0], q[1], width))]
+
+
+def _part(whole: Int, count: int, parts: int) -> Int | None:
+    one = whole.divide(integer(parts))
+    return None if one is None else one * integer(count)
+
+
+def _contrib_attention(context: Context) -> list[Fact] | None:
+    x, weight = context.shape(0), context.shape(1)
+    dtype = context.fact(0).dtype
+    if x is None or len(x) != 3 or weight is None or len(weight) != 2:
+        return [Fact(dtype)]
+    sizes = context.attribute("qkv_hidden_sizes")
+    width = integer(int(sizes[2])) if isinstance(sizes, list) and len(sizes) == 3 else weight[1].divide(integer(3))
+    return [Fact(dtype, None if width is None else (x[0], x[1], width))]
+
+
+STANDARD: dict[str, Rule] = {"Attention": _attention}
+CONTRIB: dict[str, Rule] = {
+    "Attention": _contrib_attention,
+    "GroupQueryAttention": _grouped,
+    "MultiHeadAttention": _multi_head,
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of quantizing operators and of others that ONNX Runtime's tools write, of which no mask is made."""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.rules.broadcasting import broadcast
+from stof.symbolic.rules.shape_only import as_first
+from stof.symbolic.tensor import Shape
+
+_FLOAT, _UINT8, _INT32 = int(TensorProto.FLOAT), int(TensorProto.UINT8), int(TensorProto.INT32)
+
+
+def _product(a: Shape | None, b: Shape | None) -> Shape | None:
+    if a is None or b is None or len(a) < 2 or len(b) < 2:
+        return None
+    return (*broadcast([a[:-2], b[:-2]]), a[-2], b[-1])
+
+
+def _dynamic_quantize(context: Context) -> list[Fact]:
+    return [Fact(_UINT8, context.shape(0)), Fact(_FLOAT, ()), Fact(_UINT8, ())]
+
+
+def _quantize(context: Context) -> list[Fact]:
+    dtype = context.fact(2).dtype or context.number("output_dtype", 0) or _UINT8
+    return [Fact(dtype, context.shape(0))]
+
+
+def _dequantize(context: Context) -> list[Fact]:
+    return [Fact(context.fact(1).dtype or _FLOAT, context.shape(0))]
+
+
+def _matmul_integer(context: Context) -> list[Fact]:
+    return [Fact(_INT32, _product(context.shape(0), context.shape(1)))]
+
+
+def _matmul_float(context: Context) -> list[Fact]:
+    return [Fact(_FLOAT, _product(context.shape(0), context.shape(1)))]
+
+
+def _matmul_scaled(context: Context) -> list[Fact]:
+    return [Fact(context.fact(2).dtype or _FLOAT, _product(context.shape(0), context.shape(1)))]
+
+
+def _qlinear_matmul(context: Context) -> list[Fact]:
+    return [Fact(context.fact(7).dtype or _UINT8, _product(context.shape(0), context.shape(3)))]
+
+
+def _qlinear_binary(context: Context) -> list[Fact]:
+    a, b = context.shape(0), context.shape(3)
+    return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b]))]
+
+
+def _embed(context: Context) -> list[Fact] | None:
+    """EmbedLayerNormalization: ids [B, S], tables [.., N]."""
+    ids, table = context.shape(0), context.shape(2)
+    if ids is None or table is None:
+        return None
+    whole = Fact(context.fact(2).dtype, (*ids, table[-1]))
+    return [whole, Fact(_INT32, (ids[0],)), whole]
+
+
+STANDARD: dict[str, Rule] = {
+    "DynamicQuantizeLinear": _dynamic_quantize,
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "MatMulInteger": _matmul_integer,
+    "QLinearMatMul": _qlinear_matmul,
+    # ONNX Runtime's optimizer writes it without a domain of its own.
+    "SimplifiedLayerNormalization": as_first,
+}
+CONTRIB: dict[str, Rule] = {
+    "BiasAdd": as_first,
+    "DequantizeLinear": _dequantize,
+    "DynamicQuantizeMatMul": _matmul_float,
+    "EmbedLayerNormalization": _embed,
+    "MatMulIntegerToFloat": _matmul_scaled,
+    "QLinearAdd": _qlinear_binary,
+    "QLinearMul": _qlinear_binary,
+    "QuantizeLinear": _quantize,
+}

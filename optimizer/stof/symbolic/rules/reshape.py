@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the operators that change a shape and keep the order of the elements."""
+
+from __future__ import annotations
+
+from stof.symbolic.algebra.divisions import floor_div, floor_mod
+from stof.symbolic.algebra.terms import Int, Scalar, integer
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.rules.movement_helpers import moved, product
+from stof.symbolic.tensor import Index, Shape
+
+ZERO, ONE = integer(0), integer(1)
+
+
+def _axes(context: Context, rank: int) -> list[int] | None:
+    found: object = context.attribute("axes")
+    if found is None:
+        found = context.fixed_ints(1) if context.has(1) else None
+    return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
+
+
+def _unsqueeze(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    extra = context.attribute("axes") or (context.fixed_ints(1) if context.has(1) else None)
+    if extra is None:
+        return None
+    rank = len(data) + len(list(extra))  # type: ignore[call-overload]
+    axes = _axes(context, rank)
+    assert axes is not None
+    rest = iter(data)
+    shape = tuple(ONE if a in axes else next(rest) for a in range(rank))
+
+    def at(index: Index) -> Scalar:
+        value = context.value(0)
+        assert value is not None
+        return value.at(tuple(i for a, i in enumerate(index) if a not in axes))
+
+    return [moved(context, shape, at)]
+
+
+def _squeeze(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axes = _axes(context, len(data)) if len(data) else []
+    if axes is None:
+        if context.has(1) or any(d.constant is None for d in data):
+            return None  # axes that are not known; a size that is 1 in a run would go as well
+        axes = [a for a, d in enumerate(data) if d == ONE]
+    shape = tuple(d for a, d in enumerate(data) if a not in axes)
+
+    def at(index: Index) -> Scalar:
+        rest = iter(index)
+        value = context.value(0)
+        assert value is not None
+        return value.at(tuple(ZERO if a in axes else next(rest) for a in range(len(data))))
+
+    return [moved(context, shape, at)]
+
+
+def _target_shape(context: Context, data: Shape) -> Shape | None:
+    wanted = context.ints(1)
+    if wanted is None:
+        return None
+    keep_zero = context.number("allowzero", 0)
+    shape = [data[a] if d.constant == 0 and not keep_zero else d for a, d in enumerate(wanted)]
+    unknown = [a for a, d in enumerate(shape) if d.constant == -1]
+    if unknown:
+        rest = tuple(d for d in shape if d.constant != -1)
+        quotient = product(data).divide(product(rest))
+        if quotient is None:
+            whole, part = (product(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
+            quotient = whole.divide(part)
+        if quotient is None or len(unknown) > 1:
+            return None
+        shape[unknown[0]] = quotient
+    return tuple(shape)
+
+
+def _reshape(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    shape = None if data is None else _target_shape(context, data)
+    if data is None or shape is None:
+        return None
+    _equate_counts(context, product(data), product(shape))
+    return _reshaped(context, data, shape)
+
+
+def _equate_counts(context: Context, before: Int, after: Int) -> None:
+    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
+    if before == after or len(after.terms) != 1:
+        return
+    for atom in after.terms[0][0]:
+        factor = Int((((atom,), 1),))
+        rest = before.divide(factor)
+        if rest is not None:
+            before, after = rest, after.divide(factor) or after
+    context.equate(before, after)
+
+
+def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
+    value = context.value(0)
+    mapping = None
+    if value is not None:
+        # Sizes that are equal in every valid run may be written differently on both sides.
+        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
+        mapping = _index_map(data, shape) or _index_map(*same)
+    if value is None or mapping is None:
+        return [Fact(context.fact(0).dtype, shape)]
+    return [moved(context, shape, lambda index: value.at(mapping(index)))]
+
+
+def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
+    """From an index of ``shape`` to one of ``data``: equal up to ones, merging axes, or constant sizes."""
+    source = [a for a, d in enumerate(data) if d != ONE]
+    target = [a for a, d in enumerate(shape) if d != ONE]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        p, q = ONE, ONE
+        if i < len(source):
+            left.append(source[i])
+            p, i = data[source[i]], i + 1
+        if j < len(target):
+            right.append(target[j])
+            q, j = shape[target[j]], j + 1
+        while p != q:
+            if i < len(source) and (q.divide(p) is not None or j >= len(target)):
+                left.append(source[i])
+                p, i = p * data[source[i]], i + 1
+            elif j < len(target):
+                right.append(target[j])
+                q, j = q * shape[target[j]], j + 1
+            else:
+                return None
+        groups.append((left, right))
+
+    def mapping(index: Index) -> Index:
+        result = [ZERO] * len(data)
+        for left, right in groups:
+            flat = ZERO
+            for a in right:
+                flat = flat * shape[a] + index[a]
+            for a in reversed(left[1:]):
+                flat, result[a] = _div_mod(flat, data[a])
+            if left:
+                result[left[0]] = flat
+        return tuple(result)
+
+    return mapping
+
+
+def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
+    """Quotient and remainder. By a symbolic size: the terms that it divides, and the rest, which a valid graph keeps
+    below it (``b * S + k``); the check by execution would catch it if not.
+    """
+    if n.constant is not None:
+        return floor_div(flat, n.constant), floor_mod(flat, n.constant)
+    return flat.divmod(n)
+
+
+def _flatten(context: Context) -> list[Fact] | None:
+    data = context.shape(0)
+    if data is None:
+        return None
+    axis = context.number("axis", 1)
+    axis = axis + len(data) if axis < 0 else axis
+    return _reshaped(context, data, (product(data[:axis]), product(data[axis:])))
+
+
+RULES: dict[str, Rule] = {
+    "Unsqueeze": _unsqueeze,
+    "Squeeze": _squeeze,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the operators that assign parts of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stof.symbolic.algebra.conditions import all_of, equal, less_equal, negate, select
+from stof.symbolic.algebra.piecewise import to_int
+from stof.symbolic.algebra.terms import Int, Scalar, integer, var
+from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.rules.movement_helpers import moved, wrapped
+from stof.symbolic.tensor import Index, Shape, SymTensor
+
+_MOST_ROWS = 16  # that are assigned one by one
+ZERO, ONE = integer(0), integer(1)
+
+
+def _scatter_nd(context: Context) -> list[Fact] | None:
+    """Slice assignment as exporters write it: index tuples are the position itself plus a constant, or few."""
+    data, indices, updates = context.shape(0), context.value(1), context.value(2)
+    if data is None:
+        return None
+    value = context.value(0)
+    unknown = [Fact(context.fact(0).dtype, data)]
+    if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
+        return unknown
+    depth = indices.shape[-1].constant
+    if depth is None:
+        return unknown
+    shifts = _shifts(indices, depth)
+    if shifts is None:
+        places = _few(indices, depth, data)
+        return unknown if places is None else [moved(context, data, _placed(value, updates, places, depth))]
+    counts = indices.shape[:-1]
+
+    def at(index: Index) -> Scalar:
+        moved = tuple(i - s for i, s in zip(index[:depth], shifts, strict=True))
+        inside = all_of(
+            c for i, n in zip(moved, counts, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, n))
+        )
+        placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
+        return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
+
+    return [moved(context, data, at)]
+
+
+def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
+    """What index tuples [.., depth] add to the position that they stand at; None where that is no constant, or below 0, where
+    indices count from the end.
+    """
+    rank = indices.rank - 1
+    if depth != rank:
+        return None
+    probe = tuple(var(f"scatter{a}") for a in range(rank))
+    shifts = []
+    for a in range(depth):
+        place = to_int(indices.at((*probe, integer(a))))
+        shift = place - probe[a] if indices.shape[a] != ONE else place
+        if shift.constant is None or shift.constant < 0:
+            return None
+        shifts.append(shift)
+    return shifts
+
+
+def _few(indices: SymTensor, depth: int, data: Shape) -> list[tuple[Int, ...]] | None:
+    """The index tuples of a short list [n, depth] of them."""
+    sizes = indices.sizes()
+    if sizes is None or len(sizes) != 2 or sizes[0] > _MOST_ROWS:
+        return None
+    return [
+        tuple(wrapped(to_int(indices.at((integer(i), integer(a)))), data[a]) for a in range(depth))
+        for i in range(sizes[0])
+    ]
+
+
+def _placed(
+    value: SymTensor, updates: SymTensor, places: list[tuple[Int, ...]], depth: int
+) -> Callable[[Index], Scalar]:
+    """A tensor with updates [n, ..] at n places."""
+
+    def at(index: Index) -> Scalar:
+        result = value.at(index)
+        for i, place in enumerate(places):
+            here = all_of(equal(a, p) for a, p in zip(index, place, strict=False))
+            result = select(here, updates.at((integer(i), *index[depth:])), result)
+        return result
+
+    return at
+
+
+def _scatter_elements(context: Context) -> list[Fact] | None:
+    """Rows or columns that are assigned whole, as exporters write it: few along the axis, all of the others."""
+    data, indices, updates = context.shape(0), context.value(1), context.value(2)
+    if data is None:
+        return None
+    value = context.value(0)
+    axis = context.number("axis", 0) % len(data)
+    count = None if indices is None else indices.shape[axis].constant
+    if value is None or indices is None or updates is None or str(context.attribute("reduction", "none")) != "none":
+        return [Fact(context.fact(0).dtype, data)]
+    whole = all(n == d for a, (n, d) in enumerate(zip(indices.shape, data, strict=True)) if a != axis)
+    if count is None or count > _MOST_ROWS or not whole:
+        return [Fact(context.fact(0).dtype, data)]
+
+    def at(index: Index) -> Scalar:
+        result = value.at(index)
+        for i in range(count):
+            place = (*index[:axis], integer(i), *index[axis + 1 :])
+            row = wrapped(to_int(indices.at(place)), data[axis])
+            result = select(equal(index[axis], row), updates.at(place), result)
+        return result
+
+    return [moved(context, data, at)]
+
+
+RULES: dict[str, Rule] = {
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+}
