@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from tests.test_cli import ATTENTION, WINDOW, text
+from tests.command.test_cli import ATTENTION, WINDOW, text
 
 import stof
 from stof import cli

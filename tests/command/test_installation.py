@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import onnx
 import pytest
-from tests.test_cli import ATTENTION, WINDOW, text
+from tests.command.test_cli import ATTENTION, WINDOW, text
 
 import stof
 from stof import cli

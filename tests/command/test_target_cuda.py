@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from tests.test_cli import ATTENTION, WINDOW, text
+from tests.command.test_cli import ATTENTION, WINDOW, text
 
 from stof import cli
 from stof.attention.decide import cost_cuda as cuda

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.test_cli import ATTENTION, WINDOW, text
+from tests.command.test_cli import ATTENTION, WINDOW, text
 
 import stof
 from stof import cli, terminal

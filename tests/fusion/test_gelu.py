@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.chains.graphs import FLOAT, HALF, Builder, N, activations
+from chain_graphs import FLOAT, HALF, Builder, N, activations
 
 from stof.fusion.apply import apply_chains
 from stof.fusion.decide.measured import take_all
