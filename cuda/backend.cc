@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the core asks of a build with CUDA kernels (plugins/core/cuda_backend.h): attention as one job or in parts, its
-// kernels and masks made ready.
+// What the core asks of a build with CUDA kernels (plugins/core/contract/cuda_backend.h): attention as one job or in
+// parts, its kernels and masks made ready.
 #include <cuda_runtime.h>
 
 #include <cstring>
 #include <string>
 
-#include "cuda/attention_job.h"
-#include "cuda/chain_backend.h"
-#include "cuda/device_mask.h"
-#include "cuda/mask_builder.h"
-#include "cuda/mask_memory.h"
-#include "cuda/one_process.h"
-#include "cuda/recording.h"
-#include "cuda/selector.h"
-#include "cuda/stream_memory.h"
-#include "cuda/time_op.h"
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/hash.h"
+#include "cuda/attention/job.h"
+#include "cuda/attention/select.h"
+#include "cuda/chain/run.h"
+#include "cuda/common/graph_capture.h"
+#include "cuda/common/one_process.h"
+#include "cuda/common/stream_memory.h"
+#include "cuda/common/time_op.h"
+#include "cuda/mask/build/mask_builder.h"
+#include "cuda/mask/device_mask.h"
+#include "cuda/mask/program/program_cache.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/host/hash.h"
 
 namespace stof {
 namespace {

@@ -7,10 +7,10 @@
 
 RESULTS are files of ``stof-bench attention --device cuda --kernels``; every point that has times of at least two kernels
 counts. --store FILE keeps these points, and nothing else of the files; docs/results/h100/selector.json, which is read where
-no RESULTS are given, was made so. The model is cuda/selector.cc's: plans of cuda/work_plan.cc itself, by a library of its own
-(--planner); the constants are read from cuda/attention_sm90_d64.cu and _d128.cu. Without --fit only the regret of these is
-printed; with it, constants are sought for that long from those that are there, and printed as the lists want them. No GPU is
-needed, nor a library with CUDA kernels.
+no RESULTS are given, was made so. The model is that of cuda/attention/select.cc: it asks the planner itself
+(cuda/schedule/tile_schedule.cc) through a library of its own (--planner). The constants are read from d64.cu and d128.cu in
+cuda/attention/sm90/instantiations/. Without --fit only the regret of these is printed; with it, constants are sought for that
+long from those that are there, and printed as the lists want them. No GPU is needed, nor a library with CUDA kernels.
 
 Regret is the time of the kernel that the model chooses over that of the fastest, the 8.0 and the row-wise kernel among them.
 """
@@ -99,8 +99,8 @@ class Kernel:
 
 @functools.cache
 def half_of(name: str) -> int:
-    """A constant of cuda/attention_sm90.cuh."""
-    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention_sm90.cuh").read_text())
+    """A constant of cuda/attention/sm90/kernel.cuh."""
+    found = re.search(rf"\b{name} = (\d+)", (HERE / "cuda/attention/sm90/kernel.cuh").read_text())
     assert found is not None, name
     return int(found[1])
 
@@ -108,7 +108,8 @@ def half_of(name: str) -> int:
 def kernels_of(head: int) -> list[Kernel]:
     """The kernels without extras of a head size, from the source."""
     found = []
-    source = (HERE / f"cuda/attention_sm90_d{head}.cu").read_text()
+    path = HERE / f"cuda/attention/sm90/instantiations/d{head}.cu"
+    source = path.read_text()
     for entry in _ENTRY.finditer(source):
         size, rows, keys, teams = (int(entry[i]) for i in range(1, 5))
         costs = [float(x) for x in entry[6].split(",")]
@@ -117,7 +118,7 @@ def kernels_of(head: int) -> list[Kernel]:
     written = source.split("kKernels[] = {")[1].split("};")[0].count("Describe<")
     if len(found) != written:
         raise SystemExit(
-            f"cuda/attention_sm90_d{head}.cu lists {written} kernels, of which {len(found)} could be read: adapt _ENTRY"
+            f"{path.relative_to(HERE)} lists {written} kernels, of which {len(found)} could be read: adapt _ENTRY"
         )
     return found
 
@@ -135,7 +136,7 @@ class Point:
 
     @property
     def section(self) -> int:
-        """Heads that are dealt out together (cuda/attention_job_choice.cc)."""
+        """Heads that are dealt out together (cuda/attention/job_choice.cc)."""
         _, H, G, _, T = self.shape
         return max(1, L2_BYTES // 2 // (4 * T * self.head)) * (H // G)
 
@@ -179,7 +180,7 @@ def store(results: Sequence[Path], target: Path) -> None:
 
 
 class Planner:
-    """The plans of cuda/work_plan.cc, whose times are the model (tools/plan_times.cc)."""
+    """The plans of cuda/schedule/tile_schedule.cc, whose times are the model (tools/plan_times.cc)."""
 
     def __init__(self, path: Path) -> None:
         """Loads the library.
@@ -218,7 +219,7 @@ class Planner:
         return ctypes.c_void_p(self._masks[key])
 
     def predict(self, point: Point, kernel: Kernel) -> float:
-        """Microseconds by the model: that of cuda/selector.cc, and what every launch takes."""
+        """Microseconds by the model: that of cuda/attention/select.cc, and what every launch takes."""
         B, H, _, S, T = point.shape
         workers = kernel.workers * MULTIPROCESSORS
         if point.expression:

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the selector's model says of a mask and a kernel's costs, for tools/fit_selector.py: cuda/work_plan.cc behind
-// functions that Python can call, so that costs are fitted to the plans that are made.
+// What the selector's model says of a mask and a kernel's costs, for tools/fit_selector.py:
+// cuda/schedule/tile_schedule.cc behind functions that Python can call, so that costs are fitted to the plans that are
+// made.
 #include <cstdint>
 #include <memory>
 
-#include "cuda/work_plan.h"
+#include "cuda/schedule/tile_schedule.h"
 
 namespace {
 
@@ -19,8 +20,8 @@ struct Planned {
 
 extern "C" {
 
-// A block mask's arrays (plugins/core/block_mask.h) in the order of its members; sizes: S, T, P, m, n, rows, layout_b,
-// layout_h; counts: of the elements of the six arrays. Copies them. Nothing is checked: they are of
+// A block mask's arrays (plugins/core/mask/block_mask.h) in the order of its members; sizes: S, T, P, m, n, rows,
+// layout_b, layout_h; counts: of the elements of the six arrays. Copies them. Nothing is checked: they are of
 // stof_block_mask_create.
 STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t counts[6], const int32_t* layout,
                                      const int32_t* row_ptr, const int32_t* full_begin, const int32_t* key_tile,

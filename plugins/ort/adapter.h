@@ -6,7 +6,7 @@
 
 #include <onnxruntime_c_api.h>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::ort {
 

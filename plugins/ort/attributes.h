@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::ort {
 

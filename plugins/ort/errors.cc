@@ -3,7 +3,7 @@
 
 #include <exception>
 
-#include "plugins/core/shown.h"
+#include "plugins/core/host/quoted.h"
 
 namespace stof::ort {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "plugins/core/status.h"
+#include "plugins/core/contract/status.h"
 
 namespace stof::ort {
 

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/shown.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/host/quoted.h"
 #include "plugins/ort/adapter.h"
 #include "plugins/ort/attributes.h"
 #include "plugins/ort/errors.h"

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/fork_guard.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/host/fork_guard.h"
 #include "plugins/ort/adapter.h"
 
 namespace {

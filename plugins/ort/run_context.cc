@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <thread>
 
-#include "plugins/core/fork_guard.h"
+#include "plugins/core/host/fork_guard.h"
 #include "plugins/ort/errors.h"
 
 namespace stof::ort {

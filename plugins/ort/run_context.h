@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "plugins/core/cuda_backend.h"
+#include "plugins/core/contract/cuda_backend.h"
 
 namespace stof::ort {
 

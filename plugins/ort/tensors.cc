@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "plugins/core/cuda_backend.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/ort/errors.h"
 
 namespace stof::ort {

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::ort {
 

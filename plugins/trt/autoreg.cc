@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "plugins/core/shown.h"
+#include "plugins/core/host/quoted.h"
 
 #define STOF_TEXT2(x) #x
 #define STOF_TEXT(x) STOF_TEXT2(x)

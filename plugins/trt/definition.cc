@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <cstring>
 
-#include "plugins/core/c_api.h"
-#include "plugins/core/hash.h"
-#include "plugins/core/shown.h"
+#include "plugins/core/c_api/c_api.h"
+#include "plugins/core/host/hash.h"
+#include "plugins/core/host/quoted.h"
 
 namespace stof::trt {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 #include "plugins/trt/fields.h"
 
 namespace stof::trt {

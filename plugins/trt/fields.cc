@@ -6,7 +6,7 @@
 #include <limits>
 #include <string_view>
 
-#include "plugins/core/shown.h"
+#include "plugins/core/host/quoted.h"
 
 namespace stof::trt {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::trt {
 

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "plugins/core/fork_guard.h"
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/host/fork_guard.h"
 #include "plugins/trt/log.h"
 #include "plugins/trt/plugin.h"
 

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "plugins/core/shown.h"
+#include "plugins/core/host/quoted.h"
 
 namespace stof::trt {
 

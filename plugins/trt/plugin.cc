@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "plugins/core/shown.h"
+#include "plugins/core/host/quoted.h"
 #include "plugins/trt/log.h"
 
 namespace stof::trt {

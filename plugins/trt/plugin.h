@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 #include "plugins/trt/definition.h"
 #include "plugins/trt/recordings.h"
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "plugins/core/cuda_backend.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/trt/log.h"
 
 namespace stof::trt {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::trt {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/block_mask_builder.h"
+#include "plugins/core/mask/block_mask_builder.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "plugins/core/kernels.h"
+#include "plugins/core/contract/kernels.h"
 
 namespace stof::test {
 

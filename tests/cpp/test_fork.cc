@@ -17,11 +17,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/one_process.h"
-#include "plugins/core/block_mask_cache.h"
-#include "plugins/core/c_api.h"
-#include "plugins/core/fork_guard.h"
-#include "plugins/core/thread_pool.h"
+#include "cuda/common/one_process.h"
+#include "plugins/core/c_api/c_api.h"
+#include "plugins/core/host/fork_guard.h"
+#include "plugins/core/host/thread_pool.h"
+#include "plugins/core/mask/block_mask_cache.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/memory.h"
 

@@ -10,12 +10,12 @@
 #include <memory>
 #include <thread>
 
-#include "plugins/core/hash.h"
-#include "plugins/core/op.h"
-#include "plugins/core/thread_pool.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/host/hash.h"
+#include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/mask/random_expr.h"
 #include "tests/cpp/memory.h"
-#include "tests/cpp/random_expr.h"
 
 namespace stof::test {
 namespace {

@@ -12,11 +12,11 @@
 #include <string>
 #include <thread>
 
-#include "plugins/core/block_mask_cache.h"
-#include "plugins/core/op.h"
-#include "plugins/core/thread_pool.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/host/thread_pool.h"
+#include "plugins/core/mask/block_mask_cache.h"
+#include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/reference.h"
 
 namespace stof::test {
 namespace {

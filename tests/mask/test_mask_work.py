@@ -64,7 +64,7 @@ def test_what_may_be_written(terms: int, queries: int | None, keys: int | None, 
     [
         ("True", 1),
         ("k <= q", 3),
-        ("q - 2 * k < 7", 7),  # as tests/cpp/test_expr.cc counts them
+        ("q - 2 * k < 7", 7),  # as tests/cpp/mask/test_expr.cc counts them
         ("abs(q-k)<=64 and not pad[b, k]", 11),
         ("min(q, k//3)%2!=1 or segment_q[b, q] == segment_k[b, k]", 17),
     ],

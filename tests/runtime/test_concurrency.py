@@ -26,7 +26,7 @@ THREADS = 4
 SHAPES = 200
 SECONDS = (60.0 if os.environ.get("STOF_TEST_ALL") == "1" else 8.0) / 2  # of each of the two tests
 H, G, D = 4, 2, 16
-CACHE_LIMIT = 64 << 20  # plugins/core/block_mask_cache.h
+CACHE_LIMIT = 64 << 20  # plugins/core/mask/block_mask_cache.h
 # Of the resident set after every thread has met every shape: some 0.2 MB, since ONNX Runtime's arenas stand by then. The
 # thousands of requests that follow would show a leak of a few kilobytes each; one output has 33 on average.
 GROWTH_LIMIT = 16 << 20

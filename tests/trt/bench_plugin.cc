@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/bench_graph.h"
-#include "plugins/core/cuda_backend.h"
+#include "cuda/bench/bench_graph.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "tests/trt/harness.h"
 
 namespace stof::test {

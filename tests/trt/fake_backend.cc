@@ -8,12 +8,12 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/chain.h"
-#include "plugins/core/block_mask_builder.h"
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/gemm.h"
+#include "cpu/chain/chain.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/gemm/gemm.h"
+#include "plugins/core/mask/block_mask_builder.h"
 #include "plugins/core/ops/attention.h"
-#include "tests/cpp/reference.h"
+#include "tests/cpp/attention/reference.h"
 #include "tests/trt/place.h"
 
 namespace stof {

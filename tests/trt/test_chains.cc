@@ -5,10 +5,10 @@
 #include <cmath>
 #include <limits>
 
-#include "plugins/core/chain.h"
-#include "tests/cpp/chain_random.h"
-#include "tests/cpp/chain_reference.h"
-#include "tests/cpp/reference.h"
+#include "plugins/core/chain/chain.h"
+#include "tests/cpp/attention/reference.h"
+#include "tests/cpp/chain/chain_random.h"
+#include "tests/cpp/chain/chain_reference.h"
 #include "tests/trt/harness.h"
 #include "tests/trt/place.h"
 

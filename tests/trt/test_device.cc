@@ -8,9 +8,9 @@
 #include <memory>
 #include <thread>
 
-#include "cuda/attention_decode.h"
-#include "cuda/mask_builder.h"
-#include "plugins/core/cuda_backend.h"
+#include "cuda/attention/decode/api.h"
+#include "cuda/mask/build/mask_builder.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "tests/trt/trial.h"
 
 namespace stof::test {

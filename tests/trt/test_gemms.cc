@@ -2,8 +2,8 @@
 // StofGemm as a plugin: whole lives against fp64, and what its kernels do not take.
 #include <cmath>
 
+#include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/reference.h"
 #include "tests/trt/harness.h"
 #include "tests/trt/place.h"
 

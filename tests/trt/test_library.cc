@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 #include "tests/trt/harness.h"
 
 namespace stof::test {

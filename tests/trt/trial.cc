@@ -6,7 +6,7 @@
 #include <cstring>
 #include <set>
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof::test {
 namespace {

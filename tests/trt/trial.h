@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/kernels.h"
+#include "plugins/core/contract/kernels.h"
+#include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/reference.h"
 #include "tests/trt/harness.h"
 #include "tests/trt/place.h"
 

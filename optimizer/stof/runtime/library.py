@@ -243,7 +243,7 @@ def call(name: str, *args: Any) -> None:
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A mask at tile granularity (plugins/core/block_mask.h has the meaning of the arrays)."""
+    """A mask at tile granularity (plugins/core/mask/block_mask.h has the meaning of the arrays)."""
 
     m: int
     n: int

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "plugins/core/block_mask_cache.h"
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/no_cuda.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/no_cuda.h"
+#include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 

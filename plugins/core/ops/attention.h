@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "plugins/core/expr.h"
-#include "plugins/core/expr_eval.h"
-#include "plugins/core/fork_guard.h"
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/expr.h"
+#include "plugins/core/mask/expr_eval.h"
 
 namespace stof {
 
@@ -61,8 +61,8 @@ struct AttentionMask {
   MaskParts parts;
   uint64_t fixed_hash = 0;
   ExprOperands tables;
-  Remembered compiled;  // cuda/mask_memory.h
-  // plugins/core/residues.h: where modulus exceeds 1, the mask of every modulus-th query and key.
+  Remembered compiled;  // cuda/mask/program/program_cache.h
+  // plugins/core/mask/dilation.h: where modulus exceeds 1, the mask of every modulus-th query and key.
   int64_t modulus = 1;
   std::shared_ptr<const AttentionMask> of_residue;
 };

@@ -6,9 +6,9 @@
 #include <new>
 #include <random>
 
-#include "plugins/core/hash.h"
+#include "plugins/core/host/hash.h"
+#include "plugins/core/mask/dilation.h"
 #include "plugins/core/ops/attention.h"
-#include "plugins/core/residues.h"
 
 namespace stof {
 namespace {

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <sstream>
 
+#include "plugins/core/host/quoted.h"
 #include "plugins/core/ops/attention.h"
-#include "plugins/core/shown.h"
 
 namespace stof {
 namespace {

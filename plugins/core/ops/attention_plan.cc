@@ -2,9 +2,9 @@
 // StofAttention before a run: what runtimes that plan ahead ask, and what a first run would else have to make.
 #include <algorithm>
 
-#include "plugins/core/block_mask_cache.h"
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/no_cuda.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/no_cuda.h"
+#include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <iterator>
 
-#include "cpu/chain.h"
-#include "plugins/core/chain.h"
-#include "plugins/core/cuda_backend.h"
-#include "plugins/core/fork_guard.h"
-#include "plugins/core/no_cuda.h"
+#include "cpu/chain/chain.h"
+#include "plugins/core/chain/chain.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/no_cuda.h"
+#include "plugins/core/host/fork_guard.h"
 
 namespace stof {
 namespace {

@@ -5,9 +5,9 @@
 #include <iterator>
 #include <limits>
 
-#include "cpu/chain.h"
-#include "plugins/core/gemm.h"
-#include "plugins/core/no_cuda.h"
+#include "cpu/chain/chain.h"
+#include "plugins/core/contract/no_cuda.h"
+#include "plugins/core/gemm/gemm.h"
 
 namespace stof {
 namespace {

@@ -3,7 +3,7 @@
 #ifndef STOF_PLUGINS_CORE_OPS_GEMM_H_
 #define STOF_PLUGINS_CORE_OPS_GEMM_H_
 
-#include "plugins/core/op.h"
+#include "plugins/core/contract/op.h"
 
 namespace stof {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
 
-#include "plugins/core/fork_guard.h"
+#include "plugins/core/host/fork_guard.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"

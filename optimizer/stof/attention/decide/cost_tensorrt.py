@@ -20,8 +20,8 @@ _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _TABLE = 1 << 26  # bytes of a table in an attribute
 _FULL = 0.999  # from this share of tiles on nothing is skipped
 
-# What the plugin's kernels take (CheckCudaAttention in cuda/limits.cc): head sizes by element type, as the largest one and
-# what divides them all, and what a mask may read besides tables.
+# What the plugin's kernels take (CheckCudaAttention in cuda/attention/limits.cc): head sizes by element type, as the
+# largest one and what divides them all, and what a mask may read besides tables.
 HEAD_SIZES: dict[int, tuple[int, int]] = {
     TensorProto.FLOAT: (256, 1),
     TensorProto.FLOAT16: (256, 8),

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chooses the instruction set and the tile, lays out the workspace and shares the work out among threads.
+#include "cpu/attention/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "plugins/core/host/fork_guard.h"
+
+namespace stof {
+namespace {
+
+constexpr int64_t kLine = 64;
+
+int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+bool Supports(CpuIsa isa) {
+#if defined(__x86_64__)
+  if (isa == CpuIsa::kAvx512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+  if (isa == CpuIsa::kAvx2) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  }
+#endif
+  return isa == CpuIsa::kPortable;
+}
+
+CpuIsa DetectIsa() {
+  static constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+  int best = 2;
+  if (const char* wanted = std::getenv("STOF_CPU_ISA")) {
+    for (int i = 0; i < 3; ++i) {
+      if (std::strcmp(wanted, kNames[i]) == 0) best = i;
+    }
+  }
+  while (best > 0 && !Supports(static_cast<CpuIsa>(best))) --best;
+  return static_cast<CpuIsa>(best);
+}
+
+const cpu::Kernels& KernelsOf(CpuIsa isa) {
+#if defined(__x86_64__)
+  if (isa == CpuIsa::kAvx512) return cpu::avx512::kKernels;
+  if (isa == CpuIsa::kAvx2) return cpu::avx2::kKernels;
+#endif
+  (void)isa;
+  return cpu::portable::kKernels;
+}
+
+// Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
+// register block of kStrip rows would stay half empty.
+constexpr int64_t kDirectRows = 4;
+// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the
+// last of them has read it; else it only has to be long against the few hundred bytes that a part is.
+constexpr int64_t kSharedChunk = 512, kChunk = 2048;
+
+// Where every row's key tiles fit half an L2, workers pack what they meet for themselves: no second copy of all keys,
+// whose way through memory costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
+constexpr int64_t kRingBytes = 512 << 10;
+
+// Element masks that a worker evaluates itself and keeps for the other heads of the same rows.
+constexpr int64_t kElementBytes = 2 << 20;
+// Partial results of rows that are divided over chunks of keys.
+constexpr int64_t kPartialBytes = 64 << 20;
+
+int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
+  if (args.mask == nullptr || args.empty_rows == EmptyRows::kAll) return key_tiles;
+  int64_t most = 0;
+  const std::vector<int32_t>& row_ptr = args.mask->row_ptr;
+  for (size_t r = 0; r + 1 < row_ptr.size(); ++r) most = std::max<int64_t>(most, row_ptr[r + 1] - row_ptr[r]);
+  return most;
+}
+
+cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
+  cpu::Problem problem;
+  problem.args = &args;
+  problem.m = config.m;
+  problem.n = config.n;
+  problem.tile_rows = (args.S + config.m - 1) / config.m;
+  problem.key_tiles = (args.T + config.n - 1) / config.n;
+  problem.panels = (args.T + cpu::kPanel - 1) / cpu::kPanel;
+  if (args.elements != nullptr) {
+    const int64_t tile_bytes = int64_t{config.m} * config.n / 8;
+    problem.element_slots = std::clamp<int64_t>(kElementBytes / tile_bytes, 1, std::max<int64_t>(1, problem.key_tiles));
+  }
+  problem.direct = args.S <= kDirectRows && args.S <= config.m;
+  if (problem.direct) {
+    const int64_t chunk = args.H > args.G ? kSharedChunk : kChunk;
+    problem.chunk_tiles = std::max<int64_t>(1, chunk / config.n);
+    problem.partial_stride = RoundUp(2 + args.Dv, kLine / 4);
+    const int64_t most = kPartialBytes / std::max<int64_t>(1, args.B * args.H * args.S * problem.partial_stride * 4);
+    problem.chunk_tiles = std::max(problem.chunk_tiles, problem.key_tiles / std::max<int64_t>(1, most) + 1);
+    problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
+    return problem;
+  }
+  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them. Loads
+  // that cross a line take two turns.
+  problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv ||
+                        reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
+  const int64_t most = MostTiles(args, problem.key_tiles);
+  const int64_t packed = args.D + (problem.pack_values ? args.Dv : 0);
+  if (most * config.n * packed * 4 <= kRingBytes) problem.ring_tiles = std::max<int64_t>(1, most);
+  return problem;
+}
+
+int64_t Items(const cpu::Problem& problem) {
+  const AttentionArgs& args = *problem.args;
+  return problem.direct ? args.B * args.G * problem.chunks : args.B * args.H * problem.tile_rows;
+}
+
+struct Layout {
+  int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, total = 0;  // byte offsets
+  int64_t scratch_each = 0;
+};
+
+Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int threads) {
+  const AttentionArgs& args = *problem.args;
+  Layout layout;
+  const auto take = [&layout](int64_t bytes) {
+    const int64_t at = layout.total;
+    layout.total += RoundUp(bytes, kLine);
+    return at;
+  };
+  if (args.pad != nullptr) layout.pad = take(args.B * problem.key_tiles * problem.n / 8);
+  if (problem.direct) {
+    if (problem.chunks > 1)
+      layout.partial = take(args.B * args.H * args.S * problem.chunks * problem.partial_stride * 4);
+  } else {
+    layout.order = take(Items(problem) * 4);
+    if (problem.ring_tiles == 0) {
+      const int64_t keys = args.B * args.G * problem.panels * cpu::kPanel;
+      layout.keys = take(keys * args.D * 4);
+      if (problem.pack_values) layout.values = take(keys * RoundUp(args.Dv, cpu::kPanel) * 4);
+    }
+  }
+  layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
+  layout.scratch = take(layout.scratch_each * threads);
+  return layout;
+}
+
+void FillPadBits(const cpu::Problem& problem, uint32_t* bits) {
+  const AttentionArgs& args = *problem.args;
+  const int64_t words = problem.key_tiles * problem.n / 32;
+  for (int64_t b = 0; b < args.B; ++b) {
+    const uint8_t* pad = args.pad + b * args.T;
+    for (int64_t w = 0; w < words; ++w) {
+      uint32_t word = 0;
+      for (int64_t k = 32 * w; k < std::min(32 * w + 32, args.T); ++k) word |= uint32_t{pad[k] != 0} << (k - 32 * w);
+      bits[b * words + w] = word;
+    }
+  }
+}
+
+// Neighbours are the heads of the same rows, which share what a worker evaluates of the mask.
+void RowsOutermost(const cpu::Problem& problem, uint32_t* order) {
+  const int64_t heads = problem.args->B * problem.args->H;
+  for (int64_t row = 0; row < problem.tile_rows; ++row) {
+    for (int64_t head = 0; head < heads; ++head) *order++ = static_cast<uint32_t>(head * problem.tile_rows + row);
+  }
+}
+
+// Items by falling cost, so that the longest do not start last; equal ones in their order, so that neighbours find keys
+// and values in the cache. A counting sort: 64 classes of cost are as good as all.
+void SortItems(const cpu::Problem& problem, uint32_t* order) {
+  const AttentionArgs& args = *problem.args;
+  const int64_t count = Items(problem);
+  if (args.mask == nullptr) {
+    for (int64_t i = 0; i < count; ++i) order[i] = static_cast<uint32_t>(i);
+    return;
+  }
+  const BlockMask& mask = *args.mask;
+  const int64_t words = problem.n / 32;
+  const auto present = [&](int64_t b, int64_t tile) {
+    if (problem.pad_bits == nullptr) return true;
+    const uint32_t* bits = problem.pad_bits + (b * problem.key_tiles + tile) * words;
+    return std::any_of(bits, bits + words, [](uint32_t word) { return word != 0; });
+  };
+  const auto cost = [&](int64_t item) {
+    const int64_t h = item / problem.tile_rows % args.H;
+    const int64_t b = item / problem.tile_rows / args.H;
+    const int64_t row = int64_t{mask.TableOf(b, h)} * mask.rows + item % problem.tile_rows;
+    // A partial tile leaves out the panels without a pair: on average half as much work.
+    int64_t sum = 0;
+    if (problem.pad_bits == nullptr) {
+      sum = mask.row_ptr[row + 1] - mask.row_ptr[row] + mask.row_ptr[row + 1] - mask.full_begin[row];
+    } else {
+      for (int64_t i = mask.row_ptr[row]; i < mask.row_ptr[row + 1]; ++i) {
+        if (present(b, mask.key_tile[i])) sum += i < mask.full_begin[row] ? 1 : 2;
+      }
+    }
+    return sum;
+  };
+  constexpr int64_t kClasses = 64;
+  const int64_t unit = 2 * problem.key_tiles / kClasses + 1;
+  int64_t begin[kClasses + 1] = {};
+  const auto slot = [&](int64_t item) { return kClasses - 1 - std::min(kClasses - 1, cost(item) / unit); };
+  for (int64_t i = 0; i < count; ++i) ++begin[slot(i) + 1];
+  for (int64_t c = 0; c < kClasses; ++c) begin[c + 1] += begin[c];
+  for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
+}
+
+// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend
+// on the worker that takes it.
+struct Job {
+  const cpu::Problem& problem;
+  const cpu::Kernels& kernels;
+  char* scratch;
+  int64_t scratch_each;
+  const uint32_t* order;
+  int64_t count = 0;
+  int64_t step = 1;
+  void (*work)(const Job& job, int64_t first, int64_t last, void* scratch) = nullptr;
+  std::atomic<int64_t> next{0};
+};
+
+void RunWorker(void* user, size_t worker) {
+  Job& job = *static_cast<Job*>(user);
+  void* scratch = job.scratch + static_cast<int64_t>(worker) * job.scratch_each;
+  int64_t first = job.next.fetch_add(job.step, std::memory_order_relaxed);
+  if (first >= job.count) return;
+  job.kernels.prepare(job.problem, scratch);
+  for (; first < job.count; first = job.next.fetch_add(job.step, std::memory_order_relaxed)) {
+    job.work(job, first, std::min(job.count, first + job.step), scratch);
+  }
+}
+
+void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,
+         void (*work)(const Job& job, int64_t first, int64_t last, void* scratch)) {
+  job->count = count;
+  job->step = step;
+  job->work = work;
+  job->next = 0;
+  const int64_t workers = std::min<int64_t>(std::max(1, parallel.threads), (count + step - 1) / step);
+  if (workers <= 1 || parallel.run == nullptr) {
+    if (workers > 0) RunWorker(job, 0);
+  } else {
+    parallel.run(parallel.self, RunWorker, static_cast<size_t>(workers), job);
+  }
+}
+
+void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
+  job.kernels.pack(job.problem, first, last, scratch);
+}
+void AttendRows(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t next = i + 1 < last ? int64_t{job.order[i + 1]} : -1;
+    job.kernels.tile_row(job.problem, job.order[i], next, scratch);
+  }
+}
+void AttendChunks(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.chunk(job.problem, i, scratch);
+}
+void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
+  for (int64_t i = first; i < last; ++i) job.kernels.join(job.problem, i, scratch);
+}
+
+bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
+
+Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
+  if (!Supports(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
+  if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
+    return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n));
+  }
+  if (!IsFloat(args.dtype) || (args.bias != nullptr && !IsFloat(args.bias_dtype))) {
+    return Status::Error("the CPU kernel takes fp32, fp16 and bf16");
+  }
+  if (args.D < 1 || args.D > 256 || args.Dv < 1 || args.Dv > 256) return Status::Error("head sizes are 1 to 256");
+  if (args.B < 0 || args.S < 0 || args.T < 0 || args.G < 1 || args.H % args.G != 0) {
+    return Status::Error("H must be a multiple of G, and sizes not negative");
+  }
+  if (args.B * args.H * ((args.S + config.m - 1) / config.m) >= int64_t{1} << 32) return Status::Error("too many rows");
+  if (args.mask != nullptr &&
+      (args.mask->m != config.m || args.mask->n != config.n || args.mask->S != args.S || args.mask->T != args.T)) {
+    return Status::Error("the block mask was built for another tile or other sizes");
+  }
+  return Status();
+}
+
+}  // namespace
+
+CpuIsa BestCpuIsa() {
+  static ProcessWide<const CpuIsa> isa;
+  return isa.Get(DetectIsa);
+}
+
+CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
+  CpuAttentionConfig config;
+  config.isa = BestCpuIsa();
+  config.n = 64;
+  if (args.S <= kDirectRows) {
+    config.m = static_cast<int>(std::max<int64_t>(1, args.S));
+    return config;
+  }
+  // Outputs are read and written once per key tile. Longer tiles than these drive the keys out of the first-level
+  // cache.
+  if (args.T > config.n) config.n = 128;
+  // Whole strips. Fewer rows where there would not be a few items for each thread.
+  config.m = 96;
+  while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
+  return config;
+}
+
+size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
+  if (!Check(args, config).ok()) return 0;
+  return static_cast<size_t>(MakeLayout(MakeProblem(args, config), KernelsOf(config.isa), std::max(1, threads)).total);
+}
+
+Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
+                    const Parallel& parallel) {
+  STOF_RETURN_IF_ERROR(Check(args, config));
+  if (args.B == 0 || args.H == 0 || args.S == 0) return Status();
+  const cpu::Kernels& kernels = KernelsOf(config.isa);
+  cpu::Problem problem = MakeProblem(args, config);
+  const int threads = std::max(1, parallel.threads);
+  const Layout layout = MakeLayout(problem, kernels, threads);
+  char* base = static_cast<char*>(workspace);
+  if (args.pad != nullptr) {
+    uint32_t* bits = reinterpret_cast<uint32_t*>(base + layout.pad);
+    FillPadBits(problem, bits);
+    problem.pad_bits = bits;
+  }
+  uint32_t* order = reinterpret_cast<uint32_t*>(base + layout.order);
+  Job job{problem, kernels, base + layout.scratch, layout.scratch_each, order};
+  if (problem.direct) {
+    if (problem.chunks > 1) problem.partial = reinterpret_cast<float*>(base + layout.partial);
+    Run(&job, Items(problem), 1, parallel, AttendChunks);
+    if (problem.chunks > 1) Run(&job, args.B * args.H * args.S, 1, parallel, Join);
+    return Status();
+  }
+  args.elements != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
+  if (problem.ring_tiles == 0) {
+    problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
+    problem.packed_values = reinterpret_cast<float*>(base + layout.values);
+    const int64_t panels = args.B * args.G * problem.panels;
+    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
+  }
+  // Neighbours share keys, and each lets the next one's be fetched ahead; yet the last steps must be short.
+  Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel, AttendRows);
+  return Status();
+}
+
+}  // namespace stof

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between the dispatcher (attention.cc) and the kernels of each instruction set (attention_<isa>.cc).
+#ifndef STOF_CPU_ATTENTION_ATTENTION_H_
+#define STOF_CPU_ATTENTION_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "plugins/core/contract/kernels.h"
+
+namespace stof {
+namespace cpu {
+
+constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
+constexpr int kStrip = 6;          // query rows of a register block
+constexpr int kMaxTileKeys = 256;  // n
+
+// What one call works on. Filled by the dispatcher, read by the kernels.
+struct Problem {
+  const AttentionArgs* args = nullptr;
+  int m = 0, n = 0;
+  int64_t tile_rows = 0;                // ceil(S / m)
+  int64_t key_tiles = 0;                // ceil(T / n)
+  int64_t panels = 0;                   // ceil(T / kPanel)
+  bool direct = false;                  // few queries: keys are read in place, row by row
+  const uint32_t* pad_bits = nullptr;   // [B, key_tiles, n / 32], 0 beyond T; nullptr: no key is padded
+  int64_t ring_tiles = 0;               // > 0: each worker packs the key tiles it meets into a ring of so many
+  int64_t element_slots = 0;            // tiles of AttentionArgs::elements that each worker keeps
+  bool pack_values = false;             // values are not read in place: another type, or rows that are not dense
+  float* packed_keys = nullptr;         // ring_tiles = 0: [B, G, panels, D, kPanel]
+  float* packed_values = nullptr;       // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
+  int64_t chunk_tiles = 0, chunks = 1;  // direct: key tiles of a chunk
+  float* partial = nullptr;             // direct, chunks > 1: [B, H, S, chunks, partial_stride], max, sum, output
+  int64_t partial_stride = 0;
+};
+
+struct Kernels {
+  size_t (*scratch_bytes)(const Problem& problem);         // of one worker, which gets it 64-byte aligned
+  void (*prepare)(const Problem& problem, void* scratch);  // before a worker's first item
+  // Packs panels [first, last) of the B * G * panels there are into packed_keys and packed_values.
+  void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
+  // Item of B * H * tile_rows; next is the worker's next one, or -1.
+  void (*tile_row)(const Problem& problem, int64_t item, int64_t next, void* scratch);
+  // Direct: item of B * G * chunks.
+  void (*chunk)(const Problem& problem, int64_t item, void* scratch);
+  // Direct, chunks > 1: joins the parts of one of B * H * S rows.
+  void (*join)(const Problem& problem, int64_t row, void* scratch);
+};
+
+namespace portable {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_ATTENTION_H_

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Empty where the compiler was not given avx2's flags: other processors build without it.
+#if defined(__AVX2__)
+#define STOF_ISA avx2
+#define STOF_SIMD "cpu/simd/avx2.h"
+#include "cpu/attention/kernel.h"
+
+namespace stof {
+namespace cpu {
+namespace avx2 {
+
+const Kernels kKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+
+}  // namespace avx2
+}  // namespace cpu
+}  // namespace stof
+#endif

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#define STOF_ISA portable
+#define STOF_SIMD "cpu/simd/portable.h"
+#include "cpu/attention/kernel.h"
+
+namespace stof {
+namespace cpu {
+namespace portable {
+
+const Kernels kKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+
+}  // namespace portable
+}  // namespace cpu
+}  // namespace stof

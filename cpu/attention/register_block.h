@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// Register blocks of the attention kernel. Included once per instruction set, with STOF_ISA its namespace and STOF_SIMD
+// the header of its Simd.
+#ifndef STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
+#define STOF_CPU_ATTENTION_REGISTER_BLOCK_H_
+
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include STOF_SIMD
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+using V = Simd::V;
+constexpr int kWidth = Simd::kWidth;
+constexpr int kVectors = Simd::kVectors;
+constexpr float kLog2E = 1.44269504088896340736f;
+
+inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Keys [first, last) of a tile.
+struct Run {
+  int first, last;
+};
+
+// 2^f - 1 for f in [-0.5, 0.5] by minimax polynomials of 2^f with the constant term held at 1 (Lawson's iteration).
+// Degree 5: relative error of 2^f 9.1e-8 in exact arithmetic, 1.7e-7 with its rounding. Degree 6: 2.0e-9.
+inline V Exp2Fraction5(V f) {
+  V p = Simd::Set1(0x1.5bba13e2fabe0p-10f);
+  p = Simd::Fma(p, f, Simd::Set1(0x1.3cea875966c96p-7f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.c6b752df2f86cp-5f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.ebf9bb8a68811p-3f));
+  return Simd::Fma(p, f, Simd::Set1(0x1.62e429203728fp-1f));
+}
+inline V Exp2Fraction6(V f) {
+  V p = Simd::Set1(0x1.41fbbc0f05480p-13f);
+  p = Simd::Fma(p, f, Simd::Set1(0x1.5f3e5307e27c0p-10f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.3b2d4cf1df05cp-7f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.c6aee88e6a920p-5f));
+  p = Simd::Fma(p, f, Simd::Set1(0x1.ebfbdc3c3031bp-3f));
+  return Simd::Fma(p, f, Simd::Set1(0x1.62e430af272c9p-1f));
+}
+
+// Adding it rounds to an integer and leaves that integer, biased by 127, in the low bits: 1.5 * 2^23 + 127.
+constexpr float kRound = 12583039.0f;
+
+// The largest number that Exp takes, and the one at and below which it is exactly 0: 2^127 and half of 2^-126.
+constexpr float kMostExponent = 88.0f, kLeastExponent = -88.0f;
+
+// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a forbidden key (-inf) adds nothing; NaN
+// stays NaN. Scores are not in units of log2, as those beyond 2.3e38 would be infinite in them; the factor costs
+// nothing here, as two additions become multiply-adds.
+inline V Exp(V x) {
+  x = Simd::Max(Simd::Set1(kLeastExponent), x);
+  const V log2e = Simd::Set1(kLog2E);
+  const V t = Simd::Fma(x, log2e, Simd::Set1(kRound));
+  const V f = Simd::Fma(x, log2e, Simd::Sub(Simd::Set1(kRound), t));
+  const V p = Simd::Fma(Exp2Fraction5(f), f, Simd::Set1(1.0f));
+  return Simd::Mul(p, Simd::ShiftToExponent(t));
+}
+
+// tanh(u) from x = 2 log2(e) u, by way of 2^x - 1, which keeps its relative accuracy near 0.
+inline V TanhFromExponent(V x) {
+  x = Simd::Min(Simd::Set1(64.0f), Simd::Max(Simd::Set1(-64.0f), x));
+  const V t = Simd::Add(x, Simd::Set1(kRound));
+  const V f = Simd::Sub(x, Simd::Sub(t, Simd::Set1(kRound)));
+  const V power = Simd::ShiftToExponent(t);
+  const V e = Simd::Fma(Simd::Mul(Exp2Fraction6(f), f), power, Simd::Sub(power, Simd::Set1(1.0f)));
+  return Simd::Div(e, Simd::Add(e, Simd::Set1(2.0f)));
+}
+
+// s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a packed
+// panel.
+template <int kRows, int kBlock>
+__attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
+                                      int64_t panel_stride, const float* start, float* s, int64_t lds) {
+  constexpr int kPerPanel = kPanel / kWidth;
+  V sum[kRows][kBlock];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(start[r]);
+  }
+#pragma GCC unroll 4
+  for (int64_t d = 0; d < size; ++d) {
+    V key[kBlock];
+#pragma GCC unroll 4
+    for (int j = 0; j < kBlock; ++j) {
+      key[j] = Simd::Load(keys + d * kPanel + (j / kPerPanel) * panel_stride + (j % kPerPanel) * kWidth);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V x = Simd::Set1(q[r * ldq + d]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Fma(x, key[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kBlock; ++j) Simd::Store(s + r * lds + j * kWidth, sum[r][j]);
+  }
+}
+
+// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The product by itself, and then the sum: in one chain of
+// additions through all keys a term of a long row would lose its low bits, each time in the same direction.
+template <int kRows, int kBlock>
+__attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
+                                         int64_t ldv, float* o, int64_t ldo) {
+  V sum[kRows][kBlock];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(0.0f);
+  }
+  for (int i = 0; i < count; ++i) {
+    const int64_t last = runs[i].last;
+    const float* value = v + runs[i].first * ldv;
+#pragma GCC unroll 4
+    for (int64_t k = runs[i].first; k < last; ++k, value += ldv) {
+      V x[kBlock];
+#pragma GCC unroll 8
+      for (int j = 0; j < kBlock; ++j) x[j] = Simd::Load(value + j * kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const V w = Simd::Set1(p[r * ldp + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Fma(w, x[j], sum[r][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kBlock; ++j) {
+      float* const to = o + r * ldo + j * kWidth;
+      Simd::Store(to, Simd::Add(Simd::Load(to), sum[r][j]));
+    }
+  }
+}
+
+// Panel of kPanel keys: to[d][j] = rows[j][d]; rows beyond count are 0.
+inline void PackPanel(const float* rows, int64_t stride, int64_t count, int64_t size, float* to) {
+  int64_t d = 0;
+#if defined(__AVX2__)
+  if (count == kPanel) {
+    for (; d + 8 <= size; d += 8) {
+      for (int half = 0; half < kPanel; half += 8) {
+        const float* from = rows + half * stride + d;
+        __m256 a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(from + i * stride);
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+          b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+          b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += 4) {
+          a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+          a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+          a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+          a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          _mm256_storeu_ps(to + (d + i) * kPanel + half, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+          _mm256_storeu_ps(to + (d + i + 4) * kPanel + half, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+        }
+      }
+    }
+  }
+#endif
+  for (; d < size; ++d) {
+    for (int64_t j = 0; j < kPanel; ++j) to[d * kPanel + j] = j < count ? rows[j * stride + d] : 0.0f;
+  }
+}
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_REGISTER_BLOCK_H_

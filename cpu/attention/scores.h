@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+// Of a strip of rows in a key tile: which keys the rows see, and their scores, with softcap, bias and mask.
+#ifndef STOF_CPU_ATTENTION_SCORES_H_
+#define STOF_CPU_ATTENTION_SCORES_H_
+
+#include <cstdint>
+
+#include "cpu/attention/tile_worker.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+constexpr float kNoStart[kStrip] = {};
+
+template <bool kDirect>
+inline bool Worker<kDirect>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
+  const int64_t count = problem_.n / 32;
+  const uint32_t* sources[3];
+  int64_t strides[3];
+  int used = 0;
+  if (bits != nullptr) {
+    sources[used] = bits;
+    strides[used++] = count;
+  }
+  const bool beyond = (tile + 1) * problem_.n > args_.T;
+  if (problem_.pad_bits != nullptr && !unmasked) {
+    const uint32_t* pad = problem_.pad_bits + (b_ * problem_.key_tiles + tile) * count;
+    uint32_t any = 0, all = ~0u;
+    for (int64_t w = 0; w < count; ++w) {
+      any |= pad[w];
+      all &= pad[w];
+    }
+    if (any == 0) return false;
+    if (all != ~0u) {
+      sources[used] = pad;
+      strides[used++] = 0;
+    }
+  } else if (beyond && bits == nullptr) {
+    sources[used] = scratch_.words_tail;
+    strides[used++] = 0;
+  }
+  if (args_.dynamic != nullptr && !unmasked) {
+    const int kind = args_.dynamic->tile(args_.dynamic->self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n,
+                                         scratch_.words_dynamic);
+    if (kind == 0) return false;
+    if (kind == 1) {
+      sources[used] = scratch_.words_dynamic;
+      strides[used++] = count;
+    }
+  }
+  words_ = used == 0 ? nullptr : sources[0];
+  word_stride_ = used == 0 ? 0 : strides[0];
+  if (used < 2) return true;
+  for (int64_t r = 0; r < rows_; ++r) {
+    for (int64_t w = 0; w < count; ++w) {
+      uint32_t word = sources[0][r * strides[0] + w] & sources[1][r * strides[1] + w];
+      if (used == 3) word &= sources[2][r * strides[2] + w];
+      scratch_.words_joined[r * count + w] = word;
+    }
+  }
+  words_ = scratch_.words_joined;
+  word_stride_ = count;
+  return true;
+}
+
+template <bool kDirect>
+bool Worker<kDirect>::FindElements(int64_t tile, const uint32_t** bits) const {
+  const DynamicMask& elements = *args_.elements;
+  const int64_t head = (elements.by_batch ? b_ : 0) * args_.H + (elements.by_head ? h_ : 0);
+  const int64_t wanted = (head * problem_.tile_rows + row0_ / problem_.m) * problem_.key_tiles + tile;
+  // Other heads of the same rows come next: see RowsOutermost in attention.cc.
+  const int64_t slot = tile % problem_.element_slots;
+  uint32_t* const words = scratch_.elements + slot * problem_.m * (problem_.n / 32);
+  if (scratch_.elements_of[slot] != wanted) {
+    scratch_.elements_kind[slot] = static_cast<uint8_t>(
+        elements.tile(elements.self, b_, h_, row0_, tile * problem_.n, problem_.m, problem_.n, words));
+    scratch_.elements_of[slot] = wanted;
+  }
+  *bits = scratch_.elements_kind[slot] == 1 ? words : nullptr;
+  return scratch_.elements_kind[slot] != 0;
+}
+
+template <bool kDirect>
+void Worker<kDirect>::FindPanels(int keys, Strip* strip) const {
+  const int panels = (keys + kPanel - 1) / kPanel;
+  strip->partial = 0;
+  if (words_ == nullptr) {
+    strip->active = (1u << panels) - 1u;
+    strip->run_count = 1;
+    strip->runs[0].first = 0;
+    strip->runs[0].last = keys;
+    return;
+  }
+  strip->active = 0;
+  const int last = static_cast<int>(Least(strip->row + kRows, rows_));
+  for (int w = 0; w < problem_.n / 32; ++w) {
+    uint32_t any = 0, all = ~0u;
+    for (int r = strip->row; r < last; ++r) {
+      const uint32_t word = words_[r * word_stride_ + w];
+      any |= word;
+      all &= word;
+    }
+    strip->active |= ((any & 0xffffu) != 0 ? 1u : 0u) << (2 * w) | ((any >> 16) != 0 ? 2u : 0u) << (2 * w);
+    strip->partial |= ((all & 0xffffu) != 0xffffu ? 1u : 0u) << (2 * w) | ((all >> 16) != 0xffffu ? 2u : 0u) << (2 * w);
+  }
+  strip->partial &= strip->active;
+  strip->run_count = 0;
+  for (int p = 0; p < panels;) {
+    if ((strip->active >> p & 1u) == 0) {
+      ++p;
+      continue;
+    }
+    Run* run = &strip->runs[strip->run_count++];
+    run->first = p * kPanel;
+    while (p < panels && (strip->active >> p & 1u) != 0) ++p;
+    run->last = static_cast<int>(Least(p * kPanel, keys));
+  }
+}
+
+// The packed keys of a tile; with a ring, its values are packed with them.
+template <bool kDirect>
+inline const float* Worker<kDirect>::PackedTile(int64_t tile) const {
+  const int64_t panels = problem_.n / kPanel, size = args_.D * kPanel;
+  if (problem_.ring_tiles == 0) return problem_.packed_keys + (group_ * problem_.panels + tile * panels) * size;
+  const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
+  float* const keys = scratch_.ring + slot * panels * size;
+  if (scratch_.ring_of[slot] == wanted) return keys;
+  scratch_.ring_of[slot] = wanted;
+  const int64_t first = tile * panels, end = Least(first + panels, problem_.panels);
+  for (int64_t p = first; p < end; ++p) PackKeys(keys_, p, args_, scratch_, keys + (p - first) * size);
+  if (problem_.pack_values) {
+    CopyValues(values_, tile * problem_.n, problem_.n, args_, scratch_.ldo,
+               scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+  }
+  return keys;
+}
+
+template <bool kDirect>
+inline const float* Worker<kDirect>::PackedValues(int64_t tile) const {
+  const int64_t size = problem_.n * scratch_.ldo;
+  if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
+  return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + tile * size;
+}
+
+template <bool kDirect>
+template <int kBlock>
+inline void Worker<kDirect>::StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys,
+                                         int64_t stride, const float* start, float* s, int64_t lds) {
+  if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+  if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+  Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+}
+
+template <bool kDirect>
+inline void Worker<kDirect>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
+  const int64_t stride = args_.D * kPanel;
+  const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.D;
+  constexpr int kBlockKeys = kVectors * kWidth;
+  constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
+  uint32_t any = 0;
+  for (int i = begin; i < end; ++i) any |= strips[i].active;
+  // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
+  while (any != 0) {
+    const int p = __builtin_ctz(any);
+    const int length = __builtin_ctz(~(any >> p));
+    // A block of one panel has too few accumulators to hide the latency of an FMA: five are three and two.
+    const int block = length == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1
+                                                                     : static_cast<int>(Least(length, kBlockPanels));
+    const uint32_t here = (1u << block) - 1u;
+    any &= ~(here << p);
+    for (int i = begin; i < end; ++i) {
+      uint32_t active = strips[i].active >> p & here;
+      const float* q = scratch_.q + strips[i].row * ldq;
+      const float* start = args_.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
+      const int rows = rows_ - strips[i].row;
+      while (active != 0) {
+        const int at = __builtin_ctz(active);
+        const int run = __builtin_ctz(~(active >> at));
+        active &= ~(((1u << run) - 1u) << at);
+        const float* from = keys + (p + at) * stride;
+        float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
+        if constexpr (kBlockPanels == 1) {
+          for (int c = 0; c < kPanel; c += kBlockKeys) {
+            StripScores<kVectors>(rows, q, ldq, size, from + c, stride, start, to + c, lds);
+          }
+        } else {
+          if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, start, to, lds);
+          if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, start, to, lds);
+          if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, start, to, lds);
+          if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, start, to, lds);
+        }
+      }
+    }
+  }
+}
+
+template <bool kDirect>
+inline void Worker<kDirect>::DirectScores(const Strip& strip, const float* keys, int64_t ldk) const {
+  const float* q = scratch_.q + strip.row * scratch_.ldq;
+  const float start = args_.softcap > 0.0f ? 0.0f : scratch_.start[strip.row];
+  const int64_t size = RoundUp(args_.D, kWidth);
+  for (int i = 0; i < strip.run_count; ++i) {
+    int k = strip.runs[i].first;
+    for (; k + 8 <= strip.runs[i].last; k += 8) {
+      V sum[8];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) sum[j] = Simd::Set1(0.0f);
+      for (int64_t d = 0; d < size; d += kWidth) {
+        const V x = Simd::Load(q + d);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) sum[j] = Simd::Fma(x, Simd::Load(keys + (k + j) * ldk + d), sum[j]);
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) scratch_.s[k + j] = start + Simd::ReduceAdd(sum[j]);
+    }
+    for (; k < strip.runs[i].last; ++k) {
+      V sum = Simd::Set1(0.0f);
+      for (int64_t d = 0; d < size; d += kWidth)
+        sum = Simd::Fma(Simd::Load(q + d), Simd::Load(keys + k * ldk + d), sum);
+      scratch_.s[k] = start + Simd::ReduceAdd(sum);
+    }
+    for (; k % kPanel != 0; ++k) scratch_.s[k] = -kInf;
+  }
+}
+
+// Softcap, bias and mask.
+template <bool kDirect>
+void Worker<kDirect>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
+  const V forbidden = Simd::Set1(-kInf);
+  const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+  if (args_.softcap > 0.0f) {
+    const V cap = Simd::Set1(args_.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.softcap);
+    for (int r = 0; r < rows; ++r) {
+      const V start = Simd::Set1(scratch_.start[strip.row + r]);
+      ForEachVector(strip, s + r * problem_.n, [&](float* at, int) {
+        Simd::Store(at, Simd::Fma(cap, TanhFromExponent(Simd::Mul(argument, Simd::Load(at))), start));
+      });
+    }
+  }
+  if (args_.bias != nullptr || args_.relative_bias != nullptr) {
+    for (int r = 0; r < rows; ++r) {
+      LoadBias(row0_ + strip.row + r, key0, keys);
+      ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
+        const V x = Simd::Load(at), bias = Simd::Load(scratch_.bias + column);
+        Simd::Store(at, Simd::WhereEqual(bias, forbidden, forbidden, Simd::Add(x, bias)));
+      });
+    }
+  }
+  for (uint32_t left = strip.partial; left != 0; left &= left - 1u) {
+    const int column = __builtin_ctz(left) * kPanel;
+    for (int r = 0; r < rows; ++r) {
+      const uint32_t word = words_[(strip.row + r) * word_stride_ + column / 32] >> (column % 32);
+      float* at = s + r * problem_.n + column;
+      for (int c = 0; c < kPanel; c += kWidth)
+        Simd::Store(at + c, Simd::Where(word >> c, Simd::Load(at + c), forbidden));
+    }
+  }
+}
+
+template <bool kDirect>
+template <typename F>
+inline void Worker<kDirect>::ForEachVector(const Strip& strip, float* s, F f) const {
+  for (int i = 0; i < strip.run_count; ++i) {
+    for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) f(s + c, c);
+  }
+}
+
+// The sum of a row's biases.
+template <bool kDirect>
+inline void Worker<kDirect>::LoadBias(int64_t row, int64_t key0, int keys) const {
+  if (args_.bias != nullptr) {
+    LoadPairs(row, key0, keys);
+  } else {
+    for (int k = 0; k < keys; ++k) scratch_.bias[k] = 0.0f;
+  }
+  if (args_.relative_bias != nullptr) AddRelative(row, key0, keys);
+  for (int k = keys; k % kPanel != 0; ++k) scratch_.bias[k] = 0.0f;
+}
+
+template <bool kDirect>
+inline void Worker<kDirect>::AddRelative(int64_t row, int64_t key0, int keys) const {
+  const float* table = args_.relative_bias + h_ * args_.relative_bias_stride_h;
+  const int64_t size = args_.relative_bias_size;
+  const int64_t first = key0 - (args_.query_position + row) + size / 2;  // entry of key 0, before it is clamped
+  const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
+  float* to = scratch_.bias;
+  for (int k = 0; k < low; ++k) to[k] += table[0];
+  for (int k = low; k < high; ++k) to[k] += table[first + k];
+  for (int k = high; k < keys; ++k) to[k] += table[size - 1];
+}
+
+template <bool kDirect>
+inline void Worker<kDirect>::LoadPairs(int64_t row, int64_t key0, int keys) const {
+  const int64_t at =
+      b_ * args_.bias_stride_b + h_ * args_.bias_stride_h + row * args_.bias_stride_q + key0 * args_.bias_stride_k;
+  float* to = scratch_.bias;
+  if (args_.bias_stride_k == 1) {
+    ToFloats(static_cast<const char*>(args_.bias) + at * SizeOf(args_.bias_dtype), args_.bias_dtype, keys, to);
+  } else {
+    for (int k = 0; k < keys; ++k) to[k] = ToFloat(args_.bias, args_.bias_dtype, at + k * args_.bias_stride_k);
+  }
+}
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_SCORES_H_

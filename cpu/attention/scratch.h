@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory of one worker of the attention kernel, and what is copied or packed into it.
+#ifndef STOF_CPU_ATTENTION_SCRATCH_H_
+#define STOF_CPU_ATTENTION_SCRATCH_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include "cpu/attention/register_block.h"
+#include "cpu/simd/convert.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+constexpr float kInf = __builtin_inff();
+// Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
+// keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
+constexpr int kGroup = 4;
+
+// The memory of one worker.
+struct Scratch {
+  Scratch(const Problem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
+    const AttentionArgs& args = *problem.args;
+    const int64_t rows = problem.direct ? problem.m : RoundUp(problem.m, kStrip);
+    const int64_t words = problem.n / 32;
+    ldq = RoundUp(args.D, kPanel);
+    ldo = RoundUp(args.Dv, kPanel);
+    mean_of = Take<int64_t>(1);
+    ring_of = Take<int64_t>(problem.ring_tiles);
+    ring = Take<float>(problem.ring_tiles * problem.n * args.D);
+    ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
+    q = Take<float>(rows * ldq);
+    o = Take<float>(rows * ldo);
+    s = Take<float>((problem.direct ? 1 : kGroup * kStrip) * static_cast<int64_t>(problem.n));
+    max = Take<float>(rows);
+    start = Take<float>(rows);
+    sum = Take<float>(rows * kWidth);
+    bias = Take<float>(problem.n);
+    row = Take<float>(ldo);
+    mean = Take<float>(ldo);
+    empty = Take<uint8_t>(rows);
+    words_joined = Take<uint32_t>(problem.m * words);
+    words_dynamic = Take<uint32_t>(problem.m * words);
+    words_tail = Take<uint32_t>(words);
+    elements_of = Take<int64_t>(problem.element_slots);
+    elements_kind = Take<uint8_t>(problem.element_slots);
+    elements = Take<uint32_t>(problem.element_slots * problem.m * words);
+    copy_values = problem.direct && (args.dtype != DType::kF32 || args.Dv % kWidth != 0);
+    copy_keys = problem.direct && (args.dtype != DType::kF32 || args.D % kWidth != 0);
+    values = Take<float>(copy_values ? problem.n * ldo : 0);
+    keys = Take<float>(copy_keys ? problem.n * ldq : args.dtype != DType::kF32 ? kPanel * ldq : 0);
+    size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
+  }
+
+  int64_t ldq, ldo;
+  int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
+  int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
+  float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
+  uint8_t* empty;
+  uint32_t *words_joined, *words_dynamic, *words_tail;
+  // Of tiles that AttentionArgs::elements gave: which one a slot holds, what it is, and its element mask.
+  int64_t* elements_of;
+  uint8_t* elements_kind;
+  uint32_t* elements;
+  bool copy_values, copy_keys;
+  size_t size;
+
+ private:
+  template <typename T>
+  T* Take(int64_t count) {
+    T* result = reinterpret_cast<T*>(bytes_);
+    bytes_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
+    return result;
+  }
+  char* bytes_;
+};
+
+// The keys that exist in the last key tile.
+inline void FillTailWords(const Problem& problem, uint32_t* words) {
+  const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
+  for (int64_t w = 0; w < problem.n / 32; ++w) {
+    const int64_t keys = tail - 32 * w;
+    words[w] = keys >= 32 ? ~0u : keys <= 0 ? 0u : (1u << keys) - 1u;
+  }
+}
+
+inline void CopyRows(const char* from, DType dtype, int64_t stride, int64_t rows, int64_t size, int64_t ld, float* to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    ToFloats(from + i * stride * SizeOf(dtype), dtype, size, to + i * ld);
+    for (int64_t d = size; d < ld; ++d) to[i * ld + d] = 0.0f;
+  }
+}
+
+// One panel of a head.
+inline void PackKeys(const char* head, int64_t panel, const AttentionArgs& args, const Scratch& scratch, float* to) {
+  const int64_t key0 = panel * kPanel, count = Least(kPanel, args.T - key0);
+  const char* from = head + SizeOf(args.dtype) * key0 * args.key_stride.s;
+  if (args.dtype == DType::kF32) {
+    PackPanel(reinterpret_cast<const float*>(from), args.key_stride.s, count, args.D, to);
+  } else {
+    CopyRows(from, args.dtype, args.key_stride.s, count, args.D, scratch.ldq, scratch.keys);
+    PackPanel(scratch.keys, scratch.ldq, count, args.D, to);
+  }
+}
+
+// Values of up to `rows` keys from key0 on, as floats with rows of ldo.
+inline void CopyValues(const char* head, int64_t key0, int64_t rows, const AttentionArgs& args, int64_t ldo,
+                       float* to) {
+  CopyRows(head + SizeOf(args.dtype) * key0 * args.value_stride.s, args.dtype, args.value_stride.s,
+           Least(rows, args.T - key0), args.Dv, ldo, to);
+}
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_SCRATCH_H_

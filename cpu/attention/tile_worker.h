@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+// One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
+// What it does with a tile is in cpu/attention/scores.h and cpu/attention/weights.h.
+#ifndef STOF_CPU_ATTENTION_TILE_WORKER_H_
+#define STOF_CPU_ATTENTION_TILE_WORKER_H_
+
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include "cpu/attention/register_block.h"
+#include "cpu/attention/scratch.h"
+#include "cpu/simd/convert.h"
+#include "cpu/simd/prefetch.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+template <bool kDirect>
+class Worker {
+  static constexpr int kRows = kDirect ? 1 : kStrip;  // of a strip
+  static constexpr int kStrips = kDirect ? 1 : kGroup;
+
+ public:
+  Worker(const Problem& problem, void* scratch)
+      : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
+
+  void Begin(int64_t b, int64_t h, int64_t row0, int64_t rows) {
+    b_ = b;
+    h_ = h;
+    g_ = h / (args_.H / args_.G);
+    row0_ = row0;
+    rows_ = static_cast<int>(rows);
+    keys_ = static_cast<const char*>(args_.key) + item_size_ * (b * args_.key_stride.b + g_ * args_.key_stride.h);
+    values_ =
+        static_cast<const char*>(args_.value) + item_size_ * (b * args_.value_stride.b + g_ * args_.value_stride.h);
+    group_ = b * args_.G + g_;
+    ahead_.Clear();
+    LoadQueries();
+    Clear();
+  }
+
+  // What the item of these rows will read and write, as far as this one does not bring it into the cache.
+  void LookAhead(int64_t b, int64_t h, int64_t row0) {
+    const int64_t g = h / (args_.H / args_.G), rows = Least(problem_.m, args_.S - row0);
+    const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
+      return static_cast<const char*>(base) + item_size_ * (batch * stride.b + head * stride.h + position * stride.s);
+    };
+    ahead_.Add(row(args_.query, args_.query_stride, b, h, row0), item_size_ * args_.query_stride.s, rows,
+               item_size_ * args_.D);
+    ahead_.Add(row(args_.output, args_.output_stride, b, h, row0), item_size_ * args_.output_stride.s, rows,
+               item_size_ * args_.Dv);
+    int64_t first = 0, last = 0, tiles = problem_.key_tiles;
+    if (args_.mask != nullptr) {
+      const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
+      tiles = args_.mask->row_ptr[here + 1] - args_.mask->row_ptr[here];
+      TileRange(here, &first, &last);
+      if (b == b_ && g == g_ && problem_.ring_tiles > 0) {
+        int64_t from = 0, to = 0;
+        TileRange(there, &from, &to);
+        for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
+          const int64_t key0 = tile * problem_.n, keys = Least(problem_.n, args_.T - key0);
+          ahead_.Add(row(args_.key, args_.key_stride, b, g, key0), item_size_ * args_.key_stride.s, keys,
+                     item_size_ * args_.D);
+          ahead_.Add(row(args_.value, args_.value_stride, b, g, key0), item_size_ * args_.value_stride.s, keys,
+                     item_size_ * args_.Dv);
+        }
+      }
+    }
+    const int64_t steps = tiles * ((rows_ + kRows - 1) / kRows);
+    fetch_ = steps > 0 ? (ahead_.lines() + steps - 1) / steps : 0;
+  }
+
+  // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
+  void Sweep(int64_t first, int64_t last, bool unmasked) {
+    const BlockMask* mask = args_.mask;
+    if (mask == nullptr || unmasked) {
+      for (int64_t tile = first; tile < last; ++tile) {
+        const uint32_t* bits = nullptr;
+        if (args_.elements == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
+      }
+      return;
+    }
+    const int64_t row = MaskRow(b_, h_, row0_);
+    const int32_t* tiles = mask->key_tile.data();
+    const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
+    const int64_t full = mask->full_begin[row], end = mask->row_ptr[row + 1];
+    for (int64_t i = LowerBound(tiles, mask->row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
+      const uint32_t* bits = nullptr;
+      if (mask->bits_id[i] >= 0) {
+        bits = mask->bits.data() + mask->bits_id[i] * words;
+      } else if (!FindElements(tiles[i], &bits)) {
+        continue;
+      }
+      Tile(tiles[i], bits, false);
+    }
+    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i)
+      Tile(tiles[i], nullptr, false);
+  }
+
+  // Writes the rows; those without a key by the policy.
+  __attribute__((noinline)) void Finish() {
+    bool all = false;
+    for (int r = 0; r < rows_; ++r) {
+      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+      scratch_.empty[r] = sum == 0.0f;
+      if (args_.lse != nullptr) StoreLogSum(r, sum);
+      if (sum != 0.0f) {
+        WriteRow(r, 1.0f / (sum + SinkWeight(r)));
+      } else if (args_.empty_rows == EmptyRows::kAll) {
+        all = true;
+      } else {
+        WriteEmptyRow(r);
+      }
+    }
+    if (!all) return;
+    Clear();
+    Sweep(0, problem_.key_tiles, true);
+    for (int r = 0; r < rows_; ++r) {
+      if (!scratch_.empty[r]) continue;
+      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+      WriteRow(r, sum == 0.0f ? __builtin_nanf("") : 1.0f / sum);  // 0 where every bias is -inf, as the softmax of that
+    }
+  }
+
+  // Direct: one row's maximum, sum and output, not divided.
+  void StorePartial(int r, float* to) {
+    to[0] = scratch_.max[r];
+    to[1] = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
+    for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
+  }
+  // Direct: the state of row 0 from the parts, in their order.
+  void JoinPartials(const float* parts, int64_t count, int64_t stride) {
+    float max = -kInf;
+    for (int64_t i = 0; i < count; ++i) max = parts[i * stride] > max ? parts[i * stride] : max;
+    for (int64_t i = 0; i < count; ++i) {
+      const float* part = parts + i * stride;
+      // A part without a maximum holds zeros, or NaN, which has to stay.
+      const float scale = part[0] == -kInf || part[0] == max ? 1.0f : ExpScalar(part[0] - max);
+      scratch_.sum[0] += part[1] * scale;
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += part[2 + d] * scale;
+    }
+    scratch_.max[0] = max;
+  }
+
+ private:
+  int64_t MaskRow(int64_t b, int64_t h, int64_t row0) const {
+    return static_cast<int64_t>(args_.mask->TableOf(b, h)) * args_.mask->rows + row0 / problem_.m;
+  }
+  // The first key tile of a row of the block mask and the one after its last.
+  void TileRange(int64_t row, int64_t* first, int64_t* last) const {
+    const BlockMask& mask = *args_.mask;
+    const int64_t begin = mask.row_ptr[row], full = mask.full_begin[row], end = mask.row_ptr[row + 1];
+    *first = *last = 0;
+    if (begin == end) return;
+    *first = mask.key_tile[begin < full ? begin : full];
+    if (full < end) *first = Least(*first, mask.key_tile[full]);
+    if (begin < full) *last = mask.key_tile[full - 1] + 1;
+    if (full < end && mask.key_tile[end - 1] >= *last) *last = mask.key_tile[end - 1] + 1;
+  }
+  static int64_t LowerBound(const int32_t* tiles, int64_t first, int64_t last, int64_t tile) {
+    while (first < last) {
+      const int64_t middle = (first + last) / 2;
+      if (tiles[middle] < tile) {
+        first = middle + 1;
+      } else {
+        last = middle;
+      }
+    }
+    return first;
+  }
+  static float ExpScalar(float x) {
+    float lanes[kWidth];
+    Simd::Store(lanes, Exp(Simd::Set1(x)));
+    return lanes[0];
+  }
+
+  // The sink's part of a row sum. Beyond e^88 weights vanish beside it as well as at it.
+  float SinkWeight(int r) const {
+    if (args_.sink == nullptr) return 0.0f;
+    const float x = ToFloat(args_.sink, args_.sink_dtype, h_) - scratch_.max[r];
+    return ExpScalar(x > kMostExponent ? kMostExponent : x);
+  }
+
+  // The natural logarithm of a row's divisor, which is the row sum and the sink's part of it; -inf without either.
+  __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
+    const float max = sum == 0.0f ? -kInf : scratch_.max[r];
+    const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, h_);
+    const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
+    float lse = top;
+    if (sum != 0.0f) lse += __builtin_logf(sum * ExpScalar(max - top) + ExpScalar(sink - top));
+    args_.lse[b_ * args_.lse_stride_b + h_ * args_.lse_stride_h + row0_ + r] = lse;
+  }
+
+  int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
+
+  __attribute__((noinline)) void LoadQueries() {
+    const char* query =
+        static_cast<const char*>(args_.query) + item_size_ * (b_ * args_.query_stride.b + h_ * args_.query_stride.h);
+    const V factor = Simd::Set1(args_.scale);
+    const bool plain = args_.dtype == DType::kF32 && args_.D % kPanel == 0;
+    for (int r = 0; r < PaddedRows(); ++r) {
+      float* to = scratch_.q + r * scratch_.ldq;
+      const float* from = to;
+      int64_t d = 0;
+      if (r < rows_) {
+        const char* row = query + item_size_ * (row0_ + r) * args_.query_stride.s;
+        if (plain) {
+          from = reinterpret_cast<const float*>(row);
+        } else {
+          ToFloats(row, args_.dtype, args_.D, to);
+        }
+        d = args_.D;
+      }
+      for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
+      for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
+    }
+  }
+
+  void Clear() {
+    const V zero = Simd::Set1(0.0f);
+    for (int r = 0; r < PaddedRows(); ++r) {
+      scratch_.max[r] = -kInf;
+      scratch_.start[r] = 0.0f;
+      Simd::Store(scratch_.sum + r * kWidth, zero);
+      for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
+    }
+  }
+
+  // ---- a tile ----
+  void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
+    if (!FindMask(tile, bits, unmasked)) return;
+    const int64_t key0 = tile * problem_.n;
+    const int keys = static_cast<int>(Least(problem_.n, args_.T - key0));
+    const float* values = reinterpret_cast<const float*>(values_) + key0 * args_.value_stride.s;
+    int64_t ldv = args_.value_stride.s;
+    const float* packed = kDirect ? nullptr : PackedTile(tile);
+    if (scratch_.copy_values) {
+      CopyValues(values_, key0, keys, args_, scratch_.ldo, scratch_.values);
+      values = scratch_.values;
+      ldv = scratch_.ldo;
+    } else if (!kDirect && problem_.pack_values) {
+      values = PackedValues(tile);
+      ldv = scratch_.ldo;
+    }
+    const float* direct_keys = reinterpret_cast<const float*>(keys_) + key0 * args_.key_stride.s;
+    int64_t ldk = args_.key_stride.s;
+    if (kDirect && scratch_.copy_keys) {
+      CopyRows(keys_ + item_size_ * key0 * args_.key_stride.s, args_.dtype, args_.key_stride.s, keys, args_.D,
+               scratch_.ldq, scratch_.keys);
+      direct_keys = scratch_.keys;
+      ldk = scratch_.ldq;
+    }
+    for (int first = 0; first < rows_; first += kStrips * kRows) {
+      Strip strips[kStrips];
+      int count = 0;
+      for (int row = first; row < rows_ && row < first + kStrips * kRows; row += kRows) {
+        strips[count].row = row;
+        FindPanels(keys, &strips[count]);
+        count += strips[count].active != 0;
+      }
+      if (count == 0) continue;
+      if (kDirect) {
+        DirectScores(strips[0], direct_keys, ldk);
+      } else {
+        PackedScores(strips, 0, count, packed);
+      }
+      for (int i = 0; i < count; ++i) {
+        float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
+        Adjust(strips[i], s, key0, keys);
+        if (__builtin_expect(!Softmax(strips[i], s), 0)) {
+          if (kDirect) {
+            DirectScores(strips[i], direct_keys, ldk);
+          } else {
+            PackedScores(strips, i, i + 1, packed);
+          }
+          Adjust(strips[i], s, key0, keys);
+          Softmax(strips[i], s);
+        }
+        ahead_.Fetch(fetch_);
+      }
+      Values(strips, count, values, ldv);
+    }
+  }
+
+  // What a strip does in a tile.
+  struct Strip {
+    int row = 0;  // first of its rows in the row tile
+    int run_count = 0;
+    uint32_t active = 0;   // panels in which one of its rows may attend a key
+    uint32_t partial = 0;  // panels in which not all of its rows may attend all keys
+    Run runs[kMaxTileKeys / kPanel / 2 + 1];
+  };
+
+  // ---- cpu/attention/scores.h ----
+  // The element mask of a tile whose bits nobody stored, nullptr where it is full; false: it is empty.
+  __attribute__((noinline)) bool FindElements(int64_t tile, const uint32_t** bits) const;
+  // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
+  // everything.
+  bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked);
+  __attribute__((noinline)) void FindPanels(int keys, Strip* strip) const;
+  const float* PackedTile(int64_t tile) const;
+  const float* PackedValues(int64_t tile) const;
+  template <int kBlock>
+  static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
+                          const float* start, float* s, int64_t lds);
+  void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
+  void DirectScores(const Strip& strip, const float* keys, int64_t ldk) const;
+  __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
+  template <typename F>
+  void ForEachVector(const Strip& strip, float* s, F f) const;
+  void LoadBias(int64_t row, int64_t key0, int keys) const;
+  void AddRelative(int64_t row, int64_t key0, int keys) const;
+  static int64_t Clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+  void LoadPairs(int64_t row, int64_t key0, int keys) const;
+
+  // ---- cpu/attention/weights.h ----
+  __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
+  template <bool kApart>
+  void Weights(const Strip& strip, int rows, const float* bases, float* s);
+  __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
+  __attribute__((noinline)) void Rescale(const Strip& strip, int rows, const V* high);
+  void Values(const Strip* strips, int count, const float* values, int64_t ldv) const;
+  template <int kHeight, int kBlock>
+  void AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv, float* o) const;
+
+  // ---- output ----
+  char* OutputRow(int r) const {
+    return static_cast<char*>(args_.output) +
+           item_size_ * (b_ * args_.output_stride.b + h_ * args_.output_stride.h + (row0_ + r) * args_.output_stride.s);
+  }
+  void WriteRow(int r, float factor) const {
+    const V scale = Simd::Set1(factor);
+    const bool plain = args_.dtype == DType::kF32 && args_.Dv % kPanel == 0;
+    float* to = plain ? reinterpret_cast<float*>(OutputRow(r)) : scratch_.row;
+    for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
+      Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
+    }
+    if (!plain) FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+  }
+  void WriteEmptyRow(int r) {
+    if (args_.empty_rows == EmptyRows::kMean && args_.T > 0) {
+      FindMean();
+      FromFloats(scratch_.mean, args_.dtype, args_.Dv, OutputRow(r));
+      return;
+    }
+    const float value = args_.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.row[d] = value;
+    FromFloats(scratch_.row, args_.dtype, args_.Dv, OutputRow(r));
+  }
+  // Its scratch is the output of row 0, which has been written by now or is itself empty.
+  void FindMean() {
+    if (*scratch_.mean_of == group_) return;
+    *scratch_.mean_of = group_;
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] = 0.0f;
+    // In blocks, so that the rounding of a long sum stays near that of a short one.
+    for (int64_t first = 0; first < args_.T; first += 256) {
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] = 0.0f;
+      for (int64_t k = first; k < Least(first + 256, args_.T); ++k) {
+        ToFloats(values_ + item_size_ * k * args_.value_stride.s, args_.dtype, args_.Dv, scratch_.row);
+        for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += scratch_.row[d];
+      }
+      for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
+    }
+    for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(args_.T);
+  }
+
+  const Problem& problem_;
+  const AttentionArgs& args_;
+  Scratch scratch_;
+  const int64_t item_size_;
+  int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
+  int rows_ = 0;
+  const char* keys_ = nullptr;
+  const char* values_ = nullptr;
+  int64_t group_ = 0;  // b * G + g
+  const uint32_t* words_ = nullptr;
+  int64_t word_stride_ = 0;
+  Ahead ahead_;
+  int64_t fetch_ = 0;  // lines at a time
+};
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_TILE_WORKER_H_

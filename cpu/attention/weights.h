@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Of a strip of rows in a key tile: scores become weights, and weights times values are added to the output.
+#ifndef STOF_CPU_ATTENTION_WEIGHTS_H_
+#define STOF_CPU_ATTENTION_WEIGHTS_H_
+
+#include <cstdint>
+
+#include "cpu/attention/tile_worker.h"
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+// The row max is raised only when a score exceeds it by this much; weights stay below e^5.5 = 245, and the output is
+// rescaled a few times per row instead of at every new maximum.
+constexpr float kSlack = 5.5f;
+// Scores start at minus the row max, which saves a subtraction from each. Not where the row max is far from scores that
+// may follow: they would lose their low bits. A bias of -10000 leaves it far below, large scores far above.
+constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
+
+// Scores become weights; row sums, and where the row max grows much, the state of the strip's rows follow. Whole
+// panels: what lies beyond T in the last one is forbidden by the mask. False, and nothing is done: scores are so large
+// that they lost low bits to their start; it is 0 now, and they have to be computed again.
+template <bool kDirect>
+bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
+  constexpr int kParts = kPanel / kWidth;
+  const int64_t lds = problem_.n;
+  const int runs = strip.run_count;
+  const float* max = scratch_.max + strip.row;
+  float* start = scratch_.start + strip.row;
+  const int rows = static_cast<int>(Least(kRows, rows_ - strip.row));
+  V high[kRows] = {};
+  auto exceeded = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
+  for (int r = 0; r < rows; ++r) {
+    V x[kParts];
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j) x[j] = Simd::Set1(-kInf);
+    for (int i = 0; i < runs; ++i) {
+      const float* at = s + r * lds + strip.runs[i].first;
+      const float* const end = s + r * lds + strip.runs[i].last;
+      for (; at < end; at += kPanel) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kParts; ++j) x[j] = Simd::Max(x[j], Simd::Load(at + j * kWidth));
+      }
+    }
+#pragma GCC unroll 4
+    for (int j = 1; j < kParts; ++j) x[0] = Simd::Max(x[0], x[j]);
+    high[r] = x[0];
+    exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kSlack)));
+  }
+  const bool raised = Simd::Any(exceeded);
+  if (raised) {
+    if (ClearStarts(strip, rows, high)) return false;
+    Rescale(strip, rows, high);
+  }
+  float base[kRows] = {};  // what these scores still exceed their distance to the maximum by
+  bool apart = false;
+  for (int r = 0; r < rows; ++r) {
+    base[r] = max[r] == -kInf ? 0.0f : max[r] + start[r];
+    apart |= base[r] != 0.0f;
+  }
+  if (apart) {
+    Weights<true>(strip, rows, base, s);
+  } else {
+    Weights<false>(strip, rows, base, s);
+  }
+  if (!raised) return true;
+  for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
+  return true;
+}
+
+template <bool kDirect>
+template <bool kApart>
+inline void Worker<kDirect>::Weights(const Strip& strip, int rows, const float* bases, float* s) {
+  constexpr int kParts = kPanel / kWidth;
+  for (int r = 0; r < rows; ++r) {
+    float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
+    const V base = Simd::Set1(bases[r]);
+    V sum = Simd::Set1(0.0f);  // of the tile, as in AddValues
+    for (int i = 0; i < strip.run_count; ++i) {
+      float* at = s + r * problem_.n + strip.runs[i].first;
+      const float* const end = s + r * problem_.n + strip.runs[i].last;
+      for (; at < end; at += kPanel) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kParts; ++j) {
+          V x = Simd::Load(at + j * kWidth);
+          if constexpr (kApart) x = Simd::Sub(x, base);
+          const V p = Exp(x);
+          Simd::Store(at + j * kWidth, p);
+          sum = Simd::Add(sum, p);
+        }
+      }
+    }
+    Simd::Store(sum_at, Simd::Add(Simd::Load(sum_at), sum));
+  }
+}
+
+// Sets the starts of rows to 0 whose scores exceed them by far. Whether there is such a row.
+template <bool kDirect>
+bool Worker<kDirect>::ClearStarts(const Strip& strip, int rows, const V* high) {
+  bool any = false;
+  for (int r = 0; r < rows; ++r) {
+    float& start = scratch_.start[strip.row + r];
+    if (start == 0.0f || !(Simd::ReduceMax(high[r]) > kHighestStart)) continue;
+    start = 0.0f;
+    any = true;
+  }
+  return any;
+}
+
+template <bool kDirect>
+void Worker<kDirect>::Rescale(const Strip& strip, int rows, const V* high) {
+  for (int r = 0; r < rows; ++r) {
+    float* max = scratch_.max + strip.row + r;
+    const float old = *max, now = Simd::ReduceMax(high[r]) - scratch_.start[strip.row + r];
+    if (!(now > old + kSlack)) continue;
+    *max = now;
+    if (old == -kInf) continue;  // sum and output hold zeros, or NaN, which has to stay
+    const V scale = Simd::Set1(ExpScalar(old - now));
+    float* sum = scratch_.sum + (strip.row + r) * kWidth;
+    Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
+    float* o = scratch_.o + (strip.row + r) * scratch_.ldo;
+    for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(o + d, Simd::Mul(Simd::Load(o + d), scale));
+  }
+}
+
+template <bool kDirect>
+inline void Worker<kDirect>::Values(const Strip* strips, int count, const float* values, int64_t ldv) const {
+  const int64_t size = RoundUp(args_.Dv, kWidth) / kWidth;
+  constexpr int kBlock = kDirect ? 8 : kVectors;
+  for (int64_t d = 0; d < size; d += kBlock) {
+    const int64_t left = Least(kBlock, size - d);
+    for (int i = 0; i < count; ++i) {
+      const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
+      float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
+      if (kDirect || rows_ - strips[i].row > 4) {
+        AddBlock<kRows, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+      } else if (rows_ - strips[i].row > 2) {
+        AddBlock<4, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+      } else {
+        AddBlock<2, kBlock>(left, p, strips[i], values + d * kWidth, ldv, o);
+      }
+    }
+  }
+}
+
+template <bool kDirect>
+template <int kHeight, int kBlock>
+inline void Worker<kDirect>::AddBlock(int64_t left, const float* p, const Strip& strip, const float* v, int64_t ldv,
+                                      float* o) const {
+  if (left == kBlock) {
+    AddValues<kHeight, kBlock>(p, problem_.n, strip.runs, strip.run_count, v, ldv, o, scratch_.ldo);
+  } else if constexpr (kBlock > 1) {
+    AddBlock<kHeight, kBlock - 1>(left, p, strip, v, ldv, o);
+  }
+}
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_WEIGHTS_H_

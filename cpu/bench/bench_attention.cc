@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
+// FMA rate of the same run. Rounds of all rows are interleaved with the FMA loop; the figures are minima.
+//   bench_attention [--rows NAME[,NAME]] [--threads N] [--rounds N] [--tile MxN] [--isa portable|avx2|avx512]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/kernels.h"
+#include "plugins/core/host/thread_pool.h"
+#include "plugins/core/mask/block_mask_builder.h"
+#include "plugins/core/mask/expr.h"
+
+namespace stof {
+namespace {
+
+struct Case {
+  const char* name;
+  const char* mask;  // empty: dense
+  int64_t B, H, G, S, T, D;
+  bool bshd;  // heads between positions: rows stride H * D, as exporters' projections leave them
+};
+
+constexpr Case kCases[] = {
+    {"dense", "", 1, 12, 12, 4096, 4096, 64, false},
+    {"dense-bshd", "", 1, 12, 12, 4096, 4096, 64, true},
+    {"dense128", "", 1, 6, 6, 4096, 4096, 128, false},
+    {"dense80", "", 1, 6, 6, 2048, 2048, 80, false},
+    {"dense256", "", 1, 3, 3, 4096, 4096, 256, false},
+    {"dense-gqa", "", 1, 12, 2, 2048, 2048, 64, true},
+    {"s128", "", 1, 12, 12, 128, 128, 64, false},
+    {"s512", "", 1, 12, 12, 512, 512, 64, false},
+    {"s2048", "", 1, 12, 12, 2048, 2048, 64, false},
+    {"w256", "abs(q - k) <= 256", 1, 12, 12, 4096, 4096, 64, false},
+    {"w256-bshd", "abs(q - k) <= 256", 1, 12, 12, 4096, 4096, 64, true},
+    {"w64", "abs(q - k) <= 64", 1, 12, 12, 4096, 4096, 64, false},
+    {"w64-bshd", "abs(q - k) <= 64", 1, 12, 12, 4096, 4096, 64, true},
+    {"w64-s512", "abs(q - k) <= 64", 1, 12, 12, 512, 512, 64, true},
+    {"causal", "k <= q", 1, 12, 12, 4096, 4096, 64, false},
+    {"longformer", "abs(q - k) <= 64 or q < 64 or k < 64", 1, 12, 12, 4096, 4096, 64, false},
+    {"decode", "", 1, 12, 12, 1, 32768, 64, false},
+    {"decode-gqa", "", 1, 32, 8, 1, 32768, 128, false},
+    {"decode-small", "", 1, 12, 12, 1, 1024, 64, false},
+};
+
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+void* Aligned(size_t bytes) { return std::aligned_alloc(64, (bytes / 64 + 1) * 64); }
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<void, Free>;
+
+Buffer Random(int64_t count, uint32_t seed) {
+  Buffer buffer(Aligned(static_cast<size_t>(count) * 4));
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < count; ++i) static_cast<float*>(buffer.get())[i] = normal(random);
+  return buffer;
+}
+
+struct Row {
+  const Case* what = nullptr;
+  AttentionArgs args;
+  CpuAttentionConfig config;
+  BlockMask mask;
+  Buffer query, key, value, output, workspace;
+  double pairs = 0, tile_pairs = 0, best = 1e9;
+};
+
+void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
+  row->what = &what;
+  AttentionArgs& a = row->args;
+  a.B = what.B, a.H = what.H, a.G = what.G, a.S = what.S, a.T = what.T, a.D = a.Dv = what.D;
+  a.scale = 0.125f;
+  const auto strides = [&](int64_t heads, int64_t length) {
+    const int64_t all = heads * length * what.D;
+    return what.bshd ? Strides{all, what.D, heads * what.D} : Strides{all, length * what.D, what.D};
+  };
+  a.query_stride = a.output_stride = strides(what.H, what.S);
+  a.key_stride = a.value_stride = strides(what.G, what.T);
+  row->query = Random(what.B * what.H * what.S * what.D, 1);
+  row->key = Random(what.B * what.G * what.T * what.D, 2);
+  row->value = Random(what.B * what.G * what.T * what.D, 3);
+  row->output.reset(Aligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
+  a.query = row->query.get(), a.key = row->key.get(), a.value = row->value.get(), a.output = row->output.get();
+  row->config = ChooseCpuAttention(a, threads);
+  if (m > 0) row->config.m = m;
+  if (n > 0) row->config.n = n;
+  row->config.isa = isa;
+  row->pairs = row->tile_pairs = static_cast<double>(what.S) * static_cast<double>(what.T);
+  if (what.mask[0] != 0) {
+    MaskExpr expr;
+    ExprSizes sizes;
+    sizes.B = what.B, sizes.H = what.H, sizes.S = what.S, sizes.T = what.T, sizes.P = what.T - what.S;
+    Status status = MaskExpr::Parse(what.mask, {}, &expr);
+    if (status.ok()) status = BuildBlockMask(expr, sizes, row->config.m, row->config.n, &row->mask);
+    if (!status.ok()) {
+      std::fprintf(stderr, "%s\n", status.message().c_str());
+      std::exit(1);
+    }
+    a.mask = &row->mask;
+    row->pairs = 0;
+    const int64_t words = int64_t{row->mask.m} * row->mask.n / 32;
+    for (const int32_t id : row->mask.bits_id) {
+      for (int64_t w = 0; id >= 0 && w < words; ++w) row->pairs += __builtin_popcount(row->mask.bits[id * words + w]);
+    }
+    for (size_t r = 0; r < row->mask.full_begin.size(); ++r) {
+      const int64_t rows = std::min<int64_t>(row->mask.m, what.S - static_cast<int64_t>(r) * row->mask.m);
+      row->pairs += static_cast<double>(row->mask.row_ptr[r + 1] - row->mask.full_begin[r]) * rows * row->mask.n;
+    }
+    row->tile_pairs = static_cast<double>(row->mask.key_tile.size()) * row->mask.m * row->mask.n;
+  }
+  row->workspace.reset(Aligned(CpuAttentionWorkspace(a, row->config, threads)));
+}
+
+int Main(int argc, char** argv) {
+  std::string rows;
+  int threads = 1, rounds = 5, m = 0, n = 0;
+  CpuIsa isa = BestCpuIsa();
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::strcmp(argv[i], "--rows") == 0) rows = "," + std::string(argv[i + 1]) + ",";
+    if (std::strcmp(argv[i], "--threads") == 0) threads = std::atoi(argv[i + 1]);
+    if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::atoi(argv[i + 1]);
+    if (std::strcmp(argv[i], "--tile") == 0) std::sscanf(argv[i + 1], "%dx%d", &m, &n);
+    if (std::strcmp(argv[i], "--isa") == 0) {
+      isa = argv[i + 1][0] == 'p' ? CpuIsa::kPortable : argv[i + 1][3] == '2' ? CpuIsa::kAvx2 : CpuIsa::kAvx512;
+    }
+  }
+  std::vector<std::unique_ptr<Row>> table;
+  for (const Case& what : kCases) {
+    if (!rows.empty() && rows.find("," + std::string(what.name) + ",") == std::string::npos) continue;
+    table.push_back(std::make_unique<Row>());
+    Prepare(what, threads, m, n, isa, table.back().get());
+  }
+  ThreadPool pool(threads);
+  double fma = 0;
+  for (int round = 0; round < rounds; ++round) {
+    fma = std::max(fma, stof_fma_rate(threads, 0.05));
+    for (auto& row : table) {
+      // Short ones in a loop of about 20 ms, so that a wake-up or a page fault does not decide.
+      int repeats = round == 0 ? 1 : std::max(1, std::min(1000, static_cast<int>(0.02 / row->best)));
+      for (; repeats > 0; --repeats) {
+        const double begin = Now();
+        const Status status = CpuAttention(row->args, row->config, row->workspace.get(), pool.view());
+        row->best = std::min(row->best, Now() - begin);
+        if (!status.ok()) {
+          std::fprintf(stderr, "%s: %s\n", row->what->name, status.message().c_str());
+          return 1;
+        }
+      }
+    }
+  }
+  const double bandwidth = stof_read_bandwidth(threads, size_t{256} << 20, 0.2);
+  std::printf("threads %d, FMA %.1f GFLOP/s, read %.1f GB/s\n", threads, fma, bandwidth);
+  std::printf("%-14s %-8s %10s %9s %9s %8s %8s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA", "% tiles",
+              "GB/s");
+  for (const auto& row : table) {
+    const double heads = static_cast<double>(row->args.B * row->args.H);
+    const double flop = 4.0 * heads * static_cast<double>(row->args.D) / row->best * 1e-9;
+    const double bytes = 8.0 * static_cast<double>(row->args.B * row->args.G * row->args.T * row->args.D);
+    char tile[24];
+    std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
+    std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
+                flop * row->pairs, flop * row->tile_pairs, 100 * flop * row->pairs / fma,
+                100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace stof
+
+int main(int argc, char** argv) { return stof::Main(argc, argv); }

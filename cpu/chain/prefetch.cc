@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which rows of a program's batches come from memory unseen by the processor's own prefetchers. docs/chain-kernel.md
+// has what fetching them a batch early gains.
+#include <algorithm>
+
+#include "cpu/chain/chain.h"
+
+namespace stof {
+namespace cpu {
+namespace {
+
+// Whether no axis comes back to a row, whose elements lie side by side.
+bool IsMetOnce(const BoundChain& bound, const int64_t* stride) {
+  const int last = bound.axes - 1;
+  for (int axis = 0; axis < last; ++axis) {
+    if (stride[axis] == 0 && bound.size[axis] > 1) return false;
+  }
+  return stride[last] == 1;
+}
+
+// Whether a read's row touches another one's, which then is of both.
+bool Joins(const BoundChain& bound, const ChainAhead& own, ChainAhead* known) {
+  const BoundRead &x = bound.reads[static_cast<size_t>(own.which)], &y = bound.reads[static_cast<size_t>(known->which)];
+  if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
+  if (!std::equal(x.stride, x.stride + bound.axes, y.stride)) return false;
+  const int64_t first = own.first + x.constant - y.constant, end = first + own.count;
+  if (first > known->first + known->count || end < known->first) return false;
+  const int64_t to = std::max(end, known->first + known->count);
+  known->first = std::min(first, known->first);
+  known->count = to - known->first;
+  return true;
+}
+
+}  // namespace
+
+// Of short rows, where some have others between them, what no other axis comes back to. Where all are read and written
+// in order, the processor sees it coming.
+void PlanAhead(ChainProgram* program) {
+  if (!program->straight || program->batch == 1) return;
+  const BoundChain& bound = program->bound;
+  const int last = bound.axes - 1;
+  std::vector<ChainAhead>& ahead = program->ahead;
+  bool gaps = false;
+  for (size_t i = 0; i < bound.reads.size(); ++i) {
+    const BoundRead& read = bound.reads[i];
+    const int64_t first = read.first[last], count = read.last[last] + 1 - first;
+    if (read.never || count < 1 || !IsMetOnce(bound, read.stride)) continue;
+    gaps = gaps || program->read_pitch[i] != bound.n;
+    const ChainAhead own = {false, static_cast<int>(i), first, count};
+    bool joined = false;
+    for (size_t k = 0; k < ahead.size() && !joined; ++k) joined = Joins(bound, own, &ahead[k]);
+    if (!joined) ahead.push_back(own);
+  }
+  for (size_t i = 0; i < bound.outputs.size(); ++i) {
+    if (!IsMetOnce(bound, bound.outputs[i].stride)) continue;
+    gaps = gaps || program->output_pitch[i] != bound.n;
+    ahead.push_back({true, static_cast<int>(i), 0, bound.n});
+  }
+  if (!gaps) return ahead.clear();
+  program->steps = 0;
+  for (const ChainPhase& phase : program->phases) {
+    for (const ChainPiece& piece : phase.pieces) {
+      const int64_t strips = (piece.end - piece.begin + program->strip - 1) / program->strip;
+      program->steps += strips * static_cast<int64_t>(piece.element.size());
+    }
+  }
+  program->steps = std::max<int64_t>(1, program->steps);
+}
+
+}  // namespace cpu
+}  // namespace stof

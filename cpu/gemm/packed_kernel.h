@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products by panels of a constant factor, and what follows them while they are in the cache. Included once per
+// instruction set, with STOF_TILE_ROWS × STOF_TILE_VECTORS accumulators.
+#ifndef STOF_CPU_GEMM_PACKED_KERNEL_H_
+#define STOF_CPU_GEMM_PACKED_KERNEL_H_
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/chain/functions.h"
+#include "cpu/gemm/packed.h"
+#include STOF_SIMD
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+constexpr int kTileRows = STOF_TILE_ROWS;
+constexpr int kTileVectors = STOF_TILE_VECTORS;
+constexpr int kTileColumns = kTileVectors * Simd::kWidth;
+static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a worker's workspace");
+
+// What the caller wants next, `step` bytes for each step of k: the factor is read from memory once, and by then it is
+// here. Addresses beyond the panels do no harm.
+struct NextPanel {
+  const char* at;
+  int64_t step;
+};
+
+// What is added to a product before it leaves the registers: rows `stride` apart, 0 for the same one.
+struct Addend {
+  const float* at = nullptr;
+  int64_t stride = 0;
+  Addend Rows(int64_t rows) const { return {at == nullptr ? nullptr : at + rows * stride, stride}; }
+};
+struct Addends {
+  Addend before, bias, residual;  // in the order in which they are added; before: what a product has so far
+  Addends Rows(int64_t rows) const { return {before.Rows(rows), bias.Rows(rows), residual.Rows(rows)}; }
+};
+
+// c = a · b and addends. a: rows `lda` apart, read where they are; b: rows of kVectors vectors. One loop over k, not
+// unrolled, and sums that begin as zeros: anything else makes compilers move accumulators through memory.
+template <int kRows, int kVectors>
+void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, const Addends& plus,
+                NextPanel next) {
+  // Rows far apart, which the processor does not see coming.
+  if (plus.residual.at != nullptr) {
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kVectors; ++j)
+        __builtin_prefetch(plus.residual.at + i * plus.residual.stride + j * Simd::kWidth);
+    }
+  }
+  Simd::V sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(next.at, 0, 2);
+    next.at += next.step;
+    Simd::V x[kVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + j * Simd::kWidth);
+    b += kVectors * Simd::kWidth;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const Simd::V y = Simd::Set1(a[i * lda + k]);
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
+    }
+  }
+  for (const Addend& addend : {plus.before, plus.bias, plus.residual}) {
+    if (addend.at == nullptr) continue;
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) {
+        sum[i][j] = Simd::Add(sum[i][j], Simd::Load(addend.at + i * addend.stride + j * Simd::kWidth));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) Simd::Store(c + i * ldc + j * Simd::kWidth, sum[i][j]);
+  }
+}
+
+using TileFunction = void (*)(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc,
+                              const Addends& plus, NextPanel next);
+template <int kRows, int kVectors>
+struct Tiles {
+  static TileFunction Of(int64_t rows, int64_t vectors) {
+    if (vectors < kVectors) return Tiles<kRows, (kVectors > 1 ? kVectors - 1 : 1)>::Of(rows, vectors);
+    return rows == kRows ? PackedTile<kRows, kVectors> : Tiles<kRows - 1, kVectors>::Of(rows, vectors);
+  }
+};
+template <int kVectors>
+struct Tiles<0, kVectors> {
+  static TileFunction Of(int64_t, int64_t) { return nullptr; }
+};
+
+// c[rows, width] = a · panel and addends.
+inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t width, int64_t rows, float* c,
+                          int64_t ldc, const Addends& plus) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t slabs = std::max<int64_t>(1, (K + kPackedDepth - 1) / kPackedDepth);
+  const int64_t most = ((K + slabs - 1) / slabs + 3) / 4 * 4;
+  int64_t k0 = 0;
+  do {
+    const int64_t depth = std::min(most, K - k0);
+    Addends addends = k0 + depth < K ? Addends() : plus;
+    if (k0 > 0) addends.before = {c, ldc};
+    const float* const b = panel + k0 * width;
+    const auto* next = reinterpret_cast<const char*>(b + depth * width);
+    // A few tiles are done before much of it could come: the processor sees by itself what is read in order.
+    const int64_t step = tiles >= 4 ? (width * 4 + tiles - 1) / tiles : 0;
+    for (int64_t t = 0, m = 0; t < tiles; ++t) {
+      const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
+      Tiles<kTileRows, kTileVectors>::Of(count, width / Simd::kWidth)(a + m * K + k0, K, b, depth, c + m * ldc, ldc,
+                                                                      addends.Rows(m), {next, step});
+      next += step * depth;
+      m += count;
+    }
+    k0 += depth;
+  } while (k0 < K);
+}
+
+// Of a panel with so many columns that count, in whole vectors.
+static_assert(Simd::kWidth % kLanes == 0, "epilogues read rows of whole vectors");
+inline int64_t PackedWidth(int64_t wide) { return (wide + Simd::kWidth - 1) / Simd::kWidth * Simd::kWidth; }
+
+struct Block {
+  const float *first, *second;
+  int64_t first_stride, second_stride;
+  float* to;  // rows N apart
+};
+
+template <GemmActivation kActivation>
+inline V Activated(V x) {
+  switch (kActivation) {
+    case GemmActivation::kRelu:
+      return Relu(x);
+    case GemmActivation::kGelu:
+      return Gelu(x);
+    case GemmActivation::kGeluTanh:
+      return GeluTanh(x);
+    case GemmActivation::kSilu:
+      return Silu(x);
+    default:
+      return x;
+  }
+}
+
+template <GemmActivation kActivation>
+void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t n0, int64_t rows, int64_t wide,
+              int64_t N) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* const residual = e.residual != nullptr ? e.residual + (m0 + i) * N + n0 : nullptr;
+    const V row = e.row != nullptr ? Set(e.row[m0 + i]) : V{};
+    for (int64_t n = 0; n < wide; n += kLanes) {
+      const int some = static_cast<int>(std::min<int64_t>(kLanes, wide - n));
+      const auto load = [some](const float* from) { return some == kLanes ? Load(from) : LoadSome(from, some); };
+      V y = Load(block.first + i * block.first_stride + n);
+      if (e.bias0 != nullptr) y = y + load(e.bias0 + n0 + n);
+      y = Activated<kActivation>(y);
+      if (block.second != nullptr) {
+        V other = Load(block.second + i * block.second_stride + n);
+        if (e.bias1 != nullptr) other = other + load(e.bias1 + n0 + n);
+        y = y * other;
+      }
+      if (e.scale != nullptr) y = y * load(e.scale + n0 + n);
+      if (e.row != nullptr) y = y * row;
+      if (residual != nullptr) y = y + load(residual + n);
+      float* const to = block.to + i * N + n;
+      if (some == kLanes) {
+        Store(to, y);
+      } else {
+        StoreSome(to, y, some);
+      }
+    }
+  }
+}
+
+// What an epilogue adds, where it does nothing else.
+inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
+  Addends plus;
+  if (e.bias0 != nullptr) plus.bias = {e.bias0 + n0, 0};
+  if (e.residual != nullptr) plus.residual = {e.residual + m0 * N + n0, N};
+  return plus;
+}
+
+void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
+  const CpuGemmArgs& args = *p.args;
+  const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
+  const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
+  const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
+  const CpuGemmEpilogue* const e = args.epilogue;
+  const bool adds = e != nullptr && p.products == 1 && wide == width && e->activation == GemmActivation::kNone &&
+                    e->scale == nullptr && e->row == nullptr;
+  const Addends plus = adds ? Added(*e, m0, n0, p.N) : Addends();
+  float* c[2] = {};
+  int64_t stride[2] = {};
+  for (int64_t i = 0; i < p.products; ++i) {
+    const bool own = wide < width || (e != nullptr && i == 1);
+    c[i] = own ? workspace + i * kPackedRows * kTileColumns : args.output[i] + m0 * p.N + n0;
+    stride[i] = own ? kTileColumns : p.N;
+    PackedProduct(args.a + m0 * p.K, p.K, panels + i * p.K * width, width, rows, c[i], stride[i], plus);
+  }
+  if (adds) return;
+  if (e == nullptr) {
+    for (int64_t i = 0; i < p.products && wide < width; ++i) {
+      for (int64_t m = 0; m < rows; ++m) {
+        std::memcpy(args.output[i] + (m0 + m) * p.N + n0, c[i] + m * kTileColumns, static_cast<size_t>(wide) * 4);
+      }
+    }
+    return;
+  }
+  const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
+  const auto finish = [&](auto function) { function(*e, block, m0, n0, rows, wide, p.N); };
+  switch (e->activation) {
+    case GemmActivation::kRelu:
+      return finish(Epilogue<GemmActivation::kRelu>);
+    case GemmActivation::kGelu:
+      return finish(Epilogue<GemmActivation::kGelu>);
+    case GemmActivation::kGeluTanh:
+      return finish(Epilogue<GemmActivation::kGeluTanh>);
+    case GemmActivation::kSilu:
+      return finish(Epilogue<GemmActivation::kSilu>);
+    default:
+      return finish(Epilogue<GemmActivation::kNone>);
+  }
+}
+
+void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {
+  const int64_t width = PackedWidth(wide);
+  for (int64_t k = 0; k < K; ++k) {
+    std::memcpy(panel + k * width, b + k * stride, static_cast<size_t>(wide) * 4);
+    std::fill(panel + k * width + wide, panel + (k + 1) * width, 0.0f);
+  }
+}
+
+const PackedKernels kPackedKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_GEMM_PACKED_KERNEL_H_

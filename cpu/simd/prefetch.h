@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What will be needed soon, fetched early. Included once per instruction set, with STOF_ISA its namespace.
+#ifndef STOF_CPU_SIMD_PREFETCH_H_
+#define STOF_CPU_SIMD_PREFETCH_H_
+
+#include <cstdint>
+
+namespace stof {
+namespace cpu {
+namespace STOF_ISA {
+
+// Rows that will be needed soon, fetched into the second-level cache a few lines at a time between computations: the
+// hardware's prefetchers stop at the end of a page and see nothing in rows that lie a page apart.
+class Ahead {
+ public:
+  void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
+  // What does not fit is not fetched.
+  void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
+    if (count_ == kMost || rows <= 0) return;
+    Block* block = &blocks_[count_++];
+    block->at = static_cast<const char*>(at), block->stride = stride;
+    block->rows = rows, block->lines = (bytes + kLine - 1) / kLine;
+    total_ += block->rows * block->lines;
+  }
+  int64_t lines() const { return total_; }
+  void Fetch(int64_t lines) {
+    while (lines > 0 && block_ < count_) {
+      const Block& block = blocks_[block_];
+      const char* at = block.at + row_ * block.stride + line_ * kLine;
+      const int64_t some = lines < block.lines - line_ ? lines : block.lines - line_;
+      for (int64_t i = 0; i < some; ++i) __builtin_prefetch(at + i * kLine, 0, 2);
+      lines -= some;
+      line_ += some;
+      if (line_ < block.lines) return;
+      line_ = 0;
+      if (++row_ < block.rows) continue;
+      row_ = 0;
+      ++block_;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 16;
+  static constexpr int64_t kLine = 64;
+  struct Block {
+    const char* at;
+    int64_t stride, rows, lines;
+  };
+  Block blocks_[kMost];
+  int count_ = 0, block_ = 0;
+  int64_t row_ = 0, line_ = 0, total_ = 0;
+};
+
+}  // namespace STOF_ISA
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_SIMD_PREFETCH_H_

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of the kernels in cuda/attention/decode/cluster.cuh, and the table of their shapes.
+#ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
+#define STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+
+#include "cuda/attention/decode/cluster.cuh"
+#include "cuda/attention/decode/splitkv.cuh"
+
+namespace stof {
+namespace cuda {
+
+template <int kHead, typename T, int kBlocks>
+struct ClusterLauncher {
+  using S = ClusterShape<kHead, T, kBlocks>;
+
+  static const void* Kernel() { return reinterpret_cast<const void*>(DecodeCluster<kHead, T, kBlocks>); }
+
+  static cudaLaunchConfig_t Describe(int64_t ctas, cudaLaunchAttribute* cluster, int size, cudaStream_t stream) {
+    cluster->id = cudaLaunchAttributeClusterDimension;
+    cluster->val.clusterDim.x = static_cast<unsigned>(size);
+    cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(S::kThreads);
+    config.dynamicSmemBytes = S::kSharedBytes;
+    config.stream = stream;
+    config.attrs = cluster;
+    config.numAttrs = 1;
+    return config;
+  }
+
+  // clusters[i]: how many clusters of 2^i CTAs the current device runs at once; 0 where its code or shared memory does
+  // not suffice. Asked at the first use on a device.
+  static void Clusters(int (&clusters)[kClusterSizes]) {
+    constexpr int kDevices = 64;
+    struct Known {
+      bool asked = false;
+      int clusters[kClusterSizes] = {};
+    };
+    static std::mutex mutex;
+    static Known all[kDevices];
+    Known known;
+    int device = 0;
+    if (cudaGetDevice(&device) == cudaSuccess && device < kDevices) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!all[device].asked) {
+        Ask(all[device].clusters);
+        all[device].asked = true;
+      }
+      known = all[device];
+    }
+    for (int i = 0; i < kClusterSizes; ++i) clusters[i] = known.clusters[i];
+  }
+
+  static void Ask(int (&clusters)[kClusterSizes]) {
+    cudaFuncAttributes attributes = {};
+    cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel());
+    if (error == cudaSuccess && (attributes.ptxVersion < 90 || attributes.binaryVersion < 90)) return;
+    if (error == cudaSuccess) {
+      error = cudaFuncSetAttribute(Kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+    }
+    int device = 0, multiprocessors = 0;
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters[0], Kernel(), S::kThreads, S::kSharedBytes);
+      clusters[0] *= multiprocessors;
+    }
+    for (int i = 1; i < kClusterSizes && error == cudaSuccess; ++i) {
+      cudaLaunchAttribute attribute;
+      const cudaLaunchConfig_t config = Describe(int64_t{1} << i, &attribute, 1 << i, nullptr);
+      error = cudaOccupancyMaxActiveClusters(&clusters[i], Kernel(), &config);
+    }
+    if (error != cudaSuccess) {
+      for (int& count : clusters) count = 0;
+      cudaGetLastError();  // not to be found by others
+    }
+  }
+
+  static int Run(const DecodeParams& params, void* stream) {
+    const AttentionParams& p = params.attention;
+    const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = Describe(int64_t{p.B} * p.G * params.splits * blocks, attributes, params.splits,
+                                         static_cast<cudaStream_t>(stream));
+    // It may start before the kernel in front of it has ended, for which it waits itself.
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    if (params.splits == 1) config.attrs = attributes + 1;
+    config.numAttrs = params.splits == 1 ? 1 : 2;
+    DecodeParams copy = params;
+    void* arguments[] = {&copy};
+    return static_cast<int>(cudaLaunchKernelExC(&config, Kernel(), arguments));
+  }
+
+  static ClusterKernel Make() { return {S::kRows, S::kStreams, Run, Clusters}; }
+};
+
+template <typename T>
+ClusterKernel FindClusterOf(int head_size, int64_t rows) {
+  const bool few = rows <= 8;
+  if (head_size <= 64) return few ? ClusterLauncher<64, T, 1>::Make() : ClusterLauncher<64, T, 2>::Make();
+  if (head_size <= 128) return few ? ClusterLauncher<128, T, 1>::Make() : ClusterLauncher<128, T, 2>::Make();
+  if (head_size <= 256) return ClusterLauncher<256, T, 1>::Make();
+  return {};
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_DECODE_CLUSTER_LAUNCH_CUH_

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// What cuda/attention/decode/cluster.cuh is made of: its shape, copies, clusters.
+#ifndef STOF_CUDA_ATTENTION_DECODE_CLUSTER_SHAPE_CUH_
+#define STOF_CUDA_ATTENTION_DECODE_CLUSTER_SHAPE_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/attention/params.h"
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/mma_sm80.cuh"
+
+namespace stof {
+namespace cuda {
+
+template <int kHead, typename T, int kBlocks>
+struct ClusterShape {
+  // A step of a warp is 16 keys, one chain of dependent instructions: it takes eight warps to hide it. Wide rows leave
+  // them too little shared memory.
+  static constexpr int kRowBytes = kHead * static_cast<int>(sizeof(T));
+  static constexpr int kWarps = kRowBytes <= 256 ? 8 : 4, kThreads = 32 * kWarps;
+  static constexpr int kWarpKeys = 16;                             // of a tile
+  static constexpr int kStreams = kWarps * kWarpKeys / kTileKeys;  // tiles that a CTA works on at once
+  static constexpr int kRows = 8 * kBlocks;
+  static constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
+  static constexpr int kChunks = kHead / (4 * kPer);             // copies of a key's row by 4 lanes
+  static constexpr int kLoads = 2 * kChunks;                     // of a lane, a piece
+  static constexpr int kOutputs = kHead / 16;                    // blocks of 16 output elements
+  static constexpr int kPieceBytes = 16 * 32 * kLoads;
+  static constexpr int kQueryBytes = kBlocks * kChunks * 32 * 16;
+  static constexpr int kStepSlots = 4;
+  static constexpr int kStepWords = 4 + kRows;  // tile, whether it has bits, padding, unused; a word of bits a row
+  static constexpr int kStepBytes = 4 * kWarps * kStepSlots * kStepWords;
+  static constexpr int kStateBytes = 8 * kWarps * kRows;
+  // What the CTAs of the cluster send: maxima and sums of all rows, and their parts of this CTA's share of the output.
+  static constexpr int kMostCtas = 8;
+  static constexpr int kSentStateBytes = 8 * kMostCtas * kRows, kSentBytes = 4 * kRows * kHead + 16 * kMostCtas;
+  static constexpr int kQueries = kStepBytes, kStates = kQueries + kQueryBytes;  // offsets
+  static constexpr int kSentStates = kStates + kStateBytes, kSent = (kSentStates + kSentStateBytes + 15) / 16 * 16;
+  static constexpr int kRing = (kSent + kSentBytes + 127) / 128 * 128;
+  static constexpr int kCtaPieceBytes = kWarps * kPieceBytes;
+  // Pieces of a warp's ring: an even number, or one where two do not fit every device. Two CTAs have to fit the
+  // multiprocessor: clusters of CTAs that need one each find too few places.
+  static constexpr int kFit = (96 * 1024 - kRing) / kCtaPieceBytes;
+  static constexpr bool kOdd = kFit == 1;
+  static constexpr int kPieces = kFit >= 4 ? 4 : kOdd ? 1 : 2;
+  static_assert(kFit >= 1, "a piece has to fit");
+  static_assert(kPieces / 2 + 2 <= kStepSlots, "steps under way");
+  static constexpr int kSharedBytes = kRing + kPieces * kCtaPieceBytes;
+  // The sums of a warp lie where its ring was, those of the CTA in the place of the first.
+  static_assert(4 * kRows * kHead <= kPieces * kPieceBytes, "room for sums");
+  static constexpr int kCtas = sizeof(T) == 4 || kBlocks * kHead > 128 ? (kWarps == 8 ? 1 : 2) : 2;  // a multiprocessor
+};
+
+// 16 bytes to shared memory, zeros where not `valid`, and then nothing is read; the rest of their 128 bytes comes along
+// into the L2 cache.
+__device__ __forceinline__ void CopyChunk(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void CopyWord(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Until no more than kLeft of this thread's groups of copies are under way; the warp sees each other's then.
+template <int kLeft>
+__device__ __forceinline__ void AwaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+  __syncwarp();
+}
+__device__ __forceinline__ uint4 ReadChunk(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+  return x;
+}
+
+// What a kernel before may have written: not __ldg, which may be moved in front of the wait for it.
+__device__ __forceinline__ int32_t ReadWord(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
+// ---- clusters of CTAs: code for 9.0 and later ----
+// To the shared memory of a CTA of this cluster that has begun; `own` is the place in that of this CTA.
+__device__ __forceinline__ void Send4(float4* own, int rank, const float4& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nst.shared::cluster.v4.f32 [at], {%2, %3, %4, %5};\n}" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+      "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void Send2(float2* own, int rank, const float2& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .u32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nst.shared::cluster.v2.f32 [at], {%2, %3};\n}" ::"r"(
+          static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+      "r"(rank), "f"(x.x), "f"(x.y)
+      : "memory");
+#endif
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_DECODE_CLUSTER_SHAPE_CUH_

@@ -1,0 +1,571 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of few queries over many keys, compute capability 8.0 and later: reading keys and values is all there is to
+// do. The query heads of a group are packed into one tile, so that a key is read once for all of them; CTAs share the
+// keys of a tile of rows ("split-KV", Dao et al. 2023), and a second kernel joins their sums. Short rows have a kernel
+// of their own on 9.0: cuda/attention/decode/cluster.cuh.
+//
+// Keys and values go from memory to registers 16 bytes at a time, without shared memory. The products are transposed,
+// scores^T = K Q^T and output^T = V^T weights^T, so that eight query rows fill the tensor cores' narrow side. The inner
+// dimension of a product may be numbered as one likes as long as both operands agree: the numbering is chosen so that
+// what a lane has loaded is its operand. fp32 is multiplied as three products of TF32, a number being the sum of two.
+#ifndef STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
+#define STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/attention/decode/api.h"
+#include "cuda/attention/decode/common.cuh"
+#include "cuda/attention/sm80/shape.cuh"
+
+namespace stof {
+namespace cuda {
+
+template <int kHead, typename T, int kBlocks>
+struct DecodeShape {
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kRows = 8 * kBlocks;
+  static constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a load
+  // Two buffers of a lane take turns. They hold 16 keys each, or where these are too many registers, half of 16 keys.
+  static constexpr bool kHalves = kHead * sizeof(T) * kBlocks > 512;
+  static constexpr int kGroups = kHalves ? 1 : 2;  // of 16 keys, a step of a warp
+  static constexpr int kChunks =
+      kHead / (4 * kPer) / (kHalves ? 2 : 1);  // loads of a key's row in a buffer, by 4 lanes
+  static constexpr int kLoads = 2 * kChunks;   // of a lane, in a buffer
+  static constexpr int kWarpsPerTile = kTileKeys / (16 * kGroups);
+  static constexpr int kStreams = kWarps / kWarpsPerTile;  // tiles that a CTA works on at once
+  static constexpr int kQueryChunks = kHead / (4 * kPer);
+  static constexpr int kOutputs = kHead / 16;  // blocks of 16 output elements
+  static constexpr int kRegisters = kHead * static_cast<int>(sizeof(T)) * kBlocks;
+  static constexpr int kCtas = kRegisters <= 128 ? 4 : kRegisters <= 256 ? 3 : 2;  // a multiprocessor
+};
+
+// 16 bytes that are read once; zeros where not `valid`.
+__device__ __forceinline__ void LoadOnce(uint32_t (&r)[4], const void* from, bool valid) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
+      : "l"(from), "r"(static_cast<int>(valid)));
+}
+
+template <int kHead, typename T, int kBlocks>
+class Decode {
+  using S = DecodeShape<kHead, T, kBlocks>;
+  static constexpr bool kFloat = sizeof(T) == 4;
+  static constexpr int kScores = S::kGroups;
+
+ public:
+  struct Shared {
+    uint4 query[kBlocks][S::kQueryChunks][32];  // as lanes take it
+    float output[S::kWarps][S::kRows][kHead];
+    float maximum[S::kWarps][S::kRows], sum[S::kWarps][S::kRows];
+    float top[S::kRows], total[S::kRows];
+  };
+
+  __device__ Decode(const DecodeParams& params, Shared& shared)
+      : params_(params), p_(params.attention), shared_(shared) {
+    const int rows = params.heads * p_.S, blocks = (rows + S::kRows - 1) / S::kRows;
+    const int parts = p_.H / p_.G / params.heads;
+    int at = blockIdx.x;
+    block_ = at % blocks;
+    at /= blocks;
+    const int part = at % parts;
+    at /= parts;
+    split_ = at % params.splits;
+    at /= params.splits;
+    const int g = at % p_.G;
+    b_ = at / p_.G;
+    head0_ = g * (p_.H / p_.G) + part * params.heads;
+    warp_ = threadIdx.x / 32;
+    lane_ = threadIdx.x % 32;
+    key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
+    value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
+    const int tiles = (p_.T + kTileKeys - 1) / kTileKeys;
+    pad_ = p_.pad_bits == nullptr || params.second != 0 ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
+    masked_ = p_.has_mask != 0 && params.second == 0;
+    int begin = 0, end = tiles;
+    if (masked_) {
+      const DeviceMask& mask = p_.mask;
+      const int table = mask.layout[LayoutPlace(params, b_, head0_)];
+      begin = mask.row_ptr[table * mask.rows];
+      full_ = mask.full_begin[table * mask.rows];
+      end = mask.row_end[table * mask.rows];
+    }
+    const int share = (end - begin + params.splits - 1) / params.splits;
+    next_ = min(end, begin + split_ * share);
+    end_ = min(end, next_ + share);
+    next_ += warp_ / S::kWarpsPerTile;
+    first_key_ = warp_ % S::kWarpsPerTile * 16 * S::kGroups;
+    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min(block_ * S::kRows + 8 * n + lane_ % 4 * 2 + r, rows - 1);
+        head_[n][r] = head0_ + row / p_.S;
+        query_[n][r] = row % p_.S;
+      }
+    }
+  }
+
+  __device__ void Run() {
+    if (params_.second != 0 && !Wanted()) return;
+    LoadQueries();
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      max_[n][0] = max_[n][1] = -INFINITY;
+      sum_[n][0] = sum_[n][1] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < S::kOutputs; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o_[n][j][e] = 0.0f;
+      }
+    }
+    __syncthreads();
+    Entry entry = Next();
+    FetchKeys(entry, 0);
+    FetchKeys(entry, 1);
+    while (entry.tile >= 0) {
+      const Entry next = Next();
+      float s[kScores][kBlocks][4];
+#pragma unroll
+      for (int g = 0; g < kScores; ++g) {
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[g][n][e] = 0.0f;
+        }
+      }
+      Scores(0, s[0]);
+      FetchValues(entry, 0);
+      Scores(1, s[kScores - 1]);
+      FetchValues(entry, 1);
+      Adjust(entry, s);
+      Softmax(s);
+      AddValues(0, s[0]);
+      FetchKeys(next, 0);
+      AddValues(1, s[kScores - 1]);
+      FetchKeys(next, 1);
+      entry = next;
+    }
+    Join();
+  }
+
+ private:
+  __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
+  __device__ bool Wanted() const {
+    for (int i = 0; i < S::kRows; ++i) {
+      const int row = block_ * S::kRows + i;
+      if (row < params_.heads * p_.S && params_.empty_rows[RowOf(row)] != 0) return true;
+    }
+    return false;
+  }
+
+  // ---- which tiles ----
+  struct Entry {
+    int tile = -1;       // -1: none is left
+    int bits = -1;       // index of its bits, -1: every key
+    uint32_t pad = ~0u;  // of the 32 keys that hold the warp's
+  };
+  __device__ __forceinline__ Entry Next() {
+    Entry entry;
+    while (next_ < end_) {
+      const int at = next_;
+      next_ += S::kStreams;
+      if (masked_) {
+        entry.tile = p_.mask.key_tile[at];
+        entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
+      } else {
+        entry.tile = at;
+      }
+      const int key = entry.tile * kTileKeys + first_key_ / 32 * 32;
+      if (pad_ != nullptr) {
+        entry.pad = pad_[2 * entry.tile + first_key_ / 32];
+        if (entry.pad == 0) continue;
+      } else if (key + 32 > p_.T) {
+        if (key >= p_.T) continue;
+        entry.pad = (1u << (p_.T - key)) - 1u;
+      }
+      return entry;
+    }
+    entry.tile = -1;
+    return entry;
+  }
+
+  // ---- memory ----
+  __device__ void LoadQueries() {
+    const int rows = params_.heads * p_.S;
+    for (int at = warp_; at < kBlocks * S::kQueryChunks; at += S::kWarps) {
+      const int n = at / S::kQueryChunks, c = at % S::kQueryChunks;
+      const int row = block_ * S::kRows + 8 * n + lane_ / 4, d = S::kPer * (4 * c + lane_ % 4);
+      const bool valid = row < rows && d < p_.D;
+      const T* from = static_cast<const T*>(p_.query) + b_ * p_.query_stride.b;
+      if (valid) from += (head0_ + row / p_.S) * p_.query_stride.h + row % p_.S * p_.query_stride.s + d;
+      uint32_t x[4];
+      LoadOnce(x, from, valid);
+      shared_.query[n][c][lane_] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  // Lane l: keys l / 4 and l / 4 + 8 of 16, of every row the pieces l % 4, l % 4 + 4, ...
+  __device__ __forceinline__ void FetchKeys(const Entry& entry, int buffer) {
+    if (entry.tile < 0) return;
+    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalves ? 0 : 16 * buffer) + lane_ / 4;
+    const int chunk0 = S::kHalves ? buffer * S::kChunks : 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = key0 + 8 * i;
+      const T* row = key_ + key * p_.key_stride.s;
+#pragma unroll
+      for (int c = 0; c < S::kChunks; ++c) {
+        const int d = S::kPer * (4 * (chunk0 + c) + lane_ % 4);
+        LoadOnce(buffer_[buffer][i * S::kChunks + c], row + d, key < p_.T && d < p_.D);
+      }
+    }
+  }
+  // The i-th of the keys whose values lane l holds; it has of their rows the pieces l / 4, l / 4 + 8, ...
+  __device__ __forceinline__ int ValueKey(int i) const {
+    return kFloat ? 4 * i + lane_ % 4 : 2 * (lane_ % 4) + i % 2 + i / 2 * 8;
+  }
+  __device__ __forceinline__ void FetchValues(const Entry& entry, int buffer) {
+    const int key0 = entry.tile * kTileKeys + first_key_ + (S::kHalves ? 0 : 16 * buffer);
+    constexpr int kWide = S::kChunks / 2;
+    const int chunk0 = S::kHalves ? buffer * kWide : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = key0 + ValueKey(i);
+      const T* row = value_ + key * p_.value_stride.s;
+#pragma unroll
+      for (int c = 0; c < kWide; ++c) {
+        const int d = S::kPer * (8 * (chunk0 + c) + lane_ / 4);
+        LoadOnce(buffer_[buffer][i * kWide + c], row + d, key < p_.T && d < p_.Dv);
+      }
+    }
+  }
+
+  // ---- products ----
+  __device__ __forceinline__ void Scores(int buffer, float (&s)[kBlocks][4]) {
+    const int chunk0 = S::kHalves ? buffer * S::kChunks : 0;
+#pragma unroll
+    for (int c = 0; c < S::kChunks; ++c) {
+      const uint32_t (&low)[4] = buffer_[buffer][c];
+      const uint32_t (&high)[4] = buffer_[buffer][S::kChunks + c];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
+        uint32_t big[4], small[4];
+        if constexpr (kFloat) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) SplitTf32(a[e], &big[e], &small[e]);
+        }
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          const uint2 q = reinterpret_cast<const uint2*>(&shared_.query[n][chunk0 + c][lane_])[half];
+          if constexpr (kFloat) {
+            uint32_t query_big[2], query_small[2];
+            SplitTf32(q.x, &query_big[0], &query_small[0]);
+            SplitTf32(q.y, &query_big[1], &query_small[1]);
+            MmaTf32(s[n], small, query_big);
+            MmaTf32(s[n], big, query_small);
+            MmaTf32(s[n], big, query_big);
+          } else {
+            Mma<T>(s[n], a, q.x, q.y);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void AddValues(int buffer, const float (&s)[kBlocks][4]) {
+    constexpr int kWide = S::kChunks / 2;
+    const int chunk0 = S::kHalves ? buffer * kWide : 0;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      if constexpr (kFloat) {
+        // Weights of key k and row r lie in lane 4 (k % 8) + r / 2; lane l needs keys l % 4 + 4 i and row l / 4.
+        uint32_t big[2][2], small[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int from = (i % 2 * 4 + lane_ % 4) * 4 + lane_ / 8;
+          const float even = __shfl_sync(~0u, s[n][i / 2 * 2], from), odd = __shfl_sync(~0u, s[n][i / 2 * 2 + 1], from);
+          SplitTf32(__float_as_uint(lane_ / 4 % 2 == 0 ? even : odd), &big[i / 2][i % 2], &small[i / 2][i % 2]);
+        }
+#pragma unroll
+        for (int c = 0; c < kWide; ++c) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            // Tensor cores round towards zero: a short sum of its own, added by ordinary arithmetic.
+            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const uint32_t (&first)[4] = buffer_[buffer][2 * i * kWide + c];
+              const uint32_t (&second)[4] = buffer_[buffer][(2 * i + 1) * kWide + c];
+              uint32_t value_big[4], value_small[4];
+              SplitTf32(first[2 * j], &value_big[0], &value_small[0]);
+              SplitTf32(first[2 * j + 1], &value_big[1], &value_small[1]);
+              SplitTf32(second[2 * j], &value_big[2], &value_small[2]);
+              SplitTf32(second[2 * j + 1], &value_big[3], &value_small[3]);
+              MmaTf32(sum, value_small, big[i]);
+              MmaTf32(sum, value_big, small[i]);
+              MmaTf32(sum, value_big, big[i]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) o_[n][2 * (chunk0 + c) + j][e] += sum[e];
+          }
+        }
+      } else {
+        const uint32_t b0 = Transpose(Pack<T>(s[n][0], s[n][1])), b1 = Transpose(Pack<T>(s[n][2], s[n][3]));
+#pragma unroll
+        for (int c = 0; c < kWide; ++c) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            uint32_t a[4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const uint32_t x = buffer_[buffer][2 * i * kWide + c][j], y = buffer_[buffer][(2 * i + 1) * kWide + c][j];
+              a[2 * i] = __byte_perm(x, y, 0x5410);
+              a[2 * i + 1] = __byte_perm(x, y, 0x7632);
+            }
+            Mma<T>(o_[n][4 * (chunk0 + c) + j], a, b0, b1);
+          }
+        }
+      }
+    }
+  }
+
+  // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
+  __device__ __forceinline__ void Adjust(const Entry& entry, float (&s)[kScores][kBlocks][4]) {
+    const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
+    const bool extras = HasExtras(p_);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      uint32_t word[2] = {entry.pad, entry.pad};
+      if (entry.bits >= 0) {
+        const uint32_t* bits = p_.mask.bits + static_cast<int64_t>(entry.bits) * kDecodeTileRows * 2 + first_key_ / 32;
+        word[0] &= __ldg(bits + 2 * MaskRow(params_, head_[n][0] - head0_, query_[n][0]));
+        word[1] &= __ldg(bits + 2 * MaskRow(params_, head_[n][1] - head0_, query_[n][1]));
+      }
+#pragma unroll
+      for (int g = 0; g < kScores; ++g) {
+        const int offset = first_key_ + 16 * g + lane_ / 4;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[g][n][e];
+          x = __fmul_rn(x, scale_);
+          if (extras) {
+            x = BiasedScore<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
+                               entry.tile * kTileKeys + offset + e / 2 * 8);
+          }
+          if (mean) x = 0.0f;
+          if ((word[e % 2] >> ((offset + e / 2 * 8) % 32) & 1u) == 0) x = -INFINITY;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Softmax(float (&s)[kScores][kBlocks][4]) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float high = max_[n][r];
+#pragma unroll
+        for (int g = 0; g < kScores; ++g) high = fmaxf(high, fmaxf(s[g][n][r], s[g][n][2 + r]));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+        if (high > max_[n][r]) {
+          const float factor = max_[n][r] == -INFINITY ? 0.0f : Exp2(max_[n][r] - high);
+          max_[n][r] = high;
+          sum_[n][r] *= factor;
+#pragma unroll
+          for (int j = 0; j < S::kOutputs; ++j) o_[n][j][r] *= factor, o_[n][j][2 + r] *= factor;
+        }
+        const float base = max_[n][r] == -INFINITY ? 0.0f : max_[n][r];
+#pragma unroll
+        for (int g = 0; g < kScores; ++g) {
+#pragma unroll
+          for (int e = r; e < 4; e += 2) {
+            s[g][n][e] = Exp2(s[g][n][e] - base);
+            sum_[n][r] += s[g][n][e];
+          }
+        }
+      }
+    }
+  }
+
+  // ---- the end: the warps' sums together ----
+  __device__ void Join() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = sum_[n][r];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        const int row = 8 * n + lane_ % 4 * 2 + r;
+        if (lane_ < 4) shared_.maximum[warp_][row] = max_[n][r], shared_.sum[warp_][row] = sum;
+#pragma unroll
+        for (int j = 0; j < S::kOutputs; ++j) {
+          constexpr int kBlocksOfChunk = S::kPer / 2;
+          const int d = 8 * S::kPer * (j / kBlocksOfChunk) + S::kPer * (lane_ / 4) + j % kBlocksOfChunk * 2;
+          *reinterpret_cast<float2*>(&shared_.output[warp_][row][d]) = make_float2(o_[n][j][r], o_[n][j][2 + r]);
+        }
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < S::kRows) {
+      const int row = threadIdx.x;
+      float top = -INFINITY, total = 0.0f;
+      for (int w = 0; w < S::kWarps; ++w) top = fmaxf(top, shared_.maximum[w][row]);
+      for (int w = 0; w < S::kWarps; ++w) {
+        const float maximum = shared_.maximum[w][row];
+        const float weight = maximum == -INFINITY ? 0.0f : Exp2(maximum - top);
+        total += shared_.sum[w][row] * weight;
+        shared_.maximum[w][row] = weight;
+      }
+      shared_.top[row] = top;
+      shared_.total[row] = total;
+    }
+    __syncthreads();
+    const int rows = min(S::kRows, params_.heads * p_.S - block_ * S::kRows);
+    for (int at = threadIdx.x; at < rows * p_.Dv; at += S::kThreads) {
+      const int row = at / p_.Dv, d = at % p_.Dv;
+      float x = 0.0f;
+#pragma unroll
+      for (int w = 0; w < S::kWarps; ++w) x += shared_.output[w][row][d] * shared_.maximum[w][row];
+      const int whole = block_ * S::kRows + row;
+      const float total = shared_.total[row], top = shared_.top[row];
+      if (params_.partial != nullptr) {
+        const int64_t part = RowOf(whole) * params_.splits + split_;
+        params_.partial[part * p_.Dv + d] = x;
+        if (d == 0) params_.state[2 * part] = top, params_.state[2 * part + 1] = total;
+        continue;
+      }
+      const int h = head0_ + whole / p_.S;
+      T* to = static_cast<T*>(p_.output) + b_ * p_.output_stride.b + h * p_.output_stride.h +
+              whole % p_.S * p_.output_stride.s;
+      const float divisor = total == 0.0f ? 0.0f : total + SinkWeight<T>(p_, h, top);
+      if (d == 0) StoreLogSum<T>(p_, b_, h, whole % p_.S, top, divisor);
+      to[d] = FromFloat<T>(total == 0.0f ? EmptyValue(p_) : x / divisor);
+    }
+  }
+
+  const DecodeParams& params_;
+  const AttentionParams& p_;
+  Shared& shared_;
+  int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
+  int full_ = 0;
+  bool masked_;
+  float scale_;
+  const T *key_, *value_;
+  const uint32_t* pad_;
+  int head_[kBlocks][2], query_[kBlocks][2];
+  uint32_t buffer_[2][S::kLoads][4];
+  float o_[kBlocks][S::kOutputs][4];
+  float max_[kBlocks][2], sum_[kBlocks][2];
+};
+
+template <int kHead, typename T, int kBlocks>
+__global__ void __launch_bounds__(DecodeShape<kHead, T, kBlocks>::kThreads, DecodeShape<kHead, T, kBlocks>::kCtas)
+    DecodeAttention(const __grid_constant__ DecodeParams params) {
+  using Worker = Decode<kHead, T, kBlocks>;
+  __shared__ typename Worker::Shared shared;
+  Worker(params, shared).Run();
+}
+
+// A CTA joins the splits of one row.
+template <typename T>
+__global__ void __launch_bounds__(128) DecodeCombine(const __grid_constant__ DecodeParams params) {
+  constexpr int kWarps = 4;
+  __shared__ float weight[kMostSplits], reduced[2][kWarps], part[kWarps][256];
+  const AttentionParams& p = params.attention;
+  const int64_t row = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (params.second != 0 && params.empty_rows[row] == 0) return;
+  const int split = threadIdx.x;
+  float maximum = -INFINITY, sum = 0.0f;
+  if (split < params.splits) {
+    maximum = params.state[2 * (row * params.splits + split)];
+    sum = params.state[2 * (row * params.splits + split) + 1];
+  }
+  float top = maximum;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  if (lane == 0) reduced[0][warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, reduced[0][w]);
+  const float own = maximum == -INFINITY ? 0.0f : Exp2(maximum - top);
+  if (split < params.splits) weight[split] = own;
+  sum *= own;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane == 0) reduced[1][warp] = sum;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += reduced[1][w];
+  const bool empty = total == 0.0f;
+  if (params.empty_rows != nullptr && params.second == 0 && threadIdx.x == 0) params.empty_rows[row] = empty ? 1 : 0;
+  for (int d = lane; d < p.Dv; d += 32) {
+    float x = 0.0f;
+#pragma unroll 4
+    for (int i = warp; i < params.splits; i += kWarps) {
+      x = fmaf(params.partial[(row * params.splits + i) * p.Dv + d], weight[i], x);
+    }
+    part[warp][d] = x;
+  }
+  __syncthreads();
+  const int h = static_cast<int>(row / p.S % p.H), s = static_cast<int>(row % p.S);
+  const int b = static_cast<int>(row / p.S / p.H);
+  T* to = static_cast<T*>(p.output) + b * p.output_stride.b + h * p.output_stride.h + s * p.output_stride.s;
+  const float divisor = total + (empty ? 0.0f : SinkWeight<T>(p, h, top));
+  if (threadIdx.x == 0) StoreLogSum<T>(p, b, h, s, top, divisor);
+  for (int d = threadIdx.x; d < p.Dv; d += 128) {
+    float x = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) x += part[w][d];
+    to[d] = FromFloat<T>(empty ? EmptyValue(p) : x / divisor);
+  }
+}
+
+template <int kHead, typename T, int kBlocks>
+int LaunchDecode(const DecodeParams& params, void* stream) {
+  using S = DecodeShape<kHead, T, kBlocks>;
+  const AttentionParams& p = params.attention;
+  const int64_t blocks = (int64_t{params.heads} * p.S + S::kRows - 1) / S::kRows * (p.H / p.G / params.heads);
+  DecodeParams copy = params;
+  void* arguments[] = {&copy};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeAttention<kHead, T, kBlocks>),
+                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.G * params.splits * blocks)),
+                                           dim3(S::kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
+}
+
+template <typename T>
+int LaunchCombine(const DecodeParams& params, void* stream) {
+  const AttentionParams& p = params.attention;
+  DecodeParams copy = params;
+  void* arguments[] = {&copy};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(DecodeCombine<T>),
+                                           dim3(static_cast<unsigned>(int64_t{p.B} * p.H * p.S)), dim3(128), arguments,
+                                           0, static_cast<cudaStream_t>(stream)));
+}
+
+template <int kHead, typename T, int kBlocks>
+DecodeKernel MakeDecode() {
+  using S = DecodeShape<kHead, T, kBlocks>;
+  return {S::kRows, S::kCtas, LaunchDecode<kHead, T, kBlocks>, LaunchCombine<T>};
+}
+
+template <typename T>
+DecodeKernel FindDecodeOf(int head_size, int64_t rows) {
+  const bool few = rows <= 8;
+  if (head_size <= 64) return few ? MakeDecode<64, T, 1>() : MakeDecode<64, T, 2>();
+  if (head_size <= 128) return few ? MakeDecode<128, T, 1>() : MakeDecode<128, T, 2>();
+  if (head_size <= 256) return MakeDecode<256, T, 1>();
+  return {};
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_DECODE_SPLITKV_CUH_

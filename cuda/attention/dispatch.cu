@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime.h>
+
+#include "cuda/attention/sm90/api.h"
+
+namespace stof {
+namespace cuda {
+
+Launch FindSm80D32(bool bf16, bool extras);
+Launch FindSm80D64(bool bf16, bool extras);
+Launch FindSm80D96(bool bf16, bool extras);
+Launch FindSm80D128(bool bf16, bool extras);
+Launch FindSm80D160(bool bf16, bool extras);
+Launch FindSm80D192(bool bf16, bool extras);
+Launch FindSm80D256(bool bf16, bool extras);
+
+Launch FindSm80(int head_size, bool bf16, bool extras) {
+  if (head_size <= 32) return FindSm80D32(bf16, extras);
+  if (head_size <= 64) return FindSm80D64(bf16, extras);
+  if (head_size <= 96) return FindSm80D96(bf16, extras);
+  if (head_size <= 128) return FindSm80D128(bf16, extras);
+  if (head_size <= 160) return FindSm80D160(bf16, extras);
+  if (head_size <= 192) return FindSm80D192(bf16, extras);
+  if (head_size <= 256) return FindSm80D256(bf16, extras);
+  return nullptr;
+}
+
+#if defined(STOF_SM90)
+const Sm90Kernel* FindSm90D64(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D128(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D192(bool bf16, Extras extras);
+const Sm90Kernel* FindSm90D256(bool bf16, Extras extras);
+
+const Sm90Kernel* FindSm90(int head_size, bool bf16, Extras extras) {
+  if (head_size <= 64) return FindSm90D64(bf16, extras);
+  if (head_size <= 128) return FindSm90D128(bf16, extras);
+  if (head_size <= 192) return FindSm90D192(bf16, extras);
+  return FindSm90D256(bf16, extras);
+}
+#else
+const Sm90Kernel* FindSm90(int, bool, Extras) {
+  static constexpr Sm90Kernel kNone;
+  return &kNone;
+}
+#endif
+
+namespace {
+
+template <typename T>
+struct NonZero {
+  static __device__ bool Test(T x) { return x != T(0); }
+};
+struct HalfBits {
+  uint16_t bits;
+};
+template <>
+struct NonZero<HalfBits> {
+  static __device__ bool Test(HalfBits x) { return (x.bits & 0x7fff) != 0; }
+};
+
+// One warp makes one word; warps take words in turn, so that a grid of any size does for any number of batches.
+template <typename T>
+__global__ void PadBits(const T* pad, int64_t batch_stride, int32_t keys, int32_t words, int64_t all_words,
+                        uint32_t* bits, int32_t* cleared, int64_t zeros) {
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (int64_t i = first; i < zeros; i += threads) cleared[i] = 0;
+  for (int64_t at = first / 32; at < all_words; at += threads / 32) {
+    const int64_t b = at / words;
+    const int64_t key = 32 * (at - b * words) + threadIdx.x % 32;
+    const bool on = key < keys && NonZero<T>::Test(pad[b * batch_stride + key]);
+    const uint32_t found = __ballot_sync(~0u, on);
+    if (threadIdx.x % 32 == 0) bits[at] = found;
+  }
+}
+
+template <typename T>
+int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bits, int32_t* cleared, int64_t zeros,
+        void* stream) {
+  constexpr int kThreads = 256;
+  constexpr int64_t kMostBlocks = 1 << 16;
+  auto words = static_cast<int32_t>((keys + kTileKeys - 1) / kTileKeys * (kTileKeys / 32));
+  int64_t all_words = B * words;
+  const int64_t blocks = (all_words + kThreads / 32 - 1) / (kThreads / 32);
+  const auto* from = static_cast<const T*>(pad);
+  int64_t stride = batches == 1 ? 0 : keys;
+  auto count = static_cast<int32_t>(keys);
+  void* arguments[] = {&from, &stride, &count, &words, &all_words, &bits, &cleared, &zeros};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(PadBits<T>),
+                                           dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
+                                           dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace
+
+int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
+                  int64_t zeros, void* stream) {
+  if (B == 0 || T == 0) return 0;
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kU8:
+      return Run<uint8_t>(pad, batches, B, T, bits, cleared, zeros, stream);
+    case DType::kI32:
+      return Run<int32_t>(pad, batches, B, T, bits, cleared, zeros, stream);
+    case DType::kI64:
+      return Run<int64_t>(pad, batches, B, T, bits, cleared, zeros, stream);
+    case DType::kF32:
+      return Run<float>(pad, batches, B, T, bits, cleared, zeros, stream);
+    case DType::kF16:
+      return Run<HalfBits>(pad, batches, B, T, bits, cleared, zeros, stream);
+    default:
+      return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA kernels take, and how much memory of a run they use. Plain C++ that needs no device, in builds without
+// kernels too: an engine may be built where it is never run.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "cuda/attention/decode/api.h"
+#include "cuda/mask/program/mask_program.h"
+#include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/contract/cuda_backend.h"
+
+namespace stof {
+
+namespace {
+
+Status CheckRows(const AttentionArgs& args) {
+  const int64_t items = args.B * args.H * ((args.S + cuda::kTileRows - 1) / cuda::kTileRows);
+  const int64_t key_tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
+  if (items > kMost || key_tiles > kMost || args.S > (1 << 22) || args.T > (1 << 22)) {
+    return Status::Error("batch " + std::to_string(args.B) + ", " + std::to_string(args.H) + " heads on " +
+                         std::to_string(args.G) + ", S " + std::to_string(args.S) + " and T " + std::to_string(args.T) +
+                         " are too many rows for one launch: expected at most 2^29 tiles of " +
+                         std::to_string(cuda::kTileRows) + " queries and of " + std::to_string(cuda::kTileKeys) +
+                         " keys; run with a smaller batch");
+  }
+  return Status();
+}
+
+int64_t Rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// What the kernels for few queries ask for: less where there is less, down to what one split needs.
+int64_t DecodeBytes(const AttentionArgs& args) {
+  constexpr int64_t kMost = int64_t{16} << 20;
+  const int64_t rows = args.B * args.H * std::min<int64_t>(args.S, cuda::kDecodeQueries);
+  const int64_t tiles = (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys;
+  const auto bytes = [&](int64_t splits) { return rows * splits * (4 * args.Dv + 8) + 4 * rows; };
+  return std::max(bytes(1), std::min(bytes(std::min<int64_t>(tiles, cuda::kMostSplits)), kMost));
+}
+
+// Rows that the 9.0 kernels take in parts: no more parts than they have, whatever the mask.
+int64_t PartsBytes(const AttentionArgs& args, const AttentionMask& mask) {
+  const int64_t size = std::max(args.D, args.Dv), rows = args.B * args.H * ((args.S + 63) / 64);
+  if (mask.parts.fixed.empty() || !mask.parts.dynamic.empty() || args.dtype == DType::kF32 || size > 128) return 0;
+  const int64_t of_row = (args.T + 63) / 64 / cuda::kFewestTilesOfPart;
+  if (of_row < 2) return 0;
+  const int64_t parts = rows < cuda::kMostParts ? std::min(rows * of_row, cuda::kMostParts) : cuda::kMostParts;
+  return parts * cuda::PartBytes(size <= 64 ? 64 : 128);
+}
+
+// The kernel for fp32 splits keys and values: cuda::Fp32WorkspaceBytes.
+int64_t Fp32Bytes(const AttentionArgs& args) {
+  const int64_t size = std::max(args.D, args.Dv);
+  int64_t head = 256;
+  for (const int64_t one : {192, 128, 96, 64, 32}) head = size <= one ? one : head;
+  const int64_t tiles = args.B * args.G * ((args.T + cuda::kTileKeys - 1) / cuda::kTileKeys);
+  return tiles * (2 * int64_t{4} * cuda::kTileKeys * head + 4 * cuda::kTileKeys + 4);
+}
+
+// At least what cuda::MaskBytes asks for, whatever kernel reads the mask, and growing with every size. Doubles, for an
+// empty profile may have sizes whose product overflows.
+int64_t MaskBound(const cuda::MaskProgram& program, const AttentionArgs& args) {
+  constexpr double kLargestTile = 256, kSmallestTile = 64;
+  constexpr double kTileBytes = 32, kRowBytes = 64;  // beside the bits
+  constexpr double kFragments = 4.0 / 3;             // more keys than a tile has, where its bits are in fragment order
+  const double tables =
+      static_cast<double>(program.uses_b ? args.B : 1) * static_cast<double>(program.uses_h ? args.H : 1);
+  const auto S = static_cast<double>(args.S), T = static_cast<double>(args.T);
+  const bool few = args.S <= cuda::kDecodeQueries && args.dtype != DType::kF32;
+  const double padded = few ? cuda::kDecodeTileRows : S + kLargestTile;
+  const double rows = few ? 1 : S / kSmallestTile + 1, columns = T / kSmallestTile + 1;
+  // Of each number that queries or keys bring: all values, and the extremes of every row or column of tiles.
+  const auto sides = static_cast<double>(program.sides.size());
+  const double numbers = sides * (8 * (std::max(S, T) + kLargestTile) + 16 * std::max(rows, columns));
+  const double code =
+      static_cast<double>(program.steps.size() * sizeof(cuda::MaskStep) + program.affines.size() * sizeof(Affine) +
+                          program.words.size() * sizeof(cuda::MaskWord));
+  const double bytes = tables * (padded * (T + kLargestTile) * kFragments / 8 + rows * columns * kTileBytes +
+                                 rows * kRowBytes + numbers) +
+                       16.0 * program.pairs + code + (1 << 17);
+  return static_cast<int64_t>(std::min(bytes, static_cast<double>(cuda::kMostMaskBytes) * 8));
+}
+
+// The mask of a run: its vectors are known by type and shape alone.
+Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const ExprSizes& sizes, Tables operands,
+                int64_t* bytes) {
+  static char unread[64];
+  for (auto& [role, tensor] : operands) {
+    if (tensor.data == nullptr) tensor.data = unread;
+  }
+  cuda::MaskProgram program;
+  STOF_RETURN_IF_ERROR(cuda::CompileMask(mask.parts.fixed, mask.parts.dynamic, sizes, operands, &program));
+  const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+  // Rows without a key may be left to a second kernel with a tile of its own.
+  *bytes = Rounded(4) + Rounded(MaskBound(program, args)) * (all_keys ? 2 : 1);
+  return Status();
+}
+
+}  // namespace
+
+Status CheckCudaAttention(const AttentionArgs& args) {
+  if (args.dtype == DType::kF32) return CheckRows(args);
+  if (args.dtype != DType::kF16 && args.dtype != DType::kBF16) {
+    return Status::Error("the CUDA kernels take fp32, fp16 and bf16, found data type " +
+                         std::to_string(static_cast<int>(args.dtype)));
+  }
+  // Rows are copied 16 bytes at a time.
+  if (args.D % 8 != 0 || args.Dv % 8 != 0 || std::max(args.D, args.Dv) > 256) {
+    return Status::Error("the CUDA kernels take head sizes that are multiples of 8 up to 256, found " +
+                         std::to_string(args.D) + " and " + std::to_string(args.Dv));
+  }
+  for (const Strides* stride : {&args.query_stride, &args.key_stride, &args.value_stride, &args.output_stride}) {
+    if (stride->b % 8 != 0 || stride->h % 8 != 0 || stride->s % 8 != 0) {
+      return Status::Error("rows of query, key, value and output must begin at multiples of 16 bytes");
+    }
+  }
+  for (const void* base : {args.query, args.key, args.value, static_cast<const void*>(args.output)}) {
+    if (reinterpret_cast<uintptr_t>(base) % 16 != 0) {
+      return Status::Error("query, key, value and output must be aligned to 16 bytes");
+    }
+  }
+  return CheckRows(args);
+}
+
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
+                         const Tables& operands, size_t* workspace) {
+  STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
+  // Bits of the padding and, where rows without a key take all keys, a flag for every 64 rows: see
+  // AttentionJob::Prepare.
+  const int64_t tiles = pad ? (args.T + cuda::kTileKeys - 1) / cuda::kTileKeys : 0;
+  const bool all_keys = args.empty_rows == EmptyRows::kMean || args.empty_rows == EmptyRows::kAll;
+  const int64_t pieces = all_keys ? args.B * args.H * ((args.S + cuda::kPiece - 1) / cuda::kPiece) : 0;
+  const int64_t bytes = args.B * tiles * cuda::kTileKeys / 8 + 4 * pieces;
+  int64_t total = Rounded(std::max<int64_t>(bytes, pad || all_keys ? 1 : 0));
+  // A profile's largest shapes stand for its smaller ones, too: few queries are among them.
+  const int64_t fp32 = args.dtype == DType::kF32 ? Rounded(Fp32Bytes(args)) : 0;
+  total += std::max({Rounded(DecodeBytes(args)), fp32, Rounded(PartsBytes(args, mask))});
+  if (!mask.parts.dynamic.empty() && args.B > 0 && args.H > 0 && args.S > 0 && args.T > 0) {
+    int64_t made = 0;
+    STOF_RETURN_IF_ERROR(PlanMask(args, mask, sizes, operands, &made));
+    total += made;
+  }
+  *workspace = static_cast<size_t>(total);
+  return Status();
+}
+
+}  // namespace stof

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softcap and biases of a tile of scores as mma.sync leaves them with a thread.
+#ifndef STOF_CUDA_ATTENTION_SCORE_BIAS_CUH_
+#define STOF_CUDA_ATTENTION_SCORE_BIAS_CUH_
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "cuda/attention/params.h"
+#include "cuda/common/mma_sm80.cuh"
+
+namespace stof {
+namespace cuda {
+
+// tanh(x), with an absolute error of some last bits of 1.
+__device__ __forceinline__ float FastTanh(float x) {
+  constexpr float kTwice = 2.0f * 1.44269504088896340736f;
+  return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(kTwice * x));
+}
+
+// Of a tile of scores (type T) that begins with row0 and key0, a thread has those of rows row0 + row + 16 i + 8 r and
+// keys key0 + key + 8 j + e in s[i][j][2 r + e]; the tile has at most kTileRows rows, and 8 kColumns keys. What lies
+// beyond the tensors reads their last element and is forbidden afterwards: without branches of threads around the
+// loads. With them, the compiler (13.0) let a warp that skipped all of them run into the next load without its memory
+// descriptor.
+template <typename T, int kBlocks, int kColumns>
+class ScoreBiases {
+ public:
+  __device__ ScoreBiases(const AttentionParams& p, int b, int h, int row0, int key0, int row, int key)
+      : p_(p), b_(b), h_(h), row0_(row0), key0_(key0), row_(row), key_(key) {}
+
+  // Scores come out in units of log2. -inf among the biases forbids, whatever the mask says.
+  __device__ __forceinline__ void Add(float scale, float (&s)[kBlocks][kColumns][4]) const {
+    const bool capped = p_.softcap > 0.0f;
+    const float inner = capped ? scale / p_.softcap : scale;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[i][j][e];
+          x *= inner;
+          if (capped) x = p_.softcap * (std::is_same<T, float>::value ? tanhf(x) : FastTanh(x));
+        }
+      }
+      AddTo(i, s[i]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void AddTo(int i, float (&s)[kColumns][4]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_ + 16 * i + 8 * r;
+      float bias[kColumns][2];
+      if (p_.bias != nullptr) {
+        ReadPairs(min(row0_ + row, p_.S - 1), bias);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) bias[j][0] = bias[j][1] = 0.0f;
+      }
+      if (p_.relative_bias != nullptr) AddDistances(row, bias);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[j][2 * r + e];
+          // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
+          const float sum = x + bias[j][e];
+          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kToLog2, kLowestScore);
+          x = bias[j][e] == -INFINITY ? -INFINITY : score;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void AddDistances(int row, float (&bias)[kColumns][2]) const {
+    const int radius = static_cast<int>(p_.relative_bias_size / 2);
+    const float* const middle = p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
+    const int least = key0_ - (p_.query_position + row0_);  // of the tile's first row
+    const int own = least + key_ - row;
+    if (least - (kTileRows - 1) >= -radius && least + (8 * kColumns - 1) <= radius) {
+      const float* const from = middle + own;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) bias[j][0] += from[8 * j], bias[j][1] += from[8 * j + 1];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) bias[j][e] += middle[max(-radius, min(radius, own + 8 * j + e))];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void ReadPairs(int row, float (&own)[kColumns][2]) const {
+    const int64_t at = b_ * p_.bias_stride_b + h_ * p_.bias_stride_h + row * p_.bias_stride_q;
+    if (std::is_same<T, float>::value || p_.bias_is_float != 0) {
+      ReadPairsOf(static_cast<const float*>(p_.bias) + at, own);
+    } else {
+      ReadPairsOf(static_cast<const T*>(p_.bias) + at, own);
+    }
+  }
+  // Two keys at a time where they lie side by side.
+  template <typename B>
+  __device__ __forceinline__ void ReadPairsOf(const B* from, float (&own)[kColumns][2]) const {
+    struct alignas(2 * sizeof(B)) Pair {
+      B x, y;
+    };
+    const int64_t odd = (p_.bias_stride_b | p_.bias_stride_h | p_.bias_stride_q) & 1;
+    const auto misplaced = reinterpret_cast<uintptr_t>(p_.bias) % sizeof(Pair);
+    if (p_.bias_stride_k == 1 && odd == 0 && misplaced == 0 && key0_ + 8 * kColumns <= p_.T) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const Pair pair = *reinterpret_cast<const Pair*>(from + key0_ + key_ + 8 * j);
+        own[j][0] = ToFloat(pair.x), own[j][1] = ToFloat(pair.y);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          own[j][e] = ToFloat(from[min(key0_ + key_ + 8 * j + e, p_.T - 1) * p_.bias_stride_k]);
+      }
+    }
+  }
+
+  static constexpr float kToLog2 = 1.44269504088896340736f, kLowestScore = -3.4028234663852886e38f;
+  const AttentionParams& p_;
+  const int b_, h_, row0_, key0_, row_, key_;
+};
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SCORE_BIAS_CUH_

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/sm80/kernel.cuh"
+
+namespace stof {
+namespace cuda {
+
+Launch FindSm80D192(bool bf16, bool extras) {
+  if (bf16) return extras ? LaunchSm80<192, __nv_bfloat16, true> : LaunchSm80<192, __nv_bfloat16, false>;
+  return extras ? LaunchSm80<192, __half, true> : LaunchSm80<192, __half, false>;
+}
+
+}  // namespace cuda
+}  // namespace stof

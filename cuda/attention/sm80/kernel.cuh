@@ -1,0 +1,474 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block-wise attention for compute capability 8.0 and later: mma.sync, cp.async, one CTA for 128 or 64 query rows of
+// one head, which walks the key tiles that the block mask keeps. The softmax is online, as in FlashAttention 2 (Dao
+// 2023, sec. 3.1); partial tiles take their bits from the mask, full ones none.
+#ifndef STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
+#define STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "cuda/attention/far_scores.cuh"
+#include "cuda/attention/lse.cuh"
+#include "cuda/attention/params.h"
+#include "cuda/attention/score_bias.cuh"
+#include "cuda/attention/sm80/shape.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma_sm80.cuh"
+#include "cuda/mask/tile_bits.cuh"
+
+namespace stof {
+namespace cuda {
+
+// One CTA's work.
+template <int kHead, typename T, bool kExtras, int kRows>
+class Attention {
+  using S = Shape<kHead, kExtras, kRows>;
+  static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
+  static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
+  static constexpr int kSteps = kHead / 16;   // of the inner product
+
+ public:
+  // stages: 0 where one buffer is for keys and values in turn.
+  __device__ Attention(const AttentionParams& p, int stages, T* shared)
+      : p_(p), stages_(S::kTight ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
+    const int piece = static_cast<int>(blockIdx.x) % S::kPieces, item = static_cast<int>(blockIdx.x) / S::kPieces;
+    const int rows = (p.S + kTileRows - 1) / kTileRows;
+    const int bh = item / rows;
+    int row = item % rows;
+    b_ = bh / p.H;
+    h_ = bh % p.H;
+    const int g = h_ / (p.H / p.G);
+    if (p.has_mask != 0) {
+      const int table =
+          p.mask.layout[(p.mask.layout_b == 1 ? 0 : b_) * p.mask.layout_h + (p.mask.layout_h == 1 ? 0 : h_)];
+      row = p.mask.order[table * p.mask.rows + row];
+      const int at = table * p.mask.rows + row;
+      begin_ = p.mask.row_ptr[at];
+      full_ = p.mask.full_begin[at];
+      end_ = p.mask.row_end[at];
+    } else {
+      end_ = (p.T + S::kN - 1) / S::kN;
+    }
+    piece0_ = piece * S::kM;
+    row0_ = row * kTileRows + piece0_;
+    query_ = static_cast<const T*>(p.query) + b_ * p.query_stride.b + h_ * p.query_stride.h;
+    key_ = static_cast<const T*>(p.key) + b_ * p.key_stride.b + g * p.key_stride.h;
+    value_ = static_cast<const T*>(p.value) + b_ * p.value_stride.b + g * p.value_stride.h;
+    output_ = static_cast<T*>(p.output) + b_ * p.output_stride.b + h_ * p.output_stride.h;
+    pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
+    warp_ = threadIdx.x / 32;
+    lane_ = threadIdx.x % 32;
+    // Scores come in units of log2 where nothing has to be done to them before; a scale that is not positive needs
+    // kExtras.
+    scale_ = kExtras ? 1.0f : p.scale * kLog2E;
+  }
+
+  __device__ void Run() {
+    if (row0_ >= p_.S || (p_.only != nullptr && !Wanted())) return;
+    const auto policy = static_cast<EmptyRows>(p_.empty_rows);
+    const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
+    if constexpr (S::kTight) {
+      // One loop for both times: twice the code wants more registers than there are.
+#pragma unroll 1
+      for (bool unmasked = false;; unmasked = true) {
+        LoadQueries();  // where they lay is output the second time
+        Clear();
+        if constexpr (S::kM < kTileRows) {
+          Sweep(unmasked);
+        } else {
+          SweepTight(unmasked);
+        }
+        const bool some_empty = Finish(unmasked);
+        if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
+        if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
+      }
+    } else {
+      LoadQueries();
+      Clear();
+      Sweep(false);
+      const bool some_empty = Finish(false);
+      if (!twice || __syncthreads_or(some_empty) == 0) return;
+      // Once more over all keys, for the rows without any.
+      if (p_.has_mask != 0) begin_ = full_ = 0, end_ = (p_.T + S::kN - 1) / S::kN;
+      __syncthreads();
+      if constexpr (!S::kHeldQueries) LoadQueries();  // the output went through their memory
+      Clear();
+      Sweep(true);
+      Finish(true);
+    }
+  }
+
+ private:
+  __device__ bool Wanted() const {
+    const int pieces = (p_.S + 63) / 64;
+    const int32_t* only = p_.only + static_cast<int64_t>(b_ * p_.H + h_) * pieces;
+    for (int i = row0_ / 64; i < min(pieces, (row0_ + S::kM) / 64); ++i) {
+      if (only[i] != 0) return true;
+    }
+    return false;
+  }
+
+  // ---- which tiles ----
+  struct Entry {
+    int tile = -1;  // -1: none is left
+    int bits = -1;  // index of its bits, -1: every key
+    uint32_t pad[2] = {~0u, ~0u};
+  };
+  // The first entry from `i` on that padding leaves something of; i moves behind it.
+  __device__ __forceinline__ Entry Next(int* i, bool unmasked) const {
+    Entry entry;
+    while (*i < end_) {
+      const int at = (*i)++;
+      if (p_.has_mask != 0 && !unmasked) {
+        entry.tile = p_.mask.key_tile[at];
+        entry.bits = at < full_ ? p_.mask.bits_id[at] : -1;
+      } else {
+        entry.tile = at;
+      }
+      if (pad_ != nullptr && !unmasked) {
+        entry.pad[0] = pad_[2 * entry.tile];
+        entry.pad[1] = pad_[2 * entry.tile + 1];
+        if ((entry.pad[0] | entry.pad[1]) == 0) continue;
+      } else if ((entry.tile + 1) * S::kN > p_.T) {
+        const int keys = p_.T - entry.tile * S::kN;
+        entry.pad[0] = keys >= 32 ? ~0u : (1u << keys) - 1u;
+        entry.pad[1] = keys <= 32 ? 0u : (1u << (keys - 32)) - 1u;
+      }
+      return entry;
+    }
+    entry.tile = -1;
+    return entry;
+  }
+
+  using Bits = TileBits<S::kBlocks>;
+  __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
+    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
+  }
+
+  // ---- memory ----
+  // Addresses in shared memory.
+  __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
+  __device__ __forceinline__ uint32_t Values(int stage) const {
+    if constexpr (S::kTight) return Keys(stages_);
+    return Keys(S::kStages + stage);
+  }
+  __device__ __forceinline__ void FetchKeys(int tile, int stage) const {
+    if (tile >= 0) {
+      LoadRows<kHead, S::kThreads, S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, p_.D);
+    }
+    CommitCopies();
+  }
+  __device__ __forceinline__ void FetchValues(int tile, int stage) const {
+    if (tile >= 0) {
+      LoadRows<kHead, S::kThreads, S::kN>(Values(stage), value_, p_.value_stride.s, tile * S::kN, p_.T, p_.Dv);
+    }
+    CommitCopies();
+  }
+
+  __device__ void LoadQueries() {
+    LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
+    CommitCopies();
+  }
+  // Behind the first tile's copies, which may still be under way.
+  __device__ void HoldQueries() {
+    static_assert(S::kStages == 2, "copies of keys and of values are two groups");
+    WaitCopies<2>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
+  }
+  __device__ __forceinline__ void ReadQueries(int k, uint32_t (&q)[S::kBlocks][4]) const {
+    const uint32_t first = base_ + 2 * Place<kHead>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], Further<kHead>(first, 2 * k) + 2 * 16 * i * kHead);
+  }
+
+  __device__ void Clear() {
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max_[i][r] = -INFINITY, sum_[i][r] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kOutputs; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o_[i][j][e] = 0.0f;
+      }
+    }
+  }
+
+  // ---- the loop ----
+  __device__ void Sweep(bool unmasked) {
+    int i = begin_;
+    Entry entry = Next(&i, unmasked);
+    FetchKeys(entry.tile, 0);
+    if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
+    if constexpr (S::kHeldQueries) {
+      if (!unmasked) HoldQueries();
+    }
+    int stage = 0;
+    while (entry.tile >= 0) {
+      const Entry next = Next(&i, unmasked);
+      float s[S::kBlocks][kColumns][4];
+      if constexpr (S::kStages == 2) {
+        WaitCopies<0>();
+        __syncthreads();
+        FetchKeys(next.tile, stage ^ 1);
+        FetchValues(next.tile, stage ^ 1);
+        Scores(Keys(stage), s);
+        Bits bits;
+        if constexpr (S::kBitsEarly) FetchBits(entry, &bits);
+        Adjust(entry, &bits, unmasked, s);
+        const bool lowered = Raise(s);
+        AddValues(Values(stage), lowered, s);
+        stage ^= 1;
+      } else {
+        WaitCopies<0>();
+        __syncthreads();
+        FetchValues(entry.tile, 0);
+        Scores(Keys(0), s);
+        WaitCopies<0>();
+        __syncthreads();
+        FetchKeys(next.tile, 0);
+        Bits bits;
+        Adjust(entry, &bits, unmasked, s);
+        const bool lowered = Raise(s);
+        AddValues(Values(0), lowered, s);
+      }
+      entry = next;
+    }
+    WaitCopies<0>();
+  }
+
+  // The same for 128 rows and heads above 128, of which a multiprocessor has one CTA: the next tile's are asked for
+  // when everybody has done with this one's, and come under the other product.
+  __device__ void SweepTight(bool unmasked) {
+    int i = begin_;
+    Entry entry = Next(&i, unmasked);
+    FetchKeys(entry.tile, 0);
+    if (stages_ > 0) FetchValues(entry.tile, 0);
+    while (entry.tile >= 0) {
+      const Entry next = Next(&i, unmasked);
+      WaitForOne();  // the keys and the queries; the values may still come
+      float s[S::kBlocks][kColumns][4];
+      Scores(Keys(0), s);
+      __syncthreads();
+      if (stages_ > 0) {
+        FetchKeys(next.tile, 0);
+      } else {
+        FetchValues(entry.tile, 0);
+      }
+      Bits bits;
+      Adjust(entry, &bits, unmasked, s);
+      const bool lowered = Raise(s);
+      WaitForOne();
+      AddValues(Values(0), lowered, s);
+      __syncthreads();
+      if (stages_ > 0) {
+        FetchValues(next.tile, 0);
+      } else {
+        FetchKeys(next.tile, 0);
+      }
+      entry = next;
+    }
+    WaitCopies<0>();
+  }
+  __device__ __forceinline__ void WaitForOne() const {
+    if (stages_ > 0) {
+      WaitCopies<1>();
+    } else {
+      WaitCopies<0>();
+    }
+    __syncthreads();
+  }
+
+  // ---- a tile: cuda/attention/sm80/step.cuh ----
+  __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
+  __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Adjust(const Entry& entry, Bits* bits, bool unmasked,
+                                         float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ bool Raise(float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Weigh(int k, bool lowered, const float (&s)[S::kBlocks][kColumns][4],
+                                        uint32_t (&a)[S::kBlocks][4]);
+  __device__ __forceinline__ void AddValues(uint32_t values, bool lowered, const float (&s)[S::kBlocks][kColumns][4]);
+
+  // ---- the end ----
+  // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
+  __device__ bool Finish(bool only_empty) {
+    bool some_empty = false;
+    float factor[S::kBlocks][2];
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = sum_[i][r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const bool empty = sum == 0.0f;
+        if (!only_empty) empty_[i][r] = empty;
+        some_empty |= empty && row0_ + Row(i, r) < p_.S;
+        if (p_.sink != nullptr && !empty) {
+          const float logit = p_.sink_is_float != 0 ? static_cast<const float*>(p_.sink)[h_]
+                                                    : ToFloat(static_cast<const T*>(p_.sink)[h_]);
+          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
+        }
+        if (!only_empty && lane_ % 4 == 0) StoreLogSum<T>(p_, b_, h_, row0_ + Row(i, r), max_[i][r], sum);
+        // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
+        const bool undefined = only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan;
+        factor[i][r] = empty ? (undefined ? NAN : 0.0f) : 1.0f / sum;
+      }
+    }
+    // Through shared memory, so that rows are written 16 bytes at a time. Each warp has its own rows there.
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool nothing = isnan(factor[i][r]);
+#pragma unroll
+        for (int j = 0; j < kOutputs; ++j) {
+          const float x = nothing ? factor[i][r] : o_[i][j][2 * r] * factor[i][r];
+          const float y = nothing ? factor[i][r] : o_[i][j][2 * r + 1] * factor[i][r];
+          *reinterpret_cast<uint32_t*>(shared_ + Place<kHead>(Row(i, r), j) + lane_ % 4 * 2) = Pack<T>(x, y);
+        }
+      }
+    }
+    // Which rows of the warp are written: bit 2 i + r of the lanes that hold the row.
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mine |= (!only_empty || empty_[i][r] ? 1u : 0u) << (2 * i + r);
+    }
+    __syncwarp();
+    constexpr int kLines = 16 * S::kBlocks;
+    for (int at = lane_; at < kLines * S::kChunks; at += 32) {
+      const int local = at / S::kChunks, chunk = at % S::kChunks;
+      const uint32_t written = __shfl_sync(~0u, mine, local % 8 * 4);
+      const int row = warp_ * kLines + local;
+      if (row0_ + row >= p_.S || 8 * chunk >= p_.Dv) continue;
+      if ((written >> (local / 16 * 2 + local / 8 % 2) & 1u) == 0) continue;
+      T* to = output_ + static_cast<int64_t>(row0_ + row) * p_.output_stride.s + 8 * chunk;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(shared_ + Place<kHead>(row, chunk));
+    }
+    return some_empty;
+  }
+
+  const AttentionParams& p_;
+  const int stages_;
+  T* const shared_;
+  const uint32_t base_;
+  int b_, h_, piece0_, row0_, warp_, lane_;
+  int begin_ = 0, full_ = 0, end_ = 0;
+  float scale_;
+  const T *query_, *key_, *value_;
+  T* output_;
+  const uint32_t* pad_;
+  uint32_t q_[S::kHeldQueries ? kSteps : 1][S::kBlocks][4];
+  float o_[S::kBlocks][kOutputs][4];
+  float max_[S::kBlocks][2], sum_[S::kBlocks][2];
+  bool empty_[S::kBlocks][2];
+};
+
+}  // namespace cuda
+}  // namespace stof
+#include "cuda/attention/sm80/step.cuh"
+namespace stof {
+namespace cuda {
+
+struct Sm80Params {
+  AttentionParams attention;
+  int stages = 0;
+};
+
+template <int kHead, typename T, bool kExtras, int kRows>
+__global__ void __launch_bounds__(Shape<kHead, kExtras, kRows>::kThreads, Shape<kHead, kExtras, kRows>::kCtas)
+    AttentionKernel(const __grid_constant__ Sm80Params params) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  Attention<kHead, T, kExtras, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+}
+
+// The stages for which the device has the shared memory, -1 where it is too small for one buffer.
+template <typename S>
+cudaError_t StagesOf(int* stages) {
+  *stages = S::kStages;
+  if (!S::kTight) return cudaSuccess;
+  int device = 0, block = 0, whole = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  constexpr int kReserved = 1024;                            // a CTA
+  if (const int most = CappedShared(block); most < block) {  // a test's
+    block = most;
+    whole = std::min(whole, block + kReserved);
+  }
+  const auto fits = [&](int count) {
+    const int bytes = S::SharedBytes(count);
+    return bytes <= block && S::kCtas * (bytes + kReserved) <= whole;
+  };
+  while (*stages >= 0 && !fits(*stages)) --*stages;
+  return error;
+}
+
+template <int kHead, typename T, bool kExtras, int kRows>
+int LaunchSm80As(const AttentionParams& params, int stages, void* stream) {
+  using S = Shape<kHead, kExtras, kRows>;
+  Sm80Params copy;
+  copy.attention = params;
+  copy.stages = stages;
+  const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kPieces;
+  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kExtras, kRows>>(
+      copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
+}
+
+// Whether there are so few tiles of 128 rows that CTAs of 64 pay: up to so many a multiprocessor
+// (docs/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
+inline cudaError_t RowsAreFew(const AttentionParams& p, int most, bool* are) {
+  static const int asked = [] {
+    const char* text = std::getenv("STOF_CUDA_SM80_ROWS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  if (asked > 0) {
+    *are = asked == 64;
+    return cudaSuccess;
+  }
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  *are = int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= int64_t{most} * multiprocessors;
+  return error;
+}
+
+template <int kHead, typename T, bool kExtras>
+int LaunchSm80(const AttentionParams& params, void* stream) {
+  using Small = Shape<kHead, kExtras, 64>;
+  using Large = Shape<kHead, kExtras, kTileRows>;
+  int stages = Small::kStages;
+  bool small = kExtras;
+  cudaError_t error = cudaSuccess;
+  if constexpr (Small::kTight) {
+    // Two CTAs of 64 rows cover each other's softmax, where a multiprocessor has room for them.
+    error = StagesOf<Small>(&stages);
+    small = stages > 0;
+  } else if constexpr (!kExtras) {
+    error = RowsAreFew(params, kHead <= 64 ? 3 : 1, &small);
+  }
+  if (error != cudaSuccess) return static_cast<int>(error);
+  if (small) return LaunchSm80As<kHead, T, kExtras, 64>(params, stages, stream);
+  if constexpr (Large::kTight || !kExtras) {
+    error = StagesOf<Large>(&stages);
+    if (error != cudaSuccess) return static_cast<int>(error);
+    if (stages >= 0) return LaunchSm80As<kHead, T, kExtras, kTileRows>(params, stages, stream);
+  }
+  return static_cast<int>(cudaErrorInvalidConfiguration);
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/sm90/wide_heads.cuh"
+
+namespace stof {
+namespace cuda {
+
+const Sm90Kernel* FindSm90D256(bool bf16, Extras extras) {
+  return sm90::Wide<256, 64, 3000, 1390, 1480>::Find(bf16, extras);
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,571 @@
+// SPDX-License-Identifier: Apache-2.0
+// Block-wise attention for compute capability 9.0a. Persistent CTAs of one producer warpgroup, which walks the tiles
+// that the block mask keeps and has the copy engine bring them, and consumer warpgroups of 64 query rows each, which
+// compute with wgmma. Within a warpgroup the scores of the next tile and the product with the values of this one are in
+// flight while the softmax runs; among warpgroups a turn passes round, so that one's softmax covers another's products
+// (Shah et al. 2024, FlashAttention-3, sec. 3.1 and 3.2). Partial tiles take their bits from the mask, full ones none.
+// Where there are few rows, or some are much longer than others, the teams of a CTA take every so manieth tile of one
+// row and put their parts together at its end.
+#ifndef STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
+#define STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/attention/lse.cuh"
+#include "cuda/attention/sm90/api.h"
+#include "cuda/attention/sm90/combine.cuh"
+#include "cuda/attention/sm90/config.cuh"
+#include "cuda/attention/sm90/softmax.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma_sm90.cuh"
+#include "cuda/mask/fragments.h"
+
+namespace stof {
+namespace cuda {
+namespace sm90 {
+
+// compute-sanitizer's racecheck does not see that __syncwarp orders what other lanes read and write before lane 0's
+// arrival; it is run on a build in which all arrive, which is slower.
+#if defined(STOF_EVERY_LANE_ARRIVES)
+constexpr bool kEveryLaneArrives = true;
+#else
+constexpr bool kEveryLaneArrives = false;
+#endif
+
+// The value of lane 0: for what is equal in a warp, so that the compiler knows. wgmma in a path that may diverge would
+// be serialized.
+__device__ __forceinline__ int32_t Uniform(int32_t x) { return __shfl_sync(~0u, x, 0); }
+
+// A position in a ring of buffers, with the parity of its phase.
+template <int kCount>
+struct Ring {
+  int at = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void Next() {
+    if (++at == kCount) at = 0, phase ^= 1;
+  }
+};
+
+template <typename S, typename T>
+class Attention {
+  using Weights = Softmax<S>;
+  static constexpr int kQueries = S::kQueries, kHead = S::kHead;
+
+ public:
+  // shared: that of all teams.
+  __device__ Attention(const Sm90Params& p, unsigned char* shared) : p_(p) {
+    const int warpgroup = Uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+    const int warp = Uniform(static_cast<int>(threadIdx.x) % kWarpgroup / 32);
+    producer_ = warpgroup == 0;
+    team_ = producer_ ? warp : (warpgroup - 1) / S::kConsumers;
+    wg_ = producer_ ? 0 : (warpgroup - 1) % S::kConsumers;
+    lane_ = static_cast<int>(threadIdx.x) % 32;
+    row_ = 64 * wg_ + 16 * warp + lane_ / 4;
+    shared_ = shared + team_ * S::kTeamBytes;
+    // By way of an instruction that the compiler cannot repeat wherever it needs the address.
+    base_ = Opaque(SharedAddress(shared_));
+    inner_ = Opaque(DescribeInner(base_));
+    across_ = Opaque(DescribeAcross(base_, S::kN * 128));
+  }
+
+  __device__ void Run() {
+    LetNextStart();
+    const bool has_team = team_ < S::kTeams;  // not the other warps beside the producers
+    if (producer_ && has_team && lane_ == 0) {
+      PrefetchMap(&p_.query);
+      PrefetchMap(&p_.key);
+      PrefetchMap(&p_.value);
+      if (S::kPairs && p_.attention.bias != nullptr) PrefetchMap(&p_.bias);
+      for (int i = 0; i < S::kStages; ++i) {
+        InitBarrier(Barrier(kKeyFull, i), kEveryLaneArrives ? 32 : 1);
+        InitBarrier(Barrier(kKeyEmpty, i), kArrivals);
+        InitBarrier(Barrier(kValueFull, i), 1);
+        InitBarrier(Barrier(kValueEmpty, i), kArrivals);
+      }
+      for (int i = 0; i < kQueries; ++i) {
+        InitBarrier(QueryFull(i), 1);
+        InitBarrier(QueryEmpty(i), kArrivals);
+      }
+      if (S::kDraws) InitBarrier(NextFull(), 1);
+      FenceBarrierInit();
+    }
+    // Until the wait nothing is read or written but parameters and what belongs to a plan: a plan is of a constant
+    // mask, which was copied before the kernel in front of this one began. What is asked for besides goes no further
+    // than the L2 cache.
+    const bool produces = producer_ && has_team;
+    Begin begin;
+    if (produces) begin = ReadBegin();
+    __syncthreads();
+    if (produces) FetchPlanned(begin), FetchInputs(begin);
+    WaitForPrevious();
+    if (producer_) {
+      GiveRegisters<S::kProducer>();
+      if (has_team) Produce(begin);
+      if constexpr (S::kDraws) {
+        if (!has_team && team_ < 2 * S::kTeams) TellNext();
+      }
+    } else {
+      TakeRegisters<S::kConsumer>();
+      Consume();
+    }
+  }
+
+ private:
+  static constexpr int kArrivals = (kEveryLaneArrives ? kWarpgroup : 4) * S::kConsumers;
+  enum Kind { kKeyFull, kKeyEmpty, kValueFull, kValueEmpty };
+  __device__ __forceinline__ uint32_t Barrier(Kind kind, int i) const {
+    return base_ + S::kBarriers + 8 * (kind * S::kStages + i);
+  }
+  __device__ __forceinline__ uint32_t QueryFull(int i) const { return base_ + S::kBarriers + 8 * (4 * S::kStages + i); }
+  __device__ __forceinline__ uint32_t QueryEmpty(int i) const { return QueryFull(kQueries + i); }
+  __device__ __forceinline__ uint32_t NextFull() const { return QueryFull(2 * kQueries); }
+  __device__ __forceinline__ WorkItem* Next() { return reinterpret_cast<WorkItem*>(shared_ + S::kNext); }
+  __device__ __forceinline__ Entry* Entries() { return reinterpret_cast<Entry*>(shared_ + S::kEntries); }
+  __device__ __forceinline__ Item* Items() { return reinterpret_cast<Item*>(shared_ + S::kItems); }
+
+  // ---- the producer, one warp: cuda/attention/sm90/producer.cuh ----
+  struct Cursor {
+    Ring<S::kStages> stage;
+    Ring<S::kSlots> slot;
+    Ring<kQueries> query;
+    uint32_t next_phase = 0;
+    bool queries_due = false;  // they come after the item's first tile
+    bool begins = true;        // no tile was asked for yet
+    int b = 0, g = 0, h = 0, row0 = 0;
+    int part = -1;
+  };
+
+  // What a worker begins with.
+  struct Begin {
+    int i = 0, end = 0;            // its items, as its plan or it counts them
+    WorkItem first = {};           // where no mask has to be read for it
+    int tile = -1, code = kEvery;  // of this team's first tile of all, where a plan tells
+    int second = -1;               // the tile behind it, without kSplit
+    Cursor cursor;                 // at the first item
+  };
+  __device__ __forceinline__ int Rows() const { return (p_.attention.S + S::kM - 1) / S::kM; }
+
+  __device__ __forceinline__ void Locate(const WorkItem& work, Cursor* cursor) const;
+  __device__ Begin ReadBegin() const;
+  __device__ void FetchPlanned(const Begin& begin) const;
+  __device__ void FetchInputs(const Begin& begin) const;
+  __device__ void Produce(const Begin& begin);
+  __device__ __forceinline__ void BringQueries(Cursor* cursor);
+  __device__ WorkItem ItemAt(int i, int rows) const;
+  __device__ void TellNext();
+  __device__ __forceinline__ WorkItem Draw() const;
+  __device__ __forceinline__ WorkItem TakeNext(Cursor* cursor);
+
+  // What the mask says of a tile: tile -1 beyond an item's end.
+  struct Asked {
+    int tile, code;
+  };
+  __device__ __forceinline__ Asked Ask(const WorkItem& work, int i) const;
+  // Of the first 32 tiles this lane's.
+  __device__ __forceinline__ int Own() const { return S::kSplit > 1 ? team_ + S::kSplit * lane_ : lane_; }
+
+  __device__ __forceinline__ Asked Walk(const WorkItem& work, WorkItem* following, Asked asked, Cursor* cursor,
+                                        bool ahead);
+
+  // Of an asked tile, what its padding leaves: tile -1 where that is nothing.
+  struct Told {
+    int tile, code, flags;
+  };
+  __device__ __forceinline__ Told Judge(int b, const Asked& asked) const;
+  __device__ __forceinline__ uint32_t PadWord(int b, int tile, int w) const;
+  __device__ __forceinline__ void BringAhead(int tile, const Cursor& cursor) const;
+  __device__ __forceinline__ void Publish(const Told& told, int next, Cursor* cursor, bool ahead);
+  __device__ __forceinline__ int BringBiases(int tile, const Cursor& cursor, int* flags);
+
+  __device__ __forceinline__ void Bring(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
+                                        bool ahead, int more = 0);
+  __device__ __forceinline__ void Copy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b) const;
+
+  // ---- a consumer: one warpgroup, 64 query rows ----
+  static constexpr int kScores = S::kN / 2;  // a thread's share of 64 × N
+  static constexpr int kOutputs = kHead / 2;
+  static constexpr int kChains = 4;
+  // Of a warpgroup alone: behind those of the turns.
+  static constexpr int kOwnBarrier = 1 + S::kTeams * S::kConsumers;
+  // Of a producer and the warp that says what comes next: that this was taken.
+  static constexpr int kTakenBarrier = kOwnBarrier + S::kTeams * S::kConsumers;
+  static_assert(!S::kDraws || kTakenBarrier + S::kTeams <= 16, "named barriers");
+
+  __device__ void Consume() {
+    const AttentionParams& p = p_.attention;
+    scale_ = S::kExtras ? kLog2E : p.scale * kLog2E;
+    more_ = p.sink != nullptr || p.lse != nullptr;
+    passes_ = p.pad_bits == nullptr ? 1 : 0;
+    if (wg_ == S::kConsumers - 1) PassTurn();
+    Ring<kQueries> query;
+    Ring<S::kStages> keys, values;
+    Ring<S::kSlots> slots;
+    for (;;) {
+      Wait(QueryFull(query.at), query.phase);
+      const Item item = ReadItem(query.at);
+      if (item.row0 < 0) break;
+      if (S::kHalves && item.part >= 0 && item.part != wg_) {
+        PassItem(query.at, &keys, &values, &slots);
+      } else {
+        Work(item, query.at, &keys, &values, &slots);
+      }
+      query.Next();
+    }
+    if (wg_ == 0) TakeTurn();                // what was passed last is taken, so that no barrier is left half full
+    if (S::kOwnOutput) WaitStoresRead<0>();  // shared memory goes with the CTA
+  }
+
+  __device__ __forceinline__ Item ReadItem(int at) {
+    const Item item = Items()[at];
+    return {Uniform(item.b), Uniform(item.h), Uniform(item.row0), S::kCuts || S::kHalves ? Uniform(item.part) : -1};
+  }
+  __device__ __forceinline__ void TakeTurn() const {
+    if constexpr (S::kConsumers > 1) SyncNamed(1 + team_ * S::kConsumers + wg_, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void PassTurn() const {
+    if constexpr (S::kConsumers > 1) {
+      ArriveNamed(1 + team_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
+    }
+  }
+  // Gives a buffer back for the warp: what its lanes read comes before.
+  __device__ __forceinline__ void Release(uint32_t barrier) const {
+    __syncwarp();
+    if (kEveryLaneArrives || lane_ == 0) Arrive(barrier);
+  }
+
+  // Where the output takes their place they are given back after it.
+  __device__ __forceinline__ void ReleaseQueries(int query) const {
+    if (S::kSplit > 1 || S::kOwnOutput) Release(QueryEmpty(query));
+  }
+
+  __device__ __forceinline__ void Work(const Item& item, int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                       Ring<S::kSlots>* slots) {
+    float o[kOutputs], s[kScores], high[2], sum[2];
+    uint32_t weights[kScores / 2], bits[S::kOwnWords];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) high[r] = -INFINITY, sum[r] = 0.0f;
+
+    Wait(Barrier(kKeyFull, keys->at), keys->phase);
+    int code = Uniform(Entries()[slots->at].code);
+    int flags = Uniform(Entries()[slots->at].flags);
+    int next = Uniform(Entries()[slots->at].next);
+    if constexpr (S::kPasses) {
+      while (IsOthers(LeadOf(code))) {
+        Pass(keys, values, slots);
+        Wait(Barrier(kKeyFull, keys->at), keys->phase);
+        code = Uniform(Entries()[slots->at].code);
+        flags = Uniform(Entries()[slots->at].flags);
+        next = Uniform(Entries()[slots->at].next);
+      }
+    }
+    if (code == kNothing) {
+      Release(Barrier(kKeyEmpty, keys->at));
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      Release(Barrier(kValueEmpty, values->at));
+      ReleaseQueries(query);
+      keys->Next();
+      values->Next();
+      slots->Next();
+      Finish(item, query, o, Divide(item, high, sum));
+      return;
+    }
+    if (S::kTurnAtEnds) TakeTurn();
+    Hold(s);
+    ProductFence();
+    Scores(query, keys->at, s);
+    ProductCommit();
+    if (S::kTurnAtEnds) PassTurn();
+    FetchBits(code, bits);
+    ProductWait<0>();
+    Hold(s);
+    if constexpr (S::kExtras) AddExtras(keys->at, flags, s);
+    Release(Barrier(kKeyEmpty, keys->at));
+    bool last = (flags & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
+    if (last) ReleaseQueries(query);
+    keys->Next();
+    float factor[2];
+    typename Weights::Begun begun;
+    if (code != kEvery) Forbid(code, flags, slots->at, bits, s);
+    FetchBits(next, bits);
+    const float none[2] = {0.0f, 0.0f};
+    Weights::template Raise<true>(scale_, none, s, &begun, high, factor, sum);
+    Weights::Weigh(&begun, s, sum);
+    Pack(s, weights);
+    while (!last) {
+      slots->Next();
+      Wait(Barrier(kKeyFull, keys->at), keys->phase);
+      TakeTurn();
+      Hold(s);
+      Hold(o);
+      Hold(weights);
+      ProductFence();
+      Scores(query, keys->at, s);
+      ProductCommit();
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      ProductFence();
+      AddValues(values->at, weights, o);
+      ProductCommit();
+      PassTurn();
+      code = next;
+      int told[2];  // its flags, and what is next: asked for now, looked at after the softmax
+      LoadShared(told, SharedAddress(&Entries()[slots->at].flags));
+      ProductWait<1>();
+      Hold(s);
+      if constexpr (S::kExtras) AddExtras(keys->at, Uniform(told[0]), s);
+      Release(Barrier(kKeyEmpty, keys->at));
+      keys->Next();
+      if (code != kEvery) Forbid(code, Uniform(told[0]), slots->at, bits, s);
+      const float base[2] = {Weights::Base(high[0]), Weights::Base(high[1])};
+      Weights::Lower(scale_, base, s, &begun);
+      if (__builtin_expect(Weights::Exceeds(high, s, begun), 0)) {
+        Weights::template Raise<false>(1.0f, base, s, &begun, high, factor, sum);
+        // Rows behind the last query have no key, and without a reference would come here with every tile.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (item.row0 + row_ + 8 * r >= p_.attention.S) high[r] = 0.0f;
+        }
+        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) Scale(factor, o);
+      }
+      // The branch keeps what follows from moving up: in one block with what is before, ptxas (13.0) moves the wait to
+      // the block's start, and nothing covers the product any more. Here it is over, or nearly so, as the last of its
+      // steps had begun before the scores were looked at; and its weights' registers are free for the next ones.
+      ProductWait<0>();
+      Hold(o);
+      Hold(weights);
+      Weights::Weigh(&begun, s, sum);
+      Pack(s, weights);
+      Release(Barrier(kValueEmpty, values->at));
+      values->Next();
+      next = Uniform(told[1]);
+      last = (Uniform(told[0]) & kLast) != 0 || (S::kPasses && IsOthers(TrailOf(next)));
+      if (last) ReleaseQueries(query);
+      FetchBits(next, bits);
+    }
+    slots->Next();
+    Wait(Barrier(kValueFull, values->at), values->phase);
+    if (S::kTurnAtEnds) TakeTurn();
+    Hold(o);
+    Hold(weights);
+    ProductFence();
+    AddValues(values->at, weights, o);
+    ProductCommit();
+    if (S::kTurnAtEnds) PassTurn();
+    const Divisors divisors = Divide(item, high, sum);
+    ProductWait<0>();
+    Hold(o);
+    Release(Barrier(kValueEmpty, values->at));
+    values->Next();
+    Finish(item, query, o, divisors);
+    if constexpr (S::kPasses) {
+      while (IsOthers(TrailOf(next))) {
+        Wait(Barrier(kKeyFull, keys->at), keys->phase);
+        next = Uniform(Entries()[slots->at].next);
+        Pass(keys, values, slots);
+      }
+    }
+  }
+
+  // By what a walk says of a tile: whether it is the other warpgroups' alone. Padding may leave a warpgroup none of its
+  // tiles; then it takes part in all.
+  __device__ __forceinline__ bool IsOthers(int32_t groups) const { return (groups >> wg_ & passes_) != 0; }
+  // Lets such a tile's buffers and the turn go on.
+  __device__ __forceinline__ void Pass(Ring<S::kStages>* keys, Ring<S::kStages>* values, Ring<S::kSlots>* slots) const {
+    Release(Barrier(kKeyEmpty, keys->at));
+    TakeTurn();
+    PassTurn();
+    Wait(Barrier(kValueFull, values->at), values->phase);
+    Release(Barrier(kValueEmpty, values->at));
+    keys->Next();
+    values->Next();
+    slots->Next();
+  }
+
+  // The same for all tiles of an item, with as many turns as the one that has them takes.
+  __device__ __forceinline__ void PassItem(int query, Ring<S::kStages>* keys, Ring<S::kStages>* values,
+                                           Ring<S::kSlots>* slots) {
+    ReleaseQueries(query);
+    bool first = true, last = false;
+    while (!last) {
+      Wait(Barrier(kKeyFull, keys->at), keys->phase);
+      const bool nothing = Uniform(Entries()[slots->at].code) == kNothing;
+      last = (Uniform(Entries()[slots->at].flags) & kLast) != 0;
+      Release(Barrier(kKeyEmpty, keys->at));
+      if (!nothing && (S::kTurnAtEnds || !first)) {
+        TakeTurn();
+        PassTurn();
+      }
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      if (S::kTurnAtEnds && last && !nothing) {
+        TakeTurn();
+        PassTurn();
+      }
+      Release(Barrier(kValueEmpty, values->at));
+      keys->Next();
+      values->Next();
+      slots->Next();
+      first = false;
+    }
+    if (!S::kOwnOutput) Release(QueryEmpty(query));
+  }
+
+  static __device__ __forceinline__ void Scale(const float (&factor)[2], float (&o)[kOutputs]) {
+    ProductWait<0>();
+    Hold(o);
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // s = queries · keysᵀ
+  __device__ __forceinline__ void Scores(int query, int stage, float (&s)[kScores]) const {
+    const uint32_t a = inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / kAtom * 64 * 128 / 16);
+    const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kTileBytes / 16);
+#pragma unroll
+    for (int k = 0; k < kHead / 16; ++k) {
+      const int column = k % 4 * 32;  // bytes within a swizzled row
+      Wgmma<T>::Inner(s, Operand(a + (k / 4 * 64 * 128 + column) / 16),
+                      Operand(b + (k / 4 * S::kN * 128 + column) / 16), k > 0);
+    }
+  }
+
+  // o += weights · values
+  __device__ __forceinline__ void AddValues(int stage, const uint32_t (&weights)[kScores / 2],
+                                            float (&o)[kOutputs]) const {
+    const uint32_t b = across_ + S::kValues / 16 + stage * (S::kTileBytes / 16);
+#pragma unroll
+    for (int k = 0; k < S::kN / 16; ++k) {
+      Wgmma<T>::Across(o, weights + 4 * k, Operand(b + k * 16 * 128 / 16));
+    }
+  }
+
+  // ---- scale, softcap and biases: cuda/attention/sm90/score_bias.cuh ----
+  __device__ __forceinline__ void AddExtras(int stage, int flags, float (&s)[kScores]);
+  template <typename B>
+  __device__ __forceinline__ uint32_t OwnPairs(int stage, uint32_t* next) const;
+  template <typename B>
+  static __device__ __forceinline__ float2 Pair(uint32_t own, int j, uint32_t row);
+  template <typename B>
+  __device__ __forceinline__ void AddPairs(int stage, float factor, float (&s)[kScores]) const;
+
+  // Asks for this thread's bits of a tile, early: they come while products are in flight.
+  __device__ __forceinline__ void FetchBits(int code, uint32_t (&bits)[S::kOwnWords]) const {
+    if (code < 0) return;
+    const uint32_t* from = p_.attention.mask.bits +
+                           (static_cast<int64_t>(S::kConsumers > 1 ? code & kIdMask : code) * S::kConsumers + wg_) *
+                               S::kOwnWords * kWarpgroup +
+                           threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int w = 0; w < S::kOwnWords; ++w) bits[w] = LoadWord(from + w * kWarpgroup);
+  }
+
+  // Takes away what a partial tile forbids.
+  __device__ __forceinline__ void Forbid(int code, int flags, int slot, const uint32_t (&bits)[S::kOwnWords],
+                                         float (&s)[kScores]) {
+    uint32_t words[S::kOwnWords];
+#pragma unroll
+    for (int w = 0; w < S::kOwnWords; ++w) words[w] = code >= 0 ? bits[w] : ~0u;
+    if ((flags & kPads) != 0) {
+      const uint32_t* pad = Entries()[slot].pad;
+#pragma unroll
+      for (int w = 0; w < S::kOwnWords; ++w) {
+        const uint32_t low = pad[2 * w], high = 2 * w + 1 < S::kWords ? pad[2 * w + 1] : 0;
+        words[w] &= FragmentWord(low, high, low, high, lane_ % 4);
+      }
+    }
+    // By the byte, so that the compiler moves seven bits at once to predicates.
+#pragma unroll
+    for (int w = 0; w < S::kOwnWords; ++w) {
+#pragma unroll
+      for (int bit = 0; bit < 32; ++bit) {
+        const int i = 4 * (8 * w + FragmentBlock(bit)) + FragmentElement(bit);
+        if (i < kScores && (words[w] & 1u << bit) == 0) s[i] = -INFINITY;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void Pack(const float (&s)[kScores], uint32_t (&weights)[kScores / 2]) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) weights[i] = cuda::Pack<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  // ---- outputs: cuda/attention/sm90/epilogue.cuh ----
+  // What a thread's two rows are multiplied with at their end, and whether they have no key.
+  struct Divisors {
+    float scale[2];
+    bool empty[2];
+  };
+  __device__ __forceinline__ Divisors Divide(const Item& item, const float (&high)[2], const float (&sum)[2]) const;
+  __device__ __forceinline__ Divisors DivideAlone(const Item& item, const float (&high)[2], float (&total)[2]) const;
+  __device__ __forceinline__ Divisors DivideTogether(const Item& item, const float (&high)[2],
+                                                     const float (&own)[2]) const;
+  __device__ __forceinline__ void Finish(const Item& item, int query, float (&o)[kOutputs], Divisors divisors) const;
+  __device__ __forceinline__ void FinishTogether(const Item& item, float (&o)[kOutputs],
+                                                 const Divisors& divisors) const;
+  __device__ __forceinline__ void StorePart(int part, const float (&o)[kOutputs]) const;
+  // Of all teams of a CTA, where they share an item.
+  static constexpr int kTogether = S::kSplit * S::kConsumers * kWarpgroup, kFirstBarrier = 14, kSecondBarrier = 15;
+  __device__ __forceinline__ unsigned char* SharedParts() const { return shared_ - team_ * S::kTeamBytes + S::kParts; }
+  __device__ __forceinline__ void SyncOwn() const { SyncNamed(kOwnBarrier + team_ * S::kConsumers + wg_, kWarpgroup); }
+
+  const Sm90Params& p_;
+  unsigned char* shared_;
+  uint32_t base_, inner_, across_;
+  bool producer_;
+  int team_, wg_, lane_, row_;
+  float scale_ = 1.0f;
+  bool more_ = false;   // there are sinks, or somebody asks for the sums
+  int32_t passes_ = 0;  // 1: tiles may be left to the others
+};
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace stof
+#include "cuda/attention/sm90/epilogue.cuh"
+#include "cuda/attention/sm90/producer.cuh"
+#include "cuda/attention/sm90/score_bias.cuh"
+namespace stof {
+namespace cuda {
+namespace sm90 {
+
+template <typename S, typename T>
+__global__ void __launch_bounds__(S::kThreads, 1) AttentionKernel(const __grid_constant__ Sm90Params params) {
+  extern __shared__ unsigned char shared[];
+  const uint32_t lost = -SharedAddress(shared) & 1023u;
+  Attention<S, T>(params, shared + lost).Run();
+}
+
+template <typename S, typename T>
+int Launch(const Sm90Params& params, void* stream) {
+  constexpr int kWorkers = S::kTeams / S::kSplit;  // of a CTA
+  const auto ctas = static_cast<unsigned>((params.workers + kWorkers - 1) / kWorkers);
+  const int error =
+      LaunchKernel<Sm90Params, AttentionKernel<S, T>>(params, ctas, S::kThreads, S::kSharedBytes, stream, true);
+  if constexpr (S::kCuts) {
+    // Loaded with the other one, for the next problem may have parts, and be captured.
+    const int loaded = LoadKernel<Sm90Params, JoinKernel<T, S::kHead>>(0);
+    if (loaded != 0) return loaded;
+    if (error == 0 && params.cut_rows > 0) {
+      const auto joined = static_cast<unsigned>(params.cut_rows) * (S::kHead / kJoined);
+      return LaunchKernel<Sm90Params, JoinKernel<T, S::kHead>>(params, joined, kWarpgroup, 0, stream, true);
+    }
+  }
+  return error;
+}
+
+// What a half takes of a row, in percent, alone on its multiprocessor and beside another team.
+constexpr int64_t kHalf = 74, kHalfBeside = 86;
+
+// The entry of a list of kernels; its tile and teams are the shape's.
+template <typename S, typename T>
+constexpr Sm90Kernel Describe(int64_t row, int64_t full, int64_t partial, int64_t reread = 0, int64_t alone = 100) {
+  const int64_t half = S::kTeams == 1 ? kHalf : kHalfBeside;
+  const TileCost cost = {
+      row, full, partial, S::kSplit, reread, S::kCuts, S::kHalves ? half : 0, S::kDraws, S::kTeams / S::kSplit, alone};
+  return {S::kM, S::kN, S::kTeams / S::kSplit, S::kHead, cost, Launch<S, T>};
+}
+
+}  // namespace sm90
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM90_KERNEL_CUH_

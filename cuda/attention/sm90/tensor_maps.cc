@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include "cuda/attention/sm90/api.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+constexpr uint32_t kSpan = 128;      // bytes of a swizzled row
+constexpr uint32_t kQueryRows = 64;  // of one warpgroup
+
+// The driver is found at run time: the library loads where there is none.
+PFN_cuTensorMapEncodeTiled_v12000 FindEncode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+}
+
+struct View {
+  const void* data;
+  int64_t size, rows, heads, batches;
+  Strides stride;
+};
+
+bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUtensorMap* map, int32_t* step_h,
+              int32_t* step_b) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = FindEncode();
+  if (encode == nullptr) return false;
+  // An axis that all share has stride 0, which a map need not take: there it has one element.
+  const bool one_head = view.heads == 1 || view.stride.h == 0, one_batch = view.batches == 1 || view.stride.b == 0;
+  *step_h = one_head ? 0 : 1;
+  *step_b = one_batch ? 0 : 1;
+  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(view.size), static_cast<cuuint64_t>(view.rows),
+                              static_cast<cuuint64_t>(one_head ? 1 : view.heads),
+                              static_cast<cuuint64_t>(one_batch ? 1 : view.batches)};
+  const int64_t item = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  const auto bytes = [item](int64_t elements, bool unused) {
+    return static_cast<cuuint64_t>(unused ? 16 : item * elements);
+  };
+  const cuuint64_t strides[3] = {bytes(view.stride.s, view.rows == 1), bytes(view.stride.h, one_head),
+                                 bytes(view.stride.b, one_batch)};
+  const cuuint32_t box[4] = {kSpan / static_cast<uint32_t>(item), box_rows, 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return encode(map, type, 4, const_cast<void*>(view.data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
+
+bool TakesBias(const AttentionParams& p) {
+  if (p.bias == nullptr) return true;
+  const int64_t unit = p.bias_is_float != 0 ? 4 : 8;  // elements of 16 bytes
+  const auto wrong = [unit](int64_t stride, int64_t count) { return count > 1 && stride % unit != 0; };
+  return (p.bias_stride_k == 1 || p.T == 1) && !wrong(p.bias_stride_q, p.S) && !wrong(p.bias_stride_h, p.H) &&
+         !wrong(p.bias_stride_b, p.B) && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0;
+}
+
+bool DescribeTensors(bool bf16, int tile_rows, int tile_keys, Sm90Params* params) {
+  const auto rows = static_cast<uint32_t>(tile_rows), keys = static_cast<uint32_t>(tile_keys);
+  const AttentionParams& p = params->attention;
+  const CUtensorMapDataType half = bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  if (p.bias != nullptr) {
+    // A row that all queries share is brought once.
+    const bool one_row = p.S == 1 || p.bias_stride_q == 0;
+    if (!TakesBias(p)) return false;
+    params->bias_one_row = one_row ? 1 : 0;
+    const View view = {p.bias, p.T, one_row ? 1 : p.S, p.H, p.B, {p.bias_stride_b, p.bias_stride_h, p.bias_stride_q}};
+    if (!Describe(view, p.bias_is_float != 0 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : half, one_row ? 1 : rows,
+                  &params->bias, &params->bias_step_h, &params->bias_step_b)) {
+      return false;
+    }
+  }
+  return Describe({p.query, p.D, p.S, p.H, p.B, p.query_stride}, half, kQueryRows, &params->query,
+                  &params->query_step_h, &params->query_step_b) &&
+         Describe({p.key, p.D, p.T, p.G, p.B, p.key_stride}, half, keys, &params->key, &params->key_step_h,
+                  &params->key_step_b) &&
+         Describe({p.value, p.Dv, p.T, p.G, p.B, p.value_stride}, half, keys, &params->value, &params->value_step_h,
+                  &params->value_step_b) &&
+         Describe({p.output, p.Dv, p.S, p.H, p.B, p.output_stride}, half, kQueryRows, &params->output,
+                  &params->output_step_h, &params->output_step_b);
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
+// TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
+//
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only NAME]... [--zeros]
+// [--seconds S] [--json FILE]
+//   tf32    fp32 tensors, products as by allow_tf32
+//   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
+//   and softcap; few  masks with few keys a query, whose tiles are hardly filled
+//   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
+//           thinks of each and how much slower its choice is than the best
+//   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
+//   has the clock that the board's power allows (docs/cuda-experiments.md, "Energy")
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda/attention/select.h"
+#include "cuda/attention/sm90/api.h"
+#include "cuda/bench/bench_graph.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/mask/block_mask_builder.h"
+
+namespace {
+
+struct Row {
+  const char* name;
+  const char* mask;
+  int64_t B, H, S, D;
+  int64_t T = 0, G = 0;  // 0: as S and H
+  int launches = 1;      // in one graph; the time is divided by them
+  // A bias of every pair, of fp16 or fp32, of each head or of all; of distances up to 128 or any; softcap.
+  enum Extra { kNone, kPairs, kSharedPairs, kWidePairs, kNear, kDistances, kSoftcap } extra = kNone;
+};
+
+constexpr const char* kScattered12 =
+    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
+    "% 1009 % 100 < 12";
+constexpr const char* kScattered22 =
+    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
+    "% 1009 % 100 < 22";
+
+constexpr Row kRows[] = {
+    {"dense", "", 1, 16, 4096, 64},
+    {"causal", "k <= q", 1, 16, 4096, 64},
+    {"window-128", "abs(q - k) <= 128", 1, 16, 4096, 64},
+    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 16, 4096, 64},
+    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 16, 4096, 64},
+    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 16, 4096, 64},
+    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 64},
+    {"dense", "", 16, 12, 512, 64},
+    {"window-128", "abs(q - k) <= 128", 16, 12, 512, 64},
+    {"dense", "", 1, 32, 8192, 128},
+    {"bits", "(q - k) % 5 != 0", 1, 32, 8192, 128},
+    {"causal", "k <= q", 1, 32, 8192, 128},
+    {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
+    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
+    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
+    {"causal-1024", "k <= q and q - k < 1024", 1, 32, 8192, 128},
+    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 32, 8192, 128},
+    // Full tiles alone, scattered: 7 and 13 in 61.
+    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128},
+    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128, 0, 8},
+    {"blocks-21", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 13", 1, 32, 8192, 128},
+    // And in rows of different lengths.
+    {"blocks-12", kScattered12, 1, 32, 8192, 128},
+    {"blocks-22", kScattered22, 1, 32, 8192, 128},
+    {"blocks-12", kScattered12, 1, 16, 8192, 64},
+    {"blocks-22", kScattered22, 1, 16, 8192, 64},
+    {"causal", "k <= q", 16, 12, 128, 64},
+    {"causal", "k <= q", 16, 12, 256, 64},
+    {"dense", "", 1, 12, 128, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 128, 64, 0, 0, 100},
+    {"dense", "", 1, 12, 512, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 512, 64, 0, 0, 100},
+    {"dense", "", 1, 12, 1024, 64, 0, 0, 100},
+    {"causal", "k <= q", 1, 12, 1024, 64, 0, 0, 100},
+};
+
+constexpr Row kWideRows[] = {
+    {"dense", "", 1, 16, 4096, 160},
+    {"causal", "k <= q", 1, 16, 4096, 160},
+    {"dense", "", 1, 16, 4096, 192},
+    {"causal", "k <= q", 1, 16, 4096, 192},
+    {"dense", "", 1, 16, 4096, 256},
+    {"causal", "k <= q", 1, 16, 4096, 256},
+    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
+};
+
+constexpr Row kExtraRows[] = {
+    {"near", "", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
+    {"distances", "", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
+    {"pairs", "", 1, 16, 4096, 64, 0, 0, 1, Row::kPairs},
+    {"shared", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSharedPairs},
+    {"wide", "", 1, 16, 4096, 64, 0, 0, 1, Row::kWidePairs},
+    {"softcap", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSoftcap},
+    {"distances", "k <= q", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
+    {"near", "abs(q - k) <= 128", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
+    {"near", "", 16, 12, 512, 64, 0, 0, 1, Row::kNear},
+    {"near", "", 1, 12, 512, 64, 0, 0, 100, Row::kNear},
+    {"near", "", 1, 32, 4096, 128, 0, 0, 1, Row::kNear},
+    {"distances", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kDistances},
+    {"pairs", "", 1, 32, 4096, 128, 0, 0, 1, Row::kPairs},
+    {"softcap", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kSoftcap},
+};
+
+constexpr Row kFewRows[] = {
+    {"every-16", "(q - k) % 16 == 0", 1, 16, 4096, 64},    {"every-32", "(q - k) % 32 == 0", 1, 16, 4096, 64},
+    {"every-64", "(q - k) % 64 == 0", 1, 16, 4096, 64},    {"every-128", "(q - k) % 128 == 0", 1, 16, 4096, 64},
+    {"every-256", "(q - k) % 256 == 0", 1, 16, 4096, 64},  {"every-512", "(q - k) % 512 == 0", 1, 16, 4096, 64},
+    {"window-4", "abs(q - k) <= 4", 1, 16, 4096, 64},      {"every-16", "(q - k) % 16 == 0", 1, 32, 8192, 128},
+    {"every-32", "(q - k) % 32 == 0", 1, 32, 8192, 128},   {"every-64", "(q - k) % 64 == 0", 1, 32, 8192, 128},
+    {"every-128", "(q - k) % 128 == 0", 1, 32, 8192, 128}, {"every-256", "(q - k) % 256 == 0", 1, 32, 8192, 128},
+    {"every-512", "(q - k) % 512 == 0", 1, 32, 8192, 128}, {"window-4", "abs(q - k) <= 4", 1, 32, 8192, 128},
+};
+
+// One new token against a cache; the query is the last of T positions.
+constexpr const char* kWindow = "k <= q and q - k < 1024";
+constexpr const char* kStride = "k <= q and (q - k < 512 or (k // 64 + h) % 8 == 0)";
+constexpr Row kDecodeRows[] = {
+    {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 11, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 12, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 14, 8},       {"dense", "", 1, 32, 1, 128, 1 << 15, 8},
+    {"dense", "", 1, 32, 1, 128, 1 << 16, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
+    {"window", kWindow, 1, 32, 1, 128, 1 << 13, 8}, {"window", kWindow, 1, 32, 1, 128, 1 << 17, 8},
+    {"stride", kStride, 1, 32, 1, 128, 1 << 13, 8}, {"stride", kStride, 1, 32, 1, 128, 1 << 15, 8},
+    {"stride", kStride, 1, 32, 1, 128, 1 << 17, 8}, {"dense", "", 1, 16, 1, 64, 1 << 10, 16},
+    {"dense", "", 1, 16, 1, 64, 1 << 13, 16},       {"dense", "", 1, 16, 1, 64, 1 << 15, 16},
+    {"dense", "", 1, 16, 1, 64, 1 << 17, 16},       {"window", kWindow, 1, 16, 1, 64, 1 << 13, 16},
+    {"window", kWindow, 1, 16, 1, 64, 1 << 17, 16}, {"stride", kStride, 1, 16, 1, 64, 1 << 15, 16},
+    {"stride", kStride, 1, 16, 1, 64, 1 << 17, 16},
+};
+
+// Bytes of the sets of inputs of such a query, and calls in a graph.
+constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
+constexpr size_t kMostSets = 32;
+
+bool zeros = false;
+double seconds = 0;  // of replays; 0: as many as TimeGraph takes
+
+// On the device, `count` of them; a long tensor repeats a part, for the host takes its time to draw numbers.
+template <typename T, typename Draw>
+void* RandomTensor(int64_t count, uint32_t seed, Draw draw) {
+  constexpr int64_t kPart = int64_t{1} << 22;
+  std::vector<T> values(static_cast<size_t>(std::min(count, kPart)));
+  std::mt19937 random(seed);
+  for (T& x : values) x = zeros ? T{} : draw(static_cast<uint32_t>(random()));
+  char* memory = nullptr;
+  CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(count) * sizeof(T)));
+  for (int64_t at = 0; at < count; at += kPart) {
+    const size_t bytes = static_cast<size_t>(std::min(count - at, kPart)) * sizeof(T);
+    CHECK_CUDA(cudaMemcpy(memory + at * static_cast<int64_t>(sizeof(T)), values.data(), bytes, cudaMemcpyHostToDevice));
+  }
+  return memory;
+}
+
+void* RandomHalves(int64_t count, uint32_t seed) {
+  // fp16 in (-2, 2): sign, exponents 10 to 15, mantissa.
+  return RandomTensor<uint16_t>(count, seed, [](uint32_t bits) {
+    return static_cast<uint16_t>((bits & 0x83ffu) | (10u + (bits >> 16) % 6u) << 10);
+  });
+}
+
+void* RandomFloats(int64_t count, uint32_t seed) {
+  return RandomTensor<float>(count, seed,
+                             [](uint32_t bits) { return static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-30f; });
+}
+
+// The same figures for programs.
+FILE* report = nullptr;
+int reported = 0;
+template <typename... A>
+void Report(const char* format, A... values) {
+  if (report != nullptr) std::fprintf(report, format, values...);
+}
+
+// Gives blocks one after the other, always from the beginning in the next run.
+struct Workspace {
+  char* memory = nullptr;
+  size_t size = 0, used = 0;
+  static void* Allocate(void* self, size_t bytes) {
+    auto* space = static_cast<Workspace*>(self);
+    const size_t at = (space->used + 255) / 256 * 256;
+    if (at + bytes > space->size) return nullptr;
+    space->used = at + bytes;
+    return space->memory + at;
+  }
+};
+
+// The largest error of a few rows of the first head against fp64, over the largest output there; fp32 only.
+double ErrorOf(const Row& row, const stof::AttentionArgs& args) {
+  const auto size = static_cast<size_t>(row.S * row.D);
+  std::vector<float> tensors[4] = {std::vector<float>(size), std::vector<float>(size), std::vector<float>(size),
+                                   std::vector<float>(size)};
+  const void* from[] = {args.query, args.key, args.value, args.output};
+  for (int i = 0; i < 4; ++i) CHECK_CUDA(cudaMemcpy(tensors[i].data(), from[i], 4 * size, cudaMemcpyDeviceToHost));
+  double error = 0, largest = 0;
+  for (int64_t q = 0; q < row.S; q += row.S / 8 - 1) {
+    std::vector<double> out(static_cast<size_t>(row.D), 0.0);
+    double sum = 0;
+    for (int64_t k = 0; k < row.S; ++k) {
+      double score = 0;
+      for (int64_t d = 0; d < row.D; ++d) {
+        score +=
+            double{tensors[0][static_cast<size_t>(q * row.D + d)]} * tensors[1][static_cast<size_t>(k * row.D + d)];
+      }
+      const double weight = std::exp(score * static_cast<double>(args.scale));
+      sum += weight;
+      for (int64_t d = 0; d < row.D; ++d) {
+        out[static_cast<size_t>(d)] += weight * tensors[2][static_cast<size_t>(k * row.D + d)];
+      }
+    }
+    for (int64_t d = 0; d < row.D; ++d) {
+      const double want = out[static_cast<size_t>(d)] / sum;
+      error = std::max(error, std::abs(want - tensors[3][static_cast<size_t>(q * row.D + d)]));
+      largest = std::max(largest, std::abs(want));
+    }
+  }
+  return error / largest;
+}
+
+// Microseconds of one call, by the 9.0 kernel of that number; -1: what STOF_CUDA_KERNEL says, else the selector's
+// choice. Calls take the sets of inputs in turn.
+double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls, const stof::AttentionMask& mask,
+            const stof::ExprSizes& sizes, Workspace* space, int kernel) {
+  const int taken = stof::cuda::TakenKernel();
+  if (kernel >= 0) stof::cuda::TakeKernel(kernel);
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  stof::RunContext context;
+  context.on_cuda = true;
+  context.stream = stream;
+  context.allocate = Workspace::Allocate;
+  context.self = space;
+  size_t turn = 0;
+  const auto run = [&] {
+    space->used = 0;
+    const stof::Status status =
+        stof::FindCudaBackend()->attention(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
+    if (!status.ok()) {
+      std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+      std::exit(1);
+    }
+  };
+  double us = TimeGraph(stream, calls, run);
+  if (seconds > 0) us = TimeGraph(stream, calls, run, static_cast<int>(seconds * 1e6 / us / calls) + 1);
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  stof::cuda::TakeKernel(taken);
+  return us;
+}
+
+// The time of every kind of kernel for few queries beside the choice, which took `chosen`.
+void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& sets, int calls,
+                        const stof::AttentionMask& mask, const stof::ExprSizes& sizes, Workspace* space,
+                        double chosen) {
+  constexpr const char* kKinds[] = {"splits", "clusters"};
+  double best = chosen;
+  Report(R"(, "kinds": {)");
+  for (int kind = 0; kind < 2; ++kind) {
+    const double us = Time(row, sets, calls, mask, sizes, space, kind);
+    best = std::min(best, us);
+    std::printf("    %-8s %9.2f us\n", kKinds[kind], us);
+    Report(R"(%s"%s": %.2f)", kind == 0 ? "" : ", ", kKinds[kind], us);
+  }
+  std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
+  Report("}");
+}
+
+// Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
+void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::AttentionMask& mask,
+                const stof::ExprSizes& sizes, Workspace* space, double chosen) {
+  stof::cuda::Problem problem;
+  if (!mask.parts.fixed.empty()) problem.mask = &mask.parts.fixed;
+  problem.hash = mask.fixed_hash;
+  problem.sizes = sizes;
+  CHECK_CUDA(cudaDeviceGetAttribute(&problem.multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  int l2 = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+  problem.section = std::max<int64_t>(1, l2 / 2 / (4 * sizes.T * row.D)) * (args.H / args.G);
+  problem.bytes = args.B * args.G * 4 * sizes.T * row.D;
+  const stof::cuda::Sm90Kernel* kernels =
+      stof::cuda::FindSm90(static_cast<int>(row.D), args.dtype == stof::DType::kBF16,
+                           args.bias != nullptr      ? stof::cuda::Extras::kPairs
+                           : row.extra != Row::kNone ? stof::cuda::Extras::kDistances
+                                                     : stof::cuda::Extras::kNone);
+  double best = chosen;
+  Report(R"(, "kernels": [)");
+  int at = 0;
+  for (const auto* kernel = kernels; kernel->launch != nullptr; ++kernel, ++at) {
+    int64_t model = 0;
+    const stof::Status status = stof::cuda::Predict(*kernel, problem, &model);
+    if (!status.ok()) std::exit(1);
+    const double us = Time(row, {args}, row.launches, mask, sizes, space, at);
+    best = std::min(best, us);
+    std::printf("    kernel %d (%3d x %3d, %d): %9.1f us, model %9.1f\n", at, kernel->rows, kernel->keys,
+                kernel->workers, us, static_cast<double>(model) * 1e-3);
+    Report(R"(%s{"rows": %d, "keys": %d, "workers": %d, "us": %.2f, "model_us": %.2f})", at == 0 ? "" : ", ",
+           kernel->rows, kernel->keys, kernel->workers, us, static_cast<double>(model) * 1e-3);
+  }
+  std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
+  Report("]");
+}
+
+void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
+  stof::AttentionArgs args;
+  const int64_t T = row.T > 0 ? row.T : row.S, G = row.G > 0 ? row.G : row.H;
+  args.B = row.B, args.H = row.H, args.G = G, args.S = row.S, args.T = T, args.D = args.Dv = row.D;
+  const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
+  args.dtype = dtype;
+  args.allow_tf32 = tf32;
+  const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
+  args.query = random(query_count, 1), args.key = random(count, 2), args.value = random(count, 3);
+  args.output = random(query_count, 4);
+  args.query_stride = args.output_stride = {row.H * row.S * row.D, row.S * row.D, row.D};
+  args.key_stride = args.value_stride = {G * T * row.D, T * row.D, row.D};
+  args.query_position = T - row.S;
+  args.scale = 1.0f / std::sqrt(static_cast<float>(row.D));
+  void* biases = nullptr;
+  if (row.extra == Row::kPairs || row.extra == Row::kSharedPairs || row.extra == Row::kWidePairs) {
+    const int64_t heads = row.extra == Row::kSharedPairs ? 1 : row.H;
+    const bool wide = row.extra == Row::kWidePairs;
+    biases = (wide || dtype == stof::DType::kF32 ? RandomFloats : RandomHalves)(heads * row.S * T, 5);
+    args.bias = biases;
+    args.bias_dtype = wide ? stof::DType::kF32 : dtype;
+    args.bias_stride_h = heads == 1 ? 0 : row.S * T, args.bias_stride_q = T, args.bias_stride_k = 1;
+  }
+  if (row.extra == Row::kNear || row.extra == Row::kDistances) {
+    args.relative_bias_size = args.relative_bias_stride_h = row.extra == Row::kNear ? 257 : 2 * T - 1;
+    biases = RandomFloats(row.H * args.relative_bias_size, 5);
+    args.relative_bias = static_cast<const float*>(biases);
+  }
+  if (row.extra == Row::kSoftcap) args.softcap = 50.0f;
+  std::shared_ptr<const stof::AttentionMask> mask;
+  stof::Status status = stof::MakeAttentionMask(row.mask, {}, &mask);
+  const stof::ExprSizes sizes = {row.B, row.H, row.S, T, T - row.S};
+  double tiles = 1, pairs = 1, build = 0;
+  const bool decode = row.T > 0;
+  const int m = decode ? 16 : 128, n = decode ? 64 : 128;
+  if (status.ok() && row.mask[0] != '\0') {
+    stof::BlockMask block;
+    const auto start = std::chrono::steady_clock::now();
+    status = stof::BuildBlockMask(mask->parts.fixed, sizes, m, n, &block);
+    build = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+    double kept = 0, whole = 0;
+    for (int64_t h = 0; h < row.H; ++h) {
+      const int64_t table = block.TableOf(0, h);
+      for (int64_t r = table * block.rows; r < (table + 1) * block.rows; ++r) {
+        kept += block.row_ptr[static_cast<size_t>(r) + 1] - block.row_ptr[static_cast<size_t>(r)];
+        whole += static_cast<double>(T) / n;
+        for (int32_t i = block.row_ptr[static_cast<size_t>(r)]; i < block.row_ptr[static_cast<size_t>(r) + 1]; ++i) {
+          if (block.bits_id[static_cast<size_t>(i)] < 0) {
+            pairs += m * n;
+          } else {
+            const size_t words = m * n / 32;
+            for (size_t w = 0; w < words; ++w)
+              pairs += __builtin_popcount(
+                  block.bits[static_cast<size_t>(block.bits_id[static_cast<size_t>(i)]) * words + w]);
+          }
+        }
+      }
+    }
+    tiles = kept / whole;
+    pairs = (pairs - 1) / (static_cast<double>(row.H) * static_cast<double>(row.S) * static_cast<double>(T));
+  }
+  if (!status.ok()) {
+    std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
+    std::exit(1);
+  }
+  Workspace space;
+  space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
+  CHECK_CUDA(cudaMalloc(&space.memory, space.size));
+  std::vector<stof::AttentionArgs> sets(1, args);
+  int calls = row.launches;
+  if (decode) {
+    // What is read once is not in the L2 cache: more sets of inputs than fit it, one after the other.
+    const int64_t bytes = 2 * count * (dtype == stof::DType::kF32 ? 4 : 2);
+    while (static_cast<int64_t>(sets.size()) * bytes < kCold && sets.size() < kMostSets) {
+      const auto seed = static_cast<uint32_t>(10 + 2 * sets.size());
+      sets.push_back(args);
+      sets.back().key = random(count, seed), sets.back().value = random(count, seed + 1);
+    }
+    calls =
+        static_cast<int>(std::clamp<int64_t>(kCalls * kCold / 4 / bytes, static_cast<int64_t>(sets.size()), kCalls));
+  }
+  const double us = Time(row, sets, calls, *mask, sizes, &space, -1);
+  const double flops = 4.0 * static_cast<double>(row.B * row.H * row.S * T * row.D);
+  if (decode) {
+    // A group of heads with one mask reads a key once, heads with masks of their own read their own keys.
+    const bool own = row.mask == kStride;
+    const double item = dtype == stof::DType::kF32 ? 4 : 2;
+    const double bytes = 2 * item * static_cast<double>(row.B * (own ? row.H : G) * T * row.D) * tiles;
+    std::printf("%-7s B%ld H%ld G%ld T%-6ld D%-3ld %8.2f us  %6.0f GB/s\n", row.name, row.B, row.H, G, T, row.D, us,
+                bytes / us * 1e-3);
+  } else {
+    std::printf(
+        "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
+        row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
+  }
+  const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
+  Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
+         reported == 0 ? "" : ",\n ", type, row.name, row.mask, row.B, row.H, G, row.S, T);
+  Report(R"("D": %ld, "launches": %d, "us": %.2f, "tiles": %.4f, "pairs": %.4f)", row.D, calls, us, tiles, pairs);
+  if (dtype == stof::DType::kF32 && !decode && row.mask[0] == '\0' && row.extra == Row::kNone) {
+    const double error = ErrorOf(row, args);
+    std::printf("  largest error over largest output, a few rows: %.2e\n", error);
+    Report(R"(, "error": %.3e)", error);
+  }
+  if (all && decode) MeasureDecodeKinds(row, sets, calls, *mask, sizes, &space, us);
+  if (all && dtype != stof::DType::kF32 && !decode) MeasureAll(row, args, *mask, sizes, &space, us);
+  Report("}");
+  ++reported;
+  std::fflush(stdout);
+  for (const void* memory :
+       {args.query, args.key, args.value, static_cast<const void*>(args.output), static_cast<const void*>(biases)}) {
+    CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
+  }
+  for (size_t i = 1; i < sets.size(); ++i) {
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].key)));
+    CHECK_CUDA(cudaFree(const_cast<void*>(sets[i].value)));
+  }
+  CHECK_CUDA(cudaFree(space.memory));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  stof::DType dtype = stof::DType::kF16;
+  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false;
+  std::vector<std::string> only;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "fp16" || word == "bf16" || word == "fp32") {
+      dtype = word == "fp16" ? stof::DType::kF16 : word == "bf16" ? stof::DType::kBF16 : stof::DType::kF32;
+    } else if (word == "tf32") {
+      dtype = stof::DType::kF32;
+      tf32 = true;
+    } else if (word == "decode") {
+      decode = true;
+    } else if (word == "wide") {
+      wide = true;
+    } else if (word == "extras") {
+      extras = true;
+    } else if (word == "few") {
+      few = true;
+    } else if (word == "--all") {
+      all = true;
+    } else if (word == "--zeros") {
+      zeros = true;
+    } else if (word == "--seconds" && i + 1 < argc) {
+      char* end = nullptr;
+      seconds = std::strtod(argv[++i], &end);
+      if (*end != '\0' || !(seconds > 0 && seconds <= 60)) {
+        std::fprintf(stderr, "--seconds %s: expected a number up to 60\n", argv[i]);
+        return 2;
+      }
+    } else if (word == "--only" && i + 1 < argc) {
+      only.emplace_back(argv[++i]);
+    } else if (word == "--json" && i + 1 < argc) {
+      report = std::fopen(argv[++i], "w");
+      if (report == nullptr) {
+        std::fprintf(stderr, "cannot write %s\n", argv[i]);
+        return 1;
+      }
+    } else {
+      std::fprintf(
+          stderr,
+          "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only "
+          "NAME]... [--zeros] [--seconds S] [--json FILE]\n");
+      return 2;
+    }
+  }
+  const Row* const first = decode   ? std::begin(kDecodeRows)
+                           : wide   ? std::begin(kWideRows)
+                           : extras ? std::begin(kExtraRows)
+                           : few    ? std::begin(kFewRows)
+                                    : std::begin(kRows);
+  const Row* const last = decode   ? std::end(kDecodeRows)
+                          : wide   ? std::end(kWideRows)
+                          : extras ? std::end(kExtraRows)
+                          : few    ? std::end(kFewRows)
+                                   : std::end(kRows);
+  Report("[");
+  for (const Row* row = first; row != last; ++row) {
+    if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, tf32, all);
+  }
+  Report("]\n");
+  if (report != nullptr) std::fclose(report);
+  return 0;
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/common/graph_capture.h"
+
+#include <cuda_runtime.h>
+
+#include <exception>
+#include <mutex>
+#include <set>
+
+#include "cuda/mask/device_mask.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+thread_local bool only_loading = false;
+
+struct Loading {
+  Loading() { only_loading = true; }
+  ~Loading() { only_loading = false; }
+};
+
+// Addresses where nothing is.
+void* Imagine(void* self, size_t bytes) {
+  constexpr uintptr_t kLine = 256;
+  auto* const next = static_cast<uintptr_t*>(self);
+  const uintptr_t at = *next;
+  *next = at + (bytes + kLine - 1) / kLine * kLine;
+  return reinterpret_cast<void*>(at);
+}
+
+// One recording at a time in a process: what several threads record at once, the driver would load at once.
+std::mutex& OneAtATime() {
+  static auto* mutex = new std::mutex;  // never destroyed: threads may outlive static objects
+  return *mutex;
+}
+
+// A stream that is there for one recording.
+struct OwnStream {
+  OwnStream() { status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream"); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  ~OwnStream() {
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    cudaGetLastError();  // not to be found by others
+  }
+  Status status;
+  cudaStream_t stream = nullptr;
+};
+
+Status Record(Queue queue, void* self, RunContext context, cudaGraphExec_t* executable) {
+  const RelaxedCapture relaxed;  // another thread may capture
+  const OwnStream own;
+  STOF_RETURN_IF_ERROR(own.status);
+  STOF_RETURN_IF_ERROR(
+      ToStatus(cudaStreamBeginCapture(own.stream, cudaStreamCaptureModeRelaxed), "recording of kernels"));
+  context.stream = own.stream;
+  Status status;
+  try {
+    status = queue(self, context);
+  } catch (const std::exception& error) {  // the recording has to end
+    status = Status::Error(error.what());
+  }
+  cudaGraph_t graph = nullptr;
+  const cudaError_t ended = cudaStreamEndCapture(own.stream, &graph);
+  if (status.ok()) status = ToStatus(ended, "recording of kernels");
+  if (status.ok()) status = ToStatus(cudaGraphInstantiate(executable, graph, 0), "instantiation of a graph");
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  return status;
+}
+
+}  // namespace
+
+bool IsOnlyLoading() { return only_loading; }
+
+Status LoadKernels(uint64_t key, Queue queue, void* self, const RunContext& context) {
+  static auto* loaded = new std::set<uint64_t>;
+  // Whoever wants the same kernels waits until they are there.
+  const std::lock_guard<std::mutex> lock(OneAtATime());
+  if (loaded->count(key) != 0) return Status();
+  uintptr_t next = uintptr_t{1} << 30;
+  RunContext imagined = context;
+  imagined.allocate = Imagine;
+  imagined.self = &next;
+  cudaGraphExec_t executable = nullptr;
+  const Loading loading;
+  const Status status = Record(queue, self, imagined, &executable);
+  if (executable != nullptr) cudaGraphExecDestroy(executable);
+  constexpr size_t kMostKeys = 1 << 16;  // sizes that change with every run must not fill the memory
+  if (loaded->size() >= kMostKeys) loaded->clear();
+  if (status.ok()) loaded->insert(key);
+  return status;
+}
+
+Status RecordRun(Queue queue, void* self, const RunContext& context, void** recorded) {
+  *recorded = nullptr;
+  const std::unique_lock<std::mutex> lock(OneAtATime(), std::try_to_lock);
+  if (!lock.owns_lock()) return Status();
+  cudaGraphExec_t executable = nullptr;
+  STOF_RETURN_IF_ERROR(Record(queue, self, context, &executable));
+  *recorded = executable;
+  return Status();
+}
+
+Status LaunchRecorded(void* recorded, void* stream) {
+  return ToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(recorded), static_cast<cudaStream_t>(stream)),
+                  "launch of a recorded run");
+}
+
+void DropRecorded(void* recorded) {
+  const RelaxedCapture relaxed;
+  if (cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(recorded)) != cudaSuccess) cudaGetLastError();
+}
+
+}  // namespace cuda
+}  // namespace stof

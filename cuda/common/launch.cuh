@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of kernels whose one parameter is a struct.
+#ifndef STOF_CUDA_COMMON_LAUNCH_CUH_
+#define STOF_CUDA_COMMON_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+
+namespace stof {
+namespace cuda {
+
+// Bytes of shared memory of a CTA, or less: STOF_CUDA_SHARED_KIB, read once, is for tests of what smaller devices run.
+inline int CappedShared(int bytes) {
+  static const int most = [] {
+    const char* text = std::getenv("STOF_CUDA_SHARED_KIB");
+    const int kib = text == nullptr ? 0 : std::atoi(text);
+    return kib > 0 ? 1024 * std::min(kib, 1024) : std::numeric_limits<int>::max();
+  }();
+  return std::min(bytes, most);
+}
+
+// Allows a kernel its dynamic shared memory, which loads it, once on a device. kKernel is a template parameter, so that
+// each kernel has its own record of where that was.
+template <typename Params, void (*kKernel)(const Params)>
+int LoadKernel(int shared_bytes) {
+  static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return static_cast<int>(error);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((allowed.load(std::memory_order_relaxed) & bit) == 0) {
+    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return static_cast<int>(error);
+    allowed.fetch_or(bit, std::memory_order_relaxed);
+  }
+  return 0;
+}
+
+// Not <<<>>>, after which only the thread's last error can be asked for, whoever made it.
+//
+// early: the kernel may start before the one in front of it has ended, for which it waits itself before it reads or
+// writes any memory (programmatic dependent launch).
+template <typename Params, void (*kKernel)(const Params)>
+int LaunchKernel(const Params& params, unsigned ctas, unsigned threads, int shared_bytes, void* stream,
+                 bool early = false) {
+  const int loaded = LoadKernel<Params, kKernel>(shared_bytes);
+  if (loaded != 0) return loaded;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  return static_cast<int>(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kKernel), arguments));
+}
+
+#ifdef __CUDACC__
+// ---- kernels behind each other (programmatic dependent launch): code for 9.0 and later ----
+// Lets the next kernel of the stream start, if it was launched to start early; it waits on its own.
+__device__ __forceinline__ void LetNextStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernels before have ended and what they wrote is there.
+__device__ __forceinline__ void WaitForPrevious() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_COMMON_LAUNCH_CUH_

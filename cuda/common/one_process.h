@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA context works in the process that made it, not in a child that is forked off later: there calls may fail, hang
+// or crash. Plain C++.
+#ifndef STOF_CUDA_COMMON_ONE_PROCESS_H_
+#define STOF_CUDA_COMMON_ONE_PROCESS_H_
+
+#include "plugins/core/contract/status.h"
+#include "plugins/core/host/fork_guard.h"
+
+namespace stof {
+namespace cuda {
+
+// Whether this process may use CUDA through this library: not where a process that it was forked from has done so.
+inline bool IsCudaUsable() {
+  static SingleProcess process;
+  return process.Enter();
+}
+
+inline Status CheckCudaProcess() {
+  if (IsCudaUsable()) return Status();
+  return Status::Error(
+      "CUDA was used before this process was forked, and a forked child cannot use it: start children with the method "
+      "'spawn' or 'forkserver', or use CUDA in the children alone");
+}
+
+// kFunction with the check before it: InOneProcess<&Run>::Call.
+template <auto kFunction>
+struct InOneProcess;
+template <typename... Arguments, Status (*kFunction)(Arguments...)>
+struct InOneProcess<kFunction> {
+  static Status Call(Arguments... arguments) {
+    STOF_RETURN_IF_ERROR(CheckCudaProcess());
+    return kFunction(arguments...);
+  }
+};
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_COMMON_ONE_PROCESS_H_

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long an operator takes on the device, alone: for the tuner.
+#ifndef STOF_CUDA_COMMON_TIME_OP_H_
+#define STOF_CUDA_COMMON_TIME_OP_H_
+
+#include "plugins/core/contract/op.h"
+
+namespace stof {
+namespace cuda {
+
+// Microseconds of one run of a prepared operator, the median of replays of a captured graph for up to `seconds`. Inputs
+// with data are copied from host memory (constants among them are not read by the kernels), those without are filled
+// with random numbers of magnitude below 2, integers with zeros.
+Status TimeOp(const Op& op, const Tensor* inputs, int input_count, int output_count, double seconds,
+              double* microseconds);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_COMMON_TIME_OP_H_

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef STOF_CUDA_MASK_DEVICE_MASK_H_
+#define STOF_CUDA_MASK_DEVICE_MASK_H_
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "cuda/attention/params.h"
+#include "cuda/schedule/dynamic_counter.h"
+#include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/contract/status.h"
+#include "plugins/core/mask/expr.h"
+
+namespace stof {
+namespace cuda {
+
+Status ToStatus(cudaError_t error, const char* what);
+
+// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// What a kernel wants of a block mask. workers 0: it is not persistent and needs no plan.
+struct MaskForm {
+  int m = kTileRows, n = kTileKeys;
+  int workers = 0;
+  int64_t section = 1;     // heads whose keys and values fit the L2 cache
+  int64_t sharing = 1;     // query heads of a key head
+  TileCost cost;           // of kernels with one tile, that of a row tells which
+  bool fragments = false;  // bits in the order of fragments.h
+  // Query heads of a key head whose rows may be stacked (stacked_mask.h), and what is asked whether it pays.
+  int64_t group = 1;
+  int multiprocessors = 0;
+};
+
+// A block mask in device memory, with the event behind which it is there.
+class MaskEntry {
+ public:
+  MaskEntry() = default;
+  MaskEntry(const MaskEntry&) = delete;
+  MaskEntry& operator=(const MaskEntry&) = delete;
+  ~MaskEntry();
+  // stacked: the mask is stacked by form.group.
+  Status Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked, cudaStream_t stream);
+  // Lets the stream wait for the upload where that may not have ended.
+  Status Join(cudaStream_t stream, bool captured) const;
+  const DeviceMask& view() const { return view_; }
+  // The plan for up to form.workers; nullptr without one.
+  const WorkItem* work() const { return work_; }
+  const WorkStart* work_start() const { return work_start_; }
+  int workers() const { return workers_; }
+  // Its items that workers draw, and where they count them.
+  int32_t drawn_begin() const { return drawn_begin_; }
+  int32_t drawn_end() const { return drawn_end_; }
+  const DrawCounts& draw_counts() const { return draw_counts_; }
+  // Its rows in parts, and how many parts there are.
+  const CutRow* cut() const { return cut_; }
+  int32_t cut_rows() const { return cut_rows_; }
+  int64_t parts() const { return parts_; }
+  // Whether some query has no key by the mask alone.
+  bool empty_rows() const { return empty_rows_; }
+  // Tiles of the row that has most.
+  int64_t longest_row() const { return longest_row_; }
+  // Whether its heads are groups, of which a tile has the rows of all query heads.
+  bool stacked() const { return stacked_; }
+  // Whether there is one row of tiles for all heads and batches; where its full tiles begin.
+  bool one_row() const { return one_row_; }
+  int32_t one_row_full() const { return one_row_full_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  DeviceMask view_;
+  const WorkItem* work_ = nullptr;
+  const WorkStart* work_start_ = nullptr;
+  int workers_ = 0;
+  int32_t drawn_begin_ = 0, drawn_end_ = 0;
+  DrawCounts draw_counts_;
+  const CutRow* cut_ = nullptr;
+  int32_t cut_rows_ = 0;
+  int64_t parts_ = 0;
+  bool empty_rows_ = false;
+  int64_t longest_row_ = 0;
+  bool stacked_ = false;
+  bool one_row_ = false;
+  int32_t one_row_full_ = 0;
+  void* memory_ = nullptr;
+  cudaEvent_t uploaded_ = nullptr;
+  int64_t bytes_ = 0;
+  mutable std::atomic<bool> ready_{false};
+};
+
+// Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
+// graph or a node of fixed shapes reads are pinned: they live as long as a keeper holds them, for ever where there is
+// none, and do not count. Nodes pin no more than the capacity, graphs what they read. Of the others the least recently
+// used go when their bytes exceed the capacity, after the device has done with them (cudaFree waits); one stays,
+// whatever its size, which BlockMaskBounds limits.
+class DeviceMaskCache {
+ public:
+  struct Stats {
+    int64_t entries = 0, bytes = 0;                // those that may go
+    int64_t pinned_entries = 0, pinned_bytes = 0;  // those that stay
+  };
+  explicit DeviceMaskCache(int64_t capacity) : capacity_(capacity) {}
+  static DeviceMaskCache& Global();
+  // While the stream is captured nothing can be made: what is not here is then `missing`. keep: the keeper shall hold
+  // the entry, where there is room, as it does in any case while the stream is captured.
+  Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream,
+             Keeper* keeper, bool keep, std::shared_ptr<const MaskEntry>* entry, bool* missing);
+  Stats GetStats() const;
+
+ private:
+  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t,
+                         uint64_t, int64_t, bool>;
+  struct Slot {
+    std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
+    std::weak_ptr<const MaskEntry> kept;
+    std::list<Key>::iterator age;  // unless pinned
+    bool pinned = false;
+  };
+  bool IsRoomToPin(const MaskEntry& entry) const;
+  void Pin(Slot* slot, Keeper* keeper, const std::shared_ptr<const MaskEntry>& entry);
+  void DropReleased();
+  const int64_t capacity_;
+  mutable std::mutex mutex_;
+  std::map<Key, Slot> slots_;
+  std::list<Key> ages_;  // of those that are not pinned, most recent first
+  int64_t bytes_ = 0;
+};
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_MASK_DEVICE_MASK_H_

@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mask expressions as CUDA kernels evaluate them: a postfix program whose affine parts are folded, run over boxes by
+// intervals and over groups of queries by value. The evaluation is the same code on host and device, so that the host's
+// tests cover it.
+#ifndef STOF_CUDA_MASK_PROGRAM_MASK_PROGRAM_H_
+#define STOF_CUDA_MASK_PROGRAM_MASK_PROGRAM_H_
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "plugins/core/contract/status.h"
+#include "plugins/core/mask/expr_affine.h"
+#include "plugins/core/mask/expr_operate.h"
+#include "plugins/core/mask/interval.h"
+
+#if defined(__CUDACC__)
+#define STOF_UNROLL _Pragma("unroll")
+#else
+#define STOF_UNROLL
+#endif
+
+namespace stof {
+namespace cuda {
+
+// One step. Operands come from a stack, whose top is what was pushed last; of two the left one was pushed first.
+struct MaskStep {
+  enum Mode : uint8_t {
+    kStack,
+    kImmediate,  // the right one is the constant of affine `arg`
+    kShift,      // // and % by 2^arg
+    kSame,       // kLookup: of the same element for all queries
+  };
+  ExprOp op = ExprOp::kConst;  // kConst: push affine `arg`
+  uint8_t mode = kStack;
+  uint8_t operand = 0;  // kLookup: which
+  uint8_t places = 0;   // kLookup: two bits an axis, how far its index is from the lowest of the indices on the stack
+  int32_t arg = 0;      // kLookup: the number of axes, 1 also where one index counts all elements
+};
+
+// One step of a mask as words of 32 keys, a word a query (mask_words.h). Operands come from a stack as above.
+struct MaskWord {
+  enum Kind : uint8_t {
+    kAnd,
+    kOr,
+    kNot,
+    kRange,   // affine + sign * row side is at least `constant`, where that bounds it, and below `limit`; or not that
+    kLinear,  // affine - row side `op` constant
+    kAbs,     // abs(affine) `op` constant, which is not negative
+    kMod,     // affine % limit `op` constant; the affine's factor of k is 1
+    kOuter,   // row side `op` key side
+    kKeys,    // key side is not 0
+    kBytes,   // steps `first`, a look-up of bytes that lie in the order of keys, are not 0
+    kPairs,   // steps `first` are not 0: of every pair by itself
+  };
+  Kind kind = kAnd;
+  ExprOp op = ExprOp::kNe;  // a comparison
+  int8_t row = -1, key = -1;
+  int8_t sign = 0;                         // kRange: 0 without a side
+  bool bounded = false, inverted = false;  // kRange
+  bool small = false;                      // 32 bits are enough for the affine beside its constants
+  uint16_t first = 0, count = 0;           // of steps
+  int32_t affine = -1;
+  int64_t constant = 0, limit = 0;
+  uint64_t pattern = 0;  // kMod up to 32: whether it holds where the affine is i; of all i < 64
+};
+
+// Steps whose value depends on the query alone or on the key alone.
+struct MaskSide {
+  int32_t first = 0, count = 0;
+  int32_t keys = 0;  // 1: of the key
+};
+
+// A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
+// of whoever evaluates, from pair number `blocks` and `groups` on; blocks -1: there are none.
+struct MaskOperand {
+  static constexpr int kBlock = 32, kGroup = 1024;
+  const void* data = nullptr;
+  int32_t dims[4] = {};
+  int32_t count = 0;  // of elements
+  int32_t blocks = -1, groups = -1;
+  DType dtype = DType::kUndefined;
+  int32_t boolean = 0;
+  int64_t lo = 0, hi = 0;  // no element lies beyond; exact where there are no summaries
+};
+
+struct MaskInterval {
+  int64_t lo = 0, hi = 0;
+};
+
+// Queries and keys, inclusive, of one batch and head.
+struct MaskBox {
+  int64_t b = 0, h = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
+};
+
+constexpr int kMaskStack = 24;     // a program that needs more is refused
+constexpr int kMostOperands = 16;  // vectors and tables of a program
+constexpr int kMostSides = 8;
+// Queries that are evaluated at once: the more, the less each step costs beside its arithmetic.
+template <typename V>
+constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
+
+// What the evaluation reads.
+struct MaskView {
+  const MaskStep* steps = nullptr;
+  const Affine* affines = nullptr;
+  const MaskOperand* operands = nullptr;
+  const int64_t* summaries = nullptr;
+  const MaskWord* words = nullptr;
+  const MaskSide* sides = nullptr;
+  int32_t count = 0;        // of steps
+  int32_t words_count = 0;  // of steps over words
+  int32_t narrow = 1;       // every immediate fits 32 bits
+};
+
+// ---- elements ----
+STOF_HOST_DEVICE int64_t ReadElement(const MaskOperand& operand, int64_t i) {
+  int64_t value = 0;
+  switch (operand.dtype) {
+    case DType::kI64:
+      value = static_cast<const int64_t*>(operand.data)[i];
+      break;
+    case DType::kI32:
+      value = static_cast<const int32_t*>(operand.data)[i];
+      break;
+    case DType::kF32:  // pad alone, as the one below: not zero, NaN included
+      value = static_cast<const float*>(operand.data)[i] != 0.0f;
+      break;
+    case DType::kF16:
+      value = static_cast<const uint16_t*>(operand.data)[i] & 0x7fff;
+      break;
+    default:
+      value = static_cast<const uint8_t*>(operand.data)[i];
+  }
+  return operand.boolean != 0 ? value != 0 : value;
+}
+
+STOF_HOST_DEVICE int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
+STOF_HOST_DEVICE int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// ---- intervals ----
+// x * y where it lies within ±2^61; else false.
+STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
+#if defined(__CUDA_ARCH__)
+  *product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+  const bool fits = __mul64hi(x, y) == (*product >> 63);
+#else
+  const bool fits = !__builtin_mul_overflow(x, y, product);
+#endif
+  return fits && *product >= -kLargestInteger && *product <= kLargestInteger;
+}
+
+STOF_HOST_DEVICE MaskInterval CompareIntervals(ExprOp op, MaskInterval a, MaskInterval b) {
+  switch (op) {
+    case ExprOp::kLt:
+      return {a.hi < b.lo, a.lo < b.hi};
+    case ExprOp::kLe:
+      return {a.hi <= b.lo, a.lo <= b.hi};
+    case ExprOp::kGt:
+      return {a.lo > b.hi, a.hi > b.lo};
+    case ExprOp::kGe:
+      return {a.lo >= b.hi, a.hi >= b.lo};
+    case ExprOp::kEq:
+      return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
+    default:  // kNe
+      return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
+  }
+}
+
+// Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
+STOF_HOST_DEVICE MaskInterval AffineInterval(const Affine& x, const MaskBox& box) {
+  using U = uint64_t;
+  const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
+  const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
+              static_cast<U>(x.h) * static_cast<U>(box.h);
+  const U lo =
+      c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
+  const U hi =
+      c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
+  return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
+}
+
+STOF_HOST_DEVICE MaskInterval AbsInterval(MaskInterval a) {
+  if (a.lo >= 0) return a;
+  return a.hi <= 0 ? MaskInterval{-a.hi, -a.lo} : MaskInterval{0, Most(-a.lo, a.hi)};
+}
+
+// Evaluation over a box. `ok` turns false where a value may leave ±2^61 on the way or an index its table: then no value
+// in the box may be evaluated. `narrow`: whether all of them fit 32 bits.
+class MaskIntervals {
+ public:
+  STOF_HOST_DEVICE explicit MaskIntervals(const MaskView& view) : view_(view), narrow_(view.narrow != 0) {}
+
+  STOF_HOST_DEVICE MaskInterval Run(const MaskBox& box) {
+    MaskInterval stack[kMaskStack];
+    int depth = 0;
+    for (int i = 0; i < view_.count; ++i) {
+      const MaskStep step = view_.steps[i];
+      MaskInterval result;
+      if (step.op == ExprOp::kConst) {
+        result = AffineInterval(view_.affines[step.arg], box);
+      } else if (step.op == ExprOp::kLookup) {
+        depth -= step.arg;
+        result = Lookup(step, stack + depth);
+      } else if (step.op == ExprOp::kNeg || step.op == ExprOp::kAbs || step.op == ExprOp::kNot) {
+        result = Unary(step.op, stack[--depth]);
+      } else if (step.mode == MaskStep::kImmediate || step.mode == MaskStep::kShift) {
+        const int64_t c = step.mode == MaskStep::kShift ? int64_t{1} << step.arg : view_.affines[step.arg].constant;
+        result = Binary(step.op, stack[--depth], {c, c});
+      } else {
+        depth -= 2;
+        result = Binary(step.op, stack[depth], stack[depth + 1]);
+      }
+      narrow_ = narrow_ && result.lo >= INT32_MIN && result.hi <= INT32_MAX;
+      stack[depth++] = result;
+    }
+    return stack[0];
+  }
+  STOF_HOST_DEVICE bool ok() const { return ok_; }
+  STOF_HOST_DEVICE bool narrow() const { return narrow_; }
+
+ private:
+  STOF_HOST_DEVICE MaskInterval Within(MaskInterval a) {
+    if (a.lo < -kLargestInteger || a.hi > kLargestInteger) ok_ = false;
+    return {Least(Most(a.lo, -kLargestInteger), kLargestInteger), Most(Least(a.hi, kLargestInteger), -kLargestInteger)};
+  }
+
+  STOF_HOST_DEVICE MaskInterval Unary(ExprOp op, MaskInterval a) {
+    if (op == ExprOp::kNot) return {1 - a.hi, 1 - a.lo};
+    a = Within(a);
+    if (op == ExprOp::kNeg) return {-a.hi, -a.lo};
+    return AbsInterval(a);
+  }
+
+  STOF_HOST_DEVICE MaskInterval Binary(ExprOp op, MaskInterval a, MaskInterval b) {
+    switch (op) {
+      case ExprOp::kLt:
+      case ExprOp::kLe:
+      case ExprOp::kGt:
+      case ExprOp::kGe:
+      case ExprOp::kEq:
+      case ExprOp::kNe:
+        return CompareIntervals(op, a, b);
+      case ExprOp::kAnd:
+        return {a.lo & b.lo, a.hi & b.hi};
+      case ExprOp::kOr:
+        return {a.lo | b.lo, a.hi | b.hi};
+      case ExprOp::kMin:
+        return {Least(a.lo, b.lo), Least(a.hi, b.hi)};
+      case ExprOp::kMax:
+        return {Most(a.lo, b.lo), Most(a.hi, b.hi)};
+      default:
+        break;
+    }
+    a = Within(a), b = Within(b);
+    MaskInterval r;
+    switch (op) {
+      case ExprOp::kAdd:
+        r = {a.lo + b.lo, a.hi + b.hi};
+        break;
+      case ExprOp::kSub:
+        r = {a.lo - b.hi, a.hi - b.lo};
+        break;
+      case ExprOp::kMul:
+        return Times(a, b);
+      case ExprOp::kDiv: {
+        const int64_t x = FloorDiv(a.lo, b.lo), y = FloorDiv(a.hi, b.lo);
+        return {Least(x, y), Most(x, y)};
+      }
+      default:  // kMod
+        if (FloorDiv(a.lo, b.lo) == FloorDiv(a.hi, b.lo)) {
+          return {FloorMod(a.lo, b.lo), FloorMod(a.hi, b.lo)};
+        }
+        return b.lo > 0 ? MaskInterval{0, b.lo - 1} : MaskInterval{b.lo + 1, 0};
+    }
+    return Within(r);
+  }
+
+  STOF_HOST_DEVICE MaskInterval Times(MaskInterval a, MaskInterval b) {
+    const int64_t xs[2] = {a.lo, a.hi}, ys[2] = {b.lo, b.hi};
+    MaskInterval r{INT64_MAX, INT64_MIN};
+    for (int i = 0; i < 4; ++i) {
+      int64_t product = 0;
+      if (!Product(xs[i / 2], ys[i % 2], &product)) {
+        ok_ = false;
+        product = 0;
+      }
+      r.lo = Least(r.lo, product), r.hi = Most(r.hi, product);
+    }
+    return r;
+  }
+
+  // ---- look-ups ----
+  static STOF_HOST_DEVICE void Take(int64_t lo, int64_t hi, MaskInterval* r) {
+    r->lo = Least(r->lo, lo), r->hi = Most(r->hi, hi);
+  }
+  STOF_HOST_DEVICE void TakePairs(int64_t pair, int64_t begin, int64_t end, MaskInterval* r) const {
+    for (int64_t i = begin; i < end; ++i) Take(view_.summaries[2 * (pair + i)], view_.summaries[2 * (pair + i) + 1], r);
+  }
+
+  STOF_HOST_DEVICE MaskInterval Lookup(const MaskStep& step, const MaskInterval* indices) {
+    constexpr int64_t kMostRead = 8;  // elements one by one
+    const MaskOperand& operand = view_.operands[step.operand];
+    int64_t lo[4], hi[4];
+    int64_t first = 0, last = 0, count = 1;
+    for (int axis = 0; axis < step.arg; ++axis) {
+      const MaskInterval index = indices[step.places >> 2 * axis & 3];
+      const int64_t most = (step.arg == 1 ? operand.count : operand.dims[axis]) - 1;
+      if (index.lo < 0 || index.hi > most) ok_ = false;
+      lo[axis] = Least(Most(index.lo, 0), most), hi[axis] = Most(Least(index.hi, most), 0);
+      first = first * (most + 1) + lo[axis];
+      last = last * (most + 1) + hi[axis];
+      count *= hi[axis] - lo[axis] + 1;
+    }
+    MaskInterval r{INT64_MAX, INT64_MIN};
+    const bool dense = last - first + 1 == count;
+    if (count <= kMostRead || (!dense && count <= 4 * kMostRead)) {
+      int64_t index[4] = {lo[0], lo[1], lo[2], lo[3]};
+      for (int64_t n = 0; n < count; ++n) {
+        int64_t flat = 0;
+        for (int axis = 0; axis < step.arg; ++axis) flat = flat * operand.dims[axis] + index[axis];
+        const int64_t value = ReadElement(operand, flat);
+        Take(value, value, &r);
+        for (int axis = step.arg - 1; axis >= 0 && ++index[axis] > hi[axis]; --axis) index[axis] = lo[axis];
+      }
+      return r;
+    }
+    if (operand.blocks < 0) return {operand.lo, operand.hi};
+    // Whole blocks, which may hold more than was asked for: wider, never narrower.
+    constexpr int64_t kPerGroup = MaskOperand::kGroup / MaskOperand::kBlock;
+    const int64_t begin = first / MaskOperand::kBlock, end = last / MaskOperand::kBlock + 1;
+    const int64_t head = (begin + kPerGroup - 1) / kPerGroup, tail = end / kPerGroup;
+    if (head >= tail) {
+      TakePairs(operand.blocks, begin, end, &r);
+    } else {
+      TakePairs(operand.blocks, begin, head * kPerGroup, &r);
+      TakePairs(operand.groups, head, tail, &r);
+      TakePairs(operand.blocks, tail * kPerGroup, end, &r);
+    }
+    return r;
+  }
+
+  const MaskView& view_;
+  bool ok_ = true, narrow_;
+};
+
+// ---- values ----
+template <typename V>
+using MaskValues = V[kMaskRows<V>];
+
+// top = left op top, or top op constant. Templates, so that loops stand inside of the switch over operators.
+template <ExprOp kOp, typename V>
+STOF_HOST_DEVICE void OperateLeft(const MaskValues<V>& left, MaskValues<V>& top) {
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, left[r], top[r]);
+}
+template <ExprOp kOp, typename V>
+STOF_HOST_DEVICE void OperateRight(MaskValues<V>& top, V constant) {
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, top[r], constant);
+}
+
+template <typename E, typename V>
+STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+  const E* data = static_cast<const E*>(operand.data);
+  STOF_UNROLL
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(data[flat[r]]);
+}
+// ReadElement for all queries.
+template <typename V>
+STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t, V>(operand, flat, values);
+  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t, V>(operand, flat, values);
+  if (operand.dtype == DType::kBool || operand.dtype == DType::kU8) {
+    ReadAll<uint8_t, V>(operand, flat, values);
+    if (operand.boolean == 0) return;
+    STOF_UNROLL
+    for (int r = 0; r < kMaskRows<V>; ++r) values[r] = values[r] != 0;
+    return;
+  }
+  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
+}
+
+// The expression for queries q0, q0 + 1, ... and one key, as 0 or 1. V is int32_t where `narrow` says so for a box,
+// else int64_t. Of queries and keys beyond the box, or beyond the problem, the result means nothing.
+template <typename V>
+STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k,
+                                   MaskValues<V>& top) {
+  using U = std::make_unsigned_t<V>;
+  constexpr int kRows = kMaskRows<V>;
+  const auto wrap = [](int64_t x) { return static_cast<U>(static_cast<uint64_t>(x)); };
+  alignas(16) V stack[kMaskStack][kRows];
+  int depth = 0;  // entries below `top`
+  for (int i = 0; i < view.count; ++i) {
+    const MaskStep step = view.steps[i];
+    if (step.op == ExprOp::kConst) {
+      if (i > 0) {
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) stack[depth][r] = top[r];
+        ++depth;
+      }
+      const Affine& affine = view.affines[step.arg];
+      const U slope = wrap(affine.q);
+      const U first = wrap(affine.constant) + wrap(affine.b) * wrap(b) + wrap(affine.h) * wrap(h) +
+                      wrap(affine.k) * wrap(k) + slope * wrap(q0);
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) top[r] = static_cast<V>(first + slope * static_cast<U>(r));
+      continue;
+    }
+    if (step.op == ExprOp::kLookup) {
+      const MaskOperand& operand = view.operands[step.operand];
+      const V last = static_cast<V>(operand.count - 1);
+      if (step.mode == MaskStep::kSame) {
+        const V value = static_cast<V>(ReadElement(operand, top[0] < 0 ? 0 : top[0] > last ? last : top[0]));
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) top[r] = value;
+        continue;
+      }
+      V flat[kRows];
+      if (step.arg == 1) {
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) flat[r] = top[r];
+      } else {
+        depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
+        STOF_UNROLL
+        for (int r = 0; r < kRows; ++r) flat[r] = 0;
+        for (int axis = 0; axis < step.arg; ++axis) {
+          const int place = step.places >> 2 * axis & 3;
+          const U dim = static_cast<U>(operand.dims[axis]);
+          STOF_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            const V index = place == step.arg - 1 ? top[r] : stack[depth + place][r];
+            flat[r] = static_cast<V>(static_cast<U>(flat[r]) * dim + static_cast<U>(index));
+          }
+        }
+      }
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) flat[r] = flat[r] < 0 ? 0 : flat[r] > last ? last : flat[r];
+      ReadElements<V>(operand, flat, top);
+      continue;
+    }
+    if (step.mode == MaskStep::kShift) {
+      STOF_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        top[r] = step.op == ExprOp::kDiv ? top[r] >> step.arg : top[r] & ((V{1} << step.arg) - 1);
+      }
+      continue;
+    }
+    const bool popped =
+        step.mode == MaskStep::kStack && step.op != ExprOp::kNeg && step.op != ExprOp::kAbs && step.op != ExprOp::kNot;
+    if (popped) {
+      --depth;
+      switch (step.op) {
+#define STOF_OPERATE(name)                           \
+  case ExprOp::name:                                 \
+    OperateLeft<ExprOp::name, V>(stack[depth], top); \
+    break;
+        STOF_OPERATE(kAdd)
+        STOF_OPERATE(kSub)
+        STOF_OPERATE(kMul)
+        STOF_OPERATE(kMin)
+        STOF_OPERATE(kMax)
+        STOF_OPERATE(kLt)
+        STOF_OPERATE(kLe)
+        STOF_OPERATE(kGt)
+        STOF_OPERATE(kGe)
+        STOF_OPERATE(kEq)
+        STOF_OPERATE(kNe)
+        STOF_OPERATE(kAnd)
+        STOF_OPERATE(kOr)
+#undef STOF_OPERATE
+        default:
+          break;
+      }
+      continue;
+    }
+    const V constant = step.mode == MaskStep::kImmediate ? static_cast<V>(view.affines[step.arg].constant) : V{0};
+    switch (step.op) {
+#define STOF_OPERATE(name)                        \
+  case ExprOp::name:                              \
+    OperateRight<ExprOp::name, V>(top, constant); \
+    break;
+      STOF_OPERATE(kAdd)
+      STOF_OPERATE(kSub)
+      STOF_OPERATE(kMul)
+      STOF_OPERATE(kDiv)
+      STOF_OPERATE(kMod)
+      STOF_OPERATE(kNeg)
+      STOF_OPERATE(kAbs)
+      STOF_OPERATE(kNot)
+      STOF_OPERATE(kMin)
+      STOF_OPERATE(kMax)
+      STOF_OPERATE(kLt)
+      STOF_OPERATE(kLe)
+      STOF_OPERATE(kGt)
+      STOF_OPERATE(kGe)
+      STOF_OPERATE(kEq)
+      STOF_OPERATE(kNe)
+#undef STOF_OPERATE
+      default:
+        break;
+    }
+  }
+}
+
+// ---- making one: plain C++ ----
+// A run-time vector or a table, with its data where the program will be evaluated.
+using MaskInputs = std::vector<std::pair<std::string, Tensor>>;
+
+struct MaskProgram {
+  std::vector<MaskStep> steps;
+  std::vector<Affine> affines;
+  std::vector<MaskOperand> operands;
+  std::vector<MaskWord> words;
+  std::vector<MaskSide> sides;
+  bool by_intervals = false;  // some word is decided by MaskIntervals
+  bool by_pairs = false;      // some word is kPairs
+  int32_t pairs = 0;          // of summaries
+  bool narrow = true;
+  // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
+  bool proven = true;
+  bool uses_b = false, uses_h = false;
+  // Whether the mask of a batch and head depends on the distance from query to key alone, and intervals are isotone:
+  // what is decided for a box is decided for every smaller one in it. (They are not where a look-up has several axes,
+  // for a box of few elements is read, and a smaller one of more of them in a row may be looked up in summaries.)
+  bool diagonal = false;
+};
+
+// The conjunction of the expressions, either of which may be empty, for these sizes. Errors: what no vectors could make
+// right, an operand that is missing or of the wrong rank or type, an expression that needs too deep a stack.
+Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSizes& sizes, const MaskInputs& inputs,
+                   MaskProgram* program);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_MASK_PROGRAM_MASK_PROGRAM_H_

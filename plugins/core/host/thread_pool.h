@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The threads behind the C ABI. Runtimes bring their own; this one serves tests, benchmarks and the tuner.
+#ifndef STOF_PLUGINS_CORE_HOST_THREAD_POOL_H_
+#define STOF_PLUGINS_CORE_HOST_THREAD_POOL_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "plugins/core/contract/kernels.h"
+#include "plugins/core/host/fork_guard.h"
+
+namespace stof {
+
+// A fixed team of threads - 1 workers and the caller. One Run at a time. A child of fork() has none of the workers:
+// there the caller does all of the work, and the destructor waits for nobody.
+class ThreadPool {
+ public:
+  // Throws where the system gives no more threads.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+  Parallel view() { return {&ThreadPool::Run, this, threads_}; }
+  // Whether this process was forked off after the workers were started.
+  bool IsOfAnotherProcess() const { return generation_ != ForkGeneration(); }
+
+ private:
+  // What the workers share. A child of fork() leaves it alone: its threads cannot be joined, nor what they wait for
+  // destroyed.
+  struct Team {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::condition_variable done;
+    void (*fn)(void*, size_t) = nullptr;
+    void* user = nullptr;
+    size_t next = 0;
+    size_t count = 0;
+    size_t unfinished = 0;
+    bool stop = false;
+    std::vector<std::thread> workers;
+
+    void Work();
+    void Drain(std::unique_lock<std::mutex>* lock);
+    void Stop();
+  };
+  static void Run(void* self, void (*fn)(void* user, size_t i), size_t count, void* user);
+
+  const uint64_t generation_ = ForkGeneration();
+  const int threads_;
+  std::unique_ptr<Team> team_;
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_HOST_THREAD_POOL_H_

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mask expressions: docs/mask-format.md. One parser, one evaluator and one interval evaluator for every backend.
+#ifndef STOF_PLUGINS_CORE_MASK_EXPR_H_
+#define STOF_PLUGINS_CORE_MASK_EXPR_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plugins/core/contract/op.h"
+#include "plugins/core/contract/status.h"
+
+namespace stof {
+
+enum class ExprOp : uint8_t {
+  kConst,
+  kB,
+  kH,
+  kQ,
+  kK,
+  kS,
+  kT,
+  kP,  // integers
+  kAdd,
+  kSub,
+  kMul,
+  kDiv,
+  kMod,
+  kNeg,
+  kAbs,
+  kMin,
+  kMax,  // integers of integers
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kEq,
+  kNe,  // booleans of integers
+  kAnd,
+  kOr,
+  kNot,
+  kTrue,
+  kFalse,   // booleans of booleans
+  kLookup,  // operand[index, ...]
+};
+
+// How an operation or a number is written, with blanks around it where it stands between two; "" where it has no word.
+const char* Symbol(ExprOp op);
+
+// One node; children precede their parents, so a program is a plain array walked upwards.
+struct ExprNode {
+  ExprOp op = ExprOp::kConst;
+  bool boolean = false;
+  uint8_t arity = 0;
+  int32_t child[4] = {-1, -1, -1, -1};
+  int32_t operand = -1;  // kLookup: index into MaskExpr::operands
+  int64_t value = 0;     // kConst
+};
+
+// A vector or table that the expression reads. Tables are constants and own their data, which the parts of an
+// expression and all expressions with equal tables share; run-time operands are bound for each evaluation.
+struct ExprOperand {
+  std::string name;
+  bool table = false;
+  bool boolean = false;
+  int rank = 0;
+  int64_t dims[4] = {};            // of tables
+  std::vector<int64_t> wide;       // of integer tables, row-major
+  std::vector<uint8_t> bytes;      // of boolean and uint8 tables: an S×T one fits where eight times its size would not
+  std::vector<int64_t> block_min;  // of tables: minimum and maximum of every kBlock elements, for interval look-ups
+  std::vector<int64_t> block_max;
+  int64_t lo = 0, hi = 0;  // of tables: minimum and maximum
+  uint64_t hash = 0;       // HashTable with seed 0; of a run-time operand, of its name
+  static constexpr int64_t kBlock = 64;
+
+  int64_t At(int64_t i) const { return wide.empty() ? bytes[static_cast<size_t>(i)] : wide[static_cast<size_t>(i)]; }
+};
+using ExprOperands = std::vector<std::shared_ptr<const ExprOperand>>;
+
+// The table of one name; an equal one that is alive anywhere in the process is shared.
+Status MakeTable(const std::string& name, const Tensor& tensor, std::shared_ptr<const ExprOperand>* table);
+uint64_t HashTable(const ExprOperand& table, uint64_t seed);  // of name, type, dims and data
+// Whether a table is equal to the tensor.
+bool TableHolds(const ExprOperand& table, const Tensor& tensor);
+bool IsTableName(std::string_view name);  // "table0", "table1", ...
+
+struct ExprSizes {
+  int64_t B = 1, H = 1, S = 0, T = 0, P = 0;
+};
+
+// Run-time data of one operand, in the order of MaskExpr::operands; table entries are ignored.
+struct ExprBinding {
+  const void* data = nullptr;
+  DType dtype = DType::kUndefined;
+  int rank = 0;
+  int64_t dims[4] = {};
+  int64_t lo = 0, hi = 0;  // smallest and largest element; MaskExpr::Check fills them in
+};
+
+class MaskExpr {
+ public:
+  static constexpr int kMaxDepth = 64;
+  static constexpr int kMaxNodes = 4096;
+  static constexpr int kMaxText = 65536;
+  static constexpr int64_t kMaxConstant = int64_t{1} << 53;
+  static constexpr int64_t kMaxSize = int64_t{1} << 22;
+  // Nodes for any lengths, and nodes times S times T beyond: a run cannot be interrupted.
+  static constexpr int kMaxAnyNodes = 128;
+  static constexpr int64_t kMaxWork = int64_t{1} << 38;
+
+  // `tables` are the constants by name ("table0"); every other operand is a run-time one. Blank text means True.
+  static Status Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr);
+
+  const std::vector<ExprNode>& nodes() const { return nodes_; }
+  const ExprOperands& operands() const { return operands_; }
+  int root() const { return root_; }
+  bool empty() const { return nodes_.empty(); }
+
+  std::string Print() const;
+  // Of the printed form and the tables; with seed 0 the same on every machine.
+  uint64_t Hash(uint64_t seed = 0) const;
+  bool Uses(ExprOp op) const;  // somewhere below the root
+  bool UsesRuntime() const;    // a run-time operand is read
+  bool IsPad() const;          // exactly pad[b, k]
+
+  // The conjunction of the chosen parts of the top-level `and`: see Split.
+  MaskExpr Restrict(const std::vector<int>& conjuncts) const;
+  std::vector<int> Conjuncts() const;
+
+  // Proves for these sizes that nothing overflows and every table index is in range; also measures the bindings.
+  Status Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const;
+  // Whether all pairs of queries and keys may be evaluated; Check asks it, too.
+  Status CheckWork(const ExprSizes& sizes) const;
+
+ private:
+  friend class ExprParser;
+  std::vector<ExprNode> nodes_;
+  ExprOperands operands_;
+  int root_ = -1;
+};
+
+// The three parts of an expression. An absent part is an empty expression.
+struct MaskParts {
+  MaskExpr fixed;    // no run-time operand: what the block mask holds
+  bool pad = false;  // the conjunct pad[b, k]
+  MaskExpr dynamic;  // the rest
+};
+MaskParts SplitMask(const MaskExpr& expr);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_MASK_EXPR_H_

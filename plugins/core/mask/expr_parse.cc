@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// Recursive descent over the grammar of docs/mask-format.md. The text comes from files that nobody vouches for: every
+// limit is checked before memory or stack is spent.
+#include <algorithm>
+#include <cctype>
+
+#include "plugins/core/host/hash.h"
+#include "plugins/core/host/quoted.h"
+#include "plugins/core/mask/expr.h"
+
+namespace stof {
+namespace {
+
+struct Named {
+  const char* text;
+  ExprOp op;
+};
+constexpr Named kIndices[] = {{"b", ExprOp::kB}, {"h", ExprOp::kH}, {"q", ExprOp::kQ}, {"k", ExprOp::kK},
+                              {"S", ExprOp::kS}, {"T", ExprOp::kT}, {"P", ExprOp::kP}};
+struct Runtime {
+  const char* name;
+  bool boolean;
+  int rank;
+};
+constexpr Runtime kRuntime[] = {
+    {"pad", true, 2}, {"segment_q", false, 2}, {"segment_k", false, 2}, {"lengths", false, 1}};
+
+}  // namespace
+
+class ExprParser {
+ public:
+  ExprParser(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr)
+      : text_(text), tables_(tables), expr_(expr) {}
+
+  Status Run() {
+    const int root = Or();
+    if (error_.empty()) {
+      Skip();
+      if (at_ != text_.size()) Fail("unexpected " + Shown(text_.substr(at_, 8)));
+    }
+    if (error_.empty() && !Boolean(root)) Fail("the expression is an integer, expected a condition");
+    if (!error_.empty()) {
+      return Status::Error("mask expression, column " + std::to_string(at_ + 1) + ": " + error_);
+    }
+    expr_->root_ = root;
+    return Status();
+  }
+
+ private:
+  // Every function returns the index of its node, or -1 once error_ is set.
+  int Fail(std::string message) {
+    if (error_.empty()) error_ = std::move(message);
+    return -1;
+  }
+  bool Boolean(int node) const { return expr_->nodes_[node].boolean; }
+
+  void Skip() {
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\t')) ++at_;
+  }
+  bool Take(std::string_view token) {
+    Skip();
+    if (text_.substr(at_, token.size()) != token) return false;
+    const size_t end = at_ + token.size();
+    const bool word = std::isalpha(static_cast<unsigned char>(token[0])) != 0;
+    if (word && end < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[end])) || text_[end] == '_')) {
+      return false;
+    }
+    at_ = end;
+    return true;
+  }
+
+  int Add(ExprOp op, bool boolean, std::initializer_list<int> children) {
+    if (expr_->nodes_.size() >= static_cast<size_t>(MaskExpr::kMaxNodes)) return Fail("more than 4096 nodes");
+    ExprNode node;
+    node.op = op;
+    node.boolean = boolean;
+    for (int child : children) node.child[node.arity++] = child;
+    expr_->nodes_.push_back(node);
+    return static_cast<int>(expr_->nodes_.size()) - 1;
+  }
+  int Binary(ExprOp op, bool wants_boolean, bool gives_boolean, int left, int right) {
+    if (left < 0 || right < 0) return -1;
+    if (Boolean(left) != wants_boolean || Boolean(right) != wants_boolean) {
+      return Fail(wants_boolean ? "an integer where a condition is expected"
+                                : "a condition where an integer is expected");
+    }
+    return Add(op, gives_boolean, {left, right});
+  }
+
+  // One level of recursion; every way back into Or, Sum, Not or Unary holds one.
+  struct Nested {
+    explicit Nested(ExprParser* parser) : parser(parser) {
+      if (++parser->depth_ > MaskExpr::kMaxDepth) parser->Fail("nested deeper than 64");
+    }
+    ~Nested() { --parser->depth_; }
+    bool ok() const { return parser->error_.empty(); }
+    ExprParser* parser;
+  };
+
+  int Or() {
+    int node = And();
+    while (node >= 0 && Take("or")) node = Binary(ExprOp::kOr, true, true, node, And());
+    return node;
+  }
+  int And() {
+    int node = Not();
+    while (node >= 0 && Take("and")) node = Binary(ExprOp::kAnd, true, true, node, Not());
+    return node;
+  }
+  int Not() {
+    if (!Take("not")) return Compare();
+    const Nested nested(this);
+    const int node = nested.ok() ? Not() : -1;
+    if (node < 0) return -1;
+    if (!Boolean(node)) return Fail("'not' of an integer");
+    return Add(ExprOp::kNot, true, {node});
+  }
+  int Compare() {
+    const int left = Sum();
+    if (left < 0) return -1;
+    constexpr Named kCompare[] = {{"<=", ExprOp::kLe}, {">=", ExprOp::kGe}, {"==", ExprOp::kEq},
+                                  {"!=", ExprOp::kNe}, {"<", ExprOp::kLt},  {">", ExprOp::kGt}};
+    for (const Named& compare : kCompare) {
+      if (Take(compare.text)) return Binary(compare.op, false, true, left, Sum());
+    }
+    return left;
+  }
+  int Sum() {
+    int node = Product();
+    while (node >= 0) {
+      if (Take("+")) {
+        node = Binary(ExprOp::kAdd, false, false, node, Product());
+      } else if (Take("-")) {
+        node = Binary(ExprOp::kSub, false, false, node, Product());
+      } else {
+        break;
+      }
+    }
+    return node;
+  }
+  int Product() {
+    int node = Unary();
+    while (node >= 0) {
+      if (Take("//")) {
+        node = Divide(ExprOp::kDiv, node);
+      } else if (Take("%")) {
+        node = Divide(ExprOp::kMod, node);
+      } else if (Take("*")) {
+        node = Binary(ExprOp::kMul, false, false, node, Unary());
+      } else {
+        break;
+      }
+    }
+    return node;
+  }
+  int Divide(ExprOp op, int left) {
+    const int right = Unary();
+    if (right < 0) return -1;
+    const ExprNode& divisor = expr_->nodes_[right];
+    if (divisor.op != ExprOp::kConst || divisor.value == 0)
+      return Fail("a divisor must be a non-zero integer constant");
+    return Binary(op, false, false, left, right);
+  }
+  int Unary() {
+    if (!Take("-")) return Atom();
+    const Nested nested(this);
+    const int node = nested.ok() ? Unary() : -1;
+    if (node < 0) return -1;
+    if (Boolean(node)) return Fail("'-' of a condition");
+    ExprNode& inner = expr_->nodes_[node];
+    if (inner.op == ExprOp::kConst) {  // so that "-64" is a constant, also as a divisor
+      inner.value = -inner.value;
+      return node;
+    }
+    return Add(ExprOp::kNeg, false, {node});
+  }
+
+  int Atom() {
+    Skip();
+    if (at_ >= text_.size()) return Fail("unexpected end");
+    const char c = text_[at_];
+    if (c >= '0' && c <= '9') return Number();
+    if (Take("(")) {
+      const Nested nested(this);
+      const int node = nested.ok() ? Or() : -1;
+      if (node >= 0 && !Take(")")) return Fail("expected ')'");
+      return node;
+    }
+    if (std::isalpha(static_cast<unsigned char>(c)) == 0) {
+      char32_t code = 0;
+      return Fail("unexpected " + Shown(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
+    }
+    const size_t begin = at_;
+    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
+    return Name(text_.substr(begin, at_ - begin));
+  }
+  int Number() {
+    int64_t value = 0;
+    while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
+      value = value * 10 + (text_[at_++] - '0');
+      if (value > MaskExpr::kMaxConstant) return Fail("a constant beyond 2^53");
+    }
+    const int node = Add(ExprOp::kConst, false, {});
+    if (node >= 0) expr_->nodes_[node].value = value;
+    return node;
+  }
+  int Name(std::string_view name) {
+    if (name == "True") return Add(ExprOp::kTrue, true, {});
+    if (name == "False") return Add(ExprOp::kFalse, true, {});
+    for (const Named& index : kIndices) {
+      if (name == index.text) return Add(index.op, false, {});
+    }
+    if (name == "abs" || name == "min" || name == "max") return Call(name);
+    return Lookup(std::string(name));
+  }
+  int Call(std::string_view name) {
+    const Nested nested(this);
+    if (!nested.ok()) return -1;
+    if (!Take("(")) return Fail("expected '(' after " + std::string(name));
+    const int left = Sum();
+    if (left < 0) return -1;
+    if (name == "abs") {
+      if (Boolean(left)) return Fail("abs of a condition");
+      if (!Take(")")) return Fail("expected ')'");
+      return Add(ExprOp::kAbs, false, {left});
+    }
+    if (!Take(",")) return Fail("expected ','");
+    const int right = Sum();
+    if (right >= 0 && !Take(")")) return Fail("expected ')'");
+    return Binary(name == "min" ? ExprOp::kMin : ExprOp::kMax, false, false, left, right);
+  }
+  int Lookup(const std::string& name) {
+    const int operand = Operand(name);
+    if (operand < 0) return -1;
+    const Nested nested(this);
+    if (!nested.ok()) return -1;
+    if (!Take("[")) return Fail("expected '[' after " + name);
+    int children[4] = {-1, -1, -1, -1};
+    int count = 0;
+    do {
+      if (count == 4) return Fail(name + " has more than 4 indices");
+      const int child = Sum();
+      if (child < 0) return -1;
+      if (Boolean(child)) return Fail("an index of " + name + " is a condition");
+      children[count++] = child;
+    } while (Take(","));
+    if (!Take("]")) return Fail("expected ']'");
+    const ExprOperand& described = *expr_->operands_[operand];
+    if (count != described.rank) {
+      return Fail(name + " has " + std::to_string(count) + " indices, expected " + std::to_string(described.rank));
+    }
+    const int node = Add(ExprOp::kLookup, described.boolean, {});
+    if (node < 0) return -1;
+    ExprNode& added = expr_->nodes_[node];
+    added.operand = operand;
+    added.arity = static_cast<uint8_t>(count);
+    std::copy(children, children + 4, added.child);
+    return node;
+  }
+  int Operand(const std::string& name) {
+    for (size_t i = 0; i < expr_->operands_.size(); ++i) {
+      if (expr_->operands_[i]->name == name) return static_cast<int>(i);
+    }
+    std::shared_ptr<const ExprOperand> operand;
+    if (IsTableName(name)) {
+      const auto found = std::find_if(tables_.begin(), tables_.end(), [&](const auto& t) { return t.first == name; });
+      if (found == tables_.end()) return Fail(name + " is not among the given tables");
+      const Status status = MakeTable(name, found->second, &operand);
+      if (!status.ok()) return Fail(status.message());
+    } else {
+      const auto* found =
+          std::find_if(std::begin(kRuntime), std::end(kRuntime), [&](const Runtime& r) { return name == r.name; });
+      if (found == std::end(kRuntime)) return Fail("unknown name " + Shown(name, 32));
+      auto runtime = std::make_shared<ExprOperand>();
+      runtime->name = name;
+      runtime->boolean = found->boolean;
+      runtime->rank = found->rank;
+      runtime->hash = HashBytes(name.data(), name.size(), 0);
+      operand = std::move(runtime);
+    }
+    expr_->operands_.push_back(std::move(operand));
+    return static_cast<int>(expr_->operands_.size()) - 1;
+  }
+
+  std::string_view text_;
+  const std::vector<std::pair<std::string, Tensor>>& tables_;
+  MaskExpr* expr_;
+  size_t at_ = 0;
+  int depth_ = 0;
+  std::string error_;
+};
+
+Status MaskExpr::Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables,
+                       MaskExpr* expr) {
+  *expr = MaskExpr();
+  if (text.size() > static_cast<size_t>(kMaxText)) {
+    return Status::Error("mask expression of " + std::to_string(text.size()) + " bytes, expected at most 65536");
+  }
+  if (text.find_first_not_of(" \t") == std::string_view::npos) text = "True";
+  Status status = ExprParser(text, tables, expr).Run();
+  if (!status.ok()) *expr = MaskExpr();
+  return status;
+}
+
+}  // namespace stof

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/cuda_backend.h"
-
-namespace stof {
-
-const CudaBackend* FindCudaBackend() { return nullptr; }
-
-}  // namespace stof

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention kernels of every instruction set that this machine has, against the definition: shapes around the edges
+// of tiles and register blocks, every feature of AttentionArgs, 1 and 3 threads.
+#include <cmath>
+
+#include "plugins/core/host/thread_pool.h"
+#include "tests/cpp/attention/attention_problem.h"
+#include "tests/cpp/memory.h"
+
+namespace stof::test::attention {
+namespace {
+
+void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team) {
+  const std::string where = Text("seed ", seed, " ", Describe(c));
+  Random random(seed);
+  const MaskData data = DrawMask(c, &random);
+  BiasTensor bias = DrawBias(c, &random);
+  const std::vector<float> relative = DrawRelative(c, &random, &bias.dense);
+  Dense dense = DrawDense(c, data, bias, &random);
+  if (c.sink) dense.sink = DrawSink(c, &random);
+  std::vector<char> sink(static_cast<size_t>(c.H * SizeOfFloat(c.dtype)));
+  for (size_t h = 0; h < dense.sink.size(); ++h) {
+    StoreFloat(c.dtype, dense.sink[h], &sink[h * static_cast<size_t>(SizeOfFloat(c.dtype))]);
+  }
+  Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
+  Strided output(c, 3, c.H, c.S, c.Dv);
+  query.Fill(dense.query);
+  key.Fill(dense.key);
+  value.Fill(dense.value);
+
+  AttentionArgs args = MakeArgs(c, query, key, value, output);
+  if (c.pad != Pad::kNone && c.mask != 12) args.pad = data.pad.data();
+  if (c.bias != Bias::kNone) {
+    args.bias = bias.bytes.data();
+    args.bias_dtype = bias.dtype;
+    args.bias_stride_b = bias.stride[0], args.bias_stride_h = bias.stride[1];
+    args.bias_stride_q = bias.stride[2], args.bias_stride_k = bias.stride[3];
+  }
+  if (c.relative > 0) {
+    args.relative_bias = relative.data();
+    args.relative_bias_size = c.relative;
+    args.relative_bias_stride_h = c.relative_shared ? 0 : c.relative;
+    args.query_position = c.offset ? c.T - c.S : 0;
+  }
+  if (c.sink) args.sink = sink.data(), args.sink_dtype = c.dtype;
+  CpuAttentionConfig config = ChooseCpuAttention(args, team.threads);
+  config.isa = isa;
+  if (c.m > 0) config.m = c.m;
+  if (c.n > 0) config.n = c.n;
+  BoundMask bound;
+  BindMask(c, data, config, &bound, &args);
+
+  const Answer answer = Attend(dense);
+  std::vector<char> first;
+  Lse lse(c);
+  for (const int threads : {1, 3}) {
+    output.Reset();
+    lse.Reset();
+    // Asked for or not, the output is the same.
+    args.lse = threads == 1 || seed % 2 == 0 ? lse.values.data() : nullptr;
+    args.lse_stride_b = lse.stride_b, args.lse_stride_h = lse.stride_h;
+    // NaN in one run and ordinary numbers in the other: what is found there may not matter.
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, threads), threads == 1 ? 0xff : 0x3f);
+    const Status status = CpuAttention(args, config, workspace.get(), threads == 1 ? Parallel{} : team);
+    CHECK(status.ok(), where, ": ", status.message());
+    if (threads == 1) first = output.bytes;
+    CHECK(first == output.bytes, where, ": 3 threads give other bits than 1");
+    Compare(c, dense, answer, &output, Text(where, " threads ", threads));
+    if (args.lse != nullptr) lse.Compare(c, answer, Text(where, " threads ", threads));
+  }
+}
+void RunCases(const std::vector<Case>& cases, CpuIsa isa) {
+  ThreadPool pool(3);
+  Starved starved(pool.view());
+  const size_t step = Effort() < 0.1 ? 5 : 1;
+  for (size_t i = 0; i < cases.size(); i += step) {
+    // Masks of run-time operands have evaluators made where they are needed (OpSaysThatThreadsGotNoMemory).
+    const bool dynamic = cases[i].mask >= 10 && cases[i].mask <= 12;
+    RunCase(cases[i], isa, i, dynamic ? pool.view() : starved.view());
+    CountCases(1);
+  }
+}
+// Every listed case and a share of the drawn ones.
+void RunTable(CpuIsa isa) {
+  std::vector<Case> cases = ListedCases();
+  const std::vector<Case> drawn = DrawnCases(Cases(300));
+  cases.insert(cases.end(), drawn.begin(), drawn.end());
+  RunCases(cases, isa);
+}
+void RunLargeScores(CpuIsa isa) { RunCases(LargeScoreCases(Cases(120)), isa); }
+
+// Masks of which the kernel evaluates some tiles, or all, itself. Tiles of few rows and keys make many of them.
+void LeaveTiles(CpuIsa isa) {
+  ThreadPool pool(3);
+  std::vector<Case> cases = DrawnCases(Cases(120));
+  const std::vector<Case> listed = ListedCases();
+  cases.insert(cases.end(), listed.begin(), listed.end());
+  static constexpr Left kLeft[] = {Left::kMost, Left::kTiles, Left::kAll};
+  const size_t step = Effort() < 0.1 ? 5 : 1;  // coprime to 6: each Left meets both tiles
+  for (size_t i = 0; i < cases.size(); i += step) {
+    Case c = cases[i];
+    if (c.mask == 0 || c.mask == 10) c.mask = 9;  // those have no static part
+    c.left = kLeft[i % 3];
+    if (i % 2 == 0) c.m = 24, c.n = 32;
+    RunCase(c, isa, i, pool.view());
+    CountCases(1);
+  }
+}
+
+// Two keys of equal scores: the output is the mean of two numbers, exact in fp32 and in every second case halfway
+// between two of the half type. No tolerance would see on which side a kernel comes down.
+void RoundHalves(CpuIsa isa) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const int64_t rows : {1, 5, 30}) {
+      Case c;
+      c.B = 1, c.S = rows, c.T = 2, c.Dv = 72, c.dtype = dtype;
+      Random random(static_cast<uint64_t>(rows));
+      Dense dense = DrawDense(c, DrawMask(c, &random), BiasTensor(), &random);
+      for (size_t i = 0; i < dense.key.size(); ++i) {
+        if (static_cast<int64_t>(i) / c.D % c.T == 1) dense.key[i] = dense.key[i - static_cast<size_t>(c.D)];
+      }
+      Strided query(c, 0, c.H, c.S, c.D), key(c, 1, c.G, c.T, c.D), value(c, 2, c.G, c.T, c.Dv);
+      Strided output(c, 3, c.H, c.S, c.Dv);
+      query.Fill(dense.query);
+      key.Fill(dense.key);
+      value.Fill(dense.value);
+      const AttentionArgs args = MakeArgs(c, query, key, value, output);
+      CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+      config.isa = isa;
+      const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+      CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+      output.ForEach([&](char* at, size_t i) {
+        const size_t pair =
+            i / static_cast<size_t>(c.S * c.Dv) * static_cast<size_t>(c.T * c.Dv) + i % static_cast<size_t>(c.Dv);
+        const double mean = (dense.value[pair] + dense.value[pair + static_cast<size_t>(c.Dv)]) / 2;
+        const double got = LoadFloat(dtype, at), want = Rounded(dtype, mean);
+        CHECK(got == want, "dtype ", static_cast<int>(dtype), " rows ", rows, ": ", got, ", expected ", want, " for ",
+              mean);
+      });
+      CountCases(c.H * c.S * c.Dv);
+    }
+  }
+}
+
+// Rows of many keys that count the same, of weights that are no short binary fractions: an error of rounding that goes
+// the same way with each of them grows with their number. Values are 1, and so is the output.
+void SumLongRows(CpuIsa isa) {
+  constexpr int64_t kKeys = 200000, kSize = 8;
+  for (const int64_t rows : {1, 4, 8, 100}) {
+    const std::vector<float> query(static_cast<size_t>(rows * kSize), 1.0f), value(kKeys * kSize, 1.0f);
+    std::vector<float> key(kKeys * kSize), output(query.size()), lse(static_cast<size_t>(rows));
+    key[0] = 1.2f;  // the largest score; all others are 0
+    AttentionArgs args;
+    args.B = args.H = args.G = 1;
+    args.S = rows, args.T = kKeys, args.D = args.Dv = kSize;
+    args.query = query.data(), args.key = key.data(), args.value = value.data(), args.output = output.data();
+    args.query_stride = args.output_stride = {rows * kSize, rows * kSize, kSize};
+    args.key_stride = args.value_stride = {kKeys * kSize, kKeys * kSize, kSize};
+    args.lse = lse.data(), args.lse_stride_b = args.lse_stride_h = rows;
+    CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+    config.isa = isa;
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+    CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+    const double sum = std::log(kKeys - 1 + std::exp(double{key[0]}));
+    for (const float x : output) CHECK(std::fabs(x - 1) <= 1e-5, "rows ", rows, ": ", x, ", expected 1");
+    for (const float x : lse) CHECK(std::fabs(x - sum) <= 3e-5, "rows ", rows, ": lse ", x, ", expected ", sum);
+    CountCases(rows);
+  }
+}
+
+void PortableLarge() { RunLargeScores(CpuIsa::kPortable); }
+void Avx2Large() { RunLargeScores(CpuIsa::kAvx2); }
+void Avx512Large() { RunLargeScores(CpuIsa::kAvx512); }
+void Portable() { RunTable(CpuIsa::kPortable); }
+void Avx2() { RunTable(CpuIsa::kAvx2); }
+void Avx512() { RunTable(CpuIsa::kAvx512); }
+void PortableLeft() { LeaveTiles(CpuIsa::kPortable); }
+void Avx2Left() { LeaveTiles(CpuIsa::kAvx2); }
+void Avx512Left() { LeaveTiles(CpuIsa::kAvx512); }
+void PortableHalves() { RoundHalves(CpuIsa::kPortable); }
+void Avx2Halves() { RoundHalves(CpuIsa::kAvx2); }
+void Avx512Halves() { RoundHalves(CpuIsa::kAvx512); }
+void PortableLong() { SumLongRows(CpuIsa::kPortable); }
+void Avx2Long() { SumLongRows(CpuIsa::kAvx2); }
+void Avx512Long() { SumLongRows(CpuIsa::kAvx512); }
+
+// Rows of the report for each instruction set at hand.
+const bool registered = [] {
+  static constexpr Test kRows[][5] = {{{"AttentionEqualsTheDefinition[portable]", Portable},
+                                       {"AttentionOfLargeScores[portable]", PortableLarge},
+                                       {"AttentionEvaluatesTilesItself[portable]", PortableLeft},
+                                       {"AttentionRoundsHalvesToEven[portable]", PortableHalves},
+                                       {"AttentionSumsLongRows[portable]", PortableLong}},
+                                      {{"AttentionEqualsTheDefinition[avx2]", Avx2},
+                                       {"AttentionOfLargeScores[avx2]", Avx2Large},
+                                       {"AttentionEvaluatesTilesItself[avx2]", Avx2Left},
+                                       {"AttentionRoundsHalvesToEven[avx2]", Avx2Halves},
+                                       {"AttentionSumsLongRows[avx2]", Avx2Long}},
+                                      {{"AttentionEqualsTheDefinition[avx512]", Avx512},
+                                       {"AttentionOfLargeScores[avx512]", Avx512Large},
+                                       {"AttentionEvaluatesTilesItself[avx512]", Avx512Left},
+                                       {"AttentionRoundsHalvesToEven[avx512]", Avx512Halves},
+                                       {"AttentionSumsLongRows[avx512]", Avx512Long}}};
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace stof::test::attention

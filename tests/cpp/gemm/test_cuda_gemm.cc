@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// StofGemm on a device: the CPU tests' problems by every kernel, in guard bands, again and again.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "tests/cpp/gemm/gemm_cases.h"
+
+namespace stof::test {
+namespace {
+
+using namespace gemm;
+
+#define CHECK_CUDA(call) CHECK((call) == cudaSuccess, cudaGetErrorString(cudaGetLastError()))
+
+struct Device {
+  void* data = nullptr;
+  explicit Device(size_t bytes) { CHECK_CUDA(cudaMalloc(&data, std::max<size_t>(bytes, 16))); }
+  Device(const Device&) = delete;
+  ~Device() { cudaFree(data); }
+};
+
+// repeats: further runs, whose bits must be the first one's.
+void RunDevice(const Case& c, int repeats) {
+  const Problem p = Make(c);
+  std::unique_ptr<Op> op;
+  Status status = Description().create(Attributes(p.text, c.pair), &op);
+  CHECK(status.ok(), p.text, ": ", status.message());
+  const size_t shift = c.shifted ? 2 : 0;
+  std::vector<std::unique_ptr<Device> > memory;
+  std::vector<Tensor> inputs;
+  for (const Host& host : p.inputs) {
+    memory.push_back(std::make_unique<Device>(host.bytes.size() + shift));
+    char* const at = static_cast<char*>(memory.back()->data) + shift;
+    CHECK_CUDA(cudaMemcpy(at, host.bytes.data(), host.bytes.size(), cudaMemcpyHostToDevice));
+    inputs.push_back(host.View(at));
+  }
+  const int count = static_cast<int>(inputs.size());
+  Tensor output;
+  CHECK(op->Prepare(inputs.data(), count).ok());
+  // Every other one as in a runtime that lets the first run of a shape time kernels.
+  if (c.seed % 2 == 1) CHECK(op->ReadyNode(inputs.data(), count, true, 1).ok());
+  status = op->InferOutputs(inputs.data(), count, &output, 1);
+  CHECK(status.ok(), Describe(c), ": ", status.message());
+  DevicePlan plan;
+  status = op->PlanDevice(inputs.data(), count, &plan);
+  CHECK(status.ok(), Describe(c), ": ", status.message());
+  const size_t size = static_cast<size_t>(output.Elements() * SizeOf(output.dtype)), begin = kBand + shift;
+  std::vector<char> poison(size + 2 * kBand + shift, static_cast<char>(0xff)), first, again(poison.size());
+  Device place(poison.size());
+  output.data = static_cast<char*>(place.data) + begin;
+  struct Scratch {
+    Device memory;
+    size_t left;
+    static void* Allocate(void* self, size_t bytes) {
+      auto* const scratch = static_cast<Scratch*>(self);
+      if (bytes > scratch->left) return nullptr;
+      scratch->left = 0;  // one block a run
+      return scratch->memory.data;
+    }
+  } scratch{Device(plan.workspace), 0};
+  if (plan.workspace > 0) CHECK_CUDA(cudaMemset(scratch.memory.data, 0xff, plan.workspace));
+  // A copy from pageable memory may still be under way when the call returns, and the stream does not wait for it.
+  CHECK_CUDA(cudaDeviceSynchronize());
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  RunContext context;
+  context.on_cuda = true;
+  context.stream = stream;
+  context.allocate = Scratch::Allocate;
+  context.self = &scratch;
+  for (int i = 0; i <= repeats; ++i) {
+    CHECK_CUDA(cudaMemcpyAsync(place.data, poison.data(), poison.size(), cudaMemcpyHostToDevice, stream));
+    scratch.left = plan.workspace;
+    status = op->Run(inputs.data(), count, &output, 1, context);
+    CHECK(status.ok(), Describe(c), ": ", status.message());
+    CHECK_CUDA(cudaMemcpyAsync(again.data(), place.data, again.size(), cudaMemcpyDeviceToHost, stream));
+    const cudaError_t error = cudaStreamSynchronize(stream);
+    CHECK(error == cudaSuccess, Describe(c), ": ", cudaGetErrorString(error));
+    if (i == 0) {
+      first = again;
+      const bool gelu = c.activation == GemmActivation::kGelu || c.activation == GemmActivation::kGeluTanh;
+      Compare(p, first, begin, gelu ? 5e-4 : 2e-6);
+    }
+    CHECK(first == again, Describe(c), ": another result in run ", i);
+  }
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  CountCases(1);
+}
+
+// Every n-th case alone (STOF_SAMPLE), or one by its seed (STOF_CASE).
+bool IsTaken(uint64_t seed) {
+  const char* const only = std::getenv("STOF_CASE");
+  if (only != nullptr) return seed == std::strtoull(only, nullptr, 10);
+  const char* const sample = std::getenv("STOF_SAMPLE");
+  const uint64_t step = sample == nullptr ? 1 : std::max<uint64_t>(1, std::strtoull(sample, nullptr, 10));
+  return seed % step == 0;
+}
+
+void RunSeeds(uint64_t begin, uint64_t end, int64_t most, bool vectors) {
+  for (uint64_t seed = begin; seed < end; ++seed) {
+    if (!IsTaken(seed)) continue;
+    Case c = RandomCase(seed, seed % 2 == 0 ? DType::kF16 : DType::kBF16, most);
+    if (vectors) c.N = (c.N + 7) / 8 * 8, c.K = (c.K + 7) / 8 * 8, c.shifted = false;
+    RunDevice(c, 1);
+  }
+}
+
+TEST(CudaGemmEqualsFp64) {
+  RunSeeds(0, 120, 700, true);
+  RunSeeds(120, 200, 300, false);
+}
+
+TEST(CudaGemmSizes) {
+  uint64_t seed = 10000;
+  for (int64_t M : {1, 7, 128, 512, 4096, 8192}) {
+    for (int pair : {0, 1, 2}) {
+      for (int64_t odd : {0, 1}) {
+        Case c;
+        c.seed = ++seed;
+        if (!IsTaken(seed)) continue;
+        Random random(seed);
+        c.dtype = seed % 2 == 0 ? DType::kF16 : DType::kBF16;
+        c.pair = pair;
+        c.lead = {M};
+        c.N = (pair == 0 ? 3072 : 1152) + 3 * odd, c.K = M > 512 ? 768 + odd : 1600 + odd;
+        c.activation = static_cast<GemmActivation>(random.Range(0, 4));
+        for (int i = 1; i < Part::kKinds; ++i) c.has[i] = random.OneIn(2);
+        if (pair == 0) c.has[Part::kBias1] = false;
+        RunDevice(c, M == 512 ? 50 : 2);
+      }
+    }
+  }
+}
+
+// The epilogues that cuBLASLt has, where it may be taken, at sizes of few and of many tiles.
+TEST(CudaGemmPlainEpilogues) {
+  uint64_t seed = 20000;
+  for (int64_t M : {1, 128, 2100}) {
+    for (int64_t K : {8, 768, 3072}) {
+      for (GemmActivation activation : {GemmActivation::kNone, GemmActivation::kRelu, GemmActivation::kGeluTanh}) {
+        for (int parts = 0; parts < (activation == GemmActivation::kNone ? 4 : 2); ++parts) {
+          Case c;
+          c.seed = ++seed;
+          if (!IsTaken(seed)) continue;
+          c.dtype = seed % 3 == 0 ? DType::kBF16 : DType::kF16;
+          c.lead = {M};
+          c.N = 768, c.K = K;
+          c.activation = activation;
+          c.has[Part::kBias0] = parts % 2 == 1, c.has[Part::kResidual] = parts / 2 == 1;
+          RunDevice(c, 2);
+        }
+      }
+    }
+  }
+}
+
+// More tiles than a device holds at once, an odd number of them for some CTAs, with fewer steps than stages and more.
+void RunWaves(uint64_t seed, int pair) {
+  for (int64_t M : {2600, 9100}) {
+    for (int64_t K : {8, 64, 200, 320, 328, 768, 776}) {
+      Case c;
+      c.seed = ++seed;
+      if (!IsTaken(seed)) continue;
+      c.dtype = seed % 2 == 0 ? DType::kF16 : DType::kBF16;
+      c.pair = pair;
+      c.lead = {M};
+      c.N = pair == 0 ? 1544 : 584, c.K = K;
+      if (K % 64 != 0) c.activation = pair == 0 ? GemmActivation::kGeluTanh : GemmActivation::kGelu;
+      c.has[Part::kBias0] = true, c.has[Part::kResidual] = K % 64 == 0;
+      c.has[Part::kScale] = c.has[Part::kRow] = K == 328;
+      RunDevice(c, 5);
+    }
+  }
+}
+TEST(CudaGemmPlainWaves) { RunWaves(30000, 0); }
+TEST(CudaGemmEqualsWaves) {
+  RunWaves(31000, 1);
+  RunWaves(32000, 2);
+}
+
+// One product of nothing, and one without rows.
+TEST(CudaGemmEdges) {
+  for (int64_t K : {0, 8}) {
+    for (int64_t M : {0, 3}) {
+      Case c;
+      c.seed = 3, c.dtype = DType::kF16, c.lead = {M}, c.N = 72, c.K = K;
+      c.activation = GemmActivation::kSilu;
+      c.has[Part::kBias0] = true;
+      RunDevice(c, 1);
+    }
+  }
+}
+
+TEST(CudaGemmRefuses) {
+  Random random(1);
+  std::unique_ptr<Op> op;
+  CHECK(Description().create(Attributes("axes m = x0.0, n = x0.1; out y0 f16 [m, n] = tanh(x0[m, n])", 0), &op).ok());
+  Tensor inputs[2] = {Draw(DType::kF16, {2, 8}, 1, &random).View(nullptr),
+                      Draw(DType::kF16, {8, 8}, 1, &random).View(nullptr)};
+  DevicePlan plan;
+  Status status = op->PlanDevice(inputs, 2, &plan);
+  CHECK(!status.ok() && status.message().rfind("CUDA:", 0) == 0, status.message());
+  CHECK(Description().create(Attributes("", 0), &op).ok());
+  CHECK(op->PlanDevice(inputs, 2, &plan).ok());
+  inputs[0].dtype = inputs[1].dtype = DType::kF32;
+  status = op->PlanDevice(inputs, 2, &plan);
+  CHECK(!status.ok() && status.message().find("take fp16 and bf16") != std::string::npos, status.message());
+}
+
+}  // namespace
+}  // namespace stof::test

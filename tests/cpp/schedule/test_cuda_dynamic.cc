@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that workers draw at run time: runs of one stream that share a count, runs side by side, and captured ones.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/attention/select.h"
+#include "cuda/attention/sm90/api.h"
+#include "cuda/schedule/tile_schedule.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/mask/block_mask_builder.h"
+#include "tests/cpp/attention/cuda_attention_cases.h"
+#include "tests/cpp/attention/reference.h"
+#include "tests/cpp/check.h"
+
+namespace stof {
+namespace {
+
+constexpr int64_t kHeads = 32, kRows = 8192, kSize = 128, kCount = kHeads * kRows * kSize;
+constexpr int kDraws = 4, kOther = 0;  // kernels of heads of 128
+using Halves = std::vector<uint16_t>;
+
+struct Device {
+  std::vector<void*> blocks;
+  cudaStream_t streams[2] = {};
+  Device() {
+    for (cudaStream_t& stream : streams) {
+      CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    }
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device() {
+    for (void* block : blocks) cudaFree(block);
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  }
+  void* Take(size_t bytes) {
+    void* block = test::attention::Allocate(&blocks, bytes);
+    CHECK(block != nullptr, "no device memory for ", bytes, " bytes");
+    return block;
+  }
+  // Normal numbers below 2, in periods that no row or head has.
+  void* Random(test::Random* random) {
+    Halves period(1000003), all(kCount);
+    for (uint16_t& x : period) {
+      x = static_cast<uint16_t>(random->Range(0, 1) << 15 | random->Range(10, 15) << 10 | random->Range(0, 1023));
+    }
+    for (size_t i = 0; i < all.size(); ++i) all[i] = period[i % period.size()];
+    return test::attention::OnDevice(&blocks, all.data(), 2 * all.size());
+  }
+};
+
+Halves Read(const void* from) {
+  Halves values(kCount);
+  CHECK(cudaMemcpy(values.data(), from, 2 * values.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
+  return values;
+}
+
+TEST(CudaDrawsInTurnAndSideBySide) {
+  Device device;
+  test::Random random(71);
+  const char* const text = "abs(q - k) <= 128";
+  std::shared_ptr<const AttentionMask> mask;
+  CHECK(MakeAttentionMask(text, {}, &mask).ok());
+  const ExprSizes sizes = {1, kHeads, kRows, kRows, 0};
+  // That there is something to draw.
+  const cuda::Sm90Kernel* kernels = cuda::FindSm90(kSize, false, cuda::Extras::kNone);
+  for (int i = 0; i <= kDraws; ++i) CHECK(kernels[i].launch != nullptr, "no kernel ", i, " for 9.0 in this build");
+  const cuda::Sm90Kernel& kernel = kernels[kDraws];
+  BlockMask block;
+  CHECK(BuildBlockMask(mask->parts.fixed, sizes, kernel.rows, kernel.keys, &block).ok());
+  int multiprocessors = 0, major = 0;
+  CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9,
+        "the kernels that draw are for compute capability 9.0");
+  CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
+  const int workers = multiprocessors * kernel.workers;
+  const cuda::WorkPlan plan = cuda::PlanWork(block, cuda::WalkOf(block), 1, kHeads, workers, kHeads, kernel.cost, true);
+  CHECK(plan.drawn() > workers, plan.drawn(), " rows are drawn by ", workers, " workers");
+  AttentionArgs args;
+  args.B = 1, args.H = args.G = kHeads, args.S = args.T = kRows, args.D = args.Dv = kSize;
+  args.dtype = DType::kF16;
+  args.scale = 0.0883883476f;
+  args.query_stride = args.output_stride = args.key_stride = args.value_stride = {kCount, kRows * kSize, kSize};
+  args.query = device.Random(&random), args.key = device.Random(&random), args.value = device.Random(&random);
+  void* outputs[4];
+  for (void*& output : outputs) output = device.Take(2 * kCount);
+  const auto clear = [&] {
+    for (void* output : outputs) CHECK(cudaMemset(output, 0xff, 2 * kCount) == cudaSuccess);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  };
+  Keeper keeper;  // of captured runs' masks and counts
+  const auto queue = [&](int output, cudaStream_t stream) {
+    args.output = outputs[output];
+    RunContext context;
+    context.on_cuda = true;
+    context.stream = stream;
+    context.keeper = &keeper;
+    context.allocate = [](void*, size_t) -> void* { return nullptr; };  // nothing is needed
+    const Status status = FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
+    CHECK(status.ok(), status.message());
+  };
+  clear();
+  {
+    const test::attention::Chosen chosen(kOther);
+    queue(1, device.streams[0]);
+  }
+  const test::attention::Chosen chosen(kDraws);
+  queue(0, device.streams[0]);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  const Halves alone = Read(outputs[0]), other = Read(outputs[1]);
+  CHECK(std::count(alone.begin(), alone.end(), uint16_t{0xffff}) == 0, "outputs are left out");
+  double most = 0;
+  for (size_t i = 0; i < alone.size(); ++i) {
+    const double own = test::LoadFloat(DType::kF16, &alone[i]), its = test::LoadFloat(DType::kF16, &other[i]);
+    most = std::max(most, std::abs(own - its));
+  }
+  CHECK(most <= 2e-3, "differs by ", most, " from a kernel that draws nothing");
+  int cases = 0;
+  const auto check = [&](const char* what) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    for (const void* output : outputs) CHECK(Read(output) == alone, what, ": run ", cases, " gives other results");
+    ++cases;
+  };
+  // Each may begin while the one before it ends.
+  clear();
+  for (int i = 0; i < 4; ++i) queue(i, device.streams[0]);
+  check("one stream");
+  clear();
+  for (int i = 0; i < 4; ++i) queue(i, device.streams[i % 2]);
+  check("two streams");
+  // Two graphs of one stream's runs, one of which runs on the other stream.
+  cudaGraphExec_t instances[2] = {};
+  for (int g = 0; g < 2; ++g) {
+    cudaGraph_t graph = nullptr;
+    CHECK(cudaStreamBeginCapture(device.streams[0], cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    for (int i = 0; i < 2; ++i) queue(2 * g + i, device.streams[0]);
+    CHECK(cudaStreamEndCapture(device.streams[0], &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&instances[g], graph, 0) == cudaSuccess);
+    cudaGraphDestroy(graph);
+  }
+  for (int replay = 0; replay < 5; ++replay) {
+    clear();
+    for (int i = 0; i < 2; ++i) {
+      for (int g = 0; g < 2; ++g) CHECK(cudaGraphLaunch(instances[g], device.streams[g]) == cudaSuccess);
+    }
+    check("graphs");
+  }
+  // A captured run beside one that is not.
+  clear();
+  CHECK(cudaGraphLaunch(instances[0], device.streams[0]) == cudaSuccess);
+  for (int i = 2; i < 4; ++i) queue(i, device.streams[1]);
+  check("a graph and a stream");
+  for (cudaGraphExec_t instance : instances) cudaGraphExecDestroy(instance);
+  test::CountCases(cases);
+}
+
+}  // namespace
+}  // namespace stof
