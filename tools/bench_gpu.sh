@@ -5,7 +5,7 @@
 # LIBRARY is libstof_ort.so with CUDA kernels; RESULTS (docs/results/h100) takes the JSON files; no point of the attention
 # grids is begun after SECONDS (200). Models are timed where their graphs were prepared before, without a GPU:
 #   stof-bench model NAME --prepare --prepared build/bench --batch B --lengths S
-# Afterwards, anywhere: stof-bench plot RESULTS; stof-bench table -o docs/numbers.md
+# Afterwards, anywhere: stof-bench plot RESULTS; stof-bench table -o docs/reference/numbers.md
 set -u
 here=$(cd "$(dirname "$0")/.." && pwd)
 library=${1:?the path of libstof_ort.so}

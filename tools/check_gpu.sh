@@ -170,7 +170,7 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-chains-interpreted 80 ChainRandom memcheck STOF_CHAIN_KERNELS=interpret
   suite racecheck-chains 80 ChainNorms racecheck STOF_SHARD=5/24 STOF_CHAIN_CACHE="$logs/chains"
   suite racecheck-chains-interpreted 80 ChainNorms racecheck STOF_CHAIN_KERNELS=interpret
-  # Not of the 9.0 kernels: racecheck does not see what orders them (docs/cuda-kernel.md, "Checked").
+  # Not of the 9.0 kernels: racecheck does not see what orders them (docs/design/attention-cuda.md, "Checked").
   suite racecheck-8.0 80 CudaAttentionEquals racecheck STOF_SAMPLE=37 STOF_CUDA_CAPABILITY=80
   suite racecheck-8.0-128-rows 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite racecheck-8.0-99-KiB 80 CudaAttentionEquals racecheck STOF_SAMPLE=61 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99

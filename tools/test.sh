@@ -38,7 +38,7 @@ if command -v nvcc >/dev/null; then
     tee build/cuda/build.log
   # ptxas says so (C7510 to C7520) and goes on; the kernel is right, and takes up to twice the time.
   if grep 'Potential Performance Loss' build/cuda/build.log >&2; then
-    echo 'ptxas serializes products of a 9.0 kernel: docs/cuda-experiments.md, "Defects of compilers"' >&2
+    echo 'ptxas serializes products of a 9.0 kernel: docs/lab/cuda-experiments.md, "Defects of compilers"' >&2
     rm -rf build/cuda/CMakeFiles/stof_cuda_sm90.dir # or the next run would not hear of it
     exit 1
   fi

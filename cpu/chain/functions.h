@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of fp32 for chains and the functions of docs/chain-format.md on them, to fp32's own accuracy (about 2 units
-// in the last place; tests/cpp/chain/test_chain.cc measures it). Included once per instruction set. Polynomials are
-// minimax fits of our own.
+// Vectors of fp32 for chains and the functions of docs/reference/chain-format.md on them, to fp32's own accuracy (about
+// 2 units in the last place; tests/cpp/chain/test_chain.cc measures it). Included once per instruction set. Polynomials
+// are minimax fits of our own.
 #ifndef STOF_CPU_CHAIN_FUNCTIONS_H_
 #define STOF_CPU_CHAIN_FUNCTIONS_H_
 

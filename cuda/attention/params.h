@@ -60,8 +60,8 @@ struct AttentionParams {
 using Launch = int (*)(const AttentionParams& params, void* stream);
 // By the larger of D and Dv, rounded up; bf16 or fp16; extras: softcap, a bias, or a scale <= 0.
 Launch FindSm80(int head_size, bool bf16, bool extras);
-// pad [batches, T] of any type that docs/operators.md lists, to bits [B, key tiles, n / 32]. batches is B or 1. Sets
-// `zeros` words at `cleared` to 0 on the way.
+// pad [batches, T] of any type that docs/reference/operators.md lists, to bits [B, key tiles, n / 32]. batches is B
+// or 1. Sets `zeros` words at `cleared` to 0 on the way.
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream);
 

@@ -10,7 +10,7 @@
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
 //           thinks of each and how much slower its choice is than the best
 //   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
-//   has the clock that the board's power allows (docs/cuda-experiments.md, "Energy")
+//   has the clock that the board's power allows (docs/lab/cuda-experiments.md, "Energy")
 #include <algorithm>
 #include <chrono>
 #include <cmath>

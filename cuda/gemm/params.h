@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of matrix products share with the host. docs/gemm-kernel.md describes them.
+// What the kernels of matrix products share with the host. docs/design/gemm.md describes them.
 #ifndef STOF_CUDA_GEMM_PARAMS_H_
 #define STOF_CUDA_GEMM_PARAMS_H_
 
@@ -11,7 +11,8 @@
 namespace stof {
 namespace cuda {
 
-// Flags instead of pointers that are compared with null: docs/cuda-experiments.md, "Defects of compilers and runtimes".
+// Flags instead of pointers that are compared with null: docs/lab/cuda-experiments.md, "Defects of compilers and
+// runtimes".
 enum GemmHas : int32_t { kHasBias0 = 1, kHasBias1 = 2, kHasScale = 4, kHasRow = 8, kHasResidual = 16 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual; elements of the output's type.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Matrix products with an epilogue for compute capability 9.0a: persistent CTAs of a producer warpgroup, whose one
 // thread has the copy engine bring tiles, and consumer warpgroups, which multiply with wgmma: 64 rows of one tile each,
-// or a tile each, by turns: one finishes its tile while the other multiplies. docs/gemm-kernel.md says why.
+// or a tile each, by turns: one finishes its tile while the other multiplies. docs/design/gemm.md says why.
 #ifndef STOF_CUDA_GEMM_SM90_CUH_
 #define STOF_CUDA_GEMM_SM90_CUH_
 

@@ -8,7 +8,7 @@
 namespace stof {
 namespace cuda {
 
-// With what the model takes them to cost (microseconds; docs/gemm-kernel.md says how it was fitted): a step of 64 of K,
+// With what the model takes them to cost (microseconds; docs/design/gemm.md says how it was fitted): a step of 64 of K,
 // a tile, a tile's GELU and its residual.
 template <typename T>
 constexpr GemmSm90Kernel kGemmSingles[] = {

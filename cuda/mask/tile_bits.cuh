@@ -27,7 +27,7 @@ class TileBits {
   // warp's 16 rows, as they lie in a tile.
   __device__ __forceinline__ void Fetch(const uint32_t* bits, int id, int block, int lane) {
     // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
-    // (docs/cuda-experiments.md, "Defects of compilers and runtimes").
+    // (docs/lab/cuda-experiments.md, "Defects of compilers and runtimes").
     const uint32_t* const from = bits + static_cast<int64_t>(max(id, 0)) * kWords + block * 32 + lane;
     if (id < 0) return;
 #pragma unroll

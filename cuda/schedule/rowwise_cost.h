@@ -16,8 +16,8 @@ struct MaskCounts {
 };
 MaskCounts CountPairs(const BlockMask& mask, int64_t B, int64_t H);
 
-// Nanoseconds by the model, measured on an H100 (docs/cuda-kernel.md). The row-wise kernel, from the counts of tiles of
-// kRowsTile rows; `rows` of all batches and heads; head_bytes: of a key.
+// Nanoseconds by the model, measured on an H100 (docs/design/attention-cuda.md). The row-wise kernel, from the counts
+// of tiles of kRowsTile rows; `rows` of all batches and heads; head_bytes: of a key.
 double PredictRows(const MaskCounts& counts, int64_t rows, int head_bytes, int multiprocessors);
 // The kernels for capability 8.0 and for fp32, from the counts of their tiles, all of which are taken to be partial.
 double PredictSm80(const MaskCounts& counts, int head_bytes, bool fp32, int multiprocessors);

@@ -43,7 +43,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """The decision for one region of operators (docs/search.md).
+    """The decision for one region of operators (docs/design/fusion-search.md).
 
     ``segments`` are the parts of it that are chains, as ranges of its operators; there is none where it is not replaced.
     """

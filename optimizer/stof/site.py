@@ -25,7 +25,7 @@ class Layout(str, enum.Enum):
 
 
 class EmptyRows(str, enum.Enum):
-    """What a query without an allowed key gives (docs/operators.md)."""
+    """What a query without an allowed key gives (docs/reference/operators.md)."""
 
     ZERO = "zero"
     NAN = "nan"
@@ -208,7 +208,7 @@ class RuntimeOperand:
 class RelativeBias:
     """Additive terms that are a function of the head and of key minus query: a table fp32 [heads, size], size odd.
 
-    ``heads`` is H or 1; distances beyond the table have the value at its end (docs/operators.md).
+    ``heads`` is H or 1; distances beyond the table have the value at its end (docs/reference/operators.md).
     """
 
     terms: tuple[MaskTerm, ...]

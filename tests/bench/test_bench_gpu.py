@@ -34,7 +34,7 @@ from stof.bench.gpu.problem import Problem  # noqa: E402
 
 
 def numpy_mask(case: Case) -> np.ndarray:
-    """[H, S, T], from the definitions in docs/benchmarks.md."""
+    """[H, S, T], from the definitions in docs/guide/benchmarks.md."""
     q = (np.arange(case.S) + case.P)[None, :, None]
     k = np.arange(case.T)[None, None, :]
     h = np.arange(case.H)[:, None, None]

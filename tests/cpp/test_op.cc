@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // StofAttention through its description, as the runtime adapters use it: every layout, operand and policy against the
-// definition in docs/operators.md, and every error at the boundary.
+// definition in docs/reference/operators.md, and every error at the boundary.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>

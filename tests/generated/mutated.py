@@ -98,7 +98,7 @@ def _unchanged(name: str) -> list[np.ndarray]:
 
 def _difference(wanted: list[np.ndarray], found: list[np.ndarray]) -> str:
     for a, b in zip(wanted, found, strict=True):
-        # NaN of the original alone comes from keys that a query may not attend (docs/command.md, "NaN").
+        # NaN of the original alone comes from keys that a query may not attend (docs/guide/options.md, "NaN").
         defined = ~np.isnan(a)
         if np.isnan(b[defined]).any():
             return f"{np.isnan(b[defined]).sum()} NaN where the original has numbers"

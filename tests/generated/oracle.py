@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifted expressions (docs/mask-format.md) by Python's parser and NumPy: an evaluator apart from stof's own."""
+"""Lifted expressions (docs/reference/mask-format.md) by Python's parser and NumPy: an evaluator apart from stof's own."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ table. Each site's query, key, value and output are outputs of the model. What i
   mask is evaluated by Python's own parser. The comparison is left out where a node has an attribute twice, where its
   tensors are no longer among the outputs, and where fp32 overflows: scores beyond 1e30, softcap or scale / softcap beyond
   1e±20.
-* A node that docs/operators.md or docs/mask-format.md forbids gave an exception. The reverse is not required: a legal
-  mutation may be refused (a table index that intervals cannot prove in range).
-* Mutations that keep the meaning (other words for the same mask, attributes that no kernel reads, defaults left out) gave an
-  output, and the model's output equals that of the unchanged file.
+* A node that docs/reference/operators.md or docs/reference/mask-format.md forbids gave an exception. The reverse is not
+required: a legal mutation may be refused (a table index that intervals cannot prove in range). * Mutations that keep the
+meaning (other words for the same mask, attributes that no kernel reads, defaults left out) gave an output, and the model's
+output equals that of the unchanged file.
 """
 
 from __future__ import annotations

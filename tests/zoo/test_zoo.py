@@ -42,7 +42,7 @@ _ROW = re.compile(r"^\| (\S+) \| (\d+) \| (\d+) \| (\d+) \|")
 
 
 def table() -> dict[str, tuple[int, int]]:
-    """Sites and replaced sites of each graph, as docs/zoo.md has them."""
+    """Sites and replaced sites of each graph, as docs/reference/zoo.md has them."""
     rows = [m for line in TABLE.read_text().splitlines() if (m := _ROW.match(line))]
     return {m[1]: (int(m[3]), int(m[4])) for m in rows if "/" in m[1]}
 

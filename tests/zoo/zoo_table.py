@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/zoo.md: what stof does to every graph of the zoo, beside what there is to do.
+"""Writes docs/reference/zoo.md: what stof does to every graph of the zoo, beside what there is to do.
 
-``python tests/zoo/zoo_table.py -o docs/zoo.md [--check]``. Needs the compiled library (STOF_LIBRARY) and onnxruntime.
+``python tests/zoo/zoo_table.py -o docs/reference/zoo.md [--check]``. Needs the compiled library (STOF_LIBRARY) and onnxruntime.
 """
 
 from __future__ import annotations

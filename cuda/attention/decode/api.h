@@ -51,8 +51,9 @@ struct DecodeChoice {
   int splits = 1;            // CTAs that share the keys of a row block
   double nanoseconds = 0.0;  // by the model
 };
-// From the number of key tiles that the mask keeps of a row, and how many row blocks there are: docs/cuda-kernel.md has
-// the models. clusters: as above. only: 0 takes the first kernel, 1 clusters where the device has room for them.
+// From the number of key tiles that the mask keeps of a row, and how many row blocks there are:
+// docs/design/attention-cuda.md has the models. clusters: as above. only: 0 takes the first kernel, 1 clusters where
+// the device has room for them.
 DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
                           int64_t blocks, int multiprocessors);
 DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,

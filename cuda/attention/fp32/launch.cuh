@@ -88,7 +88,7 @@ int LaunchFp32Tiles(const Fp32Params& params, bool extras, void* stream) {
 }
 
 // Whether CTAs of 128 rows pay: enough of them for the device, whose rows have many tiles of keys each
-// (docs/cuda-experiments.md, "fp32"). STOF_CUDA_FP32_ROWS, read once, is for tests of both.
+// (docs/lab/cuda-experiments.md, "fp32"). STOF_CUDA_FP32_ROWS, read once, is for tests of both.
 inline cudaError_t RowsAreLong(const AttentionParams& p, bool* are) {
   constexpr int kManyTiles = 24, kCtas = 2;  // of a multiprocessor
   static const int asked = [] {

@@ -426,7 +426,7 @@ int LaunchSm80As(const AttentionParams& params, int stages, void* stream) {
 }
 
 // Whether there are so few tiles of 128 rows that CTAs of 64 pay: up to so many a multiprocessor
-// (docs/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
+// (docs/lab/cuda-experiments.md, "8.0, fp32, row by row"). STOF_CUDA_SM80_ROWS, read once, is for tests of both.
 inline cudaError_t RowsAreFew(const AttentionParams& p, int most, bool* are) {
   static const int asked = [] {
     const char* text = std::getenv("STOF_CUDA_SM80_ROWS");

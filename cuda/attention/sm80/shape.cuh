@@ -36,7 +36,7 @@ struct Shape {
   static constexpr int kStages = kHead <= 64 || (kHead <= 128 && kM < kTileRows) ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps;
   // A partial tile's bits are asked for behind the products of its scores, instead of where they are looked at: one
-  // branch more for every tile, by which 64 rows are up to 2 % slower (docs/cuda-experiments.md).
+  // branch more for every tile, by which 64 rows are up to 2 % slower (docs/lab/cuda-experiments.md).
   static constexpr bool kBitsEarly = kStages == 2 && kM == kTileRows;
   static constexpr int kBlocks = kM / kWarps / 16;  // of 16 rows, a warp
   static constexpr int kChunks = kHead / 8;         // of 16 bytes, a row

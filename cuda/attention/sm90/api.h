@@ -50,7 +50,7 @@ enum class Extras { kNone, kDistances, kPairs };
 using LaunchSm90 = int (*)(const Sm90Params& params, void* stream);
 
 // One compiled kernel: its tile, workers a multiprocessor, elements of a head in its tiles, what workers need (measured
-// on an H100 SXM, docs/cuda-kernel.md).
+// on an H100 SXM, docs/design/attention-cuda.md).
 struct Sm90Kernel {
   int rows = 0, keys = 0, workers = 0, head = 0;
   TileCost cost;

@@ -35,7 +35,7 @@ def _reported(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="stof-bench", description="Times stof beside its peers (docs/benchmarks.md).")
+    parser = Parser(prog="stof-bench", description="Times stof beside its peers (docs/guide/benchmarks.md).")
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")
     attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -151,7 +151,7 @@ def _forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
 
 
 def widened_chain(text: str, kinds: Collection[int]) -> str:
-    """The description of a chain (docs/chain-format.md) with fp32 in place of the given types."""
+    """The description of a chain (docs/reference/chain-format.md) with fp32 in place of the given types."""
     for kind, name in ((TensorProto.FLOAT16, "f16"), (TensorProto.BFLOAT16, "bf16")):
         if kind not in kinds:
             continue

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains: regions of memory-bound operators that one kernel computes (docs/chain-format.md)."""
+"""Chains: regions of memory-bound operators that one kernel computes (docs/reference/chain-format.md)."""

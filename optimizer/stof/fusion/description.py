@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions of a chain: a pool of shared terms, printed as the description of docs/chain-format.md."""
+"""Expressions of a chain: a pool of shared terms, printed as the description of docs/reference/chain-format.md."""
 
 from __future__ import annotations
 

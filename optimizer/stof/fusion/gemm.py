@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with what follows them as one operator: StofGemm (docs/gemm-format.md).
+"""Matrix products with what follows them as one operator: StofGemm (docs/reference/gemm-format.md).
 
 The templates with compute-bound operators of the search: one product, or two of the same left side, and element-wise operators.
 """

@@ -19,7 +19,7 @@ from stof.graph.model_graph import DOMAIN, all_nodes
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
-_MOST_HEADS = 65536  # of a tensor: docs/operators.md
+_MOST_HEADS = 65536  # of a tensor: docs/reference/operators.md
 _MOST_MOVERS = 16  # from a product to attention; exports have up to five
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a chain computes beside what it reads and writes: the library refuses runs beyond a bound (docs/chain-format.md)."""
+"""How much a chain computes beside what it reads and writes: the library bounds it (docs/reference/chain-format.md)."""
 
 from __future__ import annotations
 

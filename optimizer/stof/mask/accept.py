@@ -34,7 +34,7 @@ def accept(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, *, rows:
 
 
 def check_work(expression: str, queries: int | None, keys: int | None) -> None:
-    """Whether the library evaluates a mask at all lengths, or at those that are fixed (docs/mask-format.md).
+    """Whether the library evaluates a mask at all lengths, or at those that are fixed (docs/reference/mask-format.md).
 
     Raises:
         UnsupportedError: for an expression that is too large.

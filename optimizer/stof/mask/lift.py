@@ -38,7 +38,7 @@ LOWEST: dict[int, float] = {
     TensorProto.FLOAT16: 65504.0,
     TensorProto.BFLOAT16: 3.3895313892515355e38,
 }
-# Element types of run-time operands (docs/operators.md).
+# Element types of run-time operands (docs/reference/operators.md).
 _NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
 _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
 SOFT_FORBID = -1e4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of the interpreter as text of docs/mask-format.md, in a canonical form.
+"""Conditions of the interpreter as text of docs/reference/mask-format.md, in a canonical form.
 
 Whatever depends on ``q - k`` alone is a set of integers; it is computed as one and printed as the fewest bands, so that
 equal windows of different exporters print equally.

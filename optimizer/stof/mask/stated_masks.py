@@ -44,7 +44,7 @@ def state(symbolic: Symbolic, site: AttentionSite, expression: str, checker: Mas
     try:
         mask = replace(mask, expression=str(Mask(expression, tables_of(mask))))
     except LibraryError as error:
-        raise ArgumentError(f"{what} is refused: {error}; docs/mask-format.md has the grammar") from None
+        raise ArgumentError(f"{what} is refused: {error}; docs/reference/mask-format.md has the grammar") from None
     try:
         mask = _confirmed(site, mask, checker, opaque=lifted is None or any(t in mask.bias for t in site.terms))
     except UnsupportedError as error:

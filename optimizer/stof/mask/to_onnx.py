@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mask expressions as standard ONNX nodes, for function bodies and for generated tests.
 
-The grammar of docs/mask-format.md is a subset of Python's, so Python's parser reads it; every node kind that is not in the
-grammar is refused.
+The grammar of docs/reference/mask-format.md is a subset of Python's, so Python's parser reads it; every node kind that is
+not in the grammar is refused.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 class Problem:
     """One attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv] of one float type.
 
-    ``mask`` is an expression (docs/mask-format.md), empty for every pair; ``operands`` are what it reads, by role: ``pad``
-    [B or 1, T], ``segment_q`` [B or 1, S], ``table0`` and so on. ``scale`` None is 1/sqrt(D); ``bias`` broadcasts to
-    [B, H, S, T], ``relative_bias`` is [H or 1, L] and ``sink`` [H]. With ``query_offset`` the queries are the last
-    S of T positions.
+    ``mask`` is an expression (docs/reference/mask-format.md), empty for every pair; ``operands`` are what it reads, by
+    role: ``pad`` [B or 1, T], ``segment_q`` [B or 1, S], ``table0`` and so on. ``scale`` None is 1/sqrt(D); ``bias``
+    broadcasts to [B, H, S, T], ``relative_bias`` is [H or 1, L] and ``sink`` [H]. With ``query_offset`` the queries are the
+    last S of T positions.
     """
 
     q: np.ndarray
@@ -129,7 +129,7 @@ def random_padding(rng: np.random.Generator, B: int, T: int) -> np.ndarray:
 
 
 def reference(problem: Problem) -> np.ndarray:
-    """The output [B, H, S, Dv] in fp64, by the formula of docs/operators.md; softmax less the row's maximum.
+    """The output [B, H, S, Dv] in fp64, by the formula of docs/reference/operators.md; softmax less the row's maximum.
 
     NaN rows and -inf in biases follow the same formula.
     """

@@ -5,7 +5,7 @@ Site level: query, key, value and the mask tensors are captured in the original 
 computed in fp64, and the emitted op's error is held against that of the original's own nodes. Model level: the difference of
 outputs is held against the difference between two legal runs of the original.
 
-NaN in the original alone is no fault where queries without a key cause it: docs/command.md, "NaN".
+NaN in the original alone is no fault where queries without a key cause it: docs/guide/options.md, "NaN".
 
 Half-precision models are compared as their fp32 twins, where a difference of the graphs is not lost in rounding; the op of
 a site runs in the site's own type on rounded inputs.

@@ -79,8 +79,9 @@ STOF_EXPORT void stof_op_destroy(stof_op* op);
 STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
                             int output_count, int threads, char* error, size_t error_size);
 
-/* Whether the CUDA kernels of StofGemm have this epilogue (docs/gemm-format.md): 0, and the form's words separated by
- * blanks; 1, and why not, which begins with "CUDA:" where the description itself is right. Needs no device. */
+/* Whether the CUDA kernels of StofGemm have this epilogue (docs/reference/gemm-format.md): 0, and the form's words
+ * separated by blanks; 1, and why not, which begins with "CUDA:" where the description itself is right. Needs no
+ * device. */
 STOF_EXPORT int stof_gemm_form(const char* epilogue, int pair, char* form, size_t form_size, char* error,
                                size_t error_size);
 /* Likewise whether the CPU's kernels for products in fp32 by constants apply it to what is still in the cache. */

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptions of chains: docs/chain-format.md is the contract. The text comes from files that nobody vouches for.
+// Descriptions of chains: docs/reference/chain-format.md is the contract. The text comes from files that nobody vouches
+// for.
 #ifndef STOF_PLUGINS_CORE_CHAIN_CHAIN_H_
 #define STOF_PLUGINS_CORE_CHAIN_CHAIN_H_
 

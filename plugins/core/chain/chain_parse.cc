@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recursive descent over the grammar of docs/chain-format.md. Every limit is checked before memory or stack is spent.
+// Recursive descent over the grammar of docs/reference/chain-format.md. Every limit is checked before memory or stack
+// is spent.
 #include <algorithm>
 #include <array>
 #include <charconv>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Epilogues of matrix products: docs/gemm-format.md is the contract. And what the core asks of kernels for them.
+// Epilogues of matrix products: docs/reference/gemm-format.md is the contract. And what the core asks of kernels for
+// them.
 #ifndef STOF_PLUGINS_CORE_GEMM_GEMM_H_
 #define STOF_PLUGINS_CORE_GEMM_GEMM_H_
 

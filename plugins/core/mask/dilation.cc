@@ -43,7 +43,8 @@ bool IsComparison(ExprOp op) {
   }
 }
 
-constexpr int64_t kLeastReach = 6;  // of a window, in keys of one remainder; measured on the CPU (docs/cpu-kernel.md)
+constexpr int64_t kLeastReach =
+    6;  // of a window, in keys of one remainder; measured on the CPU (docs/design/attention-cpu.md)
 
 class Finder {
  public:

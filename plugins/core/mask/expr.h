@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mask expressions: docs/mask-format.md. One parser, one evaluator and one interval evaluator for every backend.
+// Mask expressions: docs/reference/mask-format.md. One parser, one evaluator and one interval evaluator for every
+// backend.
 #ifndef STOF_PLUGINS_CORE_MASK_EXPR_H_
 #define STOF_PLUGINS_CORE_MASK_EXPR_H_
 

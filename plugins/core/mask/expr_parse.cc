@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recursive descent over the grammar of docs/mask-format.md. The text comes from files that nobody vouches for: every
-// limit is checked before memory or stack is spent.
+// Recursive descent over the grammar of docs/reference/mask-format.md. The text comes from files that nobody vouches
+// for: every limit is checked before memory or stack is spent.
 #include <algorithm>
 #include <cctype>
 

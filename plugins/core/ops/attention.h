@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofAttention: docs/operators.md is its contract.
+// StofAttention: docs/reference/operators.md is its contract.
 #ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_H_
 #define STOF_PLUGINS_CORE_OPS_ATTENTION_H_
 

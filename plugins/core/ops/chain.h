@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofChain: docs/chain-format.md is its contract.
+// StofChain: docs/reference/chain-format.md is its contract.
 #ifndef STOF_PLUGINS_CORE_OPS_CHAIN_H_
 #define STOF_PLUGINS_CORE_OPS_CHAIN_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofGemm: docs/gemm-format.md is its contract.
+// StofGemm: docs/reference/gemm-format.md is its contract.
 #ifndef STOF_PLUGINS_CORE_OPS_GEMM_H_
 #define STOF_PLUGINS_CORE_OPS_GEMM_H_
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention by its definition in docs/operators.md, in double precision and by plain loops, and numbers of the half
-// types. Shares no code with the kernels.
+// Attention by its definition in docs/reference/operators.md, in double precision and by plain loops, and numbers of
+// the half types. Shares no code with the kernels.
 #ifndef STOF_TESTS_CPP_ATTENTION_REFERENCE_H_
 #define STOF_TESTS_CPP_ATTENTION_REFERENCE_H_
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chains by their definition in docs/chain-format.md, in double precision and element by element, with a bound of the
-// error that fp32 may add. Shares no code with the library: it reads the text itself.
+// Chains by their definition in docs/reference/chain-format.md, in double precision and element by element, with a
+// bound of the error that fp32 may add. Shares no code with the library: it reads the text itself.
 #ifndef STOF_TESTS_CPP_CHAIN_CHAIN_REFERENCE_H_
 #define STOF_TESTS_CPP_CHAIN_CHAIN_REFERENCE_H_
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An analytical prediction for attention on the CPU, in relative terms.
 
-Times are per head and query-key pair, in units of one fp32 FMA at full rate; docs/cpu-kernel.md has the measurements that
-the constants come from. Only ratios are used.
+Times are per head and query-key pair, in units of one fp32 FMA at full rate; docs/design/attention-cpu.md has the
+measurements that the constants come from. Only ratios are used.
 """
 
 from __future__ import annotations

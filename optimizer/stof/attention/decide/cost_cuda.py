@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An analytical prediction for attention on a CUDA device: the target ``cuda``.
 
-Times are microseconds at batch 1. Rates of the kernels are measured on an H100 (docs/cuda-kernel.md) and, for devices that
-were not at hand, that share of their rated figures which the H100 reaches with the kernel for compute capability 8.0.
+Times are microseconds at batch 1. Rates of the kernels are measured on an H100 (docs/design/attention-cuda.md) and, for
+devices that were not at hand, that share of their rated figures which the H100 reaches with the kernel for compute
+capability 8.0.
 """
 
 from __future__ import annotations

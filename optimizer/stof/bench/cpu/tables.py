@@ -11,7 +11,7 @@ from stof.bench.core.results import Record, read
 from stof.bench.gpu import tables as gpu_tables
 from stof.bench.gpu.tables import table
 
-_HEAD = """<!-- Written by `stof-bench table -o docs/numbers.md` from docs/results; do not edit. -->
+_HEAD = """<!-- Written by `stof-bench table -o docs/reference/numbers.md` from docs/results; do not edit. -->
 # Numbers
 
 How they are measured, and how to measure them again: [benchmarks.md](benchmarks.md). Times are the least of interleaved
@@ -34,7 +34,7 @@ _SHORT = {
 
 
 def document(results: Path) -> str:
-    """docs/numbers.md: a part for every folder of results, which holds what one machine measured."""
+    """docs/reference/numbers.md: a part for every folder of results, which holds what one machine measured."""
     parts = [_HEAD]
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))

@@ -61,7 +61,7 @@ def random_blocks(length: int, block: int, fill: float, seed: int = 0) -> np.nda
 
 
 def mask(name: str, length: int) -> tuple[str, dict[str, np.ndarray]]:
-    """The expression and tables of a mask, as docs/benchmarks.md lists them.
+    """The expression and tables of a mask, as docs/guide/benchmarks.md lists them.
 
     Raises:
         KeyError: when there is no such mask.

@@ -56,7 +56,7 @@ def _by_keys(site: AttentionSite, mask: LiftedMask) -> bool:
 
 
 class _Reader:
-    """An expression of docs/mask-format.md with a key for ``k``."""
+    """An expression of docs/reference/mask-format.md with a key for ``k``."""
 
     def __init__(self, site: AttentionSite, mask: LiftedMask, past: Int, key: Int) -> None:
         self.names = {"b": B, "h": H, "q": Q, "k": key, "S": site.dims[2], "T": site.dims[3], "P": past}

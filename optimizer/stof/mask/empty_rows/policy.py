@@ -2,8 +2,8 @@
 """What a query without an allowed key gives in the graph, found by running its masks.
 
 A mask that is added to another has levels: a key that one of them forbids still stands above a key that both forbid, and a
-row in which every key is forbidden attends to the highest. The op knows four answers (docs/operators.md); a graph that has
-another is left alone.
+row in which every key is forbidden attends to the highest. The op knows four answers (docs/reference/operators.md); a graph
+that has another is left alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between which numbers an integer lies, and what is simpler where that is known: extremes, absolute values, products.
 
-For ``bound`` a length may be any, for ``Bounds`` at most 2^22, as in the operator (docs/operators.md).
+For ``bound`` a length may be any, for ``Bounds`` at most 2^22, as in the operator (docs/reference/operators.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where integers stay within what their type holds: what is computed with unbounded integers here is not in the graph.
 
-Lengths are at most 2^22, as in the operator (docs/operators.md). A flat index ``q * T + k`` fits 64 bits then, not 32; a
-position fits fp32, not fp16. Numbers that a model reads count as positions do, as long as nothing but integers is made of them.
+Lengths are at most 2^22, as in the operator (docs/reference/operators.md). A flat index ``q * T + k`` fits 64 bits then,
+not 32; a position fits fp32, not fp16. Numbers that a model reads count as positions do, as long as nothing but integers is
+made of them.
 """
 
 from __future__ import annotations
