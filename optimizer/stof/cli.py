@@ -180,14 +180,12 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
-    from stof.attention.decide.site_decider import matches
     from stof.pipeline import optimize
 
     report = optimize(arguments.model, options=options)
     lines = report.to_text().split("\n")
     if arguments.explain is not None:
-        chosen = [s for s in report.sites if matches(arguments.explain, s.site, s.index)]
-        lines += ["", *report.explain(chosen).split("\n")]
+        lines += ["", *report.explain(arguments.explain).split("\n")]
     try:
         say(*lines)
     except OutputError as error:

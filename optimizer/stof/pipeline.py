@@ -1,40 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps in order: load, match, lift, check, choose, emit, verify, report."""
+"""The steps of an optimization: load, then find, decide and emit for each op of ``stof.ops``, verify, write, report."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from stof.attention.decide.site_decider import Chooser, check_plan, check_selection, check_shapes, plan_of
-from stof.attention.decide.targets import missing_for, target_of
-from stof.attention.emit import Rewrite
-from stof.attention.expand.prepare import is_fused, prepare
-from stof.attention.find import is_softmax, unique
-from stof.attention.function_body import OP
-from stof.attention.subgraphs import Scope, emit_scopes, search
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.files import check_outputs, temporary_folder, write_text
-from stof.fusion.apply import Chained, apply_chains
-from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
-from stof.fusion.decide.selection import Selection
-from stof.graph.external_data import check_room, copied_data, external_files, read_constants
-from stof.graph.model_graph import DOMAIN, all_nodes, load, save
-from stof.mask.families import picture, window
+from stof.graph.external_data import check_room, copied_data, external_files
+from stof.graph.model_graph import load, save
+from stof.op_rewrite import Decisions, Job, OpRewrite
+from stof.ops import OPS, PLAN_FORMATS
 from stof.options import Options
-from stof.plan import ChainPlan, Plan, SitePlan
+from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
-from stof.report import Report, SiteReport
-from stof.runtime.library import build_info, has_packed
-from stof.site import Finding, tables_of
+from stof.report import Report
+from stof.runtime.library import build_info
+from stof.target_support import missing_for
 from stof.tuning_cache import cache_path
 
 if TYPE_CHECKING:
@@ -77,14 +69,24 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     return report
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """One op's part of an optimization: its decisions, and the models before and after they were emitted."""
+
+    op: OpRewrite[Any, Any]
+    decided: Decisions
+    before: Callable[[], onnx.ModelProto]
+    model: Callable[[], onnx.ModelProto]
+
+
 def _optimize(report: Report, source: Path, target: Path, options: Options) -> None:
     _check_files({"input": source}, target, options, report.dry_run)
     if options.verify and not report.dry_run and not has_onnxruntime():
         raise ArgumentError(
             "verification needs onnxruntime, which is not installed: pip install onnxruntime, or use --no-verify"
         )
-    plan = load_plan(options.plan) if options.plan else None
-    if plan is not None and plan.chains is not None and options.tune:
+    plan = load_plan(options.plan, PLAN_FORMATS) if options.plan else None
+    if plan is not None and options.tune and all(op.key in plan.entries for op in OPS):
         raise ArgumentError(
             f"--tune has nothing to measure: {options.plan} decides all sites and chains; leave --tune or --plan out"
         )
@@ -93,69 +95,50 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
     copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
-    if any(_is_done(n) for n in all_nodes(graph.graph.node)):
-        report.sites = _sites_again(graph)
-        check_selection(options, [], [Finding(s.site, False, s.reason) for s in report.sites])
-        if options.save_plan is not None:
-            Plan(tuple(SitePlan(s.site, False, reason=s.reason) for s in report.sites), options.target).save(
-                options.save_plan
-            )
-        return
-    with _timed(report, "match"), _damage(source):
-        read_constants(source, graph)
-        prepared = prepare(graph)
-        scopes = search(prepared)
-        sites = [site for scope in scopes for site in scope.sites]
-        findings = [finding for scope in scopes for finding in scope.findings]
-    check_selection(options, sites, findings)
-    check_shapes(options, graph)
-    if plan is not None:
-        check_plan(plan, sites, options.target)
-    report.sites = [SiteReport(f.site, False, f.reason) for f in findings]
-    with _timed(report, "lift"), _damage(source):
-        tuned_for = target_of(options, str(report.library.get("cpu_isa", "")))
-        choices = []
-        for scope in scopes:
-            chooser = Chooser(scope.prepared.model, scope.symbolic, options, plan, tuned_for, source.parent)
-            choices += [chooser.choose(site) for site in scope.sites]
-    report.sites += [c.report for c in choices]
-    rewrites = [c.rewrite for c in choices if c.rewrite is not None]
-    report.nodes_before = len(graph.graph.node)
-    _pictures(report, rewrites)
-    judge = judge_of(options, report.library)
-    selection = Selection.of(options, plan.chains if plan is not None else None)
-    if judge is None and selection.planned and options.chains != "off":
-        judge = leave_all
-    if judge is None and (selection.only or selection.skip):
-        raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
-    decided: tuple[ChainPlan, ...] | None = None
-    if judge is not None or (rewrites and not report.dry_run):
-        with _timed(report, "emit"), _damage(source):
-            emitted = emit_scopes(scopes, rewrites)
-        chained = Chained(emitted, ())
-        if judge is not None:
-            with _timed(report, "chains"), _damage(source):
-                on_gpu = options.target == "cuda"
-                merges = merges_of(judge) if on_gpu and plan is None else None
-                chained = apply_chains(
-                    emitted,
-                    judge,
-                    selection,
-                    forms_of(options, selection.planned),
-                    tensorrt=options.target == "tensorrt",
-                    separate=on_gpu,
-                    merges=merges,
-                    packs=options.target != "tensorrt" and has_packed(),
-                    on_cpu=options.target == "cpu",
-                )
-        report.chains = list(chained.reports)
-        if not report.dry_run and (rewrites or chained.replaced):
-            check_room(chained.model, target, source)
-            with _runtime_errors(source):
-                chained = _verify_and_write(report, scopes, rewrites, (emitted, chained), source, target, options)
-        decided = chained.plans if judge is not None else None
+    job = Job(options, source, graph, report.library, plan, partial(_step, report, source))
+    report.sections = {op.key: op.empty_section() for op in OPS}
+    for op in OPS:
+        if (done := op.optimized_before(job)) is not None:
+            report.sections[op.key] = done.section
+            _save_plan({op.key: done.plan}, options)
+            return
+    stages = _rewrite(report, job)
+    if not report.dry_run and any(s.decided.has_replaced for s in stages):
+        check_room(stages[-1].model(), target, source)
+        with _runtime_errors(source):
+            stages = _verify_and_write(report, job, stages, target)
+    _save_plan({s.op.key: s.decided.plan for s in stages}, options)
+
+
+def _rewrite(report: Report, job: Job) -> list[_Stage]:
+    """Every op's decisions, each about the model that the ops before it have written."""
+    stages: list[_Stage] = []
+    model: Callable[[], onnx.ModelProto] = partial(_same, job.model)
+    for op in OPS:
+        found = op.find(job, model)
+        if found is None:
+            continue
+        decided = op.decide(job, found)
+        report.sections[op.key] = decided.section
+        report.nodes_before = len(job.model.graph.node)
+        stages.append(_Stage(op, decided, model, cache(partial(_emit, job, op, model, decided))))
+        model = stages[-1].model
+    return stages
+
+
+def _same(model: onnx.ModelProto) -> onnx.ModelProto:
+    return model
+
+
+def _emit(
+    job: Job, op: OpRewrite[Any, Any], model: Callable[[], onnx.ModelProto], decided: Decisions
+) -> onnx.ModelProto:
+    return op.emit(job, model(), decided)
+
+
+def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options) -> None:
     if options.save_plan is not None:
-        plan_of(choices, options.target, decided).save(options.save_plan)
+        Plan(entries, options.target).save(options.save_plan)
 
 
 def _check_files(
@@ -201,111 +184,74 @@ def _damage(source: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _step(report: Report, source: Path, step: str) -> Iterator[None]:
+    with _timed(report, step), _damage(source):
+        yield
+
+
+@contextmanager
 def _timed(report: Report, step: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     report.seconds[step] = time.monotonic() - start
 
 
-def _is_done(node: onnx.NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type == OP
+def _verify_and_write(report: Report, job: Job, stages: list[_Stage], target: Path) -> list[_Stage]:
+    """Writes the model; without the rewrites of the last ops where outputs differ with them and not without them.
 
-
-def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
-    """What there is in a model that was optimized before: its operators, and attention that was left or came later."""
-    functions = [f for f in graph.functions if f.domain != DOMAIN]
-    nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
-    found: list[SiteReport] = []
-    taken: set[str] = set()
-    for node in nodes:
-        if _is_done(node):
-            mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
-        elif is_softmax(node) or is_fused(node):
-            name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
-            reason = (
-                f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
-                "made, where all sites can be replaced together"
-            )
-            found.append(SiteReport(name, False, reason))
-    return found
-
-
-def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
-    tried: set[str] = set()
-    for rewrite in rewrites:
-        mask = rewrite.mask
-        if not mask.expression or window(mask.expression) == (-1, -1):
-            continue  # every tile is full, or a bias says which are not
-        if mask.expression not in tried and "segment_" not in mask.expression and len(report.pictures) < 6:
-            tried.add(mask.expression)
-            length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
-            with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
-                report.pictures[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)
-
-
-def _verify_and_write(
-    report: Report,
-    scopes: list[Scope],
-    rewrites: list[Rewrite],
-    made: tuple[onnx.ModelProto, Chained],
-    source: Path,
-    target: Path,
-    options: Options,
-) -> Chained:
-    """``made``: the model with attention replaced, and the same with chains replaced. What was written in the end."""
-    emitted, chained = made
-    if options.verify and chained.model is not emitted:
-        # A difference that comes with the chains, or with where attention reads its heads, is no reason against the rest.
-        try:
-            verification = _verified(scopes, rewrites, made, source, target, options)
-            wrong = f"with chains, {_first(verification)}" if verification.failures else ""
-        except RuntimeFailure as error:
-            wrong = f"ONNX Runtime does not run the model with chains: {str(error)[:_LONGEST_REASON]}"
-        if not wrong:
-            report.verification = verification
-            report.seconds["verify"] = verification.seconds
-        else:
-            chained = chained.without(emitted, wrong)
-            report.chains = list(chained.reports)
-            if not rewrites:
-                return chained
-    if options.verify and report.verification is None:
-        verification = _verified(scopes, rewrites, (emitted, chained), source, target, options)
-        report.verification = verification
-        report.seconds["verify"] = report.seconds.get("verify", 0.0) + verification.seconds
-        if verification.failures:
-            raise VerifyError(_failure(report, rewrites))
-    report.nodes_after = len(chained.model.graph.node)
+    Returns:
+        The stages as they were written.
+    """
+    if job.options.verify:
+        stages = _verify(report, job, stages, target)
+    if not any(s.decided.has_replaced for s in stages):
+        return stages
+    final = stages[-1].model()
+    report.nodes_after = len(final.graph.node)
     with _timed(report, "write"):
-        save(chained.model, target, source)
+        save(final, target, job.source)
     report.output = str(target)
-    return chained
+    return stages
 
 
-def _first(verification: Verification) -> str:
-    first = verification.failures[0]
-    return f"{first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}{first.detail and '; '}{first.detail}"
+def _verify(report: Report, job: Job, stages: list[_Stage], target: Path) -> list[_Stage]:
+    spent = 0.0
+    while any(s.decided.has_replaced for s in stages):
+        last = max(i for i, s in enumerate(stages) if s.decided.changes_model)
+        stage = stages[last]
+        verification: Verification | None = None
+        try:
+            verification = _verification(job, stages, target)
+            spent += verification.seconds
+            failure = verification.failures[0].words() if verification.failures else ""
+        except RuntimeFailure as error:
+            failure = f"ONNX Runtime does not run the model: {str(error)[:_LONGEST_REASON]}"
+            if stage.decided.without(failure) is None:
+                raise
+        # A difference that comes with the last op's rewrites is no reason against those of the others.
+        kept = stage.decided.without(failure) if failure else None
+        if kept is not None:
+            stages[last] = _Stage(stage.op, kept, stage.before, stage.before)
+            report.sections[stage.op.key] = kept.section
+            continue
+        report.verification = verification
+        report.seconds["verify"] = spent
+        if verification is not None and failure:
+            raise VerifyError(stages[0].op.explain_failure(stages[0].decided, verification))
+        break
+    return stages
 
 
-def _verified(
-    scopes: list[Scope],
-    rewrites: list[Rewrite],
-    made: tuple[onnx.ModelProto, Chained],
-    source: Path,
-    target: Path,
-    options: Options,
-) -> Verification:
-    from stof.verification.verifier import (
-        Verifier,  # a tenth of all imports, which --no-verify and --dry-run do not need
-    )
-
-    emitted, chained = made
+def _verification(job: Job, stages: list[_Stage], target: Path) -> Verification:
+    source, final = job.source, stages[-1].model()
     try:
-        _check_inputs(source, emitted)
+        _check_inputs(source, final)
         with temporary_folder(target.parent) as scratch:
-            verifier = Verifier(scopes, rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows)
-            return verifier.run(source, chained.model, scratch, partial(emit_scopes, scopes), emitted)
+            for stage in stages:
+                found = stage.op.verify(job, stage.decided, stage.model(), final, scratch)
+                if found is not None:
+                    return found
+        raise AssertionError("no op verifies the model")
     except OSError as error:
         raise ArgumentError(
             f"files for verification cannot be written to {target.parent}: {error.strerror or error}; make room there, "
@@ -333,36 +279,3 @@ def _check_inputs(source: Path, model: onnx.ModelProto) -> None:
                 f"{onnx.TensorProto.DataType.Name(kind)}, which {value.name!r} has; --no-verify leaves that out. "
                 "Nothing was written"
             )
-
-
-def _failure(report: Report, rewrites: list[Rewrite]) -> str:
-    assert report.verification is not None
-    failures = report.verification.failures
-    sites = report.verification.faulty_sites()
-    if sites:
-        masks = {r.site.name: r.mask.expression for r in rewrites}
-        first = next(c for c in failures if c.site == sites[0])
-        return (
-            f"verification failed at site {sites[0]!r} (mask {masks.get(sites[0], '')!r}): error {first.difference:.3e}, "
-            f"allowed {first.budget:.3e}{_further(first.detail)}. {len(sites)} faulty site(s): {', '.join(sites)}. Nothing was "
-            "written; --skip SITE leaves a site as it is"
-        )
-    first = failures[0]
-    if report.verification.suspects:
-        names = [repr(name) for name in report.verification.suspects]
-        others = "" if report.verification.suspects_suffice else " and others before them"
-        words = (
-            f"the difference comes with site {names[0]} alone"
-            if len(names) == 1
-            else f"the difference comes when sites {', '.join(names)}{others} are replaced together, not with fewer of them"
-        )
-        return (
-            f"verification failed: {first.what} differs by {first.difference:.3e}, allowed {first.budget:.3e}"
-            f"{_further(first.detail)}. Every site by itself computes what it should; {words}. Nothing was "
-            "written; --skip SITE leaves a site as it is"
-        )
-    return f"verification failed: {first.what}{_further(first.detail, ': ')}. Nothing was written"
-
-
-def _further(detail: str, mark: str = "; ") -> str:
-    return f"{mark}{detail}" if detail else ""

@@ -1,82 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: for each site of a model whether it is replaced and how, as a file that can be kept, edited and applied again.
+"""Plans: for each candidate of each op whether it is replaced and how, as a file that can be kept, edited and applied again.
 
 A plan holds no time, path or machine: the same model and choices give the same bytes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from stof import strict_json
 from stof.errors import ArgumentError
 from stof.files import read_text, write_text
-from stof.site import EmptyRows
 
 FORMAT = "stof-plan"
 VERSION = 1
 TARGETS = ("cpu", "cuda", "tensorrt")
-_HINTS = ("kernel", "tile")
 
 
-@dataclass(frozen=True)
-class SitePlan:
-    """The decision for one site.
+class PlanEntry(Protocol):
+    """The decision for one candidate of an op."""
 
-    ``mask`` and ``empty_rows`` are what the operator gets where the site is replaced; ``hints`` are its optional attributes
-    ``kernel`` and ``tile``. ``predicted_gain`` (original's time over ours at S = 2048, or at the model's fixed length) and
-    ``reason`` inform; nothing is decided by them when a plan is applied.
-    """
-
-    site: str
-    replace: bool
-    mask: str = ""
-    empty_rows: str = ""  # "": what the graph gives
-    hints: tuple[tuple[str, str], ...] = ()
-    predicted_gain: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ChainPlan:
-    """The decision for one region of operators (docs/design/fusion-search.md).
-
-    ``segments`` are the parts of it that are chains, as ranges of its operators; there is none where it is not replaced.
-    """
-
-    chain: str
-    operators: str
-    segments: tuple[tuple[int, int], ...] = ()
-    reason: str = ""
+    @property
+    def name(self) -> str:
+        """The candidate's name, once in the entries of its op."""
 
     @property
     def replace(self) -> bool:
-        """Whether any of it is replaced."""
-        return bool(self.segments)
+        """Whether the candidate is replaced."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as a JSON object."""
+
+
+@dataclass(frozen=True)
+class EntryFormat:
+    """How the entries of one op stand in a plan file.
+
+    Attributes:
+        kind: what messages call a candidate, ``site`` for instance.
+        read: an entry from where it stands (the file, the place in it) and its JSON value.
+        required: whether every plan has the op's list.
+    """
+
+    kind: str
+    read: Callable[[str, str, object], PlanEntry]
+    required: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for all sites of a model, in the order of its graph; ``chains`` is None where none were looked for."""
+    """The decisions for all candidates of a model, by the key of their op and in the order of the graph.
 
-    sites: tuple[SitePlan, ...]
+    An op that looked for no candidates has no entries.
+    """
+
+    entries: Mapping[str, tuple[PlanEntry, ...]]
     target: str = "cpu"
-    chains: tuple[ChainPlan, ...] | None = None
 
-    def of(self, site: str) -> SitePlan | None:
-        """The decision for a site."""
-        return next((s for s in self.sites if s.site == site), None)
+    def of(self, key: str, name: str) -> PlanEntry | None:
+        """The decision for a candidate of an op."""
+        return next((e for e in self.entries.get(key, ()) if e.name == name), None)
 
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target}
-        data["sites"] = [_write(s) for s in self.sites]
-        if self.chains is not None:
-            data["chains"] = [_write_chain(c) for c in self.chains]
+        data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
     def save(self, path: Path) -> None:
@@ -88,16 +79,16 @@ class Plan:
         write_text("plan", path, [self.to_json()])
 
 
-def load(path: Path) -> Plan:
-    """Reads a plan.
+def load(path: Path, formats: Mapping[str, EntryFormat]) -> Plan:
+    """Reads a plan. ``formats``: of the entries of each op, by its key.
 
     Raises:
         ArgumentError: when the file cannot be read or is no plan, with the entry at fault, what was found and expected.
     """
-    return parse(read_text("plan", path), str(path))
+    return parse(read_text("plan", path), formats, str(path))
 
 
-def parse(text: str, where: str = "plan") -> Plan:
+def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") -> Plan:
     """A plan from its text. ``where`` begins the messages.
 
     Raises:
@@ -113,90 +104,31 @@ def parse(text: str, where: str = "plan") -> Plan:
         raise ArgumentError(
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
-    fields = _Fields(where, "", data, {"format", "version", "target", "sites", "chains"})
+    fields = Fields(where, "", data, {"format", "version", "target", *formats})
     target = fields.text("target", "cpu", TARGETS)
-    entries = fields.take("sites", list, None)
-    sites: list[SitePlan] = []
-    for number, entry in enumerate(entries):
-        site = _read(where, f"sites[{number}]", entry)
-        if any(s.site == site.site for s in sites):
-            raise ArgumentError(f"{where}: sites[{number}] names {site.site!r} again; keep one entry for each site")
-        sites.append(site)
-    if "chains" not in data:
-        return Plan(tuple(sites), target)
-    chains: list[ChainPlan] = []
-    for number, entry in enumerate(fields.take("chains", list, None)):
-        chain = _read_chain(where, f"chains[{number}]", entry)
-        if any(c.chain == chain.chain for c in chains):
-            raise ArgumentError(f"{where}: chains[{number}] names {chain.chain!r} again; keep one entry for each chain")
-        chains.append(chain)
-    return Plan(tuple(sites), target, tuple(chains))
+    entries: dict[str, tuple[PlanEntry, ...]] = {}
+    for key, form in formats.items():
+        if key not in data and not form.required:
+            continue
+        found: dict[str, PlanEntry] = {}
+        for number, value in enumerate(fields.take(key, list, None)):
+            entry = form.read(where, f"{key}[{number}]", value)
+            if entry.name in found:
+                raise ArgumentError(
+                    f"{where}: {key}[{number}] names {entry.name!r} again; keep one entry for each {form.kind}"
+                )
+            found[entry.name] = entry
+        entries[key] = tuple(found.values())
+    return Plan(entries, target)
 
 
-def _write_chain(chain: ChainPlan) -> dict[str, Any]:
-    data: dict[str, Any] = {"chain": chain.chain, "operators": chain.operators, "replace": chain.replace}
-    if chain.replace:
-        data["segments"] = [list(s) for s in chain.segments]
-    if chain.reason:
-        data["reason"] = chain.reason
-    return data
-
-
-def _read_chain(where: str, place: str, entry: object) -> ChainPlan:
-    fields = _Fields(where, place, entry, {"chain", "operators", "replace", "segments", "reason"})
-    segments: list[tuple[int, int]] = []
-    for part in fields.take("segments", list, ()):
-        if not isinstance(part, list) or len(part) != 2 or any(type(x) is not int for x in part):
-            raise ArgumentError(f"{fields.where} has segments {_shown(part)}, expected pairs of integers")
-        if not (segments[-1][1] if segments else 0) <= part[0] < part[1]:
-            raise ArgumentError(
-                f"{fields.where} has segment {_shown(part)}, expected it after the one before, and not empty"
-            )
-        segments.append((part[0], part[1]))
-    if bool(segments) != fields.take("replace", bool, None):
-        raise ArgumentError(f"{fields.where}: expected segments where replace is true, and only there")
-    return ChainPlan(
-        fields.text("chain", None), fields.text("operators", None), tuple(segments), fields.text("reason", "")
-    )
-
-
-def _write(site: SitePlan) -> dict[str, Any]:
-    data: dict[str, Any] = {"site": site.site, "replace": site.replace}
-    if site.replace:
-        data |= {"mask": site.mask, **({"empty_rows": site.empty_rows} if site.empty_rows else {}), **dict(site.hints)}
-        if site.predicted_gain is not None and math.isfinite(site.predicted_gain):
-            data["predicted_gain"] = round(site.predicted_gain, 3)
-    if site.reason:
-        data["reason"] = site.reason
-    return data
-
-
-def _read(where: str, place: str, entry: object) -> SitePlan:
-    known = {"site", "replace", "mask", "empty_rows", "predicted_gain", "reason", *_HINTS}
-    fields = _Fields(where, place, entry, known)
-    gain = fields.take("predicted_gain", (int, float), 0.0)
-    if not abs(gain) < 1e300:  # JSON has integers of any length, and Python reads 1e999 as infinity
-        raise ArgumentError(f"{fields.where} has predicted_gain {_shown(gain)}, expected a number below 1e300")
-    return SitePlan(
-        site=fields.text("site", None),
-        replace=fields.take("replace", bool, None),
-        mask=fields.text("mask", ""),
-        empty_rows=fields.text("empty_rows", None, tuple(e.value for e in EmptyRows))
-        if "empty_rows" in fields.data
-        else "",
-        hints=tuple((h, fields.text(h, "")) for h in _HINTS if h in fields.data),
-        predicted_gain=float(gain) if "predicted_gain" in fields.data else None,
-        reason=fields.text("reason", ""),
-    )
-
-
-class _Fields:
-    """The fields of one JSON object, checked as they are taken."""
+class Fields:
+    """The fields of one JSON object of a plan, checked as they are taken; every fault is an ``ArgumentError``."""
 
     def __init__(self, where: str, place: str, data: object, known: set[str]) -> None:
         self.where = f"{where}: {place}" if place else where
         if not isinstance(data, Mapping):
-            raise ArgumentError(f"{self.where} is {_shown(data)}, expected an object")
+            raise ArgumentError(f"{self.where} is {quoted(data)}, expected an object")
         self.data = data
         if unknown := sorted(set(data) - known):
             raise ArgumentError(f"{self.where} has field {unknown[0]!r}, expected only {', '.join(sorted(known))}")
@@ -211,7 +143,7 @@ class _Fields:
         # bool is an int to Python, not to JSON.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ArgumentError(f"{self.where} has {name} {_shown(value)}, expected {names}")
+            raise ArgumentError(f"{self.where} has {name} {quoted(value)}, expected {names}")
         return value
 
     def text(self, name: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
@@ -222,6 +154,7 @@ class _Fields:
         return value
 
 
-def _shown(value: object) -> str:
+def quoted(value: object) -> str:
+    """A JSON value for a message, cut where it is long."""
     text = strict_json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import enum
-from collections import defaultdict
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stof import strict_json
 from stof.errors import shown
-from stof.fusion.apply import ChainReport
 
 if TYPE_CHECKING:
     from stof.verification.compare import Comparison
@@ -20,136 +18,121 @@ if TYPE_CHECKING:
 _MOST_LINES = 4
 
 
-class Step(str, enum.Enum):
-    """How far a softmax got: the step that kept it as it is, in order, or ``DONE``."""
+class Row(Protocol):
+    """One candidate of an op."""
 
-    MATCH = "match"
-    CHOICE = "choice"
-    LIFT = "lift"
-    CHECK = "check"
-    KERNEL = "kernel"
-    COST = "cost"
-    DONE = "done"
+    @property
+    def replaced(self) -> bool:
+        """Whether it became a node of the op."""
+
+    @property
+    def reason(self) -> str:
+        """Why it was replaced or left."""
 
 
-@dataclass(frozen=True)
-class SiteReport:
-    """One site, or one softmax that is none: that has no ``index``, the number by which options name a site."""
+class Section(ABC):
+    """What the report says of one op: a row for each candidate, and how rows are written."""
 
-    site: str
-    replaced: bool
-    reason: str
-    form: str = ""
-    mask: str = ""
-    family: str = ""
-    heads: str = ""
-    head_size: int = 0
-    empty_rows: str = ""
-    kernel: str = ""
-    tile_density: float | None = None
-    predicted_gain: float | None = None
-    notes: tuple[str, ...] = ()
-    index: int | None = None
-    step: Step = Step.MATCH
-    length: int = 0  # S = T at which density and gain are given
+    rows: Sequence[Row]
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The rows, and other facts of the op, by their keys in the report's JSON."""
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """A line or a few for each kind of row."""
+
+    def headline(self, dry_run: bool) -> str:
+        """The section in the report's first line; empty where it has nothing to say there."""
+        return ""
+
+    def drawings(self) -> list[str]:
+        """Lines below the rows of all sections."""
+        return []
+
+    def nothing_to_do(self) -> str:
+        """Why no candidate is replaced; empty where other sections say it."""
+        return ""
+
+    def hints(self) -> list[str]:
+        """What the user may try."""
+        return []
+
+    def explained(self, pattern: str) -> list[str]:
+        """How far the rows that a pattern names got, for ``--explain``."""
+        return []
 
 
 @dataclass
 class Report:
-    """The whole result."""
+    """The whole result. ``sections`` are by the key of their op, in the order of ``stof.ops``."""
 
     model: str
     output: str | None = None
-    sites: list[SiteReport] = field(default_factory=list)
-    chains: list[ChainReport] = field(default_factory=list)
+    sections: dict[str, Section] = field(default_factory=dict)
     nodes_before: int = 0
     nodes_after: int = 0
     dry_run: bool = False
-    pictures: dict[str, list[str]] = field(default_factory=dict)
     verification: Verification | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
 
+    def rows(self, key: str) -> list[Any]:
+        """The rows of an op by its key; empty where the op looked for nothing."""
+        return list(self.sections[key].rows) if key in self.sections else []
+
+    @property
+    def sites(self) -> list[Any]:
+        """The rows of attention sites (:class:`stof.attention.report.SiteReport`)."""
+        return self.rows("sites")
+
+    @property
+    def chains(self) -> list[Any]:
+        """The rows of fused chains (:class:`stof.fusion.apply.ChainReport`)."""
+        return self.rows("chains")
+
     @property
     def replaced(self) -> int:
-        """How many sites became StofAttention."""
-        return sum(s.replaced for s in self.sites)
+        """How many attention sites were replaced."""
+        return sum(row.replaced for row in self.sites)
 
     def to_json(self) -> str:
         """Every fact as JSON; errors that are no number are the strings "inf" and "nan"."""
-        data = asdict(self)
+        data: dict[str, Any] = {"model": self.model, "output": self.output}
+        for section in self.sections.values():
+            data |= section.to_json()
+        own = ("nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
+        data |= {name: getattr(self, name) for name in own}
         if self.verification is not None:
-            data["verification"]["ok"] = not self.verification.failures
+            data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}
         return strict_json.dumps(data, indent=2, default=str)
 
     def to_text(self) -> str:
-        """A table by kind of site, a picture of each distinct mask, and what was verified."""
-        verb = "can be replaced" if self.dry_run else "replaced"
-        lines = [f"{self.model}: {len(self.sites)} softmax, {self.replaced} attention sites {verb}"]
-        groups: dict[tuple[Any, ...], list[SiteReport]] = defaultdict(list)
-        for s in self.sites:
-            groups[(s.replaced, s.mask, s.family, s.heads, s.head_size, s.empty_rows, s.reason, s.length)].append(s)
-        for group in groups.values():
-            lines.extend(self._group(group))
-        lines += self._chains()
-        for mask, rows in self.pictures.items():
-            lines += ["", f"  {mask or 'every pair'}   (# all, + some, . no pair of a tile)"]
-            lines += [f"    {row}" for row in rows]
+        """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
+        sections = self.sections.values()
+        headlines = [h for h in (s.headline(self.dry_run) for s in sections) if h]
+        lines = [f"{self.model}: {', '.join(headlines)}"]
+        lines += [line for s in sections for line in s.lines()]
+        lines += [line for s in sections for line in s.drawings()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
         lines += self._verified()
         if self.output:
             lines.append(f"written: {self.output}")
-        elif any(c.replaced for c in self.chains):
+        elif any(row.replaced for s in sections for row in s.rows):
             lines.append("dry run: no file was written")
-        elif not self.sites:
-            lines.append(
-                "nothing to do: the graph has no Softmax node, no exponentials divided by their sum and no fused attention "
-                "node, by which attention is found; no file was written"
-            )
-        elif not self.replaced:
-            lines.append("nothing to do: no attention site is replaced; no file was written")
-        elif self.dry_run:
-            lines.append("dry run: no file was written")
-        if any(s.step is Step.LIFT for s in self.sites):
-            lines.append("hint: --mask SITE=EXPR states a mask that cannot be read off the graph; it is checked")
+        else:
+            reasons = [r for r in (s.nothing_to_do() for s in sections) if r]
+            lines.append(f"nothing to do: {', '.join(reasons)}; no file was written")
+        lines += [f"hint: {hint}" for s in sections for hint in s.hints()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(shown, lines))
 
-    def explain(self, chosen: Sequence[SiteReport] | None = None) -> str:
-        """How far each site got, one line for each step that it passed and the reason where it stopped."""
-        return "\n".join(shown(line) for s in (self.sites if chosen is None else chosen) for line in _explained(s))
-
-    def _chains(self) -> list[str]:
-        groups: dict[tuple[Any, ...], list[ChainReport]] = defaultdict(list)
-        for c in self.chains:
-            groups[(c.replaced, c.operators, c.reason, c.gain, c.description)].append(c)
-        lines = []
-        for group in groups.values():
-            first = group[0]
-            if first.replaced:
-                how = "measured" if first.measured else "predicted"
-                gain = "" if first.gain is None else f", {how} {first.gain:.2f}x"
-                lines.append(f"  {len(group):3d} x chain of {first.operators}{gain}")
-            else:
-                lines.append(f"  kept  {len(group)} x {first.operators}: {first.reason}")
-        return lines
-
-    def _group(self, group: list[SiteReport]) -> list[str]:
-        first = group[0]
-        if not first.replaced:
-            return [f"  kept  {s.site}: {s.reason}" for s in group]
-        gain = "" if first.predicted_gain is None else f", predicted {first.predicted_gain:.1f}x at S = {first.length}"
-        density = "" if first.tile_density is None else f", {100 * first.tile_density:.1f} % of tiles"
-        lines = [
-            f"  {len(group):3d} x {first.family}: {first.mask or 'every pair'}",
-            f"        {first.heads}, D = {first.head_size}, empty rows: {first.empty_rows}, "
-            f"kernel {first.kernel}{density}{gain}",
-            f"        {first.form}",
-        ]
-        lines += [f"        note: {n}" for n in first.notes]
-        return lines
+    def explain(self, pattern: str) -> str:
+        """How far candidates got: a line for each step that they passed, and the reason where they stopped."""
+        return "\n".join(shown(line) for section in self.sections.values() for line in section.explained(pattern))
 
     def _verified(self) -> list[str]:
         v = self.verification
@@ -214,23 +197,4 @@ def _undefined(outputs: Sequence[Comparison]) -> list[str]:
         lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
     if len(found) > _MOST_LINES:
         lines.append(f"          and {len(found) - _MOST_LINES} more outputs")
-    return lines
-
-
-def _explained(s: SiteReport) -> list[str]:
-    order = list(Step)
-    got = order.index(s.step)
-    steps = {
-        Step.MATCH: f"{s.heads}, D = {s.head_size}; {s.form}",
-        Step.LIFT: f"{s.mask or 'every pair'}  ({s.family})",
-        Step.CHECK: "the graph's mask subgraph gives the same at several lengths and paddings",
-        Step.KERNEL: s.kernel or "there is one",
-        Step.COST: ""
-        if s.predicted_gain is None or s.tile_density is None
-        else f"{100 * s.tile_density:.1f} % of tiles, {s.predicted_gain:.1f}x predicted at S = {s.length}",
-    }
-    lines = [f"site {'-' if s.index is None else s.index}  {s.site}"]
-    lines += [f"  {step.value:<7}{words}" for step, words in steps.items() if order.index(step) < got]
-    lines += [f"  note   {note}" for note in s.notes]
-    lines.append("  -> replaced" if s.replaced else f"  {s.step.value:<7}stopped: {s.reason}")
     return lines

@@ -18,9 +18,11 @@ from onnx.backend.test.case.node import collect_testcases
 from onnx.reference import ReferenceEvaluator
 
 import stof
+from stof.attention.plan_entry import SitePlan
+from stof.attention.report import Step
 from stof.options import Options
-from stof.plan import Plan, SitePlan
-from stof.report import Report, Step
+from stof.plan import Plan
+from stof.report import Report
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of other operators' tests, which are made with these
@@ -72,7 +74,7 @@ def forced(path: Path, target: Path) -> Report:
         if s.index is not None
     ]
     plan = target.with_suffix(".json")
-    Plan(tuple(entries)).save(plan)
+    Plan({"sites": tuple(entries)}).save(plan)
     return stof.optimize(path, target, Options(plan=plan))
 
 

@@ -19,7 +19,7 @@ import pytest
 from onnx import numpy_helper
 
 import stof
-from stof import cli, pipeline
+from stof import cli
 from stof.attention.subgraphs import emit_scopes
 
 WINDOW = """
@@ -383,7 +383,7 @@ def test_a_failed_verification_is_reported(
         scale.f *= 1.5
         return model
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     assert cli.main([str(path), "--json", str(target)]) == 2
     assert "verification failed at site" in capsys.readouterr().err
     data = json.loads(target.read_text())

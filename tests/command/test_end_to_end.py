@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 
 import build
 import stof
-from stof import cli, pipeline
+from stof import cli
 from stof.attention.subgraphs import emit_scopes
 
 NAMES = sorted(n.removeprefix("narrow/") for n in build.names(narrow=True))
@@ -109,7 +109,7 @@ def test_planted_fault_is_caught(
         planted.append(node.name.removesuffix("/StofAttention"))
         return model
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     files = set(path.parent.iterdir())
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_a_difference_that_no_site_shows_is_traced(
             result.graph.node.extend([*nodes[:place], query, flat, *nodes[place:]])
         return result
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     error = capsys.readouterr().err
     assert "Every site by itself computes what it should" in error

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 import stof
 from stof import cli
 from stof.attention.decide import cost_cpu as cost
+from stof.attention.plan_entry import SitePlan
 from stof.errors import ArgumentError
-from stof.plan import Plan, SitePlan, load, parse
+from stof.ops import PLAN_FORMATS
+from stof.plan import Plan, load, parse
 
 WINDOW = "abs(q - k) <= 16 and pad[b, k]"
 
@@ -33,7 +35,7 @@ site_plans = st.builds(
 ) | st.builds(SitePlan, site=st.text(min_size=1), replace=st.just(False), reason=st.text())
 plans = st.builds(
     Plan,
-    st.lists(site_plans, max_size=5, unique_by=lambda s: s.site).map(tuple),
+    st.lists(site_plans, max_size=5, unique_by=lambda s: s.site).map(lambda sites: {"sites": tuple(sites)}),
     st.sampled_from(["cpu", "cuda", "tensorrt"]),
 )
 
@@ -41,8 +43,8 @@ plans = st.builds(
 @given(plans)
 def test_a_plan_reads_back_as_it_was(plan: Plan) -> None:
     text = plan.to_json()
-    assert parse(text) == plan
-    assert parse(text).to_json() == text
+    assert parse(text, PLAN_FORMATS) == plan
+    assert parse(text, PLAN_FORMATS).to_json() == text
 
 
 def changed(**fields: Any) -> str:
@@ -85,17 +87,17 @@ def changed(**fields: Any) -> str:
 )
 def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        parse(text)
+        parse(text, PLAN_FORMATS)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"the plan .*none\.json does not exist"):
-        load(tmp_path / "none.json")
+        load(tmp_path / "none.json", PLAN_FORMATS)
     with pytest.raises(ArgumentError, match="cannot be read: Is a directory"):
-        load(tmp_path)
+        load(tmp_path, PLAN_FORMATS)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ArgumentError, match="no UTF-8 text"):
-        load(tmp_path / "bytes")
+        load(tmp_path / "bytes", PLAN_FORMATS)
 
 
 @pytest.fixture
@@ -120,9 +122,9 @@ def test_a_saved_plan_gives_the_same_model_and_the_same_plan(model: Path, tmp_pa
     assert cli.main([str(model), "--plan", str(first), "--save-plan", str(third)]) == 0
     assert first.read_bytes() == second.read_bytes() == third.read_bytes()
     assert model.with_name("model.stof.onnx").read_bytes() == chosen
-    plan = load(first)
-    assert [s.replace for s in plan.sites] == [True] * 4
-    assert {s.mask for s in plan.sites} == {"pad[b, k]", WINDOW}
+    plan = load(first, PLAN_FORMATS)
+    assert [s.replace for s in plan.entries["sites"]] == [True] * 4
+    assert {s.mask for s in plan.entries["sites"]} == {"pad[b, k]", WINDOW}
 
 
 def edited(model: Path, change: Callable[[list[dict[str, Any]]], object]) -> Path:
@@ -179,7 +181,7 @@ def test_a_plan_that_does_not_fit_the_model(
 
 def test_a_plan_for_another_target(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model.with_name("plan.json")
-    Plan((), "cuda").save(path)
+    Plan({"sites": ()}, "cuda").save(path)
     assert cli.main([str(model), "--plan", str(path)]) == 1
     assert "the plan is for target cuda" in capsys.readouterr().err
 
@@ -191,7 +193,10 @@ def test_a_plan_that_replaces_what_cannot_be(
     monkeypatch.setattr(cost, "why_not", lambda site, mask: ["head size 512"])
     assert cli.main([str(model), "--plan", str(plan)]) == 3
     error = capsys.readouterr().err
-    assert f"replaces site {load(plan).sites[0].site!r}, which cannot be: no kernel: head size 512" in error
+    assert (
+        f"replaces site {load(plan, PLAN_FORMATS).entries['sites'][0].name!r}, which cannot be: no kernel: head size 512"
+        in error
+    )
     assert "set its replace to false" in error
     assert not model.with_name("model.stof.onnx").exists()
 
@@ -203,7 +208,7 @@ def test_a_model_that_was_optimized_before(narrow: Callable[[str], Path], capsys
     assert cli.main([str(once), "-o", str(twice), "--save-plan", str(saved)]) == 0
     assert not twice.exists()
     assert "optimize the model from which it was made" in capsys.readouterr().out
-    sites = load(saved).sites
+    sites = load(saved, PLAN_FORMATS).entries["sites"]
     assert [s.replace for s in sites] == [False, False]
     assert sorted(s.reason[:9] for s in sites) == ["is StofAt", "the model"]
     assert len({s.site for s in sites}) == 2

@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stof import strict_json
+from stof.attention.plan_entry import SitePlan
+from stof.attention.report import SiteReport, SiteSection
 from stof.bench.core import results
 from stof.errors import ArgumentError
-from stof.plan import Plan, SitePlan, parse
-from stof.report import Report, SiteReport
+from stof.ops import PLAN_FORMATS
+from stof.plan import Plan, parse
+from stof.report import Report
 from stof.verification.verifier import Comparison, Verification
 
 
@@ -66,7 +69,8 @@ def test_other_text_is_refused(text: str) -> None:
 
 
 def test_the_report_of_a_failed_verification_is_json() -> None:
-    report = Report("bad\udcff.onnx", sites=[SiteReport("a\x1b[31m\x7f\u202e", True, "", predicted_gain=math.inf)])
+    rows = [SiteReport("a\x1b[31m\x7f\u202e", True, "", predicted_gain=math.inf)]
+    report = Report("bad\udcff.onnx", sections={"sites": SiteSection(rows)})
     report.verification = Verification(comparisons=[Comparison("output 'o'", np.inf, math.nan, False)])
     found = standard(report.to_json())
     assert found["model"] == "bad\\xff.onnx"
@@ -79,16 +83,16 @@ def test_the_report_of_a_failed_verification_is_json() -> None:
 
 @pytest.mark.parametrize("gain", [math.inf, -math.inf, math.nan])
 def test_a_plan_leaves_out_a_gain_that_is_no_number(gain: float) -> None:
-    text = Plan((SitePlan("größer", True, predicted_gain=gain),)).to_json()
+    text = Plan({"sites": (SitePlan("größer", True, predicted_gain=gain),)}).to_json()
     assert "predicted_gain" not in standard(text)["sites"][0]
-    assert parse(text).sites == (SitePlan("größer", True),)
+    assert parse(text, PLAN_FORMATS).entries["sites"] == (SitePlan("größer", True),)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", '"inf"'])
 def test_a_plan_with_such_a_number_is_refused(number: str) -> None:
     site = f'{{"site": "a", "replace": true, "predicted_gain": {number}}}'
     with pytest.raises(ArgumentError, match=r"is no plan: it is no JSON|expected int or float"):
-        parse(f'{{"format": "stof-plan", "version": 1, "target": "cpu", "sites": [{site}]}}')
+        parse(f'{{"format": "stof-plan", "version": 1, "target": "cpu", "sites": [{site}]}}', PLAN_FORMATS)
 
 
 def test_results_of_benchmarks_are_json(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof import pipeline
-from stof.fusion.apply import Chained
+from stof.fusion.apply import Chained, apply_chains
 from stof.fusion.decide.measured import LEAST_GAIN_IN_TURNS, Measured, judge_of
 from stof.options import Options
 from stof.pipeline import optimize
@@ -56,7 +55,7 @@ def test_no_chain_without_being_asked_for(narrow: Callable[[str], Path], cache: 
 def test_chains_that_make_outputs_differ_stay_out(
     narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = pipeline.apply_chains
+    plain = apply_chains
 
     def spoiled(*given: object, **named: object) -> Chained:
         """Every chain that ends with an addition subtracts, as a defect of the printer or of a kernel would have it."""
@@ -67,7 +66,7 @@ def test_chains_that_make_outputs_differ_stay_out(
                     a.s = a.s.replace(b"gelu(", b"silu(")
         return made
 
-    monkeypatch.setattr(pipeline, "apply_chains", spoiled)
+    monkeypatch.setattr("stof.fusion.rewrite.apply_chains", spoiled)
     report = optimize(narrow("bert.dynamo.sdpa"), options=Options(chains="on"))
     assert report.verification is not None
     assert not report.verification.failures
@@ -171,7 +170,9 @@ def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says on this machine, it is kept, and it decides the next run."""
     # The time is over after some two hundred looks at the clock, however long these take.
-    monkeypatch.setattr(pipeline, "judge_of", partial(judge_of, clock=partial(next, itertools.count(0.0, 0.01))))
+    monkeypatch.setattr(
+        "stof.fusion.rewrite.judge_of", partial(judge_of, clock=partial(next, itertools.count(0.0, 0.01)))
+    )
     model = narrow("bert.dynamo.sdpa")
     first = optimize(model, options=Options(tune=2.0, verify=False))
     again = optimize(model, options=Options(verify=False))

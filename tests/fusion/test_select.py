@@ -13,9 +13,11 @@ import pytest
 
 from stof.errors import ArgumentError
 from stof.fusion.decide.selection import Decided, Selection
+from stof.fusion.plan_entry import ChainPlan
+from stof.ops import PLAN_FORMATS
 from stof.options import Options
 from stof.pipeline import optimize
-from stof.plan import ChainPlan, parse
+from stof.plan import parse
 from stof.progress import Progress
 
 Narrow = Callable[[str], Path]
@@ -90,7 +92,7 @@ def test_only_and_skip(narrow: Narrow) -> None:
 def test_entries_that_are_none(entry: dict[str, Any], words: str) -> None:
     data = {"format": "stof-plan", "version": 1, "sites": [], "chains": [entry]}
     with pytest.raises(ArgumentError, match=words):
-        parse(json.dumps(data))
+        parse(json.dumps(data), PLAN_FORMATS)
 
 
 def test_a_plan_of_another_model() -> None:

@@ -299,7 +299,6 @@ def test_loop_that_masks_by_its_result(tmp_path: Path) -> None:
 def test_planted_fault(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong mask in either branch is found, whichever the inputs lead into."""
     import stof
-    from stof import pipeline
     from stof.attention.subgraphs import emit_scopes
     from stof.errors import VerifyError
     from stof.options import Options
@@ -314,7 +313,7 @@ def test_planted_fault(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         next(a for a in node.attribute if a.name == "scale").f = 0.5
         return result
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     path = tmp_path / "model.onnx"
     onnx.save(parser.parse_model(MERGED), path)
     with pytest.raises(VerifyError, match=("then_softmax", "else_softmax")[index]):

@@ -15,9 +15,11 @@ from onnx import TensorProto, helper
 import stof
 from stof.attention.expand.expand import Lowered
 from stof.attention.expand.prepare import prepare
+from stof.attention.plan_entry import SitePlan
+from stof.attention.report import Step
 from stof.options import Options
-from stof.plan import Plan, SitePlan
-from stof.report import Report, Step
+from stof.plan import Plan
+from stof.report import Report
 
 FLOAT, INT32, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL
 MICROSOFT = "com.microsoft"
@@ -122,5 +124,5 @@ def forced(model: onnx.ModelProto, folder: Path) -> tuple[Report, Path]:
         for s in found.sites
         if s.index is not None
     ]
-    Plan(tuple(entries)).save(plan)
+    Plan({"sites": tuple(entries)}).save(plan)
     return stof.optimize(source, target, Options(plan=plan)), target

@@ -11,9 +11,9 @@ import pytest
 from attention_forms import PLAIN, model, run
 
 import stof
+from stof.attention.report import SiteReport
 from stof.errors import VerifyError
 from stof.options import Options
-from stof.report import SiteReport
 from stof.site import EmptyRows
 from stof.verification.compare import attributes_of
 

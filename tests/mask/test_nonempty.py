@@ -16,11 +16,11 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import stof
 from stof.attention.find import find_sites
+from stof.attention.report import SiteReport
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.row_prover import RowProver
 from stof.mask.lift import MAY_FORBID, lift
 from stof.options import Options
-from stof.report import SiteReport
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 

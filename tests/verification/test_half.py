@@ -17,7 +17,7 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import build
 import stof
-from stof import cli, pipeline
+from stof import cli
 from stof.attention.subgraphs import emit_scopes
 from stof.execution.upcast import Twins, widen
 
@@ -205,7 +205,7 @@ def test_types_that_do_not_fit_are_caught_although_twins_agree(
         next(n for n in model.graph.node if n.op_type == "StofAttention").input[0] = "wide"
         return model
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     assert "the optimized model in its own types: does not run" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
@@ -231,7 +231,7 @@ def test_planted_fault_is_caught(
         mask.s = mask.s.replace(b"<= 16", b"<= 15")
         return model
 
-    monkeypatch.setattr(pipeline, "emit_scopes", faulty)
+    monkeypatch.setattr("stof.attention.rewrite.emit_scopes", faulty)
     assert cli.main([str(path)]) == 2
     assert "verification failed at site" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]

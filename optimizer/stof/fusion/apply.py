@@ -15,11 +15,11 @@ from stof.fusion.emit import Key, emit_chains, grouped, of_common_types, signatu
 from stof.fusion.gemm import Forms
 from stof.fusion.merge_matmuls import Merges, merged
 from stof.fusion.packed_qkv import packed
+from stof.fusion.plan_entry import ChainPlan
 from stof.fusion.regions import Graph, Left, chain_of, find_chains, settled
 from stof.fusion.split_gemm_bias import joined, separated
 from stof.fusion.translate import Chain
 from stof.graph.model_graph import all_nodes, opset_of
-from stof.plan import ChainPlan
 from stof.symbolic import Symbolic
 
 

@@ -15,10 +15,11 @@ import stof
 from stof.attention.expand.contrib import lower_multi_head
 from stof.attention.expand.expand import Request
 from stof.attention.expand.prepare import _LOWERERS, prepare
+from stof.attention.plan_entry import SitePlan
 from stof.errors import VerifyError
 from stof.mask.check import run_masks as mask_run
 from stof.options import Options
-from stof.plan import Plan, SitePlan
+from stof.plan import Plan
 
 SIZES = ({"B": 2, "S": 5, "T": 5, "U": 9, "P": 4, "PS": 9}, {"B": 3, "S": 17, "T": 17, "U": 6, "P": 1, "PS": 18})
 LOWEST = float(np.finfo(np.float32).min)
@@ -290,7 +291,8 @@ def test_one_node_feeds_another(skipped: int, tmp_path: Path) -> None:
     target = tmp_path / "optimized.onnx"
     names = ["the/node", "other/node"]
     found = stof.optimize(tmp_path / "model.onnx", options=Options(dry_run=True))
-    Plan(tuple(SitePlan(s.site, s.site != names[skipped], s.mask) for s in found.sites)).save(tmp_path / "plan.json")
+    entries = tuple(SitePlan(s.site, s.site != names[skipped], s.mask) for s in found.sites)
+    Plan({"sites": entries}).save(tmp_path / "plan.json")
     report = stof.optimize(tmp_path / "model.onnx", target, Options(plan=tmp_path / "plan.json"))
     assert {s.site: s.replaced for s in report.sites} == {n: n != names[skipped] for n in names}
     feeds = Fused("MultiHeadAttention", qkv(), TWO).feeds(SIZES[0], seed=1)

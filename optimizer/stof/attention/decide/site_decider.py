@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import onnx
@@ -13,6 +12,8 @@ import onnx
 from stof.attention.decide.cost_cpu import Prediction
 from stof.attention.decide.targets import Target, Use
 from stof.attention.emit import Rewrite
+from stof.attention.plan_entry import SitePlan
+from stof.attention.report import KEY, SiteReport, Step
 from stof.attention.split_bias_masks import parted
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.execution.inputs import evaluate
@@ -25,8 +26,8 @@ from stof.mask.mask_strength import equals_in_strength
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.stated_masks import state
 from stof.options import CHAIN, Options
-from stof.plan import ChainPlan, Plan, SitePlan
-from stof.report import SiteReport, Step
+from stof.plan import Plan
+from stof.selection import matches
 from stof.site import AttentionSite, EmptyRows, Finding, Layout, LiftedMask, Operand
 from stof.symbolic import Int, Symbolic
 
@@ -44,12 +45,6 @@ class Choice:
     report: SiteReport
     plan: SitePlan
     rewrite: Rewrite | None = None
-
-
-def matches(pattern: str, name: str, index: int | None) -> bool:
-    """Whether a selection names a site: by its name, its number, or a shell pattern over either."""
-    labels = [name] if index is None else [name, str(index)]
-    return pattern in labels or any(fnmatchcase(label, pattern) for label in labels)
 
 
 def check_selection(options: Options, sites: Sequence[AttentionSite], findings: Sequence[Finding]) -> None:
@@ -94,10 +89,10 @@ def check_plan(plan: Plan, sites: Sequence[AttentionSite], target: str) -> None:
     if plan.target != target:
         raise ArgumentError(f"the plan is for target {plan.target}, not {target}; use --target {plan.target}")
     names = {s.name for s in sites}
-    for entry in plan.sites:
-        if entry.site not in names:
+    for entry in plan.entries.get(KEY, ()):
+        if entry.name not in names:
             raise ArgumentError(
-                f"the plan has site {entry.site!r}, which the model does not have: it is of another model or export; "
+                f"the plan has site {entry.name!r}, which the model does not have: it is of another model or export; "
                 f"{_known(sites)}"
             )
 
@@ -109,8 +104,8 @@ def _known(sites: Sequence[AttentionSite]) -> str:
     return f"its sites are {shown}{', ...' if len(sites) > 4 else ''} (--explain lists them)"
 
 
-class Chooser:
-    """Decides about the sites of one model. ``folder``: where its external data lies."""
+class SiteDecider:
+    """Decides about the sites of one graph. ``folder``: where its external data lies."""
 
     def __init__(
         self,
@@ -132,7 +127,7 @@ class Chooser:
         ] = {}  # of sites that differ in no more than their place in the graph
         self.predictions: dict[tuple[object, ...], list[Prediction]] = {}
 
-    def choose(self, site: AttentionSite) -> Choice:
+    def decide(self, site: AttentionSite) -> Choice:
         """The outcome for a site.
 
         Raises:
@@ -140,7 +135,7 @@ class Chooser:
             VerifyError: for a stated mask that is not the graph's.
             ModelError: when the plan replaces a site that cannot be.
         """
-        entry = self.plan.of(site.name) if self.plan else None
+        entry = self._entry(site)
         row = SiteReport(
             site.name, False, "", site.form, index=site.index, heads=_heads(site), head_size=site.head_size
         )
@@ -168,7 +163,7 @@ class Chooser:
                 raise UnsupportedError(reason)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
-                return self.choose(site.unguarded)
+                return self.decide(site.unguarded)
             if entry is not None:
                 raise ModelError(
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
@@ -192,6 +187,10 @@ class Chooser:
         plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
         tensorrt = self.target.name == "tensorrt"
         return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
+
+    def _entry(self, site: AttentionSite) -> SitePlan | None:
+        entry = self.plan.of(KEY, site.name) if self.plan else None
+        return entry if isinstance(entry, SitePlan) else None
 
     def _left_out(self, site: AttentionSite, entry: SitePlan | None) -> str:
         """Why a site is left out by the user's choice; empty when it is not."""
@@ -304,8 +303,3 @@ def _kept(row: SiteReport, step: Step, reason: str) -> Choice:
 
 def _heads(site: AttentionSite) -> str:
     return f"{site.num_heads} heads" + (f" on {site.kv_num_heads}" if site.kv_num_heads != site.num_heads else "")
-
-
-def plan_of(choices: Iterable[Choice], target: str = "cpu", chains: tuple[ChainPlan, ...] | None = None) -> Plan:
-    """The plan that gives these choices again."""
-    return Plan(tuple(c.plan for c in choices), target, chains)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from onnx import TensorProto
 
@@ -15,13 +14,10 @@ from stof.attention.decide.cost_cpu import Prediction
 from stof.attention.decide.tune import Tuner
 from stof.attention.expand.expand import stands_for_fused
 from stof.errors import ArgumentError
-from stof.fusion.search.measure_cuda import has_cuda_provider
-from stof.installation import CUDA, missing
 from stof.options import Options
 from stof.runtime.cuda import device_info
-from stof.runtime.library import LibraryError, library_path
+from stof.runtime.library import LibraryError
 from stof.site import AttentionSite, LiftedMask
-from stof.tensorrt.module import TensorrtError, plugin_lacks_cuda, plugin_path
 
 
 @dataclass(frozen=True)
@@ -127,30 +123,3 @@ def target_of(options: Options, isa: str) -> Target:
         ArgumentError: when the options ask it for what it does not have.
     """
     return next(t for t in _TARGETS if t.name == options.target)(options, isa)
-
-
-def missing_for(options: Options, library: Mapping[str, Any]) -> tuple[str, ...]:
-    """What this installation lacks to run a model that is made for the target, each with what adds it.
-
-    ``library`` is ``build_info()``. Another installation may run the model, so nothing here is an error.
-    """
-    notes = []
-    if options.target == "cuda":
-        if "cuda" not in library["backends"]:
-            notes.append(
-                "this installation runs stof's operators on the CPU, in the CUDA provider too, since the CUDA kernels are "
-                f"{missing(CUDA, library_path().parent)}"
-            )
-        if options.tune and not has_cuda_provider():
-            notes.append(
-                "--tune predicts chains instead of measuring them, since no ONNX Runtime with a CUDA provider is installed: "
-                "pip install onnxruntime-gpu"
-            )
-    elif options.target == "tensorrt":
-        try:
-            plugin = plugin_path()
-            if lacks := plugin_lacks_cuda(plugin):
-                notes.append(f"the TensorRT plugin of this installation is {plugin}; {lacks}")
-        except TensorrtError as error:
-            notes.append(f"this installation builds no engines of the model: {error}")
-    return tuple(notes)

@@ -18,6 +18,7 @@ from stof.fusion.decide.tensorrt import BesideTensorRt
 from stof.fusion.emit import Key
 from stof.fusion.gemm import PRODUCTS, Forms
 from stof.fusion.merge_matmuls import Merges
+from stof.fusion.plan_entry import ChainPlan
 from stof.fusion.regions import Graph
 from stof.fusion.search.cost import Analytical, Machine, Site
 from stof.fusion.search.engine import Limits, search
@@ -27,7 +28,6 @@ from stof.fusion.search.space import Scheme, Segment, Setting, decode, encode, l
 from stof.fusion.translate import Chain
 from stof.interrupts import keeping_results, resume
 from stof.options import Options
-from stof.plan import ChainPlan
 from stof.progress import Progress
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from stof.errors import ArgumentError
+from stof.fusion.plan_entry import ChainPlan
 from stof.options import CHAIN, Options
-from stof.plan import ChainPlan
+from stof.selection import matches
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Selection:
         """
         for option, patterns in (("--only", self.only), ("--skip", self.skip)):
             for pattern in patterns:
-                if not any(_matches(pattern, i, name) for i, name in enumerate(names)):
+                if not any(matches(pattern, name, i) for i, name in enumerate(names)):
                     raise ArgumentError(f"{option} {CHAIN + pattern!r} names no chain of the model; {_known(names)}")
         own = dict(zip(names, words, strict=True))
         for entry in self.planned or ():
@@ -67,9 +67,9 @@ class Selection:
 
     def of_chain(self, number: int, name: str) -> Decided | None:
         """The user's word on a chain; None where there is none."""
-        if self.only and not any(_matches(p, number, name) for p in self.only):
+        if self.only and not any(matches(p, name, number) for p in self.only):
             return Decided((), "not among --only")
-        if any(_matches(p, number, name) for p in self.skip):
+        if any(matches(p, name, number) for p in self.skip):
             return Decided((), "left out by --skip")
         if self.planned is None:
             return None
@@ -77,10 +77,6 @@ class Selection:
         if entry is None:
             return Decided((), "not in the plan")
         return Decided(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
-
-
-def _matches(pattern: str, number: int, name: str) -> bool:
-    return pattern in (name, str(number)) or fnmatchcase(name, pattern) or fnmatchcase(str(number), pattern)
 
 
 def _known(names: Sequence[str]) -> str:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as an op of the pipeline: masked attention becomes StofAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from stof.attention.decide.site_decider import Choice, SiteDecider, check_plan, check_selection, check_shapes
+from stof.attention.decide.targets import target_of
+from stof.attention.emit import Rewrite
+from stof.attention.expand.prepare import is_fused, prepare
+from stof.attention.find import is_softmax, unique
+from stof.attention.function_body import OP
+from stof.attention.plan_entry import SitePlan, read_site_plan
+from stof.attention.report import KEY, SiteReport, SiteSection
+from stof.attention.subgraphs import Scope, emit_scopes, search
+from stof.graph.external_data import read_constants
+from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.mask.families import picture, window
+from stof.op_rewrite import Decisions, Job, OpRewrite
+from stof.plan import EntryFormat
+from stof.site import Finding, tables_of
+
+if TYPE_CHECKING:
+    from stof.verification.verifier import Verification
+
+_MOST_PICTURES = 6
+
+
+@dataclass(frozen=True)
+class AttentionDecisions(Decisions):
+    """The sites of the main graph and of subgraphs, with what becomes of each."""
+
+    scopes: tuple[Scope, ...]
+    choices: tuple[Choice, ...]
+    sites: SiteSection
+
+    @property
+    def section(self) -> SiteSection:
+        return self.sites
+
+    @property
+    def rewrites(self) -> list[Rewrite]:
+        """The sites that are replaced, in the order of the graph."""
+        return [c.rewrite for c in self.choices if c.rewrite is not None]
+
+    @property
+    def plan(self) -> tuple[SitePlan, ...]:
+        return tuple(c.plan for c in self.choices)
+
+    @property
+    def has_replaced(self) -> bool:
+        return bool(self.rewrites)
+
+
+class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
+    """Finds attention at each softmax, lifts its mask, and decides by checks, kernels and the cost model."""
+
+    key = KEY
+    op_types = frozenset({OP})
+    plan_format = EntryFormat("site", read_site_plan, required=True)
+
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
+        with job.step("match"):
+            read_constants(job.source, job.model)
+            scopes = tuple(search(prepare(job.model)))
+        sites = [site for scope in scopes for site in scope.sites]
+        check_selection(job.options, sites, [finding for scope in scopes for finding in scope.findings])
+        check_shapes(job.options, job.model)
+        if job.plan is not None:
+            check_plan(job.plan, sites, job.options.target)
+        return scopes
+
+    def decide(self, job: Job, found: tuple[Scope, ...]) -> AttentionDecisions:
+        choices: list[Choice] = []
+        with job.step("lift"):
+            target = target_of(job.options, str(job.library.get("cpu_isa", "")))
+            for scope in found:
+                decider = SiteDecider(
+                    scope.prepared.model, scope.symbolic, job.options, job.plan, target, job.source.parent
+                )
+                choices += [decider.decide(site) for site in scope.sites]
+        refused = [SiteReport(f.site, False, f.reason) for scope in found for f in scope.findings]
+        section = SiteSection([*refused, *(c.report for c in choices)])
+        decided = AttentionDecisions(found, tuple(choices), section)
+        section.pictures = _pictures(decided.rewrites)
+        return decided
+
+    def emit(self, job: Job, model: onnx.ModelProto, decided: AttentionDecisions) -> onnx.ModelProto:
+        with job.step("emit"):
+            return emit_scopes(decided.scopes, decided.rewrites)
+
+    def empty_section(self) -> SiteSection:
+        return SiteSection()
+
+    def optimized_before(self, job: Job) -> AttentionDecisions | None:
+        if not any(_is_done(n) for n in all_nodes(job.model.graph.node)):
+            return None
+        rows = _rows_of_optimized(job.model)
+        check_selection(job.options, [], [Finding(row.site, False, row.reason) for row in rows])
+        kept = tuple(Choice(row, SitePlan(row.site, False, reason=row.reason)) for row in rows)
+        return AttentionDecisions((), kept, SiteSection(rows))
+
+    def verify(
+        self, job: Job, decided: AttentionDecisions, emitted: onnx.ModelProto, final: onnx.ModelProto, scratch: Path
+    ) -> Verification:
+        # A tenth of all imports, which --no-verify and --dry-run do not need.
+        from stof.verification.verifier import Verifier
+
+        options = job.options
+        verifier = Verifier(
+            decided.scopes, decided.rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
+        )
+        return verifier.run(job.source, final, scratch, partial(emit_scopes, decided.scopes), emitted)
+
+    def explain_failure(self, decided: AttentionDecisions, verification: Verification) -> str:
+        failures = verification.failures
+        sites = verification.faulty_sites()
+        if sites:
+            masks = {r.site.name: r.mask.expression for r in decided.rewrites}
+            first = next(c for c in failures if c.site == sites[0])
+            return (
+                f"verification failed at site {sites[0]!r} (mask {masks.get(sites[0], '')!r}): error "
+                f"{first.difference:.3e}, allowed {first.budget:.3e}{first.detail and '; '}{first.detail}. {len(sites)} "
+                f"faulty site(s): {', '.join(sites)}. Nothing was written; --skip SITE leaves a site as it is"
+            )
+        first = failures[0]
+        if verification.suspects:
+            names = [repr(name) for name in verification.suspects]
+            others = "" if verification.suspects_suffice else " and others before them"
+            words = (
+                f"the difference comes with site {names[0]} alone"
+                if len(names) == 1
+                else f"the difference comes when sites {', '.join(names)}{others} are replaced together, not with fewer "
+                "of them"
+            )
+            return (
+                f"verification failed: {first.words()}. Every site by itself computes what it should; {words}. Nothing "
+                "was written; --skip SITE leaves a site as it is"
+            )
+        return f"verification failed: {first.what}{first.detail and ': '}{first.detail}. Nothing was written"
+
+
+def _is_done(node: onnx.NodeProto) -> bool:
+    return node.domain == DOMAIN and node.op_type == OP
+
+
+def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
+    """What there is in a model that was optimized before: its operators, and attention that was left or came later."""
+    functions = [f for f in graph.functions if f.domain != DOMAIN]
+    nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
+    found: list[SiteReport] = []
+    taken: set[str] = set()
+    for node in nodes:
+        if _is_done(node):
+            mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
+            found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
+        elif is_softmax(node) or is_fused(node):
+            name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
+            reason = (
+                f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
+                "made, where all sites can be replaced together"
+            )
+            found.append(SiteReport(name, False, reason))
+    return found
+
+
+def _pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
+    """A drawing of each distinct mask, by its text."""
+    found: dict[str, list[str]] = {}
+    tried: set[str] = set()
+    for rewrite in rewrites:
+        mask = rewrite.mask
+        if not mask.expression or window(mask.expression) == (-1, -1):
+            continue  # every tile is full, or a bias says which are not
+        if mask.expression not in tried and "segment_" not in mask.expression and len(found) < _MOST_PICTURES:
+            tried.add(mask.expression)
+            length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
+            with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
+                found[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)
+    return found
+
+
+ATTENTION = AttentionRewrite()

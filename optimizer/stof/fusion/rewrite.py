@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fusion as an op of the pipeline: operators around attention become StofChain and StofGemm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import onnx
+
+from stof.errors import ArgumentError
+from stof.fusion.apply import Chained, Judge, apply_chains
+from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
+from stof.fusion.decide.selection import Selection
+from stof.fusion.plan_entry import ChainPlan, read_chain_plan
+from stof.fusion.report import KEY, ChainSection
+from stof.op_rewrite import Decisions, Job, OpRewrite
+from stof.plan import EntryFormat
+from stof.runtime.library import has_packed
+
+
+@dataclass(frozen=True)
+class FusionCandidates:
+    """A model in which regions are looked for, who decides about them, and what the user says of them."""
+
+    model: onnx.ModelProto
+    judge: Judge
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class FusionDecisions(Decisions):
+    """A model before and after its regions became fused chains."""
+
+    before: onnx.ModelProto
+    chained: Chained
+
+    @property
+    def section(self) -> ChainSection:
+        return ChainSection(list(self.chained.reports))
+
+    @property
+    def plan(self) -> tuple[ChainPlan, ...]:
+        return self.chained.plans
+
+    @property
+    def has_replaced(self) -> bool:
+        return self.chained.replaced > 0
+
+    @property
+    def changes_model(self) -> bool:
+        return self.chained.model is not self.before
+
+    def without(self, reason: str) -> FusionDecisions:
+        return replace(self, chained=self.chained.without(self.before, f"with chains, {reason}"))
+
+
+class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
+    """Finds regions of memory-bound operators, and decides by measurement or prediction which parts become chains."""
+
+    key = KEY
+    op_types = frozenset({"StofChain", "StofGemm"})
+    plan_format = EntryFormat("chain", read_chain_plan)
+
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | None:
+        judge = judge_of(job.options, job.library)
+        selection = Selection.of(job.options, _planned(job))
+        if judge is None and selection.planned and job.options.chains != "off":
+            judge = leave_all
+        if judge is None:
+            if selection.only or selection.skip:
+                raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
+            return None
+        return FusionCandidates(model(), judge, selection)
+
+    def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions:
+        target = job.options.target
+        with job.step("chains"):
+            chained = apply_chains(
+                found.model,
+                found.judge,
+                found.selection,
+                forms_of(job.options, found.selection.planned),
+                tensorrt=target == "tensorrt",
+                separate=target == "cuda",
+                merges=merges_of(found.judge) if target == "cuda" and job.plan is None else None,
+                packs=target != "tensorrt" and has_packed(),
+                on_cpu=target == "cpu",
+            )
+        return FusionDecisions(found.model, chained)
+
+    def emit(self, job: Job, model: onnx.ModelProto, decided: FusionDecisions) -> onnx.ModelProto:
+        return decided.chained.model
+
+    def empty_section(self) -> ChainSection:
+        return ChainSection()
+
+
+def _planned(job: Job) -> tuple[ChainPlan, ...] | None:
+    if job.plan is None or KEY not in job.plan.entries:
+        return None
+    return tuple(entry for entry in job.plan.entries[KEY] if isinstance(entry, ChainPlan))
+
+
+FUSION = FusionRewrite()

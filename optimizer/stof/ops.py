@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops that stof writes into models, in the order in which a model is rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stof.attention.rewrite import ATTENTION
+from stof.fusion.rewrite import FUSION
+from stof.op_rewrite import OpRewrite
+
+OPS: tuple[OpRewrite[Any, Any], ...] = (ATTENTION, FUSION)
+PLAN_FORMATS = {op.key: op.plan_format for op in OPS}
