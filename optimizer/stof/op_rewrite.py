@@ -25,7 +25,7 @@ from stof.plan import EntryFormat, Plan, PlanEntry
 from stof.report import Section
 
 if TYPE_CHECKING:
-    from stof.verification.verifier import Verification
+    from stof.verification.result import Verification
 
 
 @dataclass(frozen=True)

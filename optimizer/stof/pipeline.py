@@ -30,7 +30,7 @@ from stof.target_support import missing_for
 from stof.tuning_cache import cache_path
 
 if TYPE_CHECKING:
-    from stof.verification.verifier import Verification
+    from stof.verification.result import Verification
 
 _LONGEST_REASON = 300
 

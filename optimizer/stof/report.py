@@ -12,8 +12,7 @@ from stof import strict_json
 from stof.errors import shown
 
 if TYPE_CHECKING:
-    from stof.verification.compare import Comparison
-    from stof.verification.verifier import Verification
+    from stof.verification.result import Comparison, Verification
 
 _MOST_LINES = 4
 

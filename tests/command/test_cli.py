@@ -490,7 +490,7 @@ def test_plain_errors_of_other_code_are_no_fault_of_the_model(
     def wrong(*_: object) -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr("stof.verification.verifier.compare_site", wrong)
+    monkeypatch.setattr("stof.attention.site_checks.compare_site", wrong)
     assert cli.main([str(path)]) == 3
     error = capsys.readouterr().err
     assert "internal error: RuntimeError: dictionary changed size during iteration" in error

@@ -21,7 +21,7 @@ from stof.errors import ArgumentError
 from stof.ops import PLAN_FORMATS
 from stof.plan import Plan, parse
 from stof.report import Report
-from stof.verification.verifier import Comparison, Verification
+from stof.verification.result import Comparison, Verification
 
 
 def standard(text: str) -> Any:

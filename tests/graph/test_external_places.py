@@ -389,7 +389,9 @@ def test_a_disk_that_fills_up_at_any_step(
 ) -> None:
     """Also where temporary files lie that are no business of the output's folder."""
     places = {
+        "prepare": "stof.attention.rewrite.prepare",
         "find_sites": "stof.attention.subgraphs.find_sites",
+        "apply_chains": "stof.fusion.rewrite.apply_chains",
         "Verifier.run": "stof.verification.verifier.Verifier.run",
     }
 

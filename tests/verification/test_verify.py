@@ -15,8 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from stof import cli
+from stof.attention.site_checks import cases
 from stof.execution.inputs import Padding
-from stof.verification.verifier import Verifier, cases, suspects
+from stof.verification.verifier import Verifier, suspects
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

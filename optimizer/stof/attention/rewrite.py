@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from stof.plan import EntryFormat
 from stof.site import Finding, tables_of
 
 if TYPE_CHECKING:
-    from stof.verification.verifier import Verification
+    from stof.verification.result import Verification
 
 _MOST_PICTURES = 6
 
@@ -112,13 +111,11 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         self, job: Job, decided: AttentionDecisions, emitted: onnx.ModelProto, final: onnx.ModelProto, scratch: Path
     ) -> Verification:
         # A tenth of all imports, which --no-verify and --dry-run do not need.
+        from stof.attention.site_checks import AttentionChecks
         from stof.verification.verifier import Verifier
 
-        options = job.options
-        verifier = Verifier(
-            decided.scopes, decided.rewrites, options.verify_budget, ignore_empty_rows=options.ignore_empty_rows
-        )
-        return verifier.run(job.source, final, scratch, partial(emit_scopes, decided.scopes), emitted)
+        checks = AttentionChecks(decided.scopes, decided.rewrites, ignore_empty_rows=job.options.ignore_empty_rows)
+        return Verifier(checks, job.options.verify_budget).run(job.source, final, scratch, emitted)
 
     def explain_failure(self, decided: AttentionDecisions, verification: Verification) -> str:
         failures = verification.failures

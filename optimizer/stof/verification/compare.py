@@ -1,75 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far outputs may differ: of models beside two legal runs of the original, of a site beside fp64."""
+"""How far a model's outputs may differ from those of legal runs of the original."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import onnx
-from onnx import helper
 
-from stof.attention.function_body import OP
 from stof.execution.inputs import Case
-from stof.execution.upcast import HALF
-from stof.runtime.library import Op
-from stof.site import AttentionSite, EmptyRows, Layout, Operand, heads_in_one
+from stof.verification.result import Comparison, Coverage
 
-SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
 _ENOUGH = 64  # elements whose range tells how large an output is
-_SOFT_FILL, _HARD_FILL = -5e3, -1e4  # scores of rows without a key are lower: -10000 is a fill, and no sum of products
-_DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
-_EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How many elements a comparison held against numbers, and what became of the others."""
-
-    compared: int
-    nonfinite: int = 0  # NaN or infinite in both
-    ignored: int = 0  # of rows without a key that may differ
-    undefined: int = 0  # NaN in the original alone
-    rows: tuple[int, ...] = ()  # of the batch, in which those are
-
-    @property
-    def elements(self) -> int:
-        """All of them."""
-        return self.compared + self.nonfinite + self.ignored + self.undefined
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One comparison: what, the largest difference, the budget, whether it holds, and what was compared."""
-
-    what: str
-    difference: float
-    budget: float
-    ok: bool
-    site: str = ""
-    detail: str = ""
-    coverage: Coverage = Coverage(0)
-
-    def words(self) -> str:
-        """The comparison in a message about its failure."""
-        return f"{self.what} differs by {self.difference:.3e}, allowed {self.budget:.3e}{self.detail and '; '}{self.detail}"
-
-
-@dataclass(frozen=True)
-class Exact:
-    """A site in fp64: the output [B, H, S, Dv]; of each row [B, H, S] the largest score and whether NaN leaks into it.
-
-    NaN or infinity in the key or value of a forbidden key, which comes with a weight of 0 at most, is left out here. The
-    nodes of the original multiply it with that weight, or add -inf to it, which gives NaN.
-    """
-
-    output: np.ndarray
-    tops: np.ndarray
-    leaks: np.ndarray
 
 
 def compare_outputs(
@@ -104,7 +46,7 @@ def compare_outputs(
     alone = np.isnan(plain) & np.isfinite(found) & undefined
     odd = (np.isfinite(found) != np.isfinite(plain)) & ~alone
     if odd.any():
-        return Comparison(what, np.inf, 0.0, False, detail=_only_one(odd, found, plain))
+        return Comparison(what, np.inf, 0.0, False, detail=describe_nonfinite(odd, found, plain))
     good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
     compared, only = int(good.sum()), int(alone.sum())
     rows = tuple(int(i) for i in np.unique(np.argwhere(alone)[:, 0])) if only and alone.ndim > 1 else ()
@@ -144,169 +86,10 @@ def undefined_everywhere(by_case: Sequence[Sequence[Comparison]], names: Sequenc
     return found
 
 
-def _only_one(odd: np.ndarray, found: np.ndarray, original: np.ndarray, axes: str = "") -> str:
+def describe_nonfinite(odd: np.ndarray, found: np.ndarray, original: np.ndarray, axes: str = "") -> str:
     """Of elements that are finite in one of the two: how many, and the first one."""
     where = tuple(int(i) for i in np.argwhere(odd)[0])
     return (
         f"inf or NaN in one of the two in {int(odd.sum())} of {odd.size} elements, first at {axes}{where}: {found[where]}, "
         f"where the original has {original[where]}"
     )
-
-
-def compare_site(
-    site: AttentionSite,
-    node: onnx.NodeProto,
-    inputs: Sequence[str],
-    known: Mapping[str, np.ndarray],
-    computed: np.ndarray,
-    ignore_empty_rows: bool,
-) -> Comparison:
-    """The op on the tensors of ``known`` beside fp64 on the same, and beside what the original computed.
-
-    Where NaN that forbidden keys carry makes the original NaN, fp32 in its place tells how much rounding is allowed.
-    """
-    reference = site_exactly(site, known)
-    exact, tops = reference.output, reference.tops
-    in_single = partial(site_exactly, site, known, np.float32)
-    site, known = _multiplied(site, known)
-    original = known[site.output]
-    if site.output_flat:
-        outer = exact.shape[2] if site.output_perm else exact.shape[0]
-        original, computed = (x.reshape(outer, -1, x.shape[-1]) for x in (original, computed))
-    if site.output_perm:
-        back = np.argsort(site.output_perm)
-        original, computed = np.transpose(original, back), np.transpose(computed, back)
-    if site.output_joined:
-        original, computed = (a.reshape(-1, *a.shape[2:]) for a in (original, computed))
-    if site.output_grouped:
-        original, computed = (heads_in_one(a, site.output_layout) for a in (original, computed))
-    operands = [_laid_out(known, o) for o in (site.query, site.key, site.value)]
-    arrays = [np.ascontiguousarray(a) for a in (*operands, *(known[n] for n in inputs[3:]))]
-    layouts = (site.query.layout, site.key.layout, site.value.layout, site.output_layout)
-    attributes = {**attributes_of(node), "layout": " ".join(layout.value for layout in layouts)}
-    attributes.pop("packed", None)  # of the tensors that the node reads; these hold the site's heads alone
-    found = np.full(original.shape, np.nan, original.dtype)
-    what = f"site {site.name!r}"
-    try:
-        Op(OP, attributes).run(arrays, [found], threads=2)
-    except Exception as error:  # the message of the op says what it refused
-        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
-    mine = _bhsd(found, site.output_layout, site.num_heads)
-    own = _bhsd(computed, site.output_layout, site.num_heads)
-    leaked = np.isnan(own) & np.isfinite(mine) & np.isfinite(exact) & reference.leaks[..., None]
-    if leaked.any():
-        own = np.where(leaked, in_single().output.astype(own.dtype), own)
-    odd = np.isfinite(mine) != np.isfinite(own)
-    if odd.any():
-        return Comparison(what, np.inf, 0.0, False, site.name, _only_one(odd, mine, own, "(b, h, q, d) = "))
-    # Rows without a key follow the original's own rounding (finfo.min absorbs the scores), not fp64; but where -65504 takes
-    # digits from them alone, the operator computes what it stands for, and the original is off by these digits.
-    finite = np.isfinite(own) & np.isfinite(exact)
-    away = np.abs(np.where(finite, own.astype(np.float64) - exact, 0.0))
-    rows = tops > _SOFT_FILL
-    lost = float(away[~rows].max(initial=0.0))
-    span = float(np.ptp(own[finite])) if finite.any() else 0.0
-    soft = attributes.get("empty_rows") == EmptyRows.ALL.value and lost <= _DIGITS * span
-    if not soft:
-        rows = tops > _HARD_FILL
-    rest = np.nan if ignore_empty_rows else exact if soft else own.astype(np.float64)
-    target = np.where(rows[..., None], exact, rest)
-    good = np.isfinite(own) & np.isfinite(target)
-    errors = np.abs(mine.astype(np.float64) - target)
-    base = np.abs(own.astype(np.float64) - target)
-    found_in: list[tuple[float, float, str]] = []
-    for part in (good & rows[..., None], good & ~rows[..., None]) if soft else (good,):
-        budget = SITE_FACTOR * float(base[part].max(initial=0.0)) + _budget_ulp(original)
-        worst = float(errors[part].max(initial=0.0))
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(np.where(part, errors, 0))), errors.shape))
-        found_in.append((worst, budget, f"largest at (b, h, q, d) = {where}" if worst > budget else ""))
-    worst, budget, detail = max(found_in, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
-    compared = int(good.sum())
-    ignored = int((np.isfinite(own) & ~good).sum())
-    coverage = Coverage(compared, own.size - compared - ignored, ignored)
-    return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
-
-
-def site_exactly(
-    site: AttentionSite, known: Mapping[str, np.ndarray], dtype: type[np.floating[Any]] = np.float64
-) -> Exact:
-    """The site from its captured tensors in fp64, or another type.
-
-    Reads what the graph itself adds to the scores, never the lifted expression.
-    """
-    q = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads).astype(dtype)
-    k = _bhsd(_laid_out(known, site.key), site.key.layout, site.kv_num_heads).astype(dtype)
-    v = _bhsd(_laid_out(known, site.value), site.value.layout, site.kv_num_heads).astype(dtype)
-    repeat = site.num_heads // site.kv_num_heads
-    k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
-    scores = np.einsum("bhsd,bhtd->bhst", q, k) * dtype(site.scale)
-    if site.query_factor is not None:
-        factor = known[site.query_factor[1]].astype(dtype)
-        scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
-    if site.softcap:
-        scores = dtype(site.softcap) * np.tanh(scores / dtype(site.softcap))
-    added = None if np.isfinite(k).all() and np.isfinite(v).all() else np.zeros_like(scores)  # to scores of 0
-    for term in site.terms:
-        value = term.spread(known[term.tensor], len(q))
-        scores = term.apply(scores, value)
-        added = None if added is None else term.apply(added, value)
-    leaks = np.zeros(1, bool)  # of pairs
-    if added is not None:
-        leaks = (added <= _HARD_FILL) & ~(np.isfinite(k).all(-1) & np.isfinite(v).all(-1))[:, :, None, :]
-        scores = np.where(leaks & ~(scores < np.inf), added, scores)
-    tops = scores.max(-1, initial=-np.inf)
-    if site.sink is not None:
-        logits = np.array(site.sink_values) if site.sink_values else known[site.sink]
-        column = logits.astype(dtype).reshape(1, -1, 1, 1)
-        scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
-    with np.errstate(all="ignore"):
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-    weights = weights[..., : k.shape[2]]
-    odd = ~np.isfinite(v)
-    output = np.einsum("bhst,bhtd->bhsd", weights, np.where(odd, dtype(0), v))
-    if odd.any():
-        counts = ~leaks | (weights != 0)
-        output[np.einsum("bhst,bhtd->bhsd", counts.astype(np.float32), odd.astype(np.float32)) > 0] = np.nan
-    return Exact(output, tops, np.broadcast_to(leaks.any(-1), tops.shape))
-
-
-def _multiplied(site: AttentionSite, known: Mapping[str, np.ndarray]) -> tuple[AttentionSite, Mapping[str, np.ndarray]]:
-    """The site with a query that is multiplied beforehand, where the graph multiplies its scores, as it is emitted."""
-    if site.query_factor is None:
-        return site, known
-    op, factor = site.query_factor
-    query = _bhsd(_laid_out(known, site.query), site.query.layout, site.num_heads)
-    scaled = query * known[factor] if op == "Mul" else query / known[factor]
-    name = f"{site.query.tensor} {op} {factor}"
-    return replace(site, query=Operand(name, Layout.BHSD), query_factor=None), {**known, name: scaled}
-
-
-def _laid_out(known: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
-    return operand.laid_out(known[operand.tensor])
-
-
-def _bhsd(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
-    if layout is Layout.BSN:
-        array = array.reshape(*array.shape[:2], heads, -1)
-    return array if layout is Layout.BHSD else array.transpose(0, 2, 1, 3)
-
-
-def attributes_of(node: onnx.NodeProto) -> dict[str, int | float | str | list[int]]:
-    found: dict[str, int | float | str | list[int]] = {}
-    for attribute in node.attribute:
-        value = helper.get_attribute_value(attribute)
-        found[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return found
-
-
-def rounded(array: np.ndarray, dtype: int) -> np.ndarray:
-    """In the site's type, where the model ran widened."""
-    if dtype not in HALF or array.dtype != np.float32:
-        return array
-    return array.astype(helper.tensor_dtype_to_np_dtype(dtype))
-
-
-def _budget_ulp(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return 4 * _EPSILON.get(array.dtype.name, 1.2e-7) * float(finite.max(initial=0.0))

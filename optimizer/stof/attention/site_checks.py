@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention sites before verification: query, key, value and masks are captured where they enter a site.
+
+The site is computed in fp64 from the captured tensors, and the emitted op's error is held against that of the original's
+own nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.attention.emit import Rewrite
+from stof.attention.function_body import OP
+from stof.attention.site_comparison import attributes_of, compare_site, rounded
+from stof.attention.subgraphs import Scope, emit_scopes, graph_at
+from stof.errors import VerifyError
+from stof.execution.inputs import Case, Counts, InputMaker, Padding
+from stof.mask.check.run_masks import read_by
+from stof.site import EmptyRows, Layout, TermKind
+from stof.verification.fp64_reference import in_double
+from stof.verification.perturb import Noisy
+from stof.verification.result import Comparison
+from stof.verification.site_checks import Run, SiteChecks
+from stof.verification.verifier import WITHOUT_KEYS
+
+_LONGEST = 700
+
+
+def cases(expressions: Sequence[str], tokens: float = np.inf, last: int = 2) -> list[Case]:
+    """Sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side.
+
+    The first and the last always run, others as far as time allows; long ones of batch 2 become batch 1 where they have more
+    than so many ``tokens``. The last case has ``last`` rows.
+    """
+    numbers = [int(n) for e in expressions for n in re.findall(r"\d+", e)]
+    most = max([n for n in numbers if n <= _LONGEST - 60], default=16)
+    above = most + 37 if (most + 37) % 2 else most + 38
+    batch = 2 if 2 * above <= tokens else 1
+    return [
+        Case(batch, above, Padding.LEFT),
+        Case(batch, above + 6, Padding.RIGHT),
+        Case(1, max(3, most // 2), Padding.NONE),
+        Case(1, above + 11, Padding.NONE),
+        Case(last, 9, Padding.RIGHT),
+    ]
+
+
+class AttentionChecks(SiteChecks):
+    """The sites of a model that became StofAttention.
+
+    Args:
+        scopes: the main graph, with the original and its working copy, and subgraphs with sites.
+        rewrites: what was replaced.
+        ignore_empty_rows: rows without a key may differ.
+    """
+
+    def __init__(
+        self, scopes: Sequence[Scope], rewrites: Sequence[Rewrite], *, ignore_empty_rows: bool = False
+    ) -> None:
+        self.ignore_empty_rows = ignore_empty_rows
+        self.scopes = scopes
+        self.original = scopes[0].prepared.original
+        self.working = scopes[0].prepared.model
+        self.symbolic = scopes[0].symbolic
+        self.rewrites = rewrites
+        self.sites = tuple(r.site.name for r in rewrites)
+        self.types = frozenset(r.site.dtype for r in rewrites)
+        added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
+        read = read_by((r.site, r.mask) for r in rewrites)
+        fused = scopes[0].prepared.base.graph
+        self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
+        self.may_carry_nan = any(r.mask.operands or r.mask.by_data for r in rewrites)
+
+    def cases(self, tokens: float) -> list[Case]:
+        # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
+        soft = any(r.mask.empty_rows is EmptyRows.ALL for r in self.rewrites)
+        found = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else WITHOUT_KEYS)
+        if self.inputs.counts and not soft and not self.ignore_empty_rows:
+            *others, short = found
+            unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]
+            found = [*others, *unusual, replace(short, counts=Counts.NONE)]
+        # NaN of queries without a key spreads further in the original. A case without such queries compares what it hides.
+        if self.may_carry_nan and any(r.mask.empty_rows is EmptyRows.NAN for r in self.rewrites):
+            found.insert(-1, Case(2, found[-1].length, Padding.LEAST))
+        if self.ignore_empty_rows:
+            # Padding is what makes rows without keys; what follows from them is not to be compared.
+            found = [Case(c.batch, c.length, Padding.NONE) for c in found]
+        return found
+
+    def tensors(self) -> list[str]:
+        return self._tensors(self.scopes[0])
+
+    def compare(self, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+        return self._compare(self.scopes[0], emitted, captured)
+
+    def compare_subgraphs(self, emitted: onnx.ModelProto, case: Case, run: Run) -> list[Comparison]:
+        inside = [scope for scope in self.scopes[1:] if scope.rewrites(self.rewrites)]
+        return [c for scope in inside for c in self._compare_inside(scope, emitted, case, run)]
+
+    def _compare_inside(self, scope: Scope, emitted: onnx.ModelProto, case: Case, run: Run) -> list[Comparison]:
+        """The sites of a subgraph, whether an input leads into it or not."""
+        some = scope.rewrites(self.rewrites)
+        model = onnx.ModelProto()
+        model.CopyFrom(scope.prepared.model)
+        del model.graph.output[:]
+        wanted = self._tensors(scope)
+        for name in wanted:
+            model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
+        try:
+            maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
+            captured = run(model, wanted, maker.draw(case, np.random.default_rng(0)))
+        except VerifyError:
+            raise
+        except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
+            detail = f"the {scope.words} cannot be run by itself: {error}"
+            return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
+        return self._compare(scope, emitted, captured)
+
+    def exact_runs(self, working: onnx.ModelProto, dtype: Callable[[str], int]) -> list[onnx.ModelProto]:
+        soft = [r.site for r in self.scopes[0].rewrites(self.rewrites) if _absorbs(r)]
+        exact = in_double(working, [s.nodes for s in soft], dtype) if soft else None
+        return [exact] if exact else []
+
+    def noise(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
+        found = {}
+        for site in (r.site for r in self.rewrites):
+            channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
+            known = captured.get(site.output)
+            largest = 1.0 if known is None else float(np.abs(known[np.isfinite(known)]).max(initial=0.0))
+            found[site.output] = Noisy(site.dtype, channels, largest)
+        return found
+
+    def emit(self, sites: Sequence[str]) -> onnx.ModelProto:
+        return emit_scopes(list(self.scopes), [r for r in self.rewrites if r.site.name in set(sites)])
+
+    def _tensors(self, scope: Scope) -> list[str]:
+        found: list[str] = []
+        initializers = {t.name for t in scope.prepared.base.graph.initializer}
+        given = {i.name for i in scope.prepared.base.graph.input} - initializers
+        # Initializers among these are asked of the runtime, too: their data may be in another file.
+        heads: list[str] = []
+        for rewrite in scope.rewrites(self.rewrites):
+            site = rewrite.site
+            heads += [site.query.tensor, site.key.tensor, site.value.tensor]
+            found += [site.output]
+            found += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
+            found += [site.query_factor[1]] if site.query_factor is not None else []
+            found += [o.tensor for o in rewrite.mask.operands]
+        drawn = [n for n in found if n not in initializers]
+        return [n for n in dict.fromkeys([*heads, *drawn]) if n not in given]
+
+    def _compare(self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]) -> list[Comparison]:
+        graph = graph_at(emitted, scope.path)
+        rewrites = scope.rewrites(self.rewrites)
+        writers = {o: n for n in graph.node for o in n.output}
+        read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
+        read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
+        constants = {
+            t.name: onnx.numpy_helper.to_array(t)
+            for t in graph.initializer
+            if t.name.startswith("stof_") and t.data_location != onnx.TensorProto.EXTERNAL
+        }
+        constants.update(
+            {
+                t.name: onnx.numpy_helper.to_array(t)
+                for t in scope.prepared.base.graph.initializer
+                if t.name in read and t.data_location != onnx.TensorProto.EXTERNAL
+            }
+        )
+        known = {**constants, **captured}
+        found = []
+        for rewrite in rewrites:
+            site = rewrite.site
+            node = writers[site.output]
+            while node.op_type != OP:  # the layout was converted
+                node = writers[node.input[0]]
+            mask = attributes_of(node).get("mask", "")
+            if mask != rewrite.mask.expression:
+                # Windows longer than any input that is tried show nowhere else.
+                detail = f"the node's mask is {mask!r}"
+                found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))
+                continue
+            if site.sink is not None and site.sink in known:  # the emitted graph may reshape it
+                place = str(attributes_of(node)["operands"]).split().index("sink")
+                known[node.input[3 + place]] = known[site.sink].reshape(-1)
+            roles = str(attributes_of(node)["operands"]).split()
+            for operand in rewrite.mask.operands:  # likewise
+                place = node.input[3 + roles.index(operand.role)]
+                if place not in known and operand.tensor in known:
+                    laid = operand.laid(known[operand.tensor])
+                    known[place] = laid if operand.role == "pad" else laid.astype(np.int64)
+            if not all(n in known for n in node.input[3:]):
+                continue  # a bias that the emitted graph adds up itself; the outputs tell
+            tensors = (site.query.tensor, site.key.tensor, site.value.tensor)
+            own = {n: rounded(x, site.dtype) if n in {*tensors, site.output} else x for n, x in known.items()}
+            inputs = [*tensors, *node.input[3:]]
+            found.append(compare_site(site, node, inputs, own, known[site.output], self.ignore_empty_rows))
+        return found
+
+
+def _absorbs(rewrite: Rewrite) -> bool:
+    """Whether large finite numbers may take digits from the scores of a whole row: the mask's own, or a caller's."""
+    return rewrite.mask.empty_rows is EmptyRows.ALL or any(t.kind is TermKind.ADD for t in rewrite.mask.by_data)
