@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from stof.ops import OPS, PLAN_FORMATS
 from stof.options import Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
+from stof.recursion import deep_recursion
 from stof.report import Report
 from stof.runtime.library import build_info
 from stof.target_support import missing_for
@@ -53,12 +53,11 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     source = Path(model)
     # Not by with_name, which refuses "." and "/" in words of its own.
     target = Path(output or options.output or source.parent / f"{source.stem}.stof.onnx")
-    # The interpreter follows chains of movement operators by recursion; each is as deep as the graph writes it.
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     report = Report(str(source), dry_run=options.dry_run or options.explain is not None, library=build_info())
     report.notes = missing_for(options, report.library)
     try:
-        _optimize(report, source, target, options)
+        with deep_recursion():
+            _optimize(report, source, target, options)
     except VerifyError:
         _write_report(report, options)
         raise
