@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of the sources: imports and includes point one way, folders are small, and a type's name exists once."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 25  # in a folder of sources
+MOST_LINES = 500  # in a file without a reason in its first lines
+
+Edges = Mapping[str, Mapping[str, list[str]]]  # from a room to another, with the lines that lead there
+
+
+def tracked(*patterns: str) -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [Path(name) for name in names if name and (ROOT / name).is_file()]
+
+
+def python_room(module: str) -> str:
+    """A package below ``stof``, or a module that lies there itself."""
+    return module.split(".")[1] if "." in module else module
+
+
+def python_edges() -> Edges:
+    edges: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path in tracked("optimizer/stof/*.py"):
+        module = ".".join(path.with_suffix("").parts[1:])
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("stof"):
+                continue
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                is_module = (ROOT / "optimizer" / Path(*inner.split("."))).with_suffix(".py").is_file()
+                target = python_room(inner if is_module or node.module == "stof" else str(node.module))
+                if target != python_room(module):
+                    edges[python_room(module)][target].append(f"{path}:{node.lineno} imports {inner}")
+    return edges
+
+
+def native_room(path: Path) -> str:
+    """The folder below cuda/, cpu/, plugins/ and plugins/core/; files that lie there itself are a room each."""
+    deep = 3 if path.parts[:2] == ("plugins", "core") else 2
+    return "/".join(path.parts[:deep]) if len(path.parts) > deep else str(path.with_suffix(""))
+
+
+def native_edges() -> Edges:
+    edges: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for path in tracked("cuda", "cpu", "plugins"):
+        if path.suffix not in (".h", ".cc", ".cu", ".cuh"):
+            continue
+        for number, line in enumerate((ROOT / path).read_text().split("\n"), 1):
+            found = re.match(r'#include "((?:cuda|cpu|plugins)/[^"]+)"', line)
+            if found and native_room(Path(found[1])) != native_room(path):
+                edges[native_room(path)][native_room(Path(found[1]))].append(f"{path}:{number} includes {found[1]}")
+    return edges
+
+
+def circle(edges: Edges) -> str:
+    """The lines that make a circle of rooms; empty where there is none."""
+    try:
+        list(TopologicalSorter({room: set(others) for room, others in edges.items()}).static_order())
+    except CycleError as error:
+        rooms = list(reversed(error.args[1]))
+        steps = list(zip(rooms, rooms[1:], strict=False))
+        return "\n".join(line for a, b in steps for line in (edges[a][b] if b in edges.get(a, {}) else edges[b][a]))
+    return ""
+
+
+@pytest.mark.parametrize("edges", [python_edges, native_edges])
+def test_rooms_depend_on_each_other_in_one_direction(edges: object) -> None:
+    found = edges()  # type: ignore[operator]
+    assert found
+    assert not circle(found), f"rooms depend on each other in a circle:\n{circle(found)}"
+
+
+def test_a_circle_is_seen() -> None:
+    lines = circle({"a": {"b": ["a to b"]}, "b": {"c": ["b to c"]}, "c": {"a": ["c to a"]}})
+    assert sorted(lines.split("\n")) == ["a to b", "b to c", "c to a"]
+    assert not circle({"a": {"b": ["a to b"], "c": ["a to c"]}, "b": {"c": ["b to c"]}})
+
+
+def test_folders_are_small() -> None:
+    files = tracked("optimizer", "cuda", "cpu", "plugins", "tests", "models/*.py", "tools")
+    counts: dict[str, int] = defaultdict(int)
+    for path in files:
+        counts[str(path.parent)] += 1
+    assert not {folder: n for folder, n in counts.items() if n > MOST_FILES}
+
+
+def class_names(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Where each class at module level stands; names that begin with an underscore are a file's own."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        for node in ast.parse((ROOT / path).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(f"{path}:{node.lineno}")
+    return found
+
+
+def test_a_class_name_exists_once() -> None:
+    found = class_names(tracked("optimizer/stof/*.py"))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+# At namespace scope: not indented, and no forward declaration. Namespaces without a name are a file's own.
+_TYPE = re.compile(
+    r"^(?:template <[^>]*>\s*)?(?:class|struct|enum class|enum) (?:alignas\([^)]*\) )?(\w+)(?: final)?(?=[ :{]*[{:])"
+)
+
+
+def native_types(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Where each type at namespace scope stands, outside of unnamed namespaces."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        unnamed = False
+        for number, line in enumerate((ROOT / path).read_text().split("\n"), 1):
+            if line.startswith("namespace {"):
+                unnamed = True
+            elif line.startswith("}  // namespace") and unnamed:
+                unnamed = False
+            match = _TYPE.match(line)
+            if match and not unnamed:
+                found[match[1]].append(f"{path}:{number}")
+    return found
+
+
+def test_a_native_type_name_exists_once() -> None:
+    sources = [p for p in tracked("cuda", "cpu", "plugins") if p.suffix in (".h", ".cc", ".cu", ".cuh")]
+    found = native_types(sources)
+    assert len(found) > 100
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_long_files_say_why() -> None:
+    sources = tracked("optimizer/*.py", "cuda", "cpu", "plugins", "tests/*.py", "tests/*.cc", "tests/*.h", "tools")
+    unexplained = {}
+    for path in sources:
+        lines = (ROOT / path).read_text().split("\n")
+        if len(lines) > MOST_LINES + 1 and "500 lines" not in " ".join(lines[:40]):
+            unexplained[str(path)] = len(lines) - 1
+    assert not unexplained
