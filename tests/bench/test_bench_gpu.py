@@ -220,7 +220,7 @@ def test_what_was_not_timed() -> None:
     for one, reason in zip(records, ("too long", "too long", None), strict=True):
         if reason is not None:
             one["peers"]["torch-math"] = {"label": "math", "missing": reason}  # type: ignore[index]
-    assert tables._without(records) == ["* math: not timed (2 points: too long; not asked at 1)", ""]
+    assert tables._without(records) == ["* Not timed: math (2 points: too long; not asked at 1)."]
     assert tables._without(records[2:]) == []
 
 
