@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows of a program's batches come from memory unseen by the processor's own prefetchers. docs/design/chains.md
+// Which rows of a program's batches come from memory unseen by the processor's own prefetchers. docs/design/fused-chains.md
 // has what fetching them a batch early gains.
 #include <algorithm>
 
