@@ -20,8 +20,8 @@ all peers. [benchmarks.md](../guide/benchmarks.md) says how they are measured, a
 * Times: the least of interleaved rounds on a CPU, their median on a GPU.
 * Ratios: a peer's time over stof's, so stof is faster above 1. Several points: the geometric mean.
 * *The best peer*: the fastest candidate at each point that is not stof.
-* *Roofline*: launch + the larger of memory time and the time of the tiles with an allowed pair, at the best dense kernel's
-  rate. Masks whose tiles are mostly partial can exceed 100 %, since stof skips inside these tiles.
+* *Roofline*: launch + the larger of memory time and the time of all 128 × 128 tiles with an allowed pair, at the best dense
+  kernel's rate. Kernels with smaller tiles skip more, and may exceed 100 %.
 """
 _SHORT = {
     "stof-c": "stof, C ABI",
@@ -114,7 +114,8 @@ def _sites(records: Sequence[Record]) -> list[str]:
     for record in records:
         own, other = (record["peers"][name].get("us") for name in ("stof", "ort-exported"))
         if own and other:
-            at = f"S{record['shape']['S']}, {record['machine']['threads']} threads"
+            threads = record["machine"]["threads"]
+            at = f"S{record['shape']['S']}, {threads} thread{'s' if threads > 1 else ''}"
             by_site.setdefault((record["mask_name"], record["mask"]), []).append((other / own, at))
     rows = [
         [

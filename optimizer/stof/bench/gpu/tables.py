@@ -160,7 +160,7 @@ def _regrets(records: Sequence[Record]) -> list[str]:
 def _full_tiles(records: Sequence[Record]) -> list[str]:
     """The rate on full tiles alone, by mask and head size, in one line."""
     found = [
-        f"{mask} D{D} {least:.1%} to {most:.1%} ({count} points)"
+        f"{mask} D{D} {least:.1%}" + (f" to {most:.1%} ({count} points)" if count > 1 else "")
         for (mask, D), (count, least, most) in summary.full_tile_ranges(records).items()
     ]
     return [f"Full tiles alone, of the best dense kernel's rate: {', '.join(found)}.", ""] if found else []
