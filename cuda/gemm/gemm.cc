@@ -170,7 +170,7 @@ struct Way {
 };
 
 // Below this rate of the best 9.0 kernel (of 132 multiprocessors), as predicted, cuBLASLt is the first choice: few
-// tiles with a long K are divided along K there, and nowhere here. docs/results/h100/gemm-cuda.json has the times.
+// tiles with a long K are divided along K there, and nowhere here. docs/design/gemm.md has the times behind it.
 constexpr double kLtBelow = 450e12;
 
 // What may compute a product, the first choice first. timed: all that may be the fastest; else what may be needed.

@@ -40,7 +40,7 @@ _HEAVY = {
 _RUNTIME = 0.67
 _NEGLIGIBLE = 1e-9  # of two schemes that cost the same, the one of fewer operators
 # Of the runtime's products that a template's reach, its epilogue included: of means of 23, 7 and 8 products on an H100 in two
-# runs (0.95; 0.94 and 0.96; 0.86 and 0.87; docs/results/h100/gemm-cuda.json) the lower, rounded down.
+# runs (0.95; 0.94 and 0.96; 0.86 and 0.87; docs/design/gemm.md, stof beside cuBLASLt alone) the lower, rounded down.
 SHARE_USUAL, _SHARE_PAIR, _SHARE_OWN = 0.94, 0.94, 0.86
 _OWN = ("gelu(", "silu(", "sigmoid(")  # cuBLASLt has GELU by tanh alone
 # A product of 128 rows takes this much longer for each 64 of its inner dimension (4.1 us at 768, 6.8 at 3072).
@@ -196,7 +196,7 @@ class Analytical:
         return max(self.machine.seconds(touched), self.machine.launch + seconds)
 
     def _added(self, places: Sequence[int], products: Sequence[int]) -> int:
-        """Bytes of what an epilogue reads for each element: nothing covers them."""
+        """Bytes of what an epilogue reads for each element: nothing covers them (docs/design/gemm.md, residuals)."""
         graph = self.site.graph
         behind = {n for p in places if p not in products for n in graph.nodes[p].input}
         elements = self.elements(graph.nodes[products[0]].output[0])
