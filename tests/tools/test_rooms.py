@@ -9,6 +9,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def circle(edges: Edges) -> str:
         list(TopologicalSorter({room: set(others) for room, others in edges.items()}).static_order())
     except CycleError as error:
         rooms = list(reversed(error.args[1]))
-        steps = list(zip(rooms, rooms[1:], strict=False))
+        steps = list(pairwise(rooms))
         return "\n".join(line for a, b in steps for line in (edges[a][b] if b in edges.get(a, {}) else edges[b][a]))
     return ""
 
