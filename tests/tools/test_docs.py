@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The docs: links and anchors resolve, README keeps its form, options and environment variables are those of the code."""
+"""The docs: links resolve, README keeps its form; options, variables, keys of plans and reports are those of the code."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from stof import cli
+import stof
+from stof import Options, cli, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "models/README.md"])
@@ -106,3 +109,23 @@ def test_environment_variables_are_those_of_the_sources() -> None:
     assert read - documented - internal == set()
     named = {name for text in sources().values() for name in VARIABLE.findall(text)}
     assert documented - named - {"STOF_CUDA"} == set()  # STOF_CUDA is CMake's
+
+
+def test_plan_of_the_docs_is_a_plan() -> None:
+    text = (ROOT / "docs/reference/plan-format.md").read_text()
+    found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")])
+    assert plan.parse(found.to_json()) == found
+    assert [s.replace for s in found.sites] == [True, False]
+    assert found.chains is not None
+
+
+def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    options = Options(json=tmp_path / "report.json", chains="on")
+    stof.optimize(narrow("modernbert.dynamo.sdpa"), tmp_path / "out.onnx", options)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["chains"]
+    first = report["verification"]["comparisons"][0]
+    objects = (report, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
+    keys = {key for found in (*objects, report["library"]) for key in found}
+    tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
+    assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys
