@@ -84,7 +84,7 @@ def test_what_no_kernel_takes() -> None:
 def test_constants_of_several_tables() -> None:
     tables = (("table0", "bool", (2, 5), bytes([1, 0, 0, 1, 0, 1, 0, 1, 0, 1])), ("table1", "uint8", (1,), b"\7"))
     mask = LiftedMask("table0[q, k] or table1[q] == 1", tables=tables)
-    # The first entry is the one of docs/reference/tensorrt-plugins.md.
+    # The first entry is the one of docs/guide/tensorrt.md.
     assert constants(mask, ("pad", "table0", "table1")) == {"constants": "4 bool 2x5 qQI=;5 uint8 1 Bw=="}
     assert constants(LiftedMask("k <= q"), ("pad",)) == {}
 

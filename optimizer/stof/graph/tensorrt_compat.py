@@ -16,10 +16,10 @@ _FIRST_OPERAND = 3
 
 
 def constants(mask: LiftedMask, slots: Sequence[str]) -> dict[str, str]:
-    """The tables of a mask as the attribute ``constants``, since plugins see no values of inputs.
+    """The tables of a mask as the attribute ``constants`` (docs/guide/tensorrt.md), since plugins see no values of inputs.
 
     Entries "INPUT TYPE SHAPE DATA" joined by ";". DATA is base64 of the elements, row-major, little-endian; booleans are
-    packed, element i in bit i % 8 of byte i // 8 (docs/reference/tensorrt-plugins.md).
+    packed, element i in bit i % 8 of byte i // 8.
     """
     entries = []
     for name, kind, shape, data in mask.tables:

@@ -3,7 +3,7 @@
 
 TensorRT makes a kernel of almost every region by itself, and a plugin is a wall for what it fuses around it: products that
 read the same take one wide kernel, of whose result a plugin gets copies; biases and activations go to products. What it
-makes of a region is modelled after the engines that TensorRT for RTX 1.7 builds (docs/design/tensorrt.md, "What is taken").
+makes of a region is modelled after the engines that TensorRT for RTX 1.7 builds (docs/guide/tensorrt.md).
 """
 
 from __future__ import annotations
