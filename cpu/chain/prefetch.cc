@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows of a program's batches come from memory unseen by the processor's own prefetchers. docs/design/chains.md
-// has what fetching them a batch early gains.
+// Which rows of a program's batches come from memory unseen by the processor's own prefetchers: these are fetched a
+// batch early (docs/design/fused-chains.md).
 #include <algorithm>
 
 #include "cpu/chain/chain.h"

@@ -29,7 +29,7 @@ from stof.runtime.library import LibraryError, Mask, build_info
 
 torch = pytest.importorskip("torch")
 
-from stof.bench.gpu import peers_jit, peers_torch  # noqa: E402
+from stof.bench.gpu import baselines_jit, baselines_torch  # noqa: E402
 from stof.bench.gpu.problem import Problem  # noqa: E402
 
 
@@ -109,7 +109,7 @@ def test_masks(case: Case) -> None:
 def test_blocks_of_flex(case: Case) -> None:
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     problem = Problem(case, device="cpu")
-    block = peers_torch.block_mask(problem, module)
+    block = baselines_torch.block_mask(problem, module)
     tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
     kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
     assert np.array_equal(kept, tiles.any((2, 4)))
@@ -220,7 +220,7 @@ def test_what_was_not_timed() -> None:
     for one, reason in zip(records, ("too long", "too long", None), strict=True):
         if reason is not None:
             one["peers"]["torch-math"] = {"label": "math", "missing": reason}  # type: ignore[index]
-    assert tables._without(records) == ["* math: not timed (2 points: too long; not asked at 1)", ""]
+    assert tables._without(records) == ["* Not timed: math (2 points: too long; not asked at 1)."]
     assert tables._without(records[2:]) == []
 
 
@@ -380,11 +380,11 @@ def test_intervals(case: Case) -> None:
     problem = Problem(case, device="cpu")
     expected = numpy_mask(case)
     edges = np.diff(np.pad(expected, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2) > 0
-    if edges.sum(2).max() > peers_jit._MOST_INTERVALS:
+    if edges.sum(2).max() > baselines_jit._MOST_INTERVALS:
         with pytest.raises(Unavailable, match="intervals"):
-            peers_jit.intervals(problem)
+            baselines_jit.intervals(problem)
         return
-    ends = peers_jit.intervals(problem).numpy()
+    ends = baselines_jit.intervals(problem).numpy()
     heads, count, rows = ends.shape
     assert (heads, rows) == (case.H if problem.by_head else 1, 2 * case.S)
     assert count % 2 == 1

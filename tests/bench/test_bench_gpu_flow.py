@@ -122,9 +122,9 @@ def test_point(device: None, tmp_path: Path) -> None:
     assert row["roofline"] == pytest.approx(record["roof_us"] / row["us"], abs=1e-4)
     assert json.loads(json.dumps(record)) == record
     store_all(tmp_path / "attention-cuda-paper.json", [record])
-    text = "\n".join(tables.parts(tmp_path))
+    text = "\n".join(tables.summary_lines(tmp_path, tmp_path))
     assert "90 points" in text  # that of one head is none of the grid
-    assert "paper: causal" in text
+    assert "| **paper** | 0 |" in text
 
 
 def test_bits(device: None) -> None:

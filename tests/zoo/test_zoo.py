@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from stof.options import Options
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import count_sites
 import zoo_inputs
+import zoo_table
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
 LARGEST = 900  # nodes of a graph that is tested by default; larger ones take 5 to 25 s each
 # Of the largest value, beside what two runs of the original differ by: graphs compute in fp32, or in halves.
@@ -38,13 +37,11 @@ SEVERAL_RANKS = [
     "zoo/gemma2-bf16.dynamo.eager",
 ]
 EVERY = 12
-_ROW = re.compile(r"^\| (\S+) \| (\d+) \| (\d+) \| (\d+) \|")
 
 
 def table() -> dict[str, tuple[int, int]]:
-    """Sites and replaced sites of each graph, as docs/reference/zoo.md has them."""
-    rows = [m for line in TABLE.read_text().splitlines() if (m := _ROW.match(line))]
-    return {m[1]: (int(m[3]), int(m[4])) for m in rows if "/" in m[1]}
+    """Sites and replaced sites of each graph, as docs/results/zoo.json has them."""
+    return {name: (row.sites, row.replaced) for name, row in zoo_table.read_rows().items()}
 
 
 def chosen() -> list[str]:
@@ -63,6 +60,12 @@ def test_the_table_covers_the_zoo() -> None:
     assert list(rows) == zoo_inputs.names()
     total, replaced = (sum(column) for column in zip(*rows.values(), strict=True))
     assert replaced >= 0.97 * total, f"{replaced} of {total} sites are replaced"
+
+
+def test_the_page_is_of_the_results() -> None:
+    rows = zoo_table.read_rows()
+    assert zoo_table.PAGE.read_text() == zoo_table.page(rows)
+    assert zoo_table.RESULTS.read_text() == zoo_table.write_rows(rows)
 
 
 @pytest.mark.parametrize("name", chosen())

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/reference/zoo.md: what stof does to every graph of the zoo, beside what there is to do.
+"""Writes what stof does to every graph of the zoo: docs/results/zoo.json, and its summary docs/reference/zoo.md.
 
-``python tests/zoo/zoo_table.py -o docs/reference/zoo.md [--check]``. Needs the compiled library (STOF_LIBRARY) and onnxruntime.
+``python tests/zoo/zoo_table.py`` optimizes all graphs and writes both files. ``--graphs NAME ...`` optimizes only these and
+keeps the others' entries; ``--graphs`` without a name writes the page anew from the stored results. ``--check`` compares
+instead of writing. Optimizing needs the compiled library (STOF_LIBRARY) and onnxruntime.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import onnx
@@ -22,20 +25,32 @@ import stof
 import stof.errors
 from stof.options import Options
 
+_REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = _REPOSITORY / "docs" / "results" / "zoo.json"
+PAGE = _REPOSITORY / "docs" / "reference" / "zoo.md"
 _WIDEST = 260
 _BUDGET = 20.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One graph: sites that count, how many of them were replaced, and what was found."""
+    """One graph: nodes, sites that count, how many of them are replaced, by what mask, and why others are left."""
 
-    name: str
     nodes: int
-    counted: int
+    sites: int
     replaced: int
-    masks: tuple[tuple[str, int], ...]
-    left: tuple[tuple[str, int], ...]  # reasons of softmaxes that stayed
+    masks: dict[str, int]
+    left: dict[str, int]  # reasons of softmaxes that stayed
+
+
+def read_rows() -> dict[str, Row]:
+    """The stored results by the name of the graph."""
+    return {name: Row(**entry) for name, entry in json.loads(RESULTS.read_text()).items()}
+
+
+def write_rows(rows: dict[str, Row]) -> str:
+    """The rows as the text of the results."""
+    return json.dumps({name: asdict(r) for name, r in rows.items()}, indent=1, ensure_ascii=False) + "\n"
 
 
 def row(name: str, folder: Path) -> Row:
@@ -48,7 +63,7 @@ def row(name: str, folder: Path) -> Row:
     try:
         report = stof.optimize(path, folder / "out.onnx", Options(verify_budget=_BUDGET))
     except stof.errors.StofError as error:  # nothing was written; the table says so, and the test fails
-        return Row(name, len(model.graph.node), len(counted), 0, (), ((_short(str(error), str(path)), len(counted)),))
+        return Row(len(model.graph.node), len(counted), 0, {}, {_short(str(error), str(path)): len(counted)})
     done = {s.site: s for s in report.sites if s.replaced}
     masks = Counter(_mask(s.mask, s.notes) for s in done.values())
     attention = {c.name for c in counted}
@@ -57,7 +72,7 @@ def row(name: str, folder: Path) -> Row:
     for other in (s for s in report.sites if not s.replaced and s.site not in attention):
         left[f"does not count: {told.get(other.site, 'it weighs no values')}"] += 1
     replaced = sum(c.name in done for c in counted)
-    return Row(name, len(model.graph.node), len(counted), replaced, _sorted(masks), _sorted(left))
+    return Row(len(model.graph.node), len(counted), replaced, dict(sorted(masks.items())), dict(sorted(left.items())))
 
 
 def _mask(expression: str, notes: Sequence[str]) -> str:
@@ -72,62 +87,62 @@ def _short(reason: str, site: str) -> str:
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
-def _sorted(found: Counter[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(found.items()))
-
-
-def text(rows: Sequence[Row]) -> str:
-    """The document."""
+def page(rows: dict[str, Row]) -> str:
+    """The summary: sites by exporter, masks, and the graphs in which sites are left."""
     manifest = build.manifest()
-    classes = {manifest[r.name]["model_class"] for r in rows}
-    total, done = sum(r.counted for r in rows), sum(r.replaced for r in rows)
+    total, done = sum(r.sites for r in rows.values()), sum(r.replaced for r in rows.values())
     lines = [
-        "<!-- Written by tests/zoo/zoo_table.py; do not edit. -->",
+        "<!-- Written by tests/zoo/zoo_table.py from docs/results/zoo.json; do not edit. -->",
         "# The zoo",
         "",
-        f"{len(rows)} graphs of {len(classes)} model classes of transformers ([models](../models/README.md)), each optimized and",
-        "verified. *Sites* are counted by `tests/zoo/count_sites.py`, which knows nothing of the matcher: softmaxes that weigh",
-        "values and whose masks are the same for other tokens, pixels or samples, also where scores are assembled of parts, as",
-        "Longformer's. Sites that do not count are replaced as well where they can be: with a bias that activations compute.",
-        "`tests/zoo/test_zoo.py` runs originals and optimized graphs in ONNX Runtime on inputs of its own.",
+        f"{len(rows)} graphs of {len({manifest[n]['model_class'] for n in rows})} model classes of transformers "
+        "([models](../../models/README.md)), each optimized and verified.",
+        f"**{done} of {total} sites are replaced ({100 * done / total:.1f} %).** "
+        "Every graph: [zoo.json](../results/zoo.json).",
         "",
-        f"**{done} of {total} sites are replaced ({100 * done / total:.1f} %).**",
+        "* A *site* is a softmax that weighs values and whose mask is the same for other tokens, pixels or samples.",
+        "* `tests/zoo/count_sites.py` counts sites and knows nothing of the matcher.",
+        "* Softmaxes that do not count are replaced, too, where they can be: with a bias that activations compute.",
+        "* `tests/zoo/test_zoo.py` runs originals and optimized graphs in ONNX Runtime on inputs of its own.",
         "",
         "| exporter | graphs | sites | replaced |",
         "|---|---|---|---|",
     ]
-    for exporter in sorted({manifest[r.name]["exporter"] for r in rows}):
-        own = [r for r in rows if manifest[r.name]["exporter"] == exporter]
-        lines.append(f"| {exporter} | {len(own)} | {sum(r.counted for r in own)} | {sum(r.replaced for r in own)} |")
-    lines += ["", "| graph | nodes | sites | replaced | masks | left, and why |", "|---|---|---|---|---|---|"]
-    for r in rows:
-        cells = [r.name, str(r.nodes), str(r.counted), str(r.replaced), _cell(r.masks), _cell(r.left)]
-        lines.append("| " + " | ".join(cells) + " |")
+    for exporter in sorted({manifest[n]["exporter"] for n in rows}):
+        own = [r for n, r in rows.items() if manifest[n]["exporter"] == exporter]
+        lines.append(f"| {exporter} | {len(own)} | {sum(r.sites for r in own)} | {sum(r.replaced for r in own)} |")
+    masks = sum((Counter(r.masks) for r in rows.values()), Counter[str]())
+    lines += ["", "| mask | sites |", "|---|---|"]
+    lines += [f"| {mask} | {count} |" for mask, count in sorted(masks.items(), key=lambda item: (-item[1], item[0]))]
+    lines += ["", "## What is left", "", "| graph | sites | replaced | why |", "|---|---|---|---|"]
+    for name, r in rows.items():
+        if r.replaced < r.sites:
+            why = "; ".join(f"{count} × {reason}" for reason, count in r.left.items())
+            lines.append(f"| {name} | {r.sites} | {r.replaced} | {why} |")
     return "\n".join(lines) + "\n"
-
-
-def _cell(items: Iterable[tuple[str, int]]) -> str:
-    return "; ".join(f"{n} × {words}" for words, n in items)
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description="Writes the table of the zoo.")
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="compare with the file instead of writing it")
+    parser = argparse.ArgumentParser(description="Writes the results of the zoo and their summary.")
+    parser.add_argument("-o", "--output", type=Path, default=PAGE, help="the summary (default: docs/reference/zoo.md)")
+    parser.add_argument("--graphs", nargs="*", metavar="NAME", help="optimize only these; the others' entries stay")
+    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
     arguments = parser.parse_args()
-    rows = []
-    for name in names():
+    rows = {} if arguments.graphs is None else read_rows()
+    for name in names() if arguments.graphs is None else arguments.graphs:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(row(name, Path(folder)))
-        print(f"{name}: {rows[-1].replaced} of {rows[-1].counted}", file=sys.stderr, flush=True)
-    found = text(rows)
+            rows[name] = row(name, Path(folder))
+        print(f"{name}: {rows[name].replaced} of {rows[name].sites}", file=sys.stderr, flush=True)
+    rows = {name: rows[name] for name in names() if name in rows}
+    files = {RESULTS: write_rows(rows), arguments.output: page(rows)}
     if not arguments.check:
-        arguments.output.write_text(found)
+        for path, text in files.items():
+            path.write_text(text)
         return 0
-    same = arguments.output.read_text() == found
-    print("the table is as it was" if same else f"{arguments.output} differs; write it again")
-    return 0 if same else 1
+    different = [path for path, text in files.items() if path.read_text() != text]
+    print("\n".join(f"{path} differs; write it again" for path in different) or "the files are as they were")
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

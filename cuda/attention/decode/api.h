@@ -52,7 +52,7 @@ struct DecodeChoice {
   double nanoseconds = 0.0;  // by the model
 };
 // From the number of key tiles that the mask keeps of a row, and how many row blocks there are:
-// docs/design/attention-cuda.md has the models. clusters: as above. only: 0 takes the first kernel, 1 clusters where
+// num_splits.cc has the models. clusters: as above. only: 0 takes the first kernel, 1 clusters where
 // the device has room for them.
 DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
                           int64_t blocks, int multiprocessors);

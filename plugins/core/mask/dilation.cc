@@ -44,7 +44,7 @@ bool IsComparison(ExprOp op) {
 }
 
 constexpr int64_t kLeastReach =
-    6;  // of a window, in keys of one remainder; measured on the CPU (docs/design/attention-cpu.md)
+    6;  // of a window, in keys of one remainder; measured on the CPU (docs/lab/cpu-experiments.md)
 
 class Finder {
  public:

@@ -82,18 +82,38 @@ def dense_tile_ns(record: Record, records: Sequence[Record]) -> tuple[float, str
     return (found[0] * 1e3 / (case.B * case.H * (case.S // TILE) ** 2), found[1]) if found else None
 
 
+def full_tile_share(record: Record, records: Sequence[Record]) -> tuple[float, str] | None:
+    """The rate on tiles over that of the best dense kernel, and which that is.
+
+    None but for masks of full tiles alone at 8192 keys and more.
+    """
+    own = record.get("full_tiles", {}).get("stof_us") or record["peers"].get("stof", {}).get("us")
+    if own is None or record["shape"]["S"] < LONG_ROWS:
+        return None
+    density, dense = record["density"], dense_tile_ns(record, records)
+    if not density["element"] == density["tile"] < 1:
+        return None
+    return (dense[0] * density["tiles"] * 1e-3 / own, dense[1]) if dense is not None else None
+
+
 def full_tiles(records: Sequence[Record]) -> list[list[str]]:
     """A row for each mask of full tiles alone at 8192 keys and more: the rate on tiles over that of the best dense kernel."""
-    found = []
+    shares = [(record, full_tile_share(record, records)) for record in records]
+    return [
+        [name(record), f"{record['density']['tile']:.1%}", f"{share[0]:.1%}", share[1]]
+        for record, share in shares
+        if share is not None
+    ]
+
+
+def full_tile_ranges(records: Sequence[Record]) -> dict[tuple[str, int], tuple[int, float, float]]:
+    """By mask and head size: the points of ``full_tiles``, and the least and largest share of the dense rate."""
+    shares: dict[tuple[str, int], list[float]] = {}
     for record in records:
-        own = record.get("full_tiles", {}).get("stof_us") or record["peers"].get("stof", {}).get("us")
-        if own is None or record["shape"]["S"] < LONG_ROWS:
-            continue
-        density, dense = record["density"], dense_tile_ns(record, records)
-        if dense is not None and density["element"] == density["tile"] < 1:
-            share = dense[0] * density["tiles"] * 1e-3 / own
-            found.append([name(record), f"{density['tile']:.1%}", f"{share:.1%}", dense[1]])
-    return found
+        share = full_tile_share(record, records)
+        if share is not None:
+            shares.setdefault((record["mask_name"], record["shape"]["D"]), []).append(share[0])
+    return {at: (len(found), min(found), max(found)) for at, found in shares.items()}
 
 
 def bits(records: Sequence[Record]) -> list[list[str]]:
@@ -172,6 +192,21 @@ def losses(records: Sequence[Record]) -> list[str]:
                 text += f" (runs: {', '.join(f'{r:.3f}' for r in record['ratios'])})"
             found.append((over, text))
     return [text for _, text in sorted(found)]
+
+
+WORST_HEAD = ["over the best peer", "point", "stof, µs", "best peer", "µs"]
+
+
+def worst_points(records: Sequence[Record], count: int) -> list[list[str]]:
+    """A row for each of the ``count`` points with the least ratio to their best peer, worst first."""
+    found = []
+    for record in records:
+        over, best = ratio(record), best_peer(record)
+        if over is not None and best is not None:
+            own = record["peers"]["stof"]["us"]
+            label = str(record["peers"][best[0]].get("label", best[0]))
+            found.append((over, [f"{over:.3f}", name(record), f"{own:.1f}", label, f"{best[1]:.1f}"]))
+    return [row for _, row in sorted(found)[:count]]
 
 
 def name(record: Record) -> str:
