@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chains on the CPU: a bound chain is compiled once for its shapes to a program over registers of fp32, which workers
-// run over strips of rows. docs/design/chains.md describes it.
+// run over strips of rows. docs/design/fused-chains.md describes it.
 #ifndef STOF_CPU_CHAIN_CHAIN_H_
 #define STOF_CPU_CHAIN_CHAIN_H_
 

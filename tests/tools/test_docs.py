@@ -15,7 +15,9 @@ import stof
 from stof import Options, cli, plan
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "models/README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "models/README.md", ROOT / "tests/README.md"]
+)
 SOURCE_ROOMS = ("optimizer", "plugins", "cpu", "cuda", "tests", "tools", "models")
 SOURCE_SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".sh"}
 
