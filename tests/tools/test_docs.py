@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,11 @@ def test_readme_is_short() -> None:
     assert [line for line in lines if len(line) > 160] == []
     cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split("|")]
     assert [cell for cell in cells if len(cell.split()) > 15] == []
+
+
+def test_picture_is_that_of_the_results() -> None:
+    drawn = runpy.run_path(str(ROOT / "tools/plot_speedup.py"))["svg"]()
+    assert (ROOT / "docs/plots/speedup.svg").read_text() == drawn
 
 
 def test_options_are_those_of_the_parser() -> None:
