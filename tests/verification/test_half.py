@@ -117,7 +117,7 @@ def test_fp16(name: str, tmp_path: Path) -> None:
 
 
 def test_converted_with_external_data(tmp_path: Path) -> None:
-    """As docs/guide/options.md converts: weights lie beside the model before, between and after, and inputs keep their types."""
+    """The conversion of docs/guide/half-precision.md: weights stay external data, inputs keep their types."""
     source, path = tmp_path / "fp32.onnx", tmp_path / "model.onnx"
     single = build.fill(build.load_graph("narrow/modernbert.dynamo.sdpa"), seed=1)
     onnx.save(single, str(source), save_as_external_data=True, location="fp32.data", size_threshold=256)

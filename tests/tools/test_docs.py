@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The docs: links resolve, README keeps its form; options, variables, keys of plans and reports are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import stof
+from stof import Options, cli, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "models/README.md", ROOT / "tests/README.md"]
+)
+SOURCE_ROOMS = ("optimizer", "plugins", "cpu", "cuda", "tests", "tools", "models")
+SOURCE_SUFFIXES = {".py", ".cc", ".h", ".cu", ".cuh", ".sh"}
+
+LINK = re.compile(r"!?\[[^\]\[]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+VARIABLE = re.compile(r"\bSTOF_[A-Z0-9_]+\b")
+READ_VARIABLE = re.compile(r'(?:getenv|environ(?:\.get)?|Limit)[(\[]\s*"(STOF_[A-Z0-9_]+)"')
+PAGE_IN_SOURCE = re.compile(r"\bdocs/[\w./-]+\.md\b")
+
+
+def without_code(text: str) -> str:
+    return CODE.sub("", FENCE.sub("", text))
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    names = set()
+    for heading in HEADING.findall(FENCE.sub("", page.read_text())):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        name = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        number = found.get(name, 0)
+        found[name] = number + 1
+        names.add(f"{name}-{number}" if number else name)
+    return frozenset(names)
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead to no file or no heading."""
+    found = []
+    for link in LINK.findall(without_code(page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors(target))):
+            found.append(link)
+    return found
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """The text of each source file but this one."""
+    paths = [path for room in SOURCE_ROOMS for path in (ROOT / room).rglob("*") if path.suffix in SOURCE_SUFFIXES]
+    return {path: path.read_text() for path in paths if path != Path(__file__).resolve()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b` c\n[a](#a-b-c) [b](#none) [c](page.md#a-b-c) [d](none.md) `[e](none.md)` [f](https://none)\n"
+    )
+    assert broken_links(page) == ["#none", "none.md"]
+
+
+def test_pages_that_sources_name_exist() -> None:
+    named = {(path, page) for path, text in sources().items() for page in PAGE_IN_SOURCE.findall(text)}
+    assert named
+    assert sorted(f"{path.relative_to(ROOT)}: {page}" for path, page in named if not (ROOT / page).is_file()) == []
+
+
+def test_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    assert [line for line in lines if len(line) > 160] == []
+    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("|").split("|")]
+    assert [cell for cell in cells if len(cell.split()) > 15] == []
+
+
+def test_picture_is_that_of_the_results() -> None:
+    drawn = runpy.run_path(str(ROOT / "tools/plot_speedup.py"))["svg"]()
+    assert (ROOT / "docs/plots/speedup.svg").read_text() == drawn
+
+
+def test_options_are_those_of_the_parser() -> None:
+    text = (ROOT / "docs/guide/options.md").read_text()
+    listed = text[text.index("## All options") : text.index("## Exit status")]
+    parser = {o for action in cli._parser()._actions for o in action.option_strings if o.startswith("--")}
+    assert set(OPTION.findall(listed)) == parser
+    assert set(OPTION.findall(text)) <= parser
+
+
+def test_environment_variables_are_those_of_the_sources() -> None:
+    documented = set(VARIABLE.findall((ROOT / "docs/reference/environment.md").read_text()))
+    read = {name for text in sources().values() for name in READ_VARIABLE.findall(text)}
+    internal = {"STOF_CHECK_AUTOREG"}  # of one test's child process
+    assert read - documented - internal == set()
+    named = {name for text in sources().values() for name in VARIABLE.findall(text)}
+    assert documented - named - {"STOF_CUDA"} == set()  # STOF_CUDA is CMake's
+
+
+def test_plan_of_the_docs_is_a_plan() -> None:
+    text = (ROOT / "docs/reference/plan-format.md").read_text()
+    found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")])
+    assert plan.parse(found.to_json()) == found
+    assert [s.replace for s in found.sites] == [True, False]
+    assert found.chains is not None
+
+
+def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_path: Path) -> None:
+    options = Options(json=tmp_path / "report.json", chains="on")
+    stof.optimize(narrow("modernbert.dynamo.sdpa"), tmp_path / "out.onnx", options)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["chains"]
+    first = report["verification"]["comparisons"][0]
+    objects = (report, report["sites"][0], report["chains"][0], report["verification"], first, first["coverage"])
+    keys = {key for found in (*objects, report["library"]) for key in found}
+    tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
+    assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys
