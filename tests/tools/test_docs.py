@@ -14,6 +14,7 @@ import pytest
 
 import stof
 from stof import Options, cli, plan
+from stof.ops import PLAN_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -121,8 +122,8 @@ def test_environment_variables_are_those_of_the_sources() -> None:
 
 def test_plan_of_the_docs_is_a_plan() -> None:
     text = (ROOT / "docs/reference/plan-format.md").read_text()
-    found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")])
-    assert plan.parse(found.to_json()) == found
+    found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")], PLAN_FORMATS)
+    assert plan.parse(found.to_json(), PLAN_FORMATS) == found
     assert [s.replace for s in found.sites] == [True, False]
     assert found.chains is not None
 
