@@ -124,8 +124,8 @@ def test_plan_of_the_docs_is_a_plan() -> None:
     text = (ROOT / "docs/reference/plan-format.md").read_text()
     found = plan.parse(text[text.index("```json") + len("```json") : text.index("```\n\n## The file")], PLAN_FORMATS)
     assert plan.parse(found.to_json(), PLAN_FORMATS) == found
-    assert [s.replace for s in found.sites] == [True, False]
-    assert found.chains is not None
+    assert [entry.replace for entry in found.entries["sites"]] == [True, False]
+    assert found.entries["chains"]
 
 
 def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_path: Path) -> None:
