@@ -17,7 +17,7 @@ from stof.attention.decide.site_decider import Chooser, check_plan, check_select
 from stof.attention.decide.targets import missing_for, target_of
 from stof.attention.emit import Rewrite
 from stof.attention.expand.prepare import is_fused, prepare
-from stof.attention.find import is_softmax, unique
+from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, emit_scopes, search
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
@@ -27,7 +27,9 @@ from stof.fusion.apply import Chained, apply_chains
 from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
 from stof.fusion.decide.selection import Selection
 from stof.graph.external_data import check_room, copied_data, external_files, read_constants
-from stof.graph.model_graph import DOMAIN, all_nodes, load, save
+from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.load_save import load, save
+from stof.graph.names import FreshNames
 from stof.mask.families import picture, window
 from stof.options import Options
 from stof.plan import ChainPlan, Plan, SitePlan
@@ -216,13 +218,13 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
     functions = [f for f in graph.functions if f.domain != DOMAIN]
     nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
     found: list[SiteReport] = []
-    taken: set[str] = set()
+    names = FreshNames()
     for node in nodes:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
+            found.append(SiteReport(names.make(node.name or OP), False, "is StofAttention already", mask=mask))
         elif is_softmax(node) or is_fused(node):
-            name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
+            name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (
                 f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
                 "made, where all sites can be replaced together"

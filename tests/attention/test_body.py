@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from stof.attention.function_body import OP, Variant, make_function
-from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.graph.index import DOMAIN, all_nodes
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference, reference_lse
 from stof.site import EmptyRows, Layout
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 import stof
 from stof.attention.function_body import OP, Variant, make_function, packed_function
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.site import EmptyRows, Layout
 
 D, DV = 8, 5

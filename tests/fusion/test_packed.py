@@ -24,7 +24,7 @@ from stof.fusion.packed_qkv import Heads, packed
 from stof.fusion.regions import Graph
 from stof.fusion.search.cost import Machine
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.options import Options
 from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic

@@ -21,7 +21,7 @@ from stof.execution import ort_sessions as sessions
 from stof.execution.ort_sessions import Sessions
 from stof.execution.session_worker import SessionSpec
 from stof.graph.external_data import read_constants
-from stof.graph.model_graph import load
+from stof.graph.load_save import load
 
 NAMES = ("modernbert.dynamo.sdpa", "gemma3.torchscript.eager")
 

@@ -13,8 +13,8 @@ from onnx import helper, parser
 
 import stof
 from stof.errors import ModelError
+from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
-from stof.graph.model_graph import DOMAIN
 from stof.options import Options
 
 # Functions in functions, attributes with and without defaults, a function called twice.

@@ -14,7 +14,8 @@ from attention_forms import PLAIN, model
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import ArgumentError, ModelError
-from stof.graph.model_graph import GraphIndex, load, save
+from stof.graph.index import GraphIndex
+from stof.graph.load_save import load, save
 
 BODY = "%kt\ns1 = MatMul (q, kt)\np = Softmax (s1)\nout = MatMul (p, v)"
 

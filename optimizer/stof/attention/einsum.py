@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from stof.graph.index import is_standard
 from stof.symbolic import Symbolic
 
 Order = tuple[int, ...]
@@ -36,7 +37,7 @@ def products(symbolic: Symbolic, node: onnx.NodeProto) -> list[Product]:
 
 def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
     """Letters of the two inputs and of the output, an ellipsis spelled out."""
-    if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx") or len(node.input) != 2:
+    if node.op_type != "Einsum" or not is_standard(node) or len(node.input) != 2:
         return None
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     left, arrow, result = equation.partition("->")

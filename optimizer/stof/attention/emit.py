@@ -16,10 +16,11 @@ import stof
 from stof.attention.function_body import OP, Variant, make_function
 from stof.attention.op_inputs import NEUTRAL, operands_of
 from stof.attention.prune import Pruner
+from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import UnsupportedError
-from stof.graph.editor import Editing
-from stof.graph.model_graph import DOMAIN, opset_of
-from stof.graph.tensorrt_compat import constants, name_nodes
+from stof.graph.editor import Editor
+from stof.graph.index import DOMAIN, opset_of
+from stof.graph.names import name_nodes
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared
@@ -86,13 +87,13 @@ class Calls:
 
 def edit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: Calls) -> onnx.ModelProto:
     """A copy of the model with the nodes of its main graph rewritten."""
-    editing = Editing(model)
-    pruner = Pruner(editing, symbolic, [r.site for r in rewrites])
+    editor = Editor(model)
+    pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
     for rewrite in rewrites:
         variant, number = calls.variant(rewrite)
-        _replace(editing, symbolic, rewrite, variant, number, calls.slots)
+        _replace(editor, symbolic, rewrite, variant, number, calls.slots)
     pruner.prune()
-    return editing.finish()
+    return editor.finish()
 
 
 def _stamp(model: onnx.ModelProto) -> None:
@@ -146,13 +147,13 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
 
 
 def _replace(
-    editing: Editing, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
+    editor: Editor, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
 ) -> None:
     site = rewrite.site
-    output = editing.tensors[site.output]
-    place = next(i for i, n in enumerate(editing.graph.nodes) if n is output.inputs[0])
+    output = editor.tensors[site.output]
+    place = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
     extra: list[gs.Node] = []
-    operands = operands_of(editing, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
+    operands = operands_of(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not use keep their place with the role `unused`.
     attributes = {
@@ -171,9 +172,9 @@ def _replace(
         "plugin_version": "1",
         **({"allow_tf32": 1} if rewrite.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
         **dict(rewrite.hints),
-        **(constants(rewrite.mask, slots) if rewrite.tensorrt else {}),
+        **(constants_attribute(rewrite.mask, slots) if rewrite.tensorrt else {}),
     }
-    name = editing.unique(f"{_scope(site.name)}/{OP}")
+    name = editor.fresh_node_name(f"{_scope(site.name)}/{OP}")
     sizes = (
         (site.num_heads, site.head_size),
         (site.kv_num_heads, site.head_size),
@@ -181,80 +182,80 @@ def _replace(
         (site.num_heads, site.value_head_size),
     )
     operands_found = (site.query, site.key, site.value)
-    given = [_laid_out(editing, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
+    given = [_laid_out(editor, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
     if site.query_factor is not None:
         own = (site.query.layout, Layout.BHSD)
-        given[0] = _multiplied(editing, extra, site, _convert(editing, extra, given[0], site.dtype, own, sizes[0]))
+        given[0] = _multiplied(editor, extra, site, _convert(editor, extra, given[0], site.dtype, own, sizes[0]))
     inputs = [
-        _convert(editing, extra, tensor, site.dtype, (own, wanted), size)
+        _convert(editor, extra, tensor, site.dtype, (own, wanted), size)
         for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
     ]
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
     apart = site.output_flat or site.output_joined or site.output_grouped
-    last = editing.variable(f"{site.output}_rows", site.dtype) if apart else output
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else last
-    result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
+    last = editor.variable(f"{site.output}_rows", site.dtype) if apart else output
+    written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
+    result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
-        _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
+        _convert(editor, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
-        nodes.append(editing.node("Transpose", last.name, [written], [last], perm=perm))
+        nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
     if site.output_flat:
-        shape = editing.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
-        nodes.append(editing.node("Reshape", output.name, [last, shape], [output]))
+        shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
+        nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
     if site.output_joined:
-        nodes += _parted(editing, site, last, output)
+        nodes += _parted(editor, site, last, output)
     if site.output_grouped:
-        _with_heads(editing, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editing.graph.nodes[place:place] = nodes
+        _with_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
+    editor.graph.nodes[place:place] = nodes
     if not site.output_joined and not site.output_grouped:
-        editing.declare(site.output, site.dtype, _output_shape(site))
+        editor.declare(site.output, site.dtype, _output_shape(site))
 
 
-def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
+def _laid_out(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
     """The operand's tensor in its layout: itself, or transposed."""
-    tensor: gs.Tensor = editing.tensors[operand.tensor]
+    tensor: gs.Tensor = editor.tensors[operand.tensor]
     if operand.joined:
-        tensor = _joined(editing, nodes, tensor, dtype)
+        tensor = _joined(editor, nodes, tensor, dtype)
     if operand.grouped:
-        out = editing.variable(f"{operand.tensor}_heads", dtype)
-        tensor = _with_heads(editing, nodes, tensor, (operand.layout, 2), (heads,), out)
+        out = editor.variable(f"{operand.tensor}_heads", dtype)
+        tensor = _with_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
     if not operand.perm:
         return tensor
-    out = editing.variable(f"{operand.tensor}_laid", dtype)
-    nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    out = editor.variable(f"{operand.tensor}_laid", dtype)
+    nodes.append(editor.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
     return out
 
 
-def _sizes_of(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
+def _sizes_of(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
     """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
-    sizes, some = (editing.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
-    limits = [editing.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
-    nodes.append(editing.node("Shape", sizes.name, [tensor], [sizes]))
-    nodes.append(editing.node("Slice", some.name, [sizes, *limits], [some]))
+    sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
+    limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
+    nodes.append(editor.node("Shape", sizes.name, [tensor], [sizes]))
+    nodes.append(editor.node("Slice", some.name, [sizes, *limits], [some]))
     return some
 
 
 def _reshaped(
-    editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
+    editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
 ) -> gs.Tensor:
-    target = editing.variable(f"{output.name}_shape", TensorProto.INT64)
-    nodes.append(editing.node("Concat", target.name, parts, [target], axis=0))
-    nodes.append(editing.node("Reshape", output.name, [tensor, target], [output]))
+    target = editor.variable(f"{output.name}_shape", TensorProto.INT64)
+    nodes.append(editor.node("Concat", target.name, parts, [target], axis=0))
+    nodes.append(editor.node("Reshape", output.name, [tensor, target], [output]))
     return output
 
 
-def _joined(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+def _joined(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
     """A tensor of five axes with the first two in one."""
-    any_size = editing.initializer("stof_shape", np.array([-1], np.int64))
-    out = editing.variable(f"{tensor.name}_joined", dtype)
-    return _reshaped(editing, nodes, tensor, [any_size, _sizes_of(editing, nodes, tensor, 2, 5)], out)
+    any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
+    out = editor.variable(f"{tensor.name}_joined", dtype)
+    return _reshaped(editor, nodes, tensor, [any_size, _sizes_of(editor, nodes, tensor, 2, 5)], out)
 
 
 def _with_heads(
-    editing: Editing,
+    editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
     place: tuple[Layout, int],
@@ -263,32 +264,32 @@ def _with_heads(
 ) -> gs.Tensor:
     """A tensor BHSD or BSHD with its heads, that are in so many axes, in others of given sizes."""
     first = 1 if place[0] is Layout.BHSD else 2
-    sizes = editing.initializer("stof_heads", np.array(heads, np.int64))
+    sizes = editor.initializer("stof_heads", np.array(heads, np.int64))
     end = first + place[1]
-    outer = _sizes_of(editing, nodes, tensor, 0, first)
-    rest = _sizes_of(editing, nodes, tensor, end, end + (2 if first == 1 else 1))
-    return _reshaped(editing, nodes, tensor, [outer, sizes, rest], output)
+    outer = _sizes_of(editor, nodes, tensor, 0, first)
+    rest = _sizes_of(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
+    return _reshaped(editor, nodes, tensor, [outer, sizes, rest], output)
 
 
-def _parted(editing: Editing, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
+def _parted(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
     """The nodes that write a result with its batch in the two axes of the query's."""
     nodes: list[gs.Node] = []
-    batch = _sizes_of(editing, nodes, editing.tensors[site.query.tensor], 0, 2)
-    _reshaped(editing, nodes, tensor, [batch, _sizes_of(editing, nodes, tensor, 1, 4)], output)
+    batch = _sizes_of(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
+    _reshaped(editor, nodes, tensor, [batch, _sizes_of(editor, nodes, tensor, 1, 4)], output)
     return nodes
 
 
-def _multiplied(editing: Editing, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
+def _multiplied(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
     """The query [B, H, S, D] times what the graph multiplies its scores with."""
     assert site.query_factor is not None
     op, factor = site.query_factor
-    out = editing.variable(f"{site.query.tensor}_scaled", site.dtype)
-    nodes.append(editing.node(op, out.name, [query, editing.tensors[factor]], [out]))
+    out = editor.variable(f"{site.query.tensor}_scaled", site.dtype)
+    nodes.append(editor.node(op, out.name, [query, editor.tensors[factor]], [out]))
     return out
 
 
 def _convert(
-    editing: Editing,
+    editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
     dtype: int,
@@ -307,9 +308,9 @@ def _convert(
             steps.append(("Reshape", {}, [0, 0, size[0] * size[1]]))
     for i, (op, attributes, shape) in enumerate(steps):
         last = i + 1 == len(steps) and output is not None
-        out = output if last and output is not None else editing.variable(f"{tensor.name}_{op.lower()}", dtype)
-        given = [tensor] if shape is None else [tensor, editing.initializer("stof_shape", np.array(shape, np.int64))]
-        nodes.append(editing.node(op, out.name, given, [out], **attributes))
+        out = output if last and output is not None else editor.variable(f"{tensor.name}_{op.lower()}", dtype)
+        given = [tensor] if shape is None else [tensor, editor.initializer("stof_shape", np.array(shape, np.int64))]
+        nodes.append(editor.node(op, out.name, given, [out], **attributes))
         tensor = out
     return tensor
 

@@ -18,8 +18,7 @@ from stof.attention.softmax_forms import Softmax, softmax_of
 from stof.attention.split_mask_sums import parts
 from stof.attention.weights import Forward, Output, Weighted
 from stof.errors import UnsupportedError
-from stof.graph.dead_code import needed
-from stof.graph.model_graph import DOMAIN, GraphIndex, all_nodes
+from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
 from stof.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -39,75 +38,66 @@ class _Operands:
 def find_sites(
     model: onnx.ModelProto,
     symbolic: Symbolic,
-    fixed: frozenset[str] = frozenset(),
-    groups: Mapping[str, int] | None = None,
+    materialized: frozenset[str] = frozenset(),
+    fused_nodes: Mapping[str, int] | None = None,
     *,
-    taken: set[str] | None = None,
-    first: int = 0,
-    within: frozenset[str] | None = None,
+    names: FreshNames | None = None,
+    first_index: int = 0,
+    softmaxes: frozenset[str] | None = None,
 ) -> tuple[list[AttentionSite], list[Finding]]:
-    """Every attention core of the main graph, and for every other Softmax the first obstacle.
+    """Finds the attention sites of the main graph; for every other softmax the finding says what is in the way.
 
     Args:
         model: without external data.
-        symbolic: its shapes and values.
-        fixed: tensors that are written whatever is replaced: no operand is read from behind them.
-        groups: for tensors that stand for parts of fused nodes, which node: no result is written into another one's.
-        taken: names that sites of other graphs have; those of this one are added.
-        first: the number of the first site.
-        within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
+        symbolic: shapes and values of the model's tensors.
+        materialized: tensors that the graph computes whatever is replaced: no operand is read from behind them.
+        fused_nodes: for each tensor that stands for a part of an expanded fused node, the index of that node. A site's
+            result does not reach into another fused node.
+        names: of the sites of other graphs; those of this one are added.
+        first_index: the index of the first site.
+        softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
     """
-    index = GraphIndex(model.graph, fixed, groups)
+    index = GraphIndex(model.graph, materialized, fused_nodes)
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    taken = set() if taken is None else taken
-    read = needed(model.graph)
+    names = names or FreshNames()
+    read = needed_tensors(model.graph)
     found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
     for number, softmax in enumerate(found):
         weights = softmax.node.output[0]
-        if within is not None and weights not in within:
+        if softmaxes is not None and weights not in softmaxes:
             continue
-        name = unique(softmax.node.name or f"attention_{number}", taken)
+        name = names.make(softmax.node.name or f"attention_{number}")
         try:
-            site = _match(index, symbolic, forward, softmax, name, first + len(sites))
+            site = _match(index, symbolic, forward, softmax, name, first_index + len(sites))
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
-            # Later ones read it there, not from behind it, or nobody would need what replaces this one.
-            index.fixed |= {site.output}
+            # Later sites must read this result, or nothing would need the node that writes it.
+            index.materialized |= {site.output}
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": weights}))
-    if within is None:
-        findings.extend(_inside(model, taken))
+    if softmaxes is None:
+        findings.extend(_find_in_functions(model, names))
     return sites, findings
 
 
-def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
-    """The softmaxes of local functions that could not be inlined."""
+def _find_in_functions(model: onnx.ModelProto, names: FreshNames) -> list[Finding]:
+    """Findings for the softmaxes in local functions that could not be inlined."""
     findings = []
     for function in (f for f in model.functions if f.domain != DOMAIN):
         where = f"local function {function.domain}::{function.name}"
         for node in all_nodes(function.node):
             if is_softmax(node):
-                name = unique(node.name or f"softmax of {node.output[0]}", taken)
+                name = names.make(node.name or f"softmax of {node.output[0]}")
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
     return findings
 
 
 def is_softmax(node: onnx.NodeProto) -> bool:
     """Whether a node is a softmax of the standard domain."""
-    return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
-
-
-def unique(name: str, taken: set[str]) -> str:
-    """The name, or one like it that is not taken; it is then."""
-    candidate, i = name, 1
-    while candidate in taken:
-        i += 1
-        candidate = f"{name}_{i}"
-    taken.add(candidate)
-    return candidate
+    return node.op_type == "Softmax" and is_standard(node)
 
 
 def _match(

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.mask.to_onnx import Builder, Sizes, mask_nodes
 from stof.site import EmptyRows, Layout
 

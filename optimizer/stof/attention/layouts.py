@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx
 from onnx import TensorProto
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex, describe
+from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import Layout, Operand
-from stof.symbolic import Int, Symbolic, integer, var
+from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.rules.dropout import drops
 
 ONE = integer(1)
@@ -51,7 +50,7 @@ class Chain:
 
 def is_move(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a node only moves its first input's elements: a view, or a cast to the same type."""
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         return False
     if node.op_type in CASTS:
         dtype = symbolic.dtype(node.output[0])
@@ -81,7 +80,7 @@ def chains(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[Chain]:
 
 
 def _widens(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    if node.op_type not in CASTS or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in CASTS or not is_standard(node):
         return False
     source, result = (_FLOATS.get(symbolic.dtype(n), 0) for n in (node.input[0], node.output[0]))
     return bool(0 < source < result)
@@ -89,7 +88,7 @@ def _widens(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
 
 def is_float_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a node casts between the float types of the op."""
-    if node.op_type not in CASTS or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in CASTS or not is_standard(node):
         return False
     return all(symbolic.dtype(n) in _FLOATS for n in (node.input[0], node.output[0]))
 
@@ -107,29 +106,12 @@ def is_identity(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     return node.op_type in ("Identity", "Dropout")
 
 
-def uniform(symbolic: Symbolic, tensor: str) -> float | None:
-    """The number that every element of a tensor is, however it is spread."""
-    array = symbolic.constant(tensor)
-    if array is not None:
-        # bfloat16 has no kind of NumPy's own: "V".
-        if array.size == 0 or array.dtype.kind not in "fiuV" or not bool(np.all(array == array.reshape(-1)[0])):
-            return None
-        return float(array.reshape(-1)[0])
-    value = symbolic.value(tensor)
-    if value is None or value.kind == "b":
-        return None
-    element = value.at(tuple(var(f"any{i}") for i in range(value.rank)))
-    if isinstance(element, Int):
-        return None if element.constant is None else float(element.constant)
-    return float(str(element.args[0])) if element.kind == "const" else None
-
-
 def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float] | None:
     """(x, c) of a Mul or Div of x by one number that does not change x's shape."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+    if not is_standard(node) or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
         return None
     for i in (1, 0) if node.op_type == "Mul" else (1,):
-        number = uniform(symbolic, node.input[i])
+        number = symbolic.uniform(node.input[i])
         if number is None:
             continue
         shape, other = symbolic.shape(node.output[0]), symbolic.shape(node.input[1 - i])
@@ -319,7 +301,7 @@ def _splits(one: Heads, other: Heads) -> bool:
 
 
 def _written_anyway(index: GraphIndex, symbolic: Symbolic, tensor: str) -> bool:
-    if tensor in index.outputs or tensor in index.captured or tensor in index.fixed:
+    if tensor in index.outputs or tensor in index.captured or tensor in index.materialized:
         return True
     users = [n for n in index.consumers(tensor) if n.op_type not in ("Shape", "MatMul", "FusedMatMul")]
     return any(not is_move(symbolic, n) and scalar_factor(symbolic, n) is None for n in users)

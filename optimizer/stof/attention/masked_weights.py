@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from stof.attention.layouts import CASTS, uniform
-from stof.graph.model_graph import GraphIndex
+from stof.attention.layouts import CASTS
+from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
@@ -29,9 +29,9 @@ def zeroes_masked(
     masks = [t for t in terms if t.kind is not TermKind.ADD or symbolic.value(t.tensor) is not None]
     if where.op_type != "Where" or len(masks) != 1:
         return False
-    if where.input[2] == weights and uniform(symbolic, where.input[1]) == 0.0:
+    if where.input[2] == weights and symbolic.uniform(where.input[1]) == 0.0:
         dropped = _root(index, symbolic, where.input[0], True)
-    elif where.input[1] == weights and uniform(symbolic, where.input[2]) == 0.0:
+    elif where.input[1] == weights and symbolic.uniform(where.input[2]) == 0.0:
         dropped = _root(index, symbolic, where.input[0], False)
     else:
         return False
@@ -48,7 +48,7 @@ def _forbidden(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[s
     node = index.producer(term.tensor)
     if node is None or node.op_type != "Where" or term.scale != 1.0:
         return None
-    numbers = [uniform(symbolic, node.input[i]) for i in (1, 2)]
+    numbers = [symbolic.uniform(node.input[i]) for i in (1, 2)]
     for i, holds in ((0, True), (1, False)):
         number, other = numbers[i], numbers[1 - i]
         if other == 0.0 and number is not None and number <= _FORBIDS:
@@ -60,7 +60,7 @@ def _root(index: GraphIndex, symbolic: Symbolic, tensor: str, holds: bool) -> tu
     """The tensor behind casts and Nots of a condition, and whether the condition is that it is not zero."""
     for _ in range(_DEEPEST):
         node = index.producer(tensor)
-        if node is None or node.domain not in ("", "ai.onnx"):
+        if node is None or not is_standard(node):
             break
         if node.op_type == "Not":
             holds = not holds

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from stof.attention.layouts import uniform
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Symbolic
 
 _MOST = 32  # nodes of a region
@@ -87,7 +86,7 @@ def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[o
 
 
 def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
-    if node.domain not in ("", "ai.onnx") or len(node.output) != 1:
+    if not is_standard(node) or len(node.output) != 1:
         return False
     if node.op_type == "Cast":
         return symbolic.dtype(node.output[0]) in _TYPES
@@ -96,7 +95,7 @@ def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: 
     for name in node.input:
         if name in known or name in constants:
             continue
-        value, shape = uniform(symbolic, name), symbolic.shape(name)
+        value, shape = symbolic.uniform(name), symbolic.shape(name)
         if value is None or shape is None or any(d.constant != 1 for d in shape):
             return False
         constants[name] = value

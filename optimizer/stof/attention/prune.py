@@ -14,8 +14,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.shape_sources import Place, SizeTeller
-from stof.graph.editor import Editing, captured
-from stof.graph.model_graph import GraphIndex
+from stof.graph.editor import Editor, captured
+from stof.graph.index import GraphIndex
 from stof.site import AttentionSite
 from stof.symbolic import Symbolic
 
@@ -25,9 +25,9 @@ Elements = list[Place | int]
 class Pruner:
     """Made before the edit; ``prune`` runs after it."""
 
-    def __init__(self, editing: Editing, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
-        self.editing = editing
-        self.teller = SizeTeller(editing.model, symbolic)
+    def __init__(self, editor: Editor, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
+        self.editor = editor
+        self.teller = SizeTeller(editor.model, symbolic)
         self.shapes = self._tellable(sites)
         self.needed = self._live({})
         self._sizes: dict[Place, gs.Tensor] = {}
@@ -35,7 +35,7 @@ class Pruner:
 
     def _tellable(self, sites: Sequence[AttentionSite]) -> dict[int, Elements]:
         """Shape nodes of tensors inside the sites and their masks, with the elements where they can be told."""
-        index = GraphIndex(self.editing.model.graph)
+        index = GraphIndex(self.editor.model.graph)
         inside: dict[str, tuple[str, ...]] = {}
         for site in sites:
             stop = {site.query.tensor, site.key.tensor, site.value.tensor}
@@ -46,7 +46,7 @@ class Pruner:
             for operand in stop:
                 inside.pop(operand, None)
         found: dict[int, Elements] = {}
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if node.op == "Shape" and node.inputs[0].name in inside:
                 elements = self.teller.elements(node.outputs[0].name, inside[node.inputs[0].name])
                 if elements is not None:
@@ -55,7 +55,7 @@ class Pruner:
 
     def _live(self, shapes: dict[int, Elements]) -> set[int]:
         """Ids of the nodes that an output needs."""
-        pending = [n for t in self.editing.graph.outputs for n in t.inputs]
+        pending = [n for t in self.editor.graph.outputs for n in t.inputs]
         live: set[int] = set()
         while pending:
             node = pending.pop()
@@ -66,7 +66,7 @@ class Pruner:
                 pending.extend(n for t in node.inputs for n in t.inputs)
             # A tensor that a subgraph names is found by name: it may be another object there.
             for tensor in captured(node):
-                producer = self.editing.producer(tensor.name)
+                producer = self.editor.producer(tensor.name)
                 if producer is not None:
                     pending.append(producer)
         return live
@@ -76,7 +76,7 @@ class Pruner:
         live = self._live(self.shapes)
         gone: set[int] = set()
         nodes: list[gs.Node] = []
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if id(node) in live:
                 source = node.inputs[0].inputs if id(node) in self.shapes else []
                 nodes.extend(self._told(node) if source and id(source[0]) not in live else [node])
@@ -85,20 +85,20 @@ class Pruner:
             else:
                 nodes.append(node)
         kept = {id(n) for n in nodes}
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if id(node) not in kept:
                 node.inputs.clear()
-        self.editing.graph.nodes = [*self._head, *nodes]
+        self.editor.graph.nodes = [*self._head, *nodes]
 
     def _told(self, node: gs.Node) -> list[gs.Node]:
         """Nodes that write a Shape node's output from tensors that stay."""
         output = node.outputs[0]
         parts: list[gs.Tensor] = []
         nodes: list[gs.Node] = []
-        inputs = {i.name for i in self.editing.model.graph.input}
+        inputs = {i.name for i in self.editor.model.graph.input}
         for element in self.shapes[id(node)]:
             if isinstance(element, int):
-                parts.append(self.editing.initializer("stof_size", np.array([element], np.int64)))
+                parts.append(self.editor.initializer("stof_size", np.array([element], np.int64)))
                 continue
             if element[0] not in inputs:
                 parts.append(self._size(element, nodes))
@@ -107,21 +107,21 @@ class Pruner:
                 self._sizes[element] = self._size(element, self._head)
             parts.append(self._sizes[element])
         output.inputs.clear()
-        nodes.append(self.editing.node("Concat", f"{node.name}/stof", parts, [output], axis=0))
+        nodes.append(self.editor.node("Concat", f"{node.name}/stof", parts, [output], axis=0))
         return nodes
 
     def _size(self, place: Place, nodes: list[gs.Node]) -> gs.Tensor:
         tensor, axis, factor = place
-        whole = self.editing.variable(f"{tensor}/stof_shape", TensorProto.INT64)
-        one = self.editing.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
-        which = self.editing.initializer("stof_axis", np.array([axis], np.int64))
-        nodes.append(self.editing.node("Shape", whole.name, [self.editing.tensors[tensor]], [whole]))
-        nodes.append(self.editing.node("Gather", one.name, [whole, which], [one], axis=0))
+        whole = self.editor.variable(f"{tensor}/stof_shape", TensorProto.INT64)
+        one = self.editor.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
+        which = self.editor.initializer("stof_axis", np.array([axis], np.int64))
+        nodes.append(self.editor.node("Shape", whole.name, [self.editor.tensors[tensor]], [whole]))
+        nodes.append(self.editor.node("Gather", one.name, [whole, which], [one], axis=0))
         if factor == 1:
             return one
-        times = self.editing.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
-        number = self.editing.initializer("stof_factor", np.array([factor], np.int64))
-        nodes.append(self.editing.node("Mul", times.name, [one, number], [times]))
+        times = self.editor.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
+        number = self.editor.initializer("stof_factor", np.array([factor], np.int64))
+        nodes.append(self.editor.node("Mul", times.name, [one, number], [times]))
         return times
 
 

@@ -19,10 +19,9 @@ from stof.attention.layouts import (
     is_move,
     scalar_factor,
     trace,
-    uniform,
 )
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex, describe
+from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
@@ -82,7 +81,7 @@ class ScoreWalk:
         if found is not None:
             self.accept(found)
             return found
-        if node.domain not in ("", "ai.onnx"):
+        if not is_standard(node):
             raise self._obstacle(node)
         if node.op_type == "Add":
             return self._add(node, scores, depth)
@@ -111,7 +110,7 @@ class ScoreWalk:
         )
 
     def _matmul(self, node: onnx.NodeProto, scores: Scores) -> Scores | None:
-        if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "MatMul" and is_standard(node):
             check_axes(self.symbolic, node, "key")
             return replace(scores.passed(node), query=node.input[0], key=node.input[1])
         for product in products(self.symbolic, node):
@@ -154,7 +153,7 @@ class ScoreWalk:
         if node.op_type != "Max" or len(node.input) != 2:
             return None
         for i in (0, 1):
-            least = uniform(self.symbolic, node.input[i])
+            least = self.symbolic.uniform(node.input[i])
             if least is not None and least <= -1e30:
                 if scores.terms:
                     raise UnsupportedError(f"{describe(node)} bounds scores that are masked again after it")
@@ -206,7 +205,7 @@ class ScoreWalk:
     ) -> Scores | None:
         """Of ``scores * m + (1 - m) * fill`` with m 0 or 1: a Where by m, as GPT and TensorFlow's models spell it."""
         mul = self.index.producer(product)
-        if mul is None or mul.op_type != "Mul" or mul.domain not in ("", "ai.onnx"):
+        if mul is None or mul.op_type != "Mul" or not is_standard(mul):
             return None
         for i in (0, 1):
             mask = mul.input[1 - i]
@@ -231,7 +230,7 @@ class ScoreWalk:
 
     def _where(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
-            fill = uniform(self.symbolic, node.input[filled])
+            fill = self.symbolic.uniform(node.input[filled])
             if fill is None:
                 continue
             number = self._scaled(fill, scores.factor, node)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from stof.attention.layouts import is_float_cast, uniform
+from stof.attention.layouts import is_float_cast
 from stof.attention.scores import less_maximum
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Real, Symbolic, integer, var
 
 _SAME = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
@@ -41,7 +41,7 @@ def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) ->
     tensor, passed = softmax.input[0], list[str]()
     for _ in range(_DEEPEST):
         node = index.producer(tensor)
-        if node is None or node.domain not in ("", "ai.onnx"):
+        if node is None or not is_standard(node):
             return None
         if node.op_type in ("Concat", "Pad"):
             found = _of_concat(index, symbolic, node) if node.op_type == "Concat" else _of_pad(symbolic, node)
@@ -58,7 +58,7 @@ def _of_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
     shape = symbolic.shape(pad.input[0])
     value = symbolic.value(pad.input[1])
     pads = None if value is None else value.elements()
-    number = uniform(symbolic, pad.input[2]) if len(pad.input) > 2 and pad.input[2] else 0.0
+    number = symbolic.uniform(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else 0.0
     mode = next((a.s for a in pad.attribute if a.name == "mode"), b"constant")
     if shape is None or len(shape) != 4 or number is None or mode != b"constant" or len(pad.input) > 3 or pads is None:
         return None

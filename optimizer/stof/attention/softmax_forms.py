@@ -11,16 +11,13 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from stof.attention.layouts import uniform
 from stof.attention.scores import less_maximum
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
 from stof.symbolic.algebra.piecewise import cases
 from stof.symbolic.algebra.terms import to_real
 from stof.symbolic.tensor import SymTensor
-
-_STANDARD = ("", "ai.onnx")
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Softmax:
 
 def softmax_of(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> Softmax | None:
     """The softmax whose weights a node writes, None where it writes none."""
-    if node.domain not in _STANDARD:
+    if not is_standard(node):
         return None
     if node.op_type == "Softmax":
         return Softmax(node)
@@ -67,7 +64,7 @@ def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None
         return None
     for i in (0, 1):
         inverse = index.producer(node.input[i])
-        if inverse is not None and inverse.op_type == "Reciprocal" and inverse.domain in _STANDARD:
+        if inverse is not None and inverse.op_type == "Reciprocal" and is_standard(inverse):
             return str(node.input[1 - i]), str(inverse.input[0])
     return None
 
@@ -81,7 +78,7 @@ def _is_truth(value: SymTensor) -> bool:
 def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
     """The exponential behind a tensor, and the mask that makes others 0."""
     node = index.producer(tensor)
-    if node is None or node.domain not in _STANDARD:
+    if node is None or not is_standard(node):
         return None, None
     if node.op_type == "Exp":
         return None, node
@@ -89,11 +86,7 @@ def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTer
     if node.op_type == "Where":
         for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
             exponential = index.producer(node.input[kept])
-            if (
-                exponential is not None
-                and exponential.op_type == "Exp"
-                and uniform(symbolic, node.input[filled]) == 0.0
-            ):
+            if exponential is not None and exponential.op_type == "Exp" and symbolic.uniform(node.input[filled]) == 0.0:
                 return MaskTerm(kind, node.input[0], minus), exponential
     if node.op_type == "Mul":
         for i in (0, 1):

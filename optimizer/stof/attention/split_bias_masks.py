@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnx import TensorProto
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import lift
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic
@@ -54,7 +54,7 @@ def _addends(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list[Mask
     node = index.producer(term.tensor)
     if term.kind is not TermKind.ADD or term.merged or term.windows or node is None or node.op_type != "Add":
         return []
-    if node.domain not in ("", "ai.onnx") or any(symbolic.value(name) is None for name in node.input):
+    if not is_standard(node) or any(symbolic.value(name) is None for name in node.input):
         return []
     if symbolic.dtype(term.tensor) != TensorProto.FLOAT:  # halves overflow in the sum
         return []

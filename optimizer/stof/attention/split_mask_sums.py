@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
 from stof.symbolic.algebra.piecewise import cases
@@ -22,7 +22,7 @@ _FORBIDS = -1e4
 def parts(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0) -> tuple[MaskTerm, ...]:
     """The terms, added to scores [B, H, S, T], whose sum a term is, where one is a mask and the other is none; else the term."""
     node = index.producer(term.tensor)
-    if depth == _DEEPEST or node is None or node.op_type != "Add" or node.domain not in ("", "ai.onnx"):
+    if depth == _DEEPEST or node is None or node.op_type != "Add" or not is_standard(node):
         return (term,)
     if term.kind is not TermKind.ADD or term.merged or term.windows:
         return (term,)

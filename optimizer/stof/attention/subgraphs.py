@@ -16,7 +16,8 @@ from stof.attention.emit import Calls, Rewrite, edit, emit
 from stof.attention.expand.expand import Lowered, expanded
 from stof.attention.expand.prepare import expand_fused, is_fused
 from stof.attention.find import find_sites, is_softmax
-from stof.graph.model_graph import all_nodes, describe, node_tensors, subgraphs
+from stof.graph.index import all_nodes, describe, node_tensors, subgraphs
+from stof.graph.names import FreshNames
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
@@ -54,14 +55,14 @@ class _Around:
 def search(prepared: Lowered) -> list[Scope]:
     """The main graph and every subgraph that holds attention, with their sites."""
     symbolic = prepared.symbolic()
-    taken: set[str] = set()
-    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed, prepared.written(), taken=taken)
+    names = FreshNames()
+    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed, prepared.written(), names=names)
     main = Scope((), "", prepared, 0, symbolic, tuple(sites), (*prepared.findings, *findings))
     found = [main]
     graph = prepared.base.graph
     around = _Around((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
     for path, words, outside, inner in _subgraphs(graph, around, ()):
-        found.append(_scope(prepared, path, words, outside, inner, taken, sum(len(s.sites) for s in found)))
+        found.append(_scope(prepared, path, words, outside, inner, names, sum(len(s.sites) for s in found)))
     return found
 
 
@@ -89,7 +90,7 @@ def _subgraphs(
 
 
 def _scope(
-    main: Lowered, path: Path, words: str, around: _Around, graph: onnx.GraphProto, taken: set[str], first: int
+    main: Lowered, path: Path, words: str, around: _Around, graph: onnx.GraphProto, names: FreshNames, first_index: int
 ) -> Scope:
     flat, outer = _flat(main.base, around, graph)
     prepared = expand_fused(flat, main.known)
@@ -101,9 +102,9 @@ def _scope(
         symbolic,
         frozenset(prepared.fixed | written),
         prepared.written(),
-        taken=taken,
-        first=first,
-        within=frozenset(n.output[0] for n in prepared.model.graph.node[shift:] if is_softmax(n)),
+        names=names,
+        first_index=first_index,
+        softmaxes=frozenset(n.output[0] for n in prepared.model.graph.node[shift:] if is_softmax(n)),
     )
     own = {o for n in graph.node for o in n.output}
     left = [f for f in prepared.findings if f.details.get("output") in own]

@@ -18,14 +18,13 @@ from stof.attention.layouts import (
     is_move,
     output_layout,
     trace,
-    uniform,
 )
 from stof.attention.masked_weights import zeroes_masked
 from stof.attention.nan_to_num import unchanged
 from stof.attention.scores import keeps_matrices
 from stof.attention.shape_sources import SizeTeller
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex, describe
+from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -189,7 +188,7 @@ class Forward:
 
     def _pair_guard(self, tensor: str, users: Sequence[onnx.NodeProto]) -> MaskTerm | None:
         """The mask by which one node makes weights 0 that its softmax should have made 0 already."""
-        if len(users) != 1 or users[0].domain not in ("", "ai.onnx"):
+        if len(users) != 1 or not is_standard(users[0]):
             return None
         node = users[0]
         if self.symbolic.shape(node.output[0]) != self.symbolic.shape(tensor):
@@ -197,11 +196,11 @@ class Forward:
         found: MaskTerm | None = None
         if node.op_type == "Where":
             for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
-                if node.input[kept] == tensor and uniform(self.symbolic, node.input[filled]) == 0.0:
+                if node.input[kept] == tensor and self.symbolic.uniform(node.input[filled]) == 0.0:
                     found = MaskTerm(kind, node.input[0], 0.0)
         elif node.op_type == "Mul":
             other = node.input[1 if node.input[0] == tensor else 0]
-            if self.symbolic.value(other) is not None and other != tensor and uniform(self.symbolic, other) is None:
+            if self.symbolic.value(other) is not None and other != tensor and self.symbolic.uniform(other) is None:
                 found = MaskTerm(TermKind.KEEP, other)  # 0 * NaN stays NaN
         shape = None if found is None else self.symbolic.shape(found.tensor)
         # One of [B*H, S, T] weights would have to be told apart by heads.
@@ -222,7 +221,7 @@ class Forward:
         return starts == [integer(0)] * len(starts or [0]) and ones == [integer(1)] * len(ones or [0])
 
     def _passes(self, node: onnx.NodeProto) -> bool:
-        if node.domain not in ("", "ai.onnx"):
+        if not is_standard(node):
             return False
         if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
             return True
@@ -243,7 +242,7 @@ class Forward:
     def _is_product(self, node: onnx.NodeProto, tensor: str) -> bool:
         if node.input[0] != tensor:
             return False
-        if node.op_type == "MatMul" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "MatMul" and is_standard(node):
             return True
         if node.op_type != "FusedMatMul" or node.domain != "com.microsoft":
             return False
@@ -270,7 +269,7 @@ class Forward:
             if most is not None and most.op_type == "ReduceMax" and most.input[0] == bias:
                 shape, own = self.symbolic.shape(bias), self.symbolic.shape(most.output[0])
                 last = shape is not None and own == (*shape[:-1], integer(1))
-                return last and uniform(self.symbolic, equal.input[1 - i]) == -math.inf
+                return last and self.symbolic.uniform(equal.input[1 - i]) == -math.inf
         return False
 
     def _nan_guard(self, tensor: str, users: list[onnx.NodeProto]) -> str:
@@ -278,7 +277,7 @@ class Forward:
         where = next(n for n in users if n.op_type == "Where")
         good = where.input[0] == test.output[0] and where.input[2] == tensor
         alone = self.index.consumers(test.output[0]) == [where] and test.output[0] not in self.index.outputs
-        if not good or not alone or uniform(self.symbolic, where.input[1]) != 0.0:
+        if not good or not alone or self.symbolic.uniform(where.input[1]) != 0.0:
             raise UnsupportedError(f"{describe(where)} after the softmax is no NaN guard")
         return str(where.output[0])
 
@@ -294,7 +293,7 @@ class Forward:
         found: list[Output] = []
         moves: tuple[onnx.NodeProto, ...] = ()
         passed = weighted.nodes
-        own = self.index.groups.get(start)
+        own = self.index.fused_nodes.get(start)
         guard = weighted.row_guard
         current = start
         for _ in range(_DEEPEST):
@@ -308,7 +307,7 @@ class Forward:
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:
                 break
             user = users[0]
-            if self.index.groups.get(user.output[0], own) != own:
+            if self.index.fused_nodes.get(user.output[0], own) != own:
                 break  # a part of another fused node, which may stay as it is
             if user.op_type == "Where" and guard is None and layout is not None:
                 guard = self._row_guard(user, current, layout)
@@ -324,7 +323,7 @@ class Forward:
 
     def _row_guard(self, where: onnx.NodeProto, tensor: str, layout: Layout) -> str | None:
         """The condition of a Where that makes whole rows [b, h, s, :] of a BHSD result zero."""
-        if layout is not Layout.BHSD or where.input[2] != tensor or uniform(self.symbolic, where.input[1]) != 0.0:
+        if layout is not Layout.BHSD or where.input[2] != tensor or self.symbolic.uniform(where.input[1]) != 0.0:
             return None
         shape, own = self.symbolic.shape(where.input[0]), self.symbolic.shape(where.output[0])
         before = self.symbolic.shape(tensor)

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from stof.graph.external_data import is_external, place_of, tensor_bytes
-from stof.graph.model_graph import subgraphs
+from stof.graph.index import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 BF16 = frozenset({int(TensorProto.BFLOAT16)})

@@ -18,7 +18,7 @@ from stof.fusion.packed_qkv import packed
 from stof.fusion.regions import Graph, Left, chain_of, find_chains, settled
 from stof.fusion.split_gemm_bias import joined, separated
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import all_nodes, opset_of
+from stof.graph.index import all_nodes, opset_of
 from stof.plan import ChainPlan
 from stof.symbolic import Symbolic
 

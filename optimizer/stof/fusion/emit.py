@@ -16,9 +16,9 @@ from stof.fusion.function_body import OP, Branch, make_branch, make_function
 from stof.fusion.gemm import Product
 from stof.fusion.tensorrt_plugin import complete_calls
 from stof.fusion.translate import Chain
-from stof.graph.dead_code import drop_unneeded
-from stof.graph.model_graph import DOMAIN, describe, node_tensors, opset_of
-from stof.graph.tensorrt_compat import name_nodes
+from stof.graph.dead_code import remove_dead_code
+from stof.graph.index import DOMAIN, describe, node_tensors, opset_of
+from stof.graph.names import name_nodes
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared
 
@@ -111,7 +111,7 @@ def emit_chains(
     kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
     del result.graph.node[:]
     result.graph.node.extend(_sorted(kept))
-    drop_unneeded(result.graph, model.graph)
+    remove_dead_code(result.graph, model.graph)
     _check(result.graph)
     _declare(result.graph, symbolic, chains)
     if not any(e.domain == DOMAIN for e in result.opset_import):

@@ -18,7 +18,7 @@ from stof.fusion.description import REDUCTIONS, Output, Pool, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
 from stof.fusion.translate import Chain, Region
-from stof.graph.model_graph import describe, domain_of
+from stof.graph.index import describe, domain_of
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.rules.movement_helpers import product
 from stof.symbolic.tensor import Shape

@@ -28,7 +28,7 @@ from stof.fusion.element_ops import (
     kind_of_node,
     skip_sum,
 )
-from stof.graph.model_graph import describe, domain_of
+from stof.graph.index import describe, domain_of
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.algebra.terms import Atom

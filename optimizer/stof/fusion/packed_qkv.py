@@ -14,8 +14,8 @@ from stof.attention.function_body import OP, packed_function
 from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
-from stof.graph.dead_code import drop_unneeded
-from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.graph.dead_code import remove_dead_code
+from stof.graph.index import DOMAIN, all_nodes
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
@@ -102,7 +102,7 @@ def _rewritten(
     for function in functions:
         ours = (function.domain, function.name) == (DOMAIN, OP) and "packed" not in function.attribute
         result.functions.append(packed_function(function, joined, layouts) if ours else function)
-    drop_unneeded(result.graph, model.graph)
+    remove_dead_code(result.graph, model.graph)
     return result
 
 

@@ -19,7 +19,7 @@ from stof.fusion.function_body import make_branch
 from stof.fusion.gemm import Forms, is_product, product_of
 from stof.fusion.tensorrt_plugin import check_plugin
 from stof.fusion.translate import Chain, Region, translate
-from stof.graph.model_graph import GraphIndex, node_tensors, opset_of
+from stof.graph.index import GraphIndex, node_tensors, opset_of
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.rules.dropout import drops

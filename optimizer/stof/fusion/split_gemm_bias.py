@@ -11,7 +11,8 @@ import onnx
 from onnx import helper
 
 from stof.fusion.gemm import is_plain
-from stof.graph.model_graph import node_tensors, with_nodes
+from stof.graph.index import node_tensors
+from stof.graph.protobuf import copy_with_nodes
 from stof.symbolic import Symbolic
 
 Gemms = dict[str, list[onnx.NodeProto]]  # by what MatMul writes: the nodes that Add and it stand for
@@ -53,7 +54,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
         gemms[name] = own
         nodes.append(helper.make_node("MatMul", [source, node.input[1]], [name], f"{node.name}/product"))
         nodes.append(helper.make_node("Add", [name, node.input[2]], [target], node.name))
-    return (with_nodes(model, nodes), gemms) if gemms else (model, gemms)
+    return (copy_with_nodes(model, nodes), gemms) if gemms else (model, gemms)
 
 
 def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
@@ -73,7 +74,7 @@ def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
     flat = {own[0].input[0] for own in gemms.values() if len(own) > 1}
     unread = {f for f in flat if f not in read and f not in {o.name for o in model.graph.output}}
     nodes = [n for n in nodes if not set(n.output) & unread]
-    return with_nodes(model, nodes) if gemms else model
+    return copy_with_nodes(model, nodes) if gemms else model
 
 
 def _is_biased(node: onnx.NodeProto) -> bool:

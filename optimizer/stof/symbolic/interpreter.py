@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import is_external
+from stof.graph.index import STANDARD_DOMAINS, is_standard
 from stof.symbolic.algebra.overflow import guarded
 from stof.symbolic.algebra.terms import Int, integer, parts, size, var
 from stof.symbolic.dimension_names import dimension
@@ -59,15 +60,14 @@ class Symbolic:
         self._known = known
         rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            "": rules,
-            "ai.onnx": rules,
+            **dict.fromkeys(STANDARD_DOMAINS, rules),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
             "stof": stof_ops.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
         self._same: dict[tuple[Int, Int], None] = {}
         self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
-        self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
+        self._opset = next((o.version for o in model.opset_import if o.domain in STANDARD_DOMAINS), 13)
         self._model = model
         self._vectors = vectors
         self._coarse: Symbolic | None = None
@@ -91,7 +91,7 @@ class Symbolic:
                 self._facts[initializer.name] = _initializer(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "If" and is_standard(node):
             self._visit_branches(node)
             return
         context = Context(self._facts, node, self._opset, self._same)
@@ -178,7 +178,7 @@ class Symbolic:
         arrays = {n: a for n, a in given.items() if a is not None}
         if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
             return None
-        if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
+        if not is_standard(node) or any(a.type in _SUBGRAPHS for a in node.attribute):
             return None
         if node.op_type in _RANDOM or any(is_external(a.t) for a in node.attribute if a.HasField("t")):
             return None
@@ -220,7 +220,7 @@ class Symbolic:
 
     def applied(self, node: onnx.NodeProto, given: Mapping[str, Fact]) -> list[Fact] | None:
         """What a node of the standard domain gives, with other facts for some of its inputs; None where nothing is known."""
-        rule = self._rules[""].get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
         context = Context(facts, node, self._opset, dict(self._same))
         return None if rule is None else rule(context)
@@ -261,6 +261,22 @@ class Symbolic:
             return None if array is None else np.asarray(array == float(value))
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
+
+    def uniform(self, name: str) -> float | None:
+        """The number that all elements of a tensor are equal to; None where there is no such number or none is known."""
+        array = self.constant(name)
+        if array is not None:
+            # NumPy has no kind for bfloat16: ml_dtypes gives it "V".
+            if array.size == 0 or array.dtype.kind not in "fiuV" or not bool(np.all(array == array.reshape(-1)[0])):
+                return None
+            return float(array.reshape(-1)[0])
+        value = self.value(name)
+        if value is None or value.kind == "b":
+            return None
+        element = value.at(tuple(var(f"any{i}") for i in range(value.rank)))
+        if isinstance(element, Int):
+            return None if element.constant is None else float(element.constant)
+        return float(str(element.args[0])) if element.kind == "const" else None
 
 
 def _along_last(context: Context) -> bool:

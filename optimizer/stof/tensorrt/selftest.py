@@ -12,10 +12,10 @@ import onnx
 from onnx import helper
 
 from stof.attention.function_body import OP, Variant, make_function
+from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import StofError
 from stof.files import temporary_folder
-from stof.graph.model_graph import DOMAIN
-from stof.graph.tensorrt_compat import constants
+from stof.graph.index import DOMAIN
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.site import EmptyRows, Layout, LiftedMask
 from stof.tensorrt.build import BuildOptions, build_engine
@@ -64,7 +64,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     attributes = {
         **given,
         **heads,
-        **constants(mask, roles),
+        **constants_attribute(mask, roles),
         "mask_id": 0,
         "scale": float(problem.q.shape[3] ** -0.5) if problem.scale is None else problem.scale,
         "layout": "BHSD",

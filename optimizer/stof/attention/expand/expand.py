@@ -15,7 +15,8 @@ from typing import Any
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex, describe, domain_of, node_tensors, opset_of, with_nodes
+from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
+from stof.graph.protobuf import copy_with_nodes
 from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
@@ -200,4 +201,4 @@ def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[o
 
 
 def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
-    return with_nodes(model, expanded(model.graph.node, groups))
+    return copy_with_nodes(model, expanded(model.graph.node, groups))

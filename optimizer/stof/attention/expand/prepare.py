@@ -10,8 +10,8 @@ from stof.attention.expand.expand import Lowered, Lowerer, Request, lower
 from stof.attention.expand.gqa import lower_grouped
 from stof.attention.expand.onnx_attention import lower_attention
 from stof.errors import UnsupportedError
+from stof.graph.index import domain_of
 from stof.graph.inline import inline, inline_all
-from stof.graph.model_graph import domain_of
 from stof.symbolic import Symbolic
 
 _MICROSOFT = "com.microsoft"

@@ -17,7 +17,7 @@ from stof.fusion.emit import call
 from stof.fusion.regions import Graph
 from stof.fusion.search.measure_cuda import cuda_seconds
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.runtime.library import register
 from stof.symbolic import Int
 

@@ -18,7 +18,7 @@ from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex
 from stof.mask.lift import LOWEST
 from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx
 
-from stof.graph.model_graph import GraphIndex, subgraphs
+from stof.graph.index import GraphIndex, subgraphs
 from stof.symbolic import Symbolic
 
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 import onnx
 from onnx import TensorProto
 
-from stof.attention.layouts import uniform
 from stof.errors import GuardError, UnsupportedError
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex
 from stof.mask.lift import element, lift
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
@@ -137,7 +136,7 @@ class _Told:
             if node.op_type == "Not":
                 tells = _after(_not, tells)
             elif node.op_type in _COMPARISONS:
-                limit = uniform(self.symbolic, node.input[1])
+                limit = self.symbolic.uniform(node.input[1])
                 if limit is None:
                     return None
                 tells = _after(_compared(_COMPARISONS[node.op_type], limit), tells)

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import ITEM_SIZES, place_of
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.overflow import extremes
