@@ -19,6 +19,7 @@ from stof.attention.split_mask_sums import parts
 from stof.attention.weights import Forward, Output, Weighted
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
+from stof.graph.names import FreshNames
 from stof.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -61,7 +62,7 @@ def find_sites(
     forward = Forward(index, symbolic, SizeTeller(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    names = names or FreshNames()
+    names = FreshNames() if names is None else names
     read = needed_tensors(model.graph)
     found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
     for number, softmax in enumerate(found):

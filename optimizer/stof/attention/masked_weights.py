@@ -12,10 +12,9 @@ import onnx
 
 from stof.attention.layouts import CASTS
 from stof.graph.index import GraphIndex, is_standard
-from stof.site import MaskTerm, TermKind
+from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
-_FORBIDS = -1e4
 _DEEPEST = 16
 
 
@@ -51,7 +50,7 @@ def _forbidden(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[s
     numbers = [symbolic.uniform(node.input[i]) for i in (1, 2)]
     for i, holds in ((0, True), (1, False)):
         number, other = numbers[i], numbers[1 - i]
-        if other == 0.0 and number is not None and number <= _FORBIDS:
+        if other == 0.0 and number is not None and number <= FORBIDDING_VALUE:
             return _root(index, symbolic, node.input[0], holds)
     return None
 

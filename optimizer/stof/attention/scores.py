@@ -22,7 +22,7 @@ from stof.attention.layouts import (
 )
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
-from stof.site import MaskTerm, TermKind
+from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
 from stof.symbolic.algebra.piecewise import cases
@@ -32,7 +32,6 @@ from stof.symbolic.rules.cast import held
 
 _DEEPEST = 32
 MERGED = -1  # a mask [B*H, .., ..] while H is not known yet
-_MASKED = -1e4  # a Where that fills with more than this is no mask
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ class ScoreWalk:
             if self.symbolic.value(mul.input[i]) is not None or self.symbolic.value(mask) is None:
                 continue
             fill = _fill_of(self.symbolic, mask, added, sign)
-            if fill is None or fill * scores.factor > _MASKED:
+            if fill is None or fill * scores.factor > FORBIDDING_VALUE:
                 continue
             term = self._term(TermKind.KEEP, node, mask, self._scaled(fill, scores.factor, node))
             passed = scores.passed(node, "mask by a product").passed(mul)
@@ -234,8 +233,10 @@ class ScoreWalk:
             if fill is None:
                 continue
             number = self._scaled(fill, scores.factor, node)
-            if number > _MASKED:
-                raise UnsupportedError(f"{describe(node)} fills masked scores with {number}, more than {_MASKED:g}")
+            if number > FORBIDDING_VALUE:
+                raise UnsupportedError(
+                    f"{describe(node)} fills masked scores with {number}, more than {FORBIDDING_VALUE:g}"
+                )
             term = self._term(kind, node, node.input[0], number)
             passed = replace(scores.passed(node, "Where mask"), heads=self._heads(node) or scores.heads)
             return self.walk(node.input[kept], replace(passed, terms=(*passed.terms, term)), depth + 1)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stof.graph.index import GraphIndex, is_standard
-from stof.site import MaskTerm, TermKind
+from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
 from stof.symbolic.algebra.piecewise import cases
 from stof.symbolic.algebra.terms import to_real
 
 _DEEPEST = 4
-_FORBIDS = -1e4
 
 
 def parts(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0) -> tuple[MaskTerm, ...]:
@@ -41,5 +40,5 @@ def _is_mask(symbolic: Symbolic, tensor: str, scale: float) -> bool:
         return False
     found = [x for _, x in cases(to_real(value.at(tuple(var(f"any{i}") for i in range(value.rank)))))]
     return all(isinstance(x, float) for x in found) and any(
-        isinstance(x, float) and x * scale <= _FORBIDS for x in found
+        isinstance(x, float) and x * scale <= FORBIDDING_VALUE for x in found
     )

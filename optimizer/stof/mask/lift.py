@@ -21,7 +21,16 @@ from stof.mask.document_ids import in_order
 from stof.mask.families import describe
 from stof.mask.printer import B, H, K, Names, Q, print_condition
 from stof.mask.tables import band_of, with_bands
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
+from stof.site import (
+    FORBIDDING_VALUE,
+    AttentionSite,
+    EmptyRows,
+    LiftedMask,
+    MaskTerm,
+    OperandView,
+    RuntimeOperand,
+    TermKind,
+)
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
@@ -41,7 +50,6 @@ LOWEST: dict[int, float] = {
 # Element types of run-time operands (docs/reference/operators.md).
 _NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
 _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
-SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 FLOOR = -LOWEST[TensorProto.FLOAT]
 MAY_FORBID = "a bias may forbid as well; a row without any key may differ"
@@ -312,7 +320,7 @@ def _check_raised(site: AttentionSite, terms: Sequence[_TermMask]) -> None:
 def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
     """Whether the values of a mask besides 0 are so low that they forbid, times ``scale`` as well."""
     strengths = [x if scale > 0 else -x for x in numbers]
-    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= UNDERFLOW
+    return bool(strengths) and max(strengths) <= FORBIDDING_VALUE and max(strengths) * abs(scale) <= UNDERFLOW
 
 
 def _table_cases(
@@ -326,8 +334,8 @@ def _table_cases(
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     rest = array[array > limit]
     values = set(np.unique(rest[rest != 0]).tolist()) if rest.size < 1 << 24 else set()
-    soft = bool(values) and max(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
-    forbidden = (array <= limit) | (soft & (array <= SOFT_FORBID))
+    soft = bool(values) and max(values) <= FORBIDDING_VALUE and not bool(np.any(array <= limit))
+    forbidden = (array <= limit) | (soft & (array <= FORBIDDING_VALUE))
     if not forbidden.any():
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
