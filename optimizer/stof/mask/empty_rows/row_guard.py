@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto
 
 from stof.errors import GuardError, UnsupportedError
-from stof.graph.index import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import element, lift
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
@@ -131,7 +131,7 @@ class _Told:
         tells: Callable[[float], bool] = bool
         for _ in range(_DEEPEST):
             node = self.index.producer(tensor)
-            if node is None or node.domain not in ("", "ai.onnx"):
+            if node is None or not is_standard(node):
                 return None
             if node.op_type == "Not":
                 tells = _after(_not, tells)
