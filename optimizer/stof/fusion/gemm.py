@@ -18,7 +18,7 @@ from stof.fusion.description import REDUCTIONS, Output, Pool, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
 from stof.fusion.translate import Chain, Region
-from stof.graph.index import describe, domain_of
+from stof.graph.index import describe, domain_of, producers
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.rules.movement_helpers import product
 from stof.symbolic.tensor import Shape
@@ -120,8 +120,7 @@ class _Epilogue:
         if len(self.products) == 2 and packed:
             raise UnsupportedError("two products, each twice as wide as what comes out")
         index, limits = _place(shape)
-        producers = {o: n for n in self.rest for o in n.output if o}
-        puller = Puller(self.symbolic, producers, (_N, shape[-1]), limits)
+        puller = Puller(self.symbolic, producers(self.rest), (_N, shape[-1]), limits)
         root = puller.at(name, index, limits)
         kind = self.symbolic.dtype(name)
         factors = [*first.input[:2], *(n.input[1] for n in self.products[1:])]

@@ -15,7 +15,7 @@ from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.index import DOMAIN, all_nodes, producers
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
@@ -60,7 +60,7 @@ def packed(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.Mod
     reads an input in another layout now, that is changed for all calls or for none: they share a function. The model
     itself where there is nothing to be done. ``symbolic``: its shapes, where they are known already.
     """
-    movers = {o: n for n in model.graph.node if _moves(n) for o in n.output if o}
+    movers = producers(n for n in model.graph.node if _moves(n))
     if not any(is_attention(n) and not movers.keys().isdisjoint(n.input[:INPUTS]) for n in model.graph.node):
         return model
     if not heads_known(model):

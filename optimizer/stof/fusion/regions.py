@@ -19,7 +19,7 @@ from stof.fusion.function_body import make_branch
 from stof.fusion.gemm import Forms, is_product, product_of
 from stof.fusion.tensorrt_plugin import check_plugin
 from stof.fusion.translate import Chain, Region, translate
-from stof.graph.index import GraphIndex, node_tensors, opset_of
+from stof.graph.index import GraphIndex, node_tensors, opset_of, producer_indices
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.rules.dropout import drops
@@ -66,7 +66,7 @@ class Graph:
         graph = self.model.graph
         index = GraphIndex(graph)
         self.nodes = list(graph.node)
-        self.place = {o: i for i, n in enumerate(self.nodes) for o in n.output if o}
+        self.place = producer_indices(self.nodes)
         self.readers = {}
         for i, node in enumerate(self.nodes):
             for name in dict.fromkeys(node.input):

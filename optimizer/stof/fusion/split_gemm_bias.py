@@ -11,7 +11,7 @@ import onnx
 from onnx import helper
 
 from stof.fusion.gemm import is_plain
-from stof.graph.index import node_tensors
+from stof.graph.index import node_tensors, producers
 from stof.graph.protobuf import copy_with_nodes
 from stof.symbolic import Symbolic
 
@@ -22,7 +22,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
     """A copy with MatMul and Add in the place of each Gemm that multiplies as MatMul does."""
     graph = model.graph
     taken = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
-    writer = {o: n for n in graph.node for o in n.output if o}
+    writer = producers(graph.node)
     readers: dict[str, list[onnx.NodeProto]] = {o.name: [] for o in graph.output}
     for node in graph.node:
         for name in node_tensors(node).difference(node.output):
