@@ -23,7 +23,7 @@ from stof.graph.index import DOMAIN, opset_of
 from stof.graph.names import name_nodes
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared
+from stof.symbolic.dimension_names import declared_dim
 
 _LOWEST_IR = 8  # local functions
 
@@ -322,7 +322,7 @@ def _scope(name: str) -> str:
 
 def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
-    batch, rows = (declared(d) for d in (B, S))
+    batch, rows = (declared_dim(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
     if site.output_flat:
         return ["", heads * size]

@@ -18,7 +18,7 @@ from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import Layout, Operand
 from stof.symbolic import Int, Symbolic, integer
-from stof.symbolic.rules.dropout import drops
+from stof.symbolic.rules.dropout import may_drop
 
 ONE = integer(1)
 MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
@@ -99,7 +99,7 @@ def is_identity(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     Raises:
         UnsupportedError: for a Dropout that drops.
     """
-    if node.op_type == "Dropout" and drops(node, symbolic.constant):
+    if node.op_type == "Dropout" and may_drop(node, symbolic.constant):
         raise UnsupportedError(
             f"{describe(node)} may drop elements: its training_mode is not known to be false, nor its ratio to be 0"
         )

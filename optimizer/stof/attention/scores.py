@@ -25,10 +25,10 @@ from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic, var
 from stof.symbolic.algebra.conditions import all_of
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import FALSE, to_real
 from stof.symbolic.rules.broadcasting import broadcast, project
-from stof.symbolic.rules.cast import held
+from stof.symbolic.rules.cast import overflow_to_inf
 
 _DEEPEST = 32
 MERGED = -1  # a mask [B*H, .., ..] while H is not known yet
@@ -244,7 +244,7 @@ class ScoreWalk:
 
     def _scaled(self, fill: float, factor: float, node: onnx.NodeProto) -> float:
         """What masked scores are after they are multiplied: the lowest number times 2 is -inf."""
-        return held(fill * factor, self.symbolic.dtype(node.output[0]))
+        return overflow_to_inf(fill * factor, self.symbolic.dtype(node.output[0]))
 
     def _multiplied(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores:
         """Scores that a mask of ones and zeros makes zero, to which another adds what forbids them."""
@@ -293,7 +293,7 @@ class ScoreWalk:
         if isinstance(element, Real) and element.kind == "table":
             array = self.symbolic.constant(str(element.args[0]))
             return array is not None and bool(np.isin(array, (0, 1)).all())
-        return isinstance(element, Real) and all(x in (0.0, 1.0) for _, x in cases(element))
+        return isinstance(element, Real) and all(x in (0.0, 1.0) for _, x in split_cases(element))
 
     def _term(
         self, kind: TermKind, node: onnx.NodeProto, tensor: str, fill: float | None, scale: float = 1.0
@@ -337,7 +337,7 @@ def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | 
     probe = tuple(var(name) for name in "bghqk")[-len(shape) :] if len(shape) <= 5 else ()
     if not probe:
         return None
-    one, other = (cases(to_real(t.at(project(probe, t.shape)))) for t in (factors, terms))
+    one, other = (split_cases(to_real(t.at(project(probe, t.shape)))) for t in (factors, terms))
     fills: set[float] = set()
     for c1, m in one:
         for c2, x in other:

@@ -15,7 +15,7 @@ from stof.attention.scores import less_maximum
 from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 from stof.symbolic.tensor import SymTensor
 
@@ -72,7 +72,7 @@ def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None
 def _is_truth(value: SymTensor) -> bool:
     """Whether a tensor is 0 or 1 everywhere, as far as conditions tell."""
     probe = tuple(var(f"any{i}") for i in range(value.rank))
-    return {x for _, x in cases(to_real(value.at(probe)))} <= {0.0, 1.0}
+    return {x for _, x in split_cases(to_real(value.at(probe)))} <= {0.0, 1.0}
 
 
 def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTerm | None, onnx.NodeProto | None]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from stof.graph.index import GraphIndex, is_standard
 from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 
 _DEEPEST = 4
@@ -38,7 +38,7 @@ def _is_mask(symbolic: Symbolic, tensor: str, scale: float) -> bool:
     value = symbolic.value(tensor)
     if value is None or value.kind != "f":
         return False
-    found = [x for _, x in cases(to_real(value.at(tuple(var(f"any{i}") for i in range(value.rank)))))]
+    found = [x for _, x in split_cases(to_real(value.at(tuple(var(f"any{i}") for i in range(value.rank)))))]
     return all(isinstance(x, float) for x in found) and any(
         isinstance(x, float) and x * scale <= FORBIDDING_VALUE for x in found
     )

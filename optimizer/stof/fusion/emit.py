@@ -20,7 +20,7 @@ from stof.graph.index import DOMAIN, describe, opset_of, topological_order
 from stof.graph.names import FreshNames, name_nodes
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared
+from stof.symbolic.dimension_names import declared_dim
 
 GEMM = "StofGemm"
 _LOWEST_IR = 8  # local functions
@@ -133,7 +133,7 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
             if name not in known:
-                shape = [declared(d) for d in symbolic.shape(name) or ()]
+                shape = [declared_dim(d) for d in symbolic.shape(name) or ()]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
 
 

@@ -14,7 +14,7 @@ from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
 from stof.graph.index import producers
 from stof.symbolic import Int, Symbolic, integer, var
-from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
 _ZERO, _ONE = integer(0), integer(1)
@@ -89,7 +89,7 @@ def _candidates(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic
     """Axes to try: of the largest output, then of other tensors with as many elements, finest first."""
     main = max(shapes, key=lambda s: (len(_long(s)), sum(d.constant or 0 for d in _long(s))))
     known = [symbolic.shape(n) for node in own for n in (*node.output, *node.input) if n]
-    same = [s for s in known if s is not None and product(s) == product(main)]
+    same = [s for s in known if s is not None and element_count(s) == element_count(main)]
     tried: set[tuple[Int, ...]] = set()
     rows = [
         d

@@ -35,11 +35,11 @@ from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.float_bounds import settled
-from stof.symbolic.algebra.piecewise import cases, reads_input, to_cond
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, integer, of_atom, parts
+from stof.symbolic.algebra.float_bounds import rounded_constant
+from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_cond
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, integer, of_atom, subterms
 from stof.symbolic.rules.broadcasting import project
-from stof.symbolic.rules.cast import held
+from stof.symbolic.rules.cast import overflow_to_inf
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -260,12 +260,12 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
 
 def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]) -> _TermMask:
     split: list[tuple[Cond, float | Real]] = []
-    for cond, x in cases(value):
+    for cond, x in split_cases(value):
         if isinstance(x, Real) and x.kind == "table":
             split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
-            number = settled(x) if isinstance(x, Real) else x
-            split.append((cond, x if number is None else held(number, dtype)))
+            number = rounded_constant(x) if isinstance(x, Real) else x
+            split.append((cond, x if number is None else overflow_to_inf(number, dtype)))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = [x for _, x in split if isinstance(x, float) and x != 0]
     soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
@@ -273,7 +273,11 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     def forbids(x: float) -> bool:
         return x <= limit or (soft and x < 0)
 
-    dropped = [(c, held(x * term.scale, dtype)) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
+    dropped = [
+        (c, overflow_to_inf(x * term.scale, dtype))
+        for c, x in split
+        if isinstance(x, float) and forbids(x * term.scale)
+    ]
     bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
     if any(isinstance(x, float) and math.isnan(x) for _, x in split):
         raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")
@@ -408,7 +412,7 @@ def _vector_role(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index
 
 
 def _variables(index: Int) -> set[str]:
-    return {str(p.args[0]) for p in parts(index) if isinstance(p, Atom) and p.kind == "var"}
+    return {str(p.args[0]) for p in subterms(index) if isinstance(p, Atom) and p.kind == "var"}
 
 
 def _short(index: Int) -> str:

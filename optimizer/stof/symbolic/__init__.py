@@ -4,8 +4,8 @@
 ``Symbolic(model)`` interprets a model once; ``shape``, ``dtype``, ``constant`` and ``value`` answer for any tensor name.
 """
 
-from stof.symbolic.algebra.terms import Cond, Int, Real, integer, size, var
+from stof.symbolic.algebra.terms import Cond, Int, Real, dim, integer, var
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import SymTensor
 
-__all__ = ["Cond", "Int", "Real", "SymTensor", "Symbolic", "integer", "size", "var"]
+__all__ = ["Cond", "Int", "Real", "SymTensor", "Symbolic", "dim", "integer", "var"]

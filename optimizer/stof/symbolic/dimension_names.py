@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import ast
 
-from stof.symbolic.algebra.terms import Int, integer, of_atom, size
+from stof.symbolic.algebra.terms import Int, dim, integer, of_atom
 
 _LONGEST = 200
 _HIGHEST = 4
 
 
-def dimension(name: str) -> Int:
+def parse_dimension(name: str) -> Int:
     """The size that a ``dim_param`` states: a term over other names where it reads as one, else a name of its own."""
     if len(name) > _LONGEST or not any(c in name for c in "+-*/%"):
-        return size(name)
+        return dim(name)
     try:
         found = _size(ast.parse(name.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         found = None
-    return size(name) if found is None else found
+    return dim(name) if found is None else found
 
 
-def declared(size: Int) -> int | str:
+def declared_dim(size: Int) -> int | str:
     """A size as a ``value_info`` states it: a number, a name that the model itself declares, or "" for neither."""
     if size.constant is not None:
         return size.constant
@@ -42,7 +42,7 @@ def _product(factors: list[Int]) -> Int:
 def _size(node: ast.expr) -> Int | None:
     match node:
         case ast.Name(id=name):
-            return size(name)
+            return dim(name)
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return integer(number)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):

@@ -35,7 +35,7 @@ class Fact:
     reason: str = ""  # why there is no value
 
 
-class Context:
+class RuleContext:
     """What a rule may ask: facts of a node's inputs, attributes, fresh symbols."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Context:
             if size == plain:
                 size = value
             elif plain.atom is not None and plain.atom in size.atoms():
-                size = _substituted(size, plain.atom, value)
+                size = _substitute(size, plain.atom, value)
         return size
 
     def fact(self, i: int) -> Fact:
@@ -107,7 +107,7 @@ class Context:
         return [c for c in constants if c is not None]
 
 
-def _substituted(size: Int, atom: Atom, value: Int) -> Int:
+def _substitute(size: Int, atom: Atom, value: Int) -> Int:
     total = integer(0)
     for monomial, coefficient in size.terms:
         product = integer(coefficient)
@@ -117,4 +117,4 @@ def _substituted(size: Int, atom: Atom, value: Int) -> Int:
     return total
 
 
-Rule = Callable[[Context], list[Fact] | None]
+Rule = Callable[[RuleContext], list[Fact] | None]

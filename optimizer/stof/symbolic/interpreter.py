@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import is_external
 from stof.graph.index import STANDARD_DOMAINS, is_standard
-from stof.symbolic.algebra.overflow import guarded
-from stof.symbolic.algebra.terms import Int, integer, parts, size, var
-from stof.symbolic.dimension_names import dimension
-from stof.symbolic.facts import Context, Fact, dtype_kind
+from stof.symbolic.algebra.overflow import guard_overflow
+from stof.symbolic.algebra.terms import Int, dim, integer, subterms, var
+from stof.symbolic.dimension_names import parse_dimension
+from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 
@@ -88,13 +88,13 @@ class Symbolic:
             self._facts[value.name] = Fact(tensor.elem_type, shape, given)
         for initializer in graph.initializer:
             if initializer.name not in overridable:
-                self._facts[initializer.name] = _initializer(initializer)
+                self._facts[initializer.name] = _initializer_fact(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If" and is_standard(node):
             self._visit_branches(node)
             return
-        context = Context(self._facts, node, self._opset, self._same)
+        context = RuleContext(self._facts, node, self._opset, self._same)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
@@ -102,8 +102,8 @@ class Symbolic:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
-                made = [_in_range(node, fact) for fact in rule(context) or []]
-                found = [_folded(name, fact) for name, fact in zip(node.output, made, strict=False)]
+                made = [_guard_fact(node, fact) for fact in rule(context) or []]
+                found = [_fold_fact(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         for i, name in enumerate(node.output):
@@ -117,7 +117,7 @@ class Symbolic:
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
                 fact = self._computed(name, node, fact)
-                if node.op_type == "CumSum" and _along_last(context):
+                if node.op_type == "CumSum" and _is_running_sum(context):
                     self.sums[name] = node.input[0]
             if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
                 fact = self._computed_once(name, node) or fact
@@ -142,7 +142,7 @@ class Symbolic:
             if name not in branches or taken not in (None, chosen):
                 continue
             for initializer in branches[name].initializer:
-                self._facts[initializer.name] = _initializer(initializer)
+                self._facts[initializer.name] = _initializer_fact(initializer)
             known = dict(self._same)
             for inner in branches[name].node:
                 self._visit(inner)
@@ -211,7 +211,7 @@ class Symbolic:
         if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
             return False
         probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
-        found = list(parts(value.at(probe)))
+        found = list(subterms(value.at(probe)))
         reads = {p.args[:2] for p in found if p.kind in ("read", "unread")}
         plain = {v for v in probe if v.constant is None}
         indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
@@ -222,7 +222,7 @@ class Symbolic:
         """What a node of the standard domain gives, with other facts for some of its inputs; None where nothing is known."""
         rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
-        context = Context(facts, node, self._opset, dict(self._same))
+        context = RuleContext(facts, node, self._opset, dict(self._same))
         return None if rule is None else rule(context)
 
     @property
@@ -279,7 +279,7 @@ class Symbolic:
         return float(str(element.args[0])) if element.kind == "const" else None
 
 
-def _along_last(context: Context) -> bool:
+def _is_running_sum(context: RuleContext) -> bool:
     """Whether a CumSum is inclusive and runs forwards along the last axis."""
     axis, shape = context.fixed_ints(1), context.shape(0)
     plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
@@ -296,14 +296,14 @@ def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
     return tuple(
         integer(d.dim_value)
         if d.HasField("dim_value") and d.dim_value >= 0
-        else dimension(d.dim_param)
+        else parse_dimension(d.dim_param)
         if d.dim_param
-        else size(f"{name}#{i}")
+        else dim(f"{name}#{i}")
         for i, d in enumerate(tensor.shape.dim)
     )
 
 
-def _initializer(tensor: onnx.TensorProto) -> Fact:
+def _initializer_fact(tensor: onnx.TensorProto) -> Fact:
     shape = tuple(integer(d) for d in tensor.dims)
     count = int(np.prod(list(tensor.dims), dtype=np.int64))
     kind = dtype_kind(tensor.data_type)
@@ -312,19 +312,19 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
 
 
-def _in_range(node: onnx.NodeProto, fact: Fact) -> Fact:
+def _guard_fact(node: onnx.NodeProto, fact: Fact) -> Fact:
     """The fact of what is computed, as far as its type holds it; casts to floats round."""
     whole = node.op_type not in ("Cast", "CastLike") or dtype_kind(fact.dtype) == "i"
     if fact.value is None or node.op_type not in _COMPUTING or not whole:
         return fact
-    return replace(fact, value=guarded(fact.value, fact.dtype))
+    return replace(fact, value=guard_overflow(fact.value, fact.dtype))
 
 
-def _folded(name: str, fact: Fact) -> Fact:
-    return fact if fact.value is None or fact.value.constant is not None or not name else _fold(name, fact)
+def _fold_fact(name: str, fact: Fact) -> Fact:
+    return fact if fact.value is None or fact.value.constant is not None or not name else _fold_small(name, fact)
 
 
-def _fold(name: str, fact: Fact) -> Fact:
+def _fold_small(name: str, fact: Fact) -> Fact:
     """Small values that turn out to be numbers become constants, so that scales and axes are found.
 
     Values that differ keep their function as well: positions of a short, fixed length stay positions, not a table.

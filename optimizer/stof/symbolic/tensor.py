@@ -71,7 +71,7 @@ def kind_of(dtype: np.dtype) -> str:
     return "b" if dtype.kind == "b" else "i" if dtype.kind in "iu" else "f"
 
 
-def scalar(value: object, kind: str) -> Scalar:
+def constant_scalar(value: object, kind: str) -> Scalar:
     """A Python or NumPy number as a constant scalar."""
     if kind == "b":
         return TRUE if bool(value) else FALSE
@@ -87,16 +87,16 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
     uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
     limits = lru_cache(maxsize=1)(lambda: _limits(array))
     closed = lru_cache(maxsize=1)(lambda: _closed_form(array))
-    distinct = lru_cache(maxsize=1)(lambda: _distinct(array, 4 if kind == "f" else 2))
+    distinct = lru_cache(maxsize=1)(lambda: _distinct_values(array, 4 if kind == "f" else 2))
 
     def function(index: Index) -> Scalar:
         if uniform:
-            return scalar(array.reshape(-1)[0], kind)
+            return constant_scalar(array.reshape(-1)[0], kind)
         fixed = tuple(0 if n == 1 else i.constant for i, n in zip(index, array.shape, strict=True))
         if all(i is not None for i in fixed):
             place = tuple(i for i in fixed if i is not None)
             if all(-n <= i < n for i, n in zip(place, array.shape, strict=True)):
-                return scalar(array[place], kind)
+                return constant_scalar(array[place], kind)
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))
@@ -134,7 +134,7 @@ def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:
         return None
     steps = [int(line[1]) for line in lines]
     if len(axes) == 1 and not np.array_equal(lines[0], steps[0] * np.arange(lines[0].size)):
-        return _repeating(lines[0], int(first), axes[0])
+        return _repeating_form(lines[0], int(first), axes[0])
     total = np.full([1] * array.ndim, int(first), np.int64)
     for a, step in zip(axes, steps, strict=True):
         total = total + step * np.arange(array.shape[a]).reshape([-1 if i == a else 1 for i in range(array.ndim)])
@@ -150,7 +150,7 @@ def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:
     return function
 
 
-def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int] | None:
+def _repeating_form(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int] | None:
     """A line that begins with 0 as a * (i // n % m): numbers of blocks, of rows and of columns."""
     width = int(np.argmax(line != 0))
     step = int(line[width])
@@ -169,7 +169,7 @@ def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int
     return function
 
 
-def _distinct(array: np.ndarray, most: int) -> list[float] | None:
+def _distinct_values(array: np.ndarray, most: int) -> list[float] | None:
     """The values of an array in ascending order, where they are few, but not none; of integers only 0 and 1."""
     rest, found = array.reshape(-1), list[float]()
     while rest.size:

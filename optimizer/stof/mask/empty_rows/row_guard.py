@@ -21,7 +21,7 @@ from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import element, lift
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 
 _DEEPEST = 16
@@ -91,7 +91,7 @@ def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guar
             f"{guard.tensor!r} changes the attention weights by more than shapes and inputs: {symbolic.reason(guard.tensor)}"
         )
     if guard.fill is None:
-        numbers = [x for _, x in cases(to_real(element(value, site, guard)))]
+        numbers = [x for _, x in split_cases(to_real(element(value, site, guard)))]
         if not set(numbers) <= {0.0, 1.0}:
             raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
     found = lift(symbolic, _masked_by(site, replace(guard, fill=-math.inf)))

@@ -19,7 +19,7 @@ from stof.graph.external_data import ITEM_SIZES, place_of
 from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.overflow import extremes
+from stof.symbolic.algebra.overflow import value_range
 from stof.symbolic.facts import dtype_kind
 
 _CHUNK = 1 << 20  # elements of a constant that are looked at together
@@ -114,7 +114,7 @@ class Magnitudes:
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
         value = self.symbolic.value(tensor)
         # Values are whole numbers without a type. Unsigned ones leave theirs at 0, wherever something is taken away.
-        low, high = (-math.inf, math.inf) if value is None or info.min == 0 else extremes(value)
+        low, high = (-math.inf, math.inf) if value is None or info.min == 0 else value_range(value)
         if info.min <= low and high <= info.max:
             return max(-low, high)
         return max(float(info.max), -float(info.min))

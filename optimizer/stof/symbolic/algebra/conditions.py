@@ -11,8 +11,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, Scalar, fresh, integer, of_atom, to_real
+from stof.symbolic.algebra.int_bounds import bound, rebuild
+from stof.symbolic.algebra.terms import (
+    FALSE,
+    TRUE,
+    Atom,
+    Cond,
+    Int,
+    Real,
+    Scalar,
+    fresh_number,
+    integer,
+    of_atom,
+    to_real,
+)
 
 _MOST_PARTS = 20_000  # of a condition; a mask of 4096 nodes, the most that can be written, has fewer
 _MOST_CONDITIONS = 8  # that are decided one after another
@@ -30,7 +42,7 @@ _OPPOSITE = {
 
 def less_equal(left: Int, right: Int) -> Cond:
     """Left <= right."""
-    difference = _reduced(left - right)
+    difference = _reduce(left - right)
     high = bound(difference, upper=True)
     if high <= 0:
         return TRUE
@@ -39,7 +51,7 @@ def less_equal(left: Int, right: Int) -> Cond:
     return decide(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
 
 
-def _reduced(value: Int) -> Int:
+def _reduce(value: Int) -> Int:
     """An integer that is at most 0, or 0 where it can be, as ``value`` is: without a factor that all of its terms have."""
     factor = math.gcd(*(c for m, c in value.terms if m != ()))
     if factor < 2:
@@ -54,7 +66,7 @@ def equal(left: Int, right: Int) -> Cond:
         return TRUE if difference.constant == 0 else FALSE
     if difference.offset % math.gcd(*(c for m, c in difference.terms if m != ())):
         return FALSE
-    difference = _reduced(difference)
+    difference = _reduce(difference)
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
     if (found := decide(difference, lambda x: equal(x, integer(0)))) is not None:
@@ -132,15 +144,15 @@ def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) 
         return neutral
     if len(members) == 1:
         return members.pop()
-    if kind == "and" and _is_zero_without(members):
+    if kind == "and" and _asks_for_zero_with_remainder(members):
         return FALSE
     # Exclusive ors double a condition each.
     if sum(c.weight for c in members) > _MOST_PARTS:
-        return Cond("opaque", ("a condition of too many parts", fresh()))
+        return Cond("opaque", ("a condition of too many parts", fresh_number()))
     return Cond(kind, tuple(sorted(members, key=str)))
 
 
-def _is_zero_without(conds: set[Cond]) -> bool:
+def _asks_for_zero_with_remainder(conds: set[Cond]) -> bool:
     """Whether conditions ask for a number that is 0 and leaves a remainder: how floor division tells negative numbers."""
     for cond in conds:
         if cond.kind != "ne" or not isinstance(cond.args[0], Int):
@@ -170,7 +182,7 @@ def select(cond: Cond, yes: Scalar, no: Scalar) -> Scalar:
 
 
 @lru_cache(maxsize=100_000)
-def _first(atom: Atom) -> Cond | None:
+def _first_condition(atom: Atom) -> Cond | None:
     """The first condition on which an atom's value depends."""
     if atom.kind in ("bool", "select"):
         cond = atom.args[0]
@@ -191,7 +203,7 @@ def condition_of(value: Int) -> Cond | None:
     """A condition on which an integer depends, None when there is none."""
     for monomial, _ in value.terms:
         for atom in monomial:
-            if (found := _first(atom)) is not None:
+            if (found := _first_condition(atom)) is not None:
                 return found
     return None
 
@@ -210,7 +222,7 @@ def assume(value: Int, cond: Cond, holds: bool) -> Int:
 
 
 def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
-    if _first(atom) is None:
+    if _first_condition(atom) is None:
         return Int((((atom,), 1),))
     if atom.kind in ("bool", "select"):
         own = atom.args[0]
@@ -225,7 +237,7 @@ def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
             return Int((((atom,), 1),))
         return of_atom("select", own, assume(yes, cond, holds), assume(no, cond, holds))
     args = tuple(_assume_arg(a, cond, holds) for a in atom.args)
-    return rebuilt(atom.kind, args)
+    return rebuild(atom.kind, args)
 
 
 def _assume_arg(arg: object, cond: Cond, holds: bool) -> object:

@@ -12,7 +12,7 @@ ZERO = integer(0)
 
 def floor_mod(x: Int, n: int) -> Int:
     """The remainder of x by n, for n > 0. Of sizes it is x less the whole part, which shows what rounds up to a multiple."""
-    rest = _remaining(x, n)
+    rest = _indivisible_terms(x, n)
     if rest.constant is not None:
         return integer(rest.constant % n)
     return rest - floor_div(rest, n) * integer(n) if of_sizes(rest) else of_atom("mod", rest, n)
@@ -20,7 +20,7 @@ def floor_mod(x: Int, n: int) -> Int:
 
 def floor_div(x: Int, n: int) -> Int:
     """The floor of x / n, for n > 0: terms that n divides are taken out."""
-    rest = _remaining(x, n)
+    rest = _indivisible_terms(x, n)
     whole = (x - rest).divide(integer(n)) or ZERO
     if rest.constant is not None:
         return whole + integer(rest.constant // n)
@@ -41,6 +41,6 @@ def _is_of_sizes(atom: Atom) -> bool:
     return all(isinstance(a, int) or (isinstance(a, Int) and of_sizes(a)) for a in atom.args) or atom.kind == "size"
 
 
-def _remaining(x: Int, n: int) -> Int:
+def _indivisible_terms(x: Int, n: int) -> Int:
     """The terms that n does not divide."""
     return Int(tuple((m, c if m else c % n) for m, c in x.terms if c % n)) if n > 1 else ZERO

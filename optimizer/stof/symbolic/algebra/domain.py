@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stof.symbolic.algebra.conditions import all_of, any_of, children, equal, less_equal, negate
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
+from stof.symbolic.algebra.int_bounds import bound, rebuild
 from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, integer, of_atom
 
 ZERO = integer(0)
@@ -143,7 +143,7 @@ class Domain:
                 whole = (value - rest).divide(integer(divisor))
                 assert whole is not None
                 return whole + quotient
-        return rebuilt(kind, args)
+        return rebuild(kind, args)
 
     def _argument(self, arg: object) -> object:
         if isinstance(arg, Int):
@@ -159,17 +159,17 @@ class Domain:
         if kind == "abs":
             if self.bound(first, upper=False) >= 0:
                 return first
-            return -first if self.bound(first, upper=True) <= 0 else rebuilt(kind, args)
+            return -first if self.bound(first, upper=True) <= 0 else rebuild(kind, args)
         if self.bound(first - second, upper=True) <= 0:
             return first if kind == "min" else second
         if self.bound(second - first, upper=True) <= 0:
             return second if kind == "min" else first
-        return rebuilt(kind, args)
+        return rebuild(kind, args)
 
     def _divided(self, kind: str, value: Int, divisor: Int) -> Int:
         """Quotient or remainder by a size, or of a value that is not negative after all."""
         if divisor.constant is not None and divisor.constant > 0 and self.bound(value, upper=False) >= 0:
-            return rebuilt("div" if kind == "division" else "mod", (value, divisor.constant))
+            return rebuild("div" if kind == "division" else "mod", (value, divisor.constant))
         for quotient, rest in divisions(value, divisor):
             whole = kind == "modulo" or self.bound(quotient, upper=False) >= 0  # the others truncate
             if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:

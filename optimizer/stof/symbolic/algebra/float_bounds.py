@@ -42,11 +42,11 @@ def range_of(value: Real) -> Range | None:
             ranges = [range_of(r) for r in reals]
             if any(r is None for r in ranges):
                 return None
-            return _combined(value.kind, [r for r in ranges if r is not None])
+            return _combine(value.kind, [r for r in ranges if r is not None])
     return None
 
 
-def _combined(kind: str, ranges: list[Range]) -> Range | None:
+def _combine(kind: str, ranges: list[Range]) -> Range | None:
     (a, b), *rest = ranges
     if kind == "neg":
         return (-b, -a)
@@ -59,25 +59,25 @@ def _combined(kind: str, ranges: list[Range]) -> Range | None:
         case "max":
             return (max(a, c), max(b, d))
         case "add":
-            return _rounded(a + c, b + d)
+            return _round_range(a + c, b + d)
     products = [x * y for x in (a, b) for y in (c, d)]
-    return _rounded(min(products), max(products))
+    return _round_range(min(products), max(products))
 
 
-def _rounded(low: float, high: float) -> Range | None:
+def _round_range(low: float, high: float) -> Range | None:
     if math.isnan(low) or math.isnan(high) or (low < -_LARGEST < high) or (low < _LARGEST < high):
         return None  # what overflows in fp32 does not in fp64
     with np.errstate(over="ignore"):
         return (float(np.float32(low)), float(np.float32(high)))
 
 
-def settled(value: Real) -> float | None:
+def rounded_constant(value: Real) -> float | None:
     """The large number that a float is, whatever its position, once it is rounded."""
     found = range_of(value)
     return found[0] if found is not None and found[0] == found[1] and abs(found[0]) > _HUGE else None
 
 
-def compared(kind: str, x: Real, y: Real) -> bool | None:
+def compare_ranges(kind: str, x: Real, y: Real) -> bool | None:
     """A comparison (lt, le, gt, ge, eq) of floats that are far apart, or settled; None where it depends on the position."""
     one, other = range_of(x), range_of(y)
     if one is None or other is None:

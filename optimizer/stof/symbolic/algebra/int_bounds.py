@@ -101,7 +101,7 @@ def _times(one: Range, other: Range) -> Range:
     return min(products), max(products)
 
 
-def fits(value: Int, largest: float, limits: Limits | None = None, *, read: float = math.inf) -> bool:
+def is_within(value: Int, largest: float, limits: Limits | None = None, *, read: float = math.inf) -> bool:
     """Whether an integer is at most so large, whatever is read and whatever is not known."""
     low, high = Bounds(limits or {}, read).integer(value)
     return -largest <= low and high <= largest
@@ -112,7 +112,7 @@ def may_be_negative(value: Int) -> bool:
     return Bounds({}, math.inf).integer(value)[0] < 0
 
 
-def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
+def rebuild(kind: str, args: tuple[object, ...]) -> Int:
     """An atom of new arguments, computed where they are numbers or their order is known."""
     numbers = [a.constant if isinstance(a, Int) else a if isinstance(a, int) else None for a in args]
     known = [n for n in numbers if n is not None]
@@ -137,7 +137,7 @@ def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
     return of_atom(kind, *args)
 
 
-def times(x: Int, y: Int) -> Int:
+def multiply(x: Int, y: Int) -> Int:
     """A product; the sign of what is not negative is left out where the other factor is 0 with it."""
     for sign, other in ((x, y), (y, x)):
         base = _signed(sign)

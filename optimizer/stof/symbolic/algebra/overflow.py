@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 from onnx import TensorProto, helper
 
-from stof.symbolic.algebra.float_arithmetic import rounded
-from stof.symbolic.algebra.int_bounds import LONGEST, Bounds, Range, fits
-from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, of_atom, parts, to_real, var
+from stof.symbolic.algebra.float_arithmetic import round_integers
+from stof.symbolic.algebra.int_bounds import LONGEST, Bounds, Range, is_within
+from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, of_atom, subterms, to_real, var
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 # Every integer up to here is one of the type.
@@ -31,11 +31,11 @@ _MOST_ELEMENTS = 1 << 48  # of a tensor: more fit no machine
 _PROBE = "place"  # indices of a tensor whose elements are bounded
 
 
-def extremes(tensor: SymTensor) -> Range:
+def value_range(tensor: SymTensor) -> Range:
     """Bounds of the values of an integer tensor, for all sizes; infinite where it holds what is read or not known."""
     index, limits = probe(tensor.shape)
     value = tensor.at(index)
-    if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in parts(value)):
+    if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in subterms(value)):
         return -math.inf, math.inf
     return Bounds(limits, math.inf).integer(value)
 
@@ -48,7 +48,7 @@ def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
     return tuple(var(n) for n in names), dict(zip(names, most, strict=True))
 
 
-def guarded(tensor: SymTensor, dtype: int) -> SymTensor:
+def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
     """The result of arithmetic, of which no element is known where one does not fit the type."""
     if tensor.constant is not None or tensor.kind == "b":
         return tensor
@@ -72,12 +72,12 @@ def _holds(tensor: SymTensor, dtype: int) -> bool:
     index, limits = probe(tensor.shape)
     value = tensor.at(index)
     if isinstance(value, Int):
-        if not any(p.kind == "var" for p in parts(value)):
+        if not any(p.kind == "var" for p in subterms(value)):
             return True  # of sizes: that of a tensor, or what a valid run computes of them
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
         low, high = Bounds(limits, LONGEST).integer(value)
         return float(info.min) <= low and high <= float(info.max)
-    return all(fits(x, EXACT.get(dtype, LONGEST), limits, read=LONGEST) for x in _integers(value))
+    return all(is_within(x, EXACT.get(dtype, LONGEST), limits, read=LONGEST) for x in _integers(value))
 
 
 def _integers(value: object) -> list[Int]:
@@ -89,7 +89,7 @@ def _integers(value: object) -> list[Int]:
     return [x for a in value.args for x in _integers(a)]
 
 
-def rounding(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
+def round_large_integers(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
     """The elements of a tensor cast to a float type: integers that may be larger than that are rounded."""
     fitting: list[bool] = []
 
@@ -98,11 +98,11 @@ def rounding(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
             index, limits = probe(source.shape)
             value = source.at(index)
             found = [value] if isinstance(value, Int) else _integers(value)
-            fitting.append(all(fits(x, largest, limits) for x in found))
+            fitting.append(all(is_within(x, largest, limits) for x in found))
         return fitting[0]
 
     def at(index: Index) -> Scalar:
         value = source.at(index)
-        return to_real(value) if whole() else rounded(to_real(value), largest)
+        return to_real(value) if whole() else round_integers(to_real(value), largest)
 
     return at

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from stof.symbolic.algebra.conditions import all_of, any_of, assume, choose, condition_of, equal, negate, select
-from stof.symbolic.algebra.float_arithmetic import fold_real, negative, rounded
+from stof.symbolic.algebra.float_arithmetic import fold_real, negate_real, round_integers
 from stof.symbolic.algebra.terms import (
     ANY,
     FALSE,
@@ -22,8 +22,8 @@ from stof.symbolic.algebra.terms import (
     Scalar,
     integer,
     of_atom,
-    parts,
     real,
+    subterms,
     to_real,
 )
 
@@ -31,7 +31,7 @@ _MOST_CASES = 64
 _DEEPEST = 12  # conditions that are decided one after another
 
 
-def cases(value: Real) -> list[tuple[Cond, float | Real]]:
+def split_cases(value: Real) -> list[tuple[Cond, float | Real]]:
     """Conditions that exclude each other and leave nothing out, with the value under each; a Real where it is no constant.
 
     An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
@@ -60,7 +60,7 @@ def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
     return [(c, x) for c, x in merged if c != FALSE]
 
 
-def to_real_case(value: float | Real) -> Real:
+def case_as_real(value: float | Real) -> Real:
     """The value of a case."""
     return real(value) if isinstance(value, float) else value
 
@@ -112,19 +112,21 @@ def _assume_real(value: Real, cond: Cond, holds: bool) -> Real:
             assert isinstance(inner, Int)
             found = assume(inner, cond, holds)
             if cond.kind == "ne" and _is_one(inner) is not None:
-                found = _with(found, cond.args[0], int(holds))
-            return rounded(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+                found = _with_read(found, cond.args[0], int(holds))
+            return (
+                round_integers(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+            )
         case "neg":
             only = value.args[0]
             assert isinstance(only, Real)
-            return to_real(negative(_assume_real(only, cond, holds)))
+            return to_real(negate_real(_assume_real(only, cond, holds)))
         case "add" | "mul" | "div" | "min" | "max":
             left, right = (_assume_real(a, cond, holds) for a in value.args if isinstance(a, Real))
             return to_real(fold_real(value.kind, left, right))
     return value
 
 
-def _with(value: Int, read: object, number: int) -> Int:
+def _with_read(value: Int, read: object, number: int) -> Int:
     """The integer where a read is a number."""
     assert isinstance(read, Int)
     total = integer(0)
@@ -164,7 +166,7 @@ def to_int(value: Scalar) -> Int:
             chosen = select(cond, *parts)
             assert isinstance(chosen, Int)
             return chosen
-    found = cases(value)
+    found = split_cases(value)
     if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
         total = integer(0)
         for own, x in found:
@@ -198,7 +200,7 @@ def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
     """The condition under which a float passes ``test``, by cases; opaque where a case has no constant value."""
     return any_of(
         cond if isinstance(x, float) and test(x) else all_of([cond, Cond("opaque", ("test", value))])
-        for cond, x in cases(value)
+        for cond, x in split_cases(value)
         if not isinstance(x, float) or test(x)
     )
 
@@ -274,4 +276,4 @@ def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
 
 def reads_input(value: object) -> bool:
     """Whether a scalar depends on what a model input holds."""
-    return any(p.kind in ("read", "unread") for p in parts(value))
+    return any(p.kind in ("read", "unread") for p in subterms(value))

@@ -20,7 +20,7 @@ _MOST_TERMS = 4096  # of a product
 _fresh = itertools.count()
 
 
-def fresh() -> int:
+def fresh_number() -> int:
     """A number of its own, for what is too large to be compared and equals nothing."""
     return next(_fresh)
 
@@ -121,7 +121,7 @@ class Int(_Shared):
             if number is not None:
                 return one if number == 1 else one._times(number)
         if len(self.terms) * len(other.terms) > _MOST_TERMS:
-            return Int((((Atom("opaque", ("a term too large", fresh())),), 1),))
+            return Int((((Atom("opaque", ("a term too large", fresh_number())),), 1),))
         return _collect(
             (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
         )
@@ -211,10 +211,10 @@ def of_atom(kind: str, *args: object) -> Int:
 
 
 def _light(atom: Atom) -> Atom:
-    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", fresh()))
+    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", fresh_number()))
 
 
-def size(name: str) -> Int:
+def dim(name: str) -> Int:
     """A symbolic dimension."""
     return of_atom("size", name)
 
@@ -274,7 +274,7 @@ class Real(_Shared):
 Scalar = Int | Cond | Real
 
 
-def parts(value: object) -> Iterator[Atom | Cond | Real]:
+def subterms(value: object) -> Iterator[Atom | Cond | Real]:
     """Every atom, condition and float that a scalar, or a tuple of them, is made of; each once."""
     pending, seen = [value], set[object]()
     while pending:

@@ -15,7 +15,7 @@ from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.algebra.piecewise import to_cond, to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer, of_atom
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 
 _MOST_BITS = 31
@@ -103,11 +103,11 @@ def shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
     return apply
 
 
-def _not(context: Context) -> list[Fact] | None:
+def _not(context: RuleContext) -> list[Fact] | None:
     return elementwise(context, bit_not(context.fact(0).dtype in _SIGNED), None)
 
 
-def _shift(context: Context) -> list[Fact] | None:
+def _shift(context: RuleContext) -> list[Fact] | None:
     return elementwise(context, shift(context.attribute("direction") == "LEFT"), None)
 
 

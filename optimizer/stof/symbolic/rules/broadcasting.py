@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stof.symbolic.algebra.terms import Scalar, integer
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 
-def broadcast(shapes: list[Shape], context: Context | None = None) -> Shape:
+def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
     """The broadcast shape; symbolic sizes that differ are taken for equal, as the graph must be valid."""
     rank = max(len(s) for s in shapes)
     one = integer(1)
@@ -35,7 +35,7 @@ def project(index: Index, shape: Shape) -> Index:
 
 
 def elementwise(
-    context: Context, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
+    context: RuleContext, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
 ) -> list[Fact] | None:
     """The facts of an operator that works on each element of its broadcast inputs."""
     inputs = [context.fact(i) for i in range(count or len(context.node.input))]

@@ -10,10 +10,10 @@ from onnx import TensorProto
 
 from stof.symbolic.algebra.conditions import select
 from stof.symbolic.algebra.int_bounds import bound
-from stof.symbolic.algebra.overflow import EXACT, rounding
-from stof.symbolic.algebra.piecewise import cases, to_cond, to_int, to_real_case
+from stof.symbolic.algebra.overflow import EXACT, round_large_integers
+from stof.symbolic.algebra.piecewise import case_as_real, split_cases, to_cond, to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer, of_atom, to_real
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules.broadcasting import elementwise
 from stof.symbolic.tensor import Index, SymTensor
 
@@ -34,19 +34,19 @@ _FEW_BITS = {
 }
 
 
-def held(number: float, dtype: int) -> float:
+def overflow_to_inf(number: float, dtype: int) -> float:
     """A computed number as a type holds it, where it is too large: infinite.
 
     Half types hold what fp32 does: runtimes compute in fp32 as they see fit.
     """
-    return _limited(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
+    return _overflow(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
 
 
-def _limited(number: float, dtype: int) -> float:
+def _overflow(number: float, dtype: int) -> float:
     return math.copysign(math.inf, number) if abs(number) >= _INFINITE.get(dtype, math.inf) else number
 
 
-def _narrowed(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
+def _narrow(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
     """The elements of a tensor that is cast from one float type to another, where one of the two may hold less.
 
     What is cast to a half type is too large for it for certain where it is cast back.
@@ -57,35 +57,35 @@ def _narrowed(element: Callable[[Index], Scalar], before: int, after: int) -> Ca
 
     def at(index: Index) -> Scalar:
         value = to_real(element(index))
-        found = cases(value)
-        numbers = [_limited(x, narrow) if isinstance(x, float) else x for _, x in found]
+        found = split_cases(value)
+        numbers = [_overflow(x, narrow) if isinstance(x, float) else x for _, x in found]
         if numbers == [x for _, x in found] or any(isinstance(x, float) and math.isnan(x) for x in numbers):
             return value
-        result: Scalar = to_real_case(numbers[-1])
+        result: Scalar = case_as_real(numbers[-1])
         for (cond, _), number in list(zip(found, numbers, strict=True))[-2::-1]:
-            result = select(cond, to_real_case(number), result)
+            result = select(cond, case_as_real(number), result)
         return result
 
     return at
 
 
-def _cast(context: Context) -> list[Fact] | None:
+def _cast(context: RuleContext) -> list[Fact] | None:
     to = context.number("to", TensorProto.FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
     table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
     convert = table.get(kind or "")
     source, shape = context.value(0), context.shape(0)
     if kind == "f" and source is not None and shape is not None:
-        elements = _narrowed(rounding(source, EXACT[to]), context.fact(0).dtype, to)
+        elements = _narrow(round_large_integers(source, EXACT[to]), context.fact(0).dtype, to)
         return [Fact(to, shape, SymTensor(shape, "f", elements))]
     if convert is None:
         return [Fact(to, context.shape(0))]
     if to in _FEW_BITS:
-        return elementwise(context, lambda x: _wrapped(to_int(x), *_FEW_BITS[to]), to, 1)
+        return elementwise(context, lambda x: _wrap(to_int(x), *_FEW_BITS[to]), to, 1)
     return elementwise(context, convert, to, 1)
 
 
-def _wrapped(value: Int, low: int, high: int) -> Scalar:
+def _wrap(value: Int, low: int, high: int) -> Scalar:
     """A cast that wraps where the value does not fit."""
     if value.constant is not None:
         return integer((value.constant - low) % (high - low + 1) + low)

@@ -10,10 +10,10 @@ from onnx import TensorProto
 
 from stof.symbolic.algebra import float_bounds
 from stof.symbolic.algebra.conditions import all_of, any_of, equal, less_equal, negate, select
-from stof.symbolic.algebra.int_bounds import fits
-from stof.symbolic.algebra.piecewise import as_int, cases, reads_number, split_cond, to_cond, to_int, to_real_case
+from stof.symbolic.algebra.int_bounds import is_within
+from stof.symbolic.algebra.piecewise import as_int, case_as_real, reads_number, split_cases, split_cond, to_cond, to_int
 from stof.symbolic.algebra.terms import FALSE, TRUE, Cond, Int, Real, Scalar, integer, to_real
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 
 BOOL = TensorProto.BOOL
@@ -50,10 +50,10 @@ def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     return apply
 
 
-def _below(value: Real, largest: int) -> bool:
+def _is_below(value: Real, largest: int) -> bool:
     """Whether a number is smaller than that whatever the run."""
     if value.kind == "int" and isinstance(value.args[0], Int):
-        return fits(value.args[0], largest - 1)
+        return is_within(value.args[0], largest - 1)
     return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
 
 
@@ -72,7 +72,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         inner, largest = x.args
         assert isinstance(inner, Int)
         assert isinstance(largest, int)
-        if _below(y, largest):  # rounding keeps the order, and small numbers
+        if _is_below(y, largest):  # rounding keeps the order, and small numbers
             return compare(kind)(to_real(inner), y)
         return Cond("opaque", (kind, x, y))
     if x.kind == "int" and y.kind == "const":  # an integer against a fraction
@@ -90,13 +90,13 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     if (first and (second or _is_position(y))) or (second and _is_position(x)):
         return Cond("opaque", (kind, x, y))  # of documents or lengths, say: that a mask is 0 or 1 tells nothing
     found = []
-    for c1, a in cases(x):
-        for c2, b in cases(y):
+    for c1, a in split_cases(x):
+        for c2, b in split_cases(y):
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
-            elif (left := as_int(to_real_case(a))) is not None and (right := as_int(to_real_case(b))) is not None:
+            elif (left := as_int(case_as_real(a))) is not None and (right := as_int(case_as_real(b))) is not None:
                 holds = to_cond(compare(kind)(left, right))
-            elif (known := float_bounds.compared(kind, to_real_case(a), to_real_case(b))) is not None:
+            elif (known := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:
                 holds = TRUE if known else FALSE
             else:
                 holds = Cond("opaque", (kind, x, y))
@@ -132,12 +132,12 @@ def _is_nan(x: Scalar) -> Scalar:
     return split_cond(to_real(x), math.isnan)
 
 
-def _is_infinite(context: Context) -> list[Fact] | None:
+def _is_infinite(context: RuleContext) -> list[Fact] | None:
     signs = [s for s, name in ((1.0, "detect_positive"), (-1.0, "detect_negative")) if context.number(name, 1)]
     return elementwise(context, lambda x: split_cond(to_real(x), lambda v: v in [s * math.inf for s in signs]), BOOL)
 
 
-def _where(context: Context) -> list[Fact] | None:
+def _where(context: RuleContext) -> list[Fact] | None:
     def choose(cond: Scalar, yes: Scalar, no: Scalar) -> Scalar:
         return select(to_cond(cond), yes, no)
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 
-def drops(node: onnx.NodeProto, constant: Callable[[str], np.ndarray | None]) -> bool:
+def may_drop(node: onnx.NodeProto, constant: Callable[[str], np.ndarray | None]) -> bool:
     """Whether a Dropout may give anything but its input: in training mode, or where that is only known at run time.
 
     Before opset 12 it has neither of these inputs, and runtimes infer.

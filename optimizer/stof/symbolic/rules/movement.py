@@ -12,14 +12,14 @@ from onnx import TensorProto, numpy_helper
 from stof.graph.external_data import is_external
 from stof.symbolic.algebra.conditions import all_of, equal, less_equal, select
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
+from stof.symbolic.algebra.int_bounds import bound, rebuild
 from stof.symbolic.algebra.piecewise import to_int
 from stof.symbolic.algebra.terms import FALSE, Int, Real, Scalar, integer, of_atom, real, to_real, var
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules import reshape, scatter
 from stof.symbolic.rules.broadcasting import broadcast, project
-from stof.symbolic.rules.dropout import drops
-from stof.symbolic.rules.movement_helpers import moved, product, wrapped
+from stof.symbolic.rules.dropout import may_drop
+from stof.symbolic.rules.movement_helpers import element_count, moved_fact, wrap_index
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 
 INT64 = TensorProto.INT64
@@ -36,7 +36,7 @@ def _vector(elements: list[Int]) -> Fact:
     return Fact(INT64, shape, SymTensor(shape, "i", at))
 
 
-def _shape_of(context: Context) -> list[Fact] | None:
+def _shape_of(context: RuleContext) -> list[Fact] | None:
     shape = context.shape(0)
     if shape is None:
         return None
@@ -44,29 +44,29 @@ def _shape_of(context: Context) -> list[Fact] | None:
     return [_vector(list(shape)[slice(start, end)])]
 
 
-def _size(context: Context) -> list[Fact] | None:
+def _size(context: RuleContext) -> list[Fact] | None:
     shape = context.shape(0)
     if shape is None:
         return None
-    total = product(shape)
+    total = element_count(shape)
     return [Fact(INT64, (), SymTensor((), "i", lambda _: total))]
 
 
-def _identity(context: Context) -> list[Fact]:
+def _identity(context: RuleContext) -> list[Fact]:
     return [context.fact(0)]
 
 
-def _dropout(context: Context) -> list[Fact]:
+def _dropout(context: RuleContext) -> list[Fact]:
     def constant(name: str) -> np.ndarray | None:
         value = context.facts.get(name, Fact()).value
         return None if value is None else value.constant
 
     fact = context.fact(0)
-    kept = Fact(fact.dtype, fact.shape) if drops(context.node, constant) else fact
+    kept = Fact(fact.dtype, fact.shape) if may_drop(context.node, constant) else fact
     return [kept, Fact(TensorProto.BOOL, fact.shape)]
 
 
-def _gather(context: Context) -> list[Fact] | None:
+def _gather(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None:
         return None
@@ -79,13 +79,13 @@ def _gather(context: Context) -> list[Fact] | None:
     _equate_read(context, where, data[axis])
 
     def at(index: Index) -> Scalar:
-        picked = wrapped(to_int(where.at(index[axis : axis + rank])), data[axis])
+        picked = wrap_index(to_int(where.at(index[axis : axis + rank])), data[axis])
         return source.at((*index[:axis], picked, *index[axis + rank :]))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None = None) -> None:
+def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | None = None) -> None:
     """Where positions 0, 1, ... are looked up in an axis (or in the last of two that were merged), it most likely has as many
     of them: so a mask's length is told to be that of the keys.
     """
@@ -106,7 +106,7 @@ def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None
                 context.equate(length, width)
 
 
-def _gather_nd(context: Context) -> list[Fact] | None:
+def _gather_nd(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None or context.number("batch_dims", 0):
         return None
@@ -122,13 +122,13 @@ def _gather_nd(context: Context) -> list[Fact] | None:
         _equate_read(context, where, data[i], i)
 
     def at(index: Index) -> Scalar:
-        picked = tuple(wrapped(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
+        picked = tuple(wrap_index(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
         return source.at((*picked, *index[rank:]))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _gather_elements(context: Context) -> list[Fact] | None:
+def _gather_elements(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None:
         return None
@@ -138,13 +138,13 @@ def _gather_elements(context: Context) -> list[Fact] | None:
         return [Fact(context.fact(0).dtype, indices)]
 
     def at(index: Index) -> Scalar:
-        picked = wrapped(to_int(where.at(index)), data[axis])
+        picked = wrap_index(to_int(where.at(index)), data[axis])
         return source.at((*index[:axis], picked, *index[axis + 1 :]))
 
-    return [moved(context, indices, at)]
+    return [moved_fact(context, indices, at)]
 
 
-def _slice(context: Context) -> list[Fact] | None:
+def _slice(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     starts, ends = context.ints(1), context.ints(2)
     if data is None or starts is None or ends is None:
@@ -182,7 +182,7 @@ def _slice(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(moved))
 
-    return [moved(context, tuple(shape), at)]
+    return [moved_fact(context, tuple(shape), at)]
 
 
 def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
@@ -213,7 +213,7 @@ def _clamp(position: Int, n: Int) -> Int:
     return position  # a size that a valid graph keeps within the axis
 
 
-def _concat(context: Context) -> list[Fact] | None:
+def _concat(context: RuleContext) -> list[Fact] | None:
     count = len(context.node.input)
     shapes = [context.shape(i) for i in range(count)]
     if any(s is None for s in shapes):
@@ -237,7 +237,7 @@ def _concat(context: Context) -> list[Fact] | None:
             size = parts[i].shape[axis].constant
             if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
                 # Look-ups stay within a stored part, also where another one is chosen.
-                own = rebuilt("max", (rebuilt("min", (own, integer(size - 1))), ZERO))
+                own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
             return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
@@ -249,19 +249,19 @@ def _concat(context: Context) -> list[Fact] | None:
             result = select(less_equal(place + ONE, starts[i + 1]), element(i), result)
         return result
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _expand(context: Context) -> list[Fact] | None:
+def _expand(context: RuleContext) -> list[Fact] | None:
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
     shape = broadcast([data, tuple(wanted)])
     value = context.value(0)
-    return [moved(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
+    return [moved_fact(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 
 
-def _tile(context: Context) -> list[Fact] | None:
+def _tile(context: RuleContext) -> list[Fact] | None:
     data, repeats = context.shape(0), context.ints(1)
     if data is None or repeats is None:
         return None
@@ -282,10 +282,10 @@ def _tile(context: Context) -> list[Fact] | None:
                 moved.append(of_atom("opaque", "mod", i, d))
         return value.at(tuple(moved))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _transpose(context: Context) -> list[Fact] | None:
+def _transpose(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -301,10 +301,10 @@ def _transpose(context: Context) -> list[Fact] | None:
             moved[p] = i
         return value.at(tuple(moved))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _range(context: Context) -> list[Fact] | None:
+def _range(context: RuleContext) -> list[Fact] | None:
     values = [context.value(i) for i in range(3)]
     dtype = context.fact(0).dtype
     kind = dtype_kind(dtype)
@@ -342,7 +342,7 @@ def _holds_integer(value: Real) -> bool:
     return value.kind == "int" or (value.kind == "const" and float(str(value.args[0])).is_integer())
 
 
-def _constant_of_shape(context: Context) -> list[Fact] | None:
+def _constant_of_shape(context: RuleContext) -> list[Fact] | None:
     wanted = context.ints(0)
     if wanted is None:
         return None
@@ -360,7 +360,7 @@ def _zero(kind: str) -> Scalar:
     return FALSE if kind == "b" else ZERO if kind == "i" else real(0.0)
 
 
-def _trilu(context: Context) -> list[Fact] | None:
+def _trilu(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     value = context.value(0)
     if data is None:
@@ -379,10 +379,10 @@ def _trilu(context: Context) -> list[Fact] | None:
         kept = less_equal(row + k, column) if upper else less_equal(column, row + k)
         return select(kept, value.at(index), _zero(value.kind))
 
-    return [moved(context, data, at)]
+    return [moved_fact(context, data, at)]
 
 
-def _eye_like(context: Context) -> list[Fact] | None:
+def _eye_like(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -394,7 +394,7 @@ def _eye_like(context: Context) -> list[Fact] | None:
     return [Fact(dtype, data, SymTensor(data, kind, lambda index: to_int(equal(index[0] + k, index[1]))))]
 
 
-def _split(context: Context) -> list[Fact] | None:
+def _split(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -424,12 +424,12 @@ def _split(context: Context) -> list[Fact] | None:
             assert value is not None
             return value.at((*index[:axis], index[axis] + first, *index[axis + 1 :]))
 
-        facts.append(moved(context, shape, at))
+        facts.append(moved_fact(context, shape, at))
         start = start + length
     return facts
 
 
-def _pad(context: Context) -> list[Fact] | None:
+def _pad(context: RuleContext) -> list[Fact] | None:
     data, given = context.shape(0), context.ints(1)
     if data is None or given is None:
         return None
@@ -454,7 +454,7 @@ def _pad(context: Context) -> list[Fact] | None:
         outside = _zero(value.kind) if fill is None else fill.at(() if fill.rank == 0 else (ZERO,))
         return select(inside, value.at(moved), outside)
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
 RULES: dict[str, Rule] = {

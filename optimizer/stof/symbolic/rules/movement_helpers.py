@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from stof.symbolic.algebra.divisions import floor_mod
 from stof.symbolic.algebra.int_bounds import may_be_negative
-from stof.symbolic.algebra.terms import Atom, Int, integer, parts
-from stof.symbolic.facts import Context, Fact, dtype_kind
+from stof.symbolic.algebra.terms import Atom, Int, integer, subterms
+from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.tensor import Shape, SymTensor
 
 ONE = integer(1)
 
 
-def product(shape: Shape) -> Int:
+def element_count(shape: Shape) -> Int:
     """The number of elements."""
     result = ONE
     for d in shape:
@@ -20,7 +20,7 @@ def product(shape: Shape) -> Int:
     return result
 
 
-def moved(context: Context, shape: Shape, function: object, source: int = 0) -> Fact:
+def moved_fact(context: RuleContext, shape: Shape, function: object, source: int = 0) -> Fact:
     """A moved copy of input ``source``."""
     fact = context.fact(source)
     kind = dtype_kind(fact.dtype)
@@ -29,13 +29,13 @@ def moved(context: Context, shape: Shape, function: object, source: int = 0) -> 
     return Fact(fact.dtype, shape, SymTensor(shape, kind, function))  # type: ignore[arg-type]
 
 
-def wrapped(index: Int, limit: Int) -> Int:
+def wrap_index(index: Int, limit: Int) -> Int:
     """An index into an axis, from its end where it is negative: a number that is read may be either."""
     if index.constant is not None:
         return index + limit if index.constant < 0 else index
     if (
         limit.constant
-        and any(isinstance(p, Atom) and p.kind == "read" for p in parts(index))
+        and any(isinstance(p, Atom) and p.kind == "read" for p in subterms(index))
         and may_be_negative(index)
     ):
         return floor_mod(index, limit.constant)  # of all numbers that a valid run has there

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.terms import Int, Scalar, integer
-from stof.symbolic.facts import Context, Fact, Rule
-from stof.symbolic.rules.movement_helpers import moved, product
+from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.rules.movement_helpers import element_count, moved_fact
 from stof.symbolic.tensor import Index, Shape
 
 ZERO, ONE = integer(0), integer(1)
 
 
-def _axes(context: Context, rank: int) -> list[int] | None:
+def _axes(context: RuleContext, rank: int) -> list[int] | None:
     found: object = context.attribute("axes")
     if found is None:
         found = context.fixed_ints(1) if context.has(1) else None
     return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
 
 
-def _unsqueeze(context: Context) -> list[Fact] | None:
+def _unsqueeze(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -37,10 +37,10 @@ def _unsqueeze(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(i for a, i in enumerate(index) if a not in axes))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _squeeze(context: Context) -> list[Fact] | None:
+def _squeeze(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -57,10 +57,10 @@ def _squeeze(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(ZERO if a in axes else next(rest) for a in range(len(data))))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _target_shape(context: Context, data: Shape) -> Shape | None:
+def _target_shape(context: RuleContext, data: Shape) -> Shape | None:
     wanted = context.ints(1)
     if wanted is None:
         return None
@@ -69,9 +69,9 @@ def _target_shape(context: Context, data: Shape) -> Shape | None:
     unknown = [a for a, d in enumerate(shape) if d.constant == -1]
     if unknown:
         rest = tuple(d for d in shape if d.constant != -1)
-        quotient = product(data).divide(product(rest))
+        quotient = element_count(data).divide(element_count(rest))
         if quotient is None:
-            whole, part = (product(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
+            whole, part = (element_count(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
             quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
@@ -79,16 +79,16 @@ def _target_shape(context: Context, data: Shape) -> Shape | None:
     return tuple(shape)
 
 
-def _reshape(context: Context) -> list[Fact] | None:
+def _reshape(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     shape = None if data is None else _target_shape(context, data)
     if data is None or shape is None:
         return None
-    _equate_counts(context, product(data), product(shape))
-    return _reshaped(context, data, shape)
+    _equate_counts(context, element_count(data), element_count(shape))
+    return _reshaped_fact(context, data, shape)
 
 
-def _equate_counts(context: Context, before: Int, after: Int) -> None:
+def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
     """Notes that a Reshape keeps the number of elements; factors of both are left out."""
     if before == after or len(after.terms) != 1:
         return
@@ -100,7 +100,7 @@ def _equate_counts(context: Context, before: Int, after: Int) -> None:
     context.equate(before, after)
 
 
-def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
+def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
     mapping = None
     if value is not None:
@@ -109,7 +109,7 @@ def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
         mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
         return [Fact(context.fact(0).dtype, shape)]
-    return [moved(context, shape, lambda index: value.at(mapping(index)))]
+    return [moved_fact(context, shape, lambda index: value.at(mapping(index)))]
 
 
 def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
@@ -162,13 +162,13 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
     return flat.divmod(n)
 
 
-def _flatten(context: Context) -> list[Fact] | None:
+def _flatten(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
     axis = context.number("axis", 1)
     axis = axis + len(data) if axis < 0 else axis
-    return _reshaped(context, data, (product(data[:axis]), product(data[axis:])))
+    return _reshaped_fact(context, data, (element_count(data[:axis]), element_count(data[axis:])))
 
 
 RULES: dict[str, Rule] = {

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from stof.symbolic.algebra.conditions import all_of, equal, less_equal, negate, select
 from stof.symbolic.algebra.piecewise import to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer, var
-from stof.symbolic.facts import Context, Fact, Rule
-from stof.symbolic.rules.movement_helpers import moved, wrapped
+from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.rules.movement_helpers import moved_fact, wrap_index
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 _MOST_ROWS = 16  # that are assigned one by one
 ZERO, ONE = integer(0), integer(1)
 
 
-def _scatter_nd(context: Context) -> list[Fact] | None:
+def _scatter_nd(context: RuleContext) -> list[Fact] | None:
     """Slice assignment as exporters write it: index tuples are the position itself plus a constant, or few."""
     data, indices, updates = context.shape(0), context.value(1), context.value(2)
     if data is None:
@@ -28,10 +28,10 @@ def _scatter_nd(context: Context) -> list[Fact] | None:
     depth = indices.shape[-1].constant
     if depth is None:
         return unknown
-    shifts = _shifts(indices, depth)
+    shifts = _constant_shifts(indices, depth)
     if shifts is None:
-        places = _few(indices, depth, data)
-        return unknown if places is None else [moved(context, data, _placed(value, updates, places, depth))]
+        places = _listed_indices(indices, depth, data)
+        return unknown if places is None else [moved_fact(context, data, _with_updates(value, updates, places, depth))]
     counts = indices.shape[:-1]
 
     def at(index: Index) -> Scalar:
@@ -42,10 +42,10 @@ def _scatter_nd(context: Context) -> list[Fact] | None:
         placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
         return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
 
-    return [moved(context, data, at)]
+    return [moved_fact(context, data, at)]
 
 
-def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
+def _constant_shifts(indices: SymTensor, depth: int) -> list[Int] | None:
     """What index tuples [.., depth] add to the position that they stand at; None where that is no constant, or below 0, where
     indices count from the end.
     """
@@ -63,18 +63,18 @@ def _shifts(indices: SymTensor, depth: int) -> list[Int] | None:
     return shifts
 
 
-def _few(indices: SymTensor, depth: int, data: Shape) -> list[tuple[Int, ...]] | None:
+def _listed_indices(indices: SymTensor, depth: int, data: Shape) -> list[tuple[Int, ...]] | None:
     """The index tuples of a short list [n, depth] of them."""
     sizes = indices.sizes()
     if sizes is None or len(sizes) != 2 or sizes[0] > _MOST_ROWS:
         return None
     return [
-        tuple(wrapped(to_int(indices.at((integer(i), integer(a)))), data[a]) for a in range(depth))
+        tuple(wrap_index(to_int(indices.at((integer(i), integer(a)))), data[a]) for a in range(depth))
         for i in range(sizes[0])
     ]
 
 
-def _placed(
+def _with_updates(
     value: SymTensor, updates: SymTensor, places: list[tuple[Int, ...]], depth: int
 ) -> Callable[[Index], Scalar]:
     """A tensor with updates [n, ..] at n places."""
@@ -89,7 +89,7 @@ def _placed(
     return at
 
 
-def _scatter_elements(context: Context) -> list[Fact] | None:
+def _scatter_elements(context: RuleContext) -> list[Fact] | None:
     """Rows or columns that are assigned whole, as exporters write it: few along the axis, all of the others."""
     data, indices, updates = context.shape(0), context.value(1), context.value(2)
     if data is None:
@@ -107,11 +107,11 @@ def _scatter_elements(context: Context) -> list[Fact] | None:
         result = value.at(index)
         for i in range(count):
             place = (*index[:axis], integer(i), *index[axis + 1 :])
-            row = wrapped(to_int(indices.at(place)), data[axis])
+            row = wrap_index(to_int(indices.at(place)), data[axis])
             result = select(equal(index[axis], row), updates.at(place), result)
         return result
 
-    return [moved(context, data, at)]
+    return [moved_fact(context, data, at)]
 
 
 RULES: dict[str, Rule] = {

@@ -8,12 +8,12 @@ from onnx import TensorProto, numpy_helper
 
 from stof.graph.external_data import is_external
 from stof.symbolic.algebra.terms import integer
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules import bitwise, cast, comparison, counting, elementwise, movement, shape_only
 from stof.symbolic.tensor import constant_tensor
 
 
-def _constant(context: Context) -> list[Fact]:
+def _constant(context: RuleContext) -> list[Fact]:
     for name, convert in (
         ("value_int", np.int64),
         ("value_float", np.float32),

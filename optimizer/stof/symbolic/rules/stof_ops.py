@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from stof.symbolic.algebra.terms import integer
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 
 
-def _attention(context: Context) -> list[Fact] | None:
+def _attention(context: RuleContext) -> list[Fact] | None:
     query, value = context.shape(0), context.shape(2)
     dtype = context.fact(0).dtype
     layouts = str(context.attribute("layout", "BHSD")).split()
