@@ -19,7 +19,7 @@ from stof.attention.emit import Rewrite
 from stof.attention.expand.prepare import is_fused, prepare
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
-from stof.attention.subgraphs import Scope, emit_scopes, search
+from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.files import check_outputs, temporary_folder, write_text
@@ -106,7 +106,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     with _timed(report, "match"), _damage(source):
         read_constants(source, graph)
         prepared = prepare(graph)
-        scopes = search(prepared)
+        scopes = find_scopes(prepared)
         sites = [site for scope in scopes for site in scope.sites]
         findings = [finding for scope in scopes for finding in scope.findings]
     check_selection(options, sites, findings)

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function, packed_function
+from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
 from stof.graph.index import DOMAIN
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.runtime.library import LibraryError, Op, has_packed
@@ -87,7 +87,7 @@ def function_of(problem: Problem, layouts: tuple[str, ...], opset: int, others: 
         helper.np_dtype_to_tensor_dtype(problem.q.dtype),
     )
     variants = [own, *(replace(own, expression=f"q - k <= {i}") for i in range(others))]
-    return packed_function(make_function(variants, opset), layouts, layouts)
+    return add_packed_inputs(make_attention_function(variants, opset), layouts, layouts)
 
 
 def session(

@@ -16,7 +16,7 @@ from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 
 
-def bias_of(
+def build_bias(
     editor: Editor, symbolic: Symbolic, site: AttentionSite, terms: Sequence[MaskTerm], extra: list[gs.Node]
 ) -> gs.Tensor:
     """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
@@ -27,36 +27,36 @@ def bias_of(
     for term in terms:
         tensor = editor.tensors[term.tensor]
         if term.merged:
-            tensor = _unmerged(editor, extra, tensor, symbolic.dtype(term.tensor), term.merged)
+            tensor = _split_heads_from_batch(editor, extra, tensor, symbolic.dtype(term.tensor), term.merged)
         if term.windows:
-            tensor = _over_windows(editor, symbolic, site, term, extra)
+            tensor = _merge_windows(editor, symbolic, site, term, extra)
         if term.groups:
-            tensor = _over_groups(editor, symbolic, term, extra)
+            tensor = _merge_groups(editor, symbolic, term, extra)
         if term.kind is not TermKind.ADD:
-            tensor = _selecting(editor, extra, tensor, term.kind is TermKind.KEEP)
+            tensor = _bias_from_condition(editor, extra, tensor, term.kind is TermKind.KEEP)
         elif not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
-            tensor = append(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+            tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
         if term.scale != 1.0:
             factor = editor.initializer("stof_bias_scale", np.array(term.scale, np.float32))
-            tensor = append(editor, extra, "Mul", [tensor, factor])
-        total = tensor if total is None else append(editor, extra, "Add", [total, tensor])
+            tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
+        total = tensor if total is None else append_fp32_node(editor, extra, "Add", [total, tensor])
     assert total is not None
     if site.floored:  # of a row with -inf and the lowest number alone, all keys have a share
         least = editor.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
-        total = append(editor, extra, "Max", [total, least])
+        total = append_fp32_node(editor, extra, "Max", [total, least])
     return total
 
 
-def _selecting(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, keeps: bool) -> gs.Tensor:
+def _bias_from_condition(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, keeps: bool) -> gs.Tensor:
     """0 where a condition leaves scores, -inf elsewhere."""
     condition = editor.variable("stof_bias_kept", TensorProto.BOOL)
     extra.append(editor.node("Cast", condition.name, [tensor], [condition], to=int(TensorProto.BOOL)))
     zero, minus = (editor.initializer("stof_bias_fill", np.array(x, np.float32)) for x in (0.0, -np.inf))
-    return append(editor, extra, "Where", [condition, zero, minus] if keeps else [condition, minus, zero])
+    return append_fp32_node(editor, extra, "Where", [condition, zero, minus] if keeps else [condition, minus, zero])
 
 
 @dataclass(frozen=True)
-class _Shaping:
+class _NodeBuilder:
     """Nodes that bring a term into the form of a bias."""
 
     editor: Editor
@@ -76,9 +76,11 @@ class _Shaping:
         return self.editor.initializer(f"{self.prefix}_sizes", np.array(values, np.int64))
 
 
-def _unmerged(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int) -> gs.Tensor:
+def _split_heads_from_batch(
+    editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int
+) -> gs.Tensor:
     """[B*H, .., ..] as [B, H, .., ..]."""
-    shaping = _Shaping(editor, extra, "stof_bias")
+    shaping = _NodeBuilder(editor, extra, "stof_bias")
     add, numbers = shaping.add, shaping.numbers
     sizes = add("Shape", "shape", [tensor])
     rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)])
@@ -86,13 +88,13 @@ def _unmerged(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, dtype: in
     return add("Reshape", "spread", [tensor, target], dtype)
 
 
-def _over_windows(
+def _merge_windows(
     editor: Editor, symbolic: Symbolic, site: AttentionSite, term: MaskTerm, extra: list[gs.Node]
 ) -> gs.Tensor:
     """A term of scores [X, W, H, S, T] as one of [X*W, H, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    shaping = _Shaping(editor, extra, "stof_windows")
+    shaping = _NodeBuilder(editor, extra, "stof_windows")
     add, numbers = shaping.add, shaping.numbers
     tensor = editor.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
@@ -114,11 +116,11 @@ def _over_windows(
     return add("Reshape", "flat", [tensor, add("Concat", "sizes", [numbers(-1), rest], axis=0)], kind)
 
 
-def _over_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: list[gs.Node]) -> gs.Tensor:
+def _merge_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: list[gs.Node]) -> gs.Tensor:
     """A term of scores [B, G, R, S, T] as one of [B, G*R, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    shaping = _Shaping(editor, extra, "stof_groups")
+    shaping = _NodeBuilder(editor, extra, "stof_groups")
     add, numbers = shaping.add, shaping.numbers
     tensor = editor.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
@@ -132,7 +134,9 @@ def _over_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: list
     return add("Reshape", "flat", [tensor, target], kind)
 
 
-def append(editor: Editor, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object) -> gs.Tensor:
+def append_fp32_node(
+    editor: Editor, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object
+) -> gs.Tensor:
     """A node more of one fp32 output."""
     out = editor.variable("stof_bias", TensorProto.FLOAT)
     extra.append(editor.node(op, out.name, inputs, [out], **attributes))

@@ -15,7 +15,7 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Product:
+class EinsumMatmul:
     """Operands ``left`` [.., R, C] and ``right`` [.., K, C] of a product, by input, with the order of axes in which they are
     that; ``result`` is the order in which the output is [.., R, K].
     """
@@ -27,15 +27,15 @@ class Product:
     result: Order
 
 
-def products(symbolic: Symbolic, node: onnx.NodeProto) -> list[Product]:
+def einsum_matmuls(symbolic: Symbolic, node: onnx.NodeProto) -> list[EinsumMatmul]:
     """The ways to read an Einsum as a batched product of two matrices, with either input first; [] when it is none."""
-    terms = _terms(symbolic, node)
+    terms = _axis_letters(symbolic, node)
     if terms is None:
         return []
-    return [p for first in (0, 1) for p in _products(node, terms, first)]
+    return [p for first in (0, 1) for p in _matmuls_with_first(node, terms, first)]
 
 
-def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
+def _axis_letters(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
     """Letters of the two inputs and of the output, an ellipsis spelled out."""
     if node.op_type != "Einsum" or not is_standard(node) or len(node.input) != 2:
         return None
@@ -57,7 +57,7 @@ def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | N
     return (first, second, last) if fits else None
 
 
-def _products(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> list[Product]:
+def _matmuls_with_first(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> list[EinsumMatmul]:
     """With one input first. Of two rows beside a batch of two axes the first one counts the heads that share a matrix."""
     left, right, result = terms[first], terms[1 - first], terms[2]
     shared = set(left) & set(right)
@@ -71,7 +71,7 @@ def _products(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> 
     if set(result) != {*batch, *rows, *columns}:
         return []
     return [
-        Product(
+        EinsumMatmul(
             node.input[first],
             node.input[1 - first],
             tuple(left.index(c) for c in (*batch, *order, *summed)),

@@ -13,8 +13,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function
-from stof.attention.op_inputs import NEUTRAL, operands_of
+from stof.attention.function_body import OP, Variant, make_attention_function
+from stof.attention.op_inputs import NEUTRAL, build_operands
 from stof.attention.prune import Pruner
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import UnsupportedError
@@ -54,11 +54,11 @@ def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]
         return copy
     if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
         raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
-    calls = Calls(rewrites)
-    return calls.finish(edit(model, symbolic, rewrites, calls))
+    calls = SharedFunction(rewrites)
+    return calls.finish(replace_sites(model, symbolic, rewrites, calls))
 
 
-class Calls:
+class SharedFunction:
     """What all calls of a model share, in whatever graph they are: operand slots, layouts, and the body's variants."""
 
     def __init__(self, rewrites: Sequence[Rewrite]) -> None:
@@ -75,7 +75,7 @@ class Calls:
 
     def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Adds to the model what its calls need: the function, the opset, the version stamp."""
-        model.functions.append(make_function(list(self.variants), opset_of(model)))
+        model.functions.append(make_attention_function(list(self.variants), opset_of(model)))
         if not any(e.domain == DOMAIN for e in model.opset_import):
             model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         model.ir_version = max(model.ir_version, _LOWEST_IR)
@@ -85,13 +85,15 @@ class Calls:
         return model
 
 
-def edit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: Calls) -> onnx.ModelProto:
+def replace_sites(
+    model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: SharedFunction
+) -> onnx.ModelProto:
     """A copy of the model with the nodes of its main graph rewritten."""
     editor = Editor(model)
     pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
     for rewrite in rewrites:
         variant, number = calls.variant(rewrite)
-        _replace(editor, symbolic, rewrite, variant, number, calls.slots)
+        _replace_site(editor, symbolic, rewrite, variant, number, calls.slots)
     pruner.prune()
     return editor.finish()
 
@@ -146,14 +148,14 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
     )
 
 
-def _replace(
+def _replace_site(
     editor: Editor, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
 ) -> None:
     site = rewrite.site
     output = editor.tensors[site.output]
     place = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
     extra: list[gs.Node] = []
-    operands = operands_of(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
+    operands = build_operands(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not use keep their place with the role `unused`.
     attributes = {
@@ -182,12 +184,14 @@ def _replace(
         (site.num_heads, site.value_head_size),
     )
     operands_found = (site.query, site.key, site.value)
-    given = [_laid_out(editor, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
+    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
     if site.query_factor is not None:
         own = (site.query.layout, Layout.BHSD)
-        given[0] = _multiplied(editor, extra, site, _convert(editor, extra, given[0], site.dtype, own, sizes[0]))
+        given[0] = _scale_query(
+            editor, extra, site, _convert_layout(editor, extra, given[0], site.dtype, own, sizes[0])
+        )
     inputs = [
-        _convert(editor, extra, tensor, site.dtype, (own, wanted), size)
+        _convert_layout(editor, extra, tensor, site.dtype, (own, wanted), size)
         for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
     ]
     output.inputs.clear()
@@ -199,29 +203,29 @@ def _replace(
     result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
-        _convert(editor, nodes, result, site.dtype, wanted, sizes[3], written)
+        _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
         nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
     if site.output_flat:
         shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
         nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
     if site.output_joined:
-        nodes += _parted(editor, site, last, output)
+        nodes += _split_batch_axis(editor, site, last, output)
     if site.output_grouped:
-        _with_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
+        _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
     editor.graph.nodes[place:place] = nodes
     if not site.output_joined and not site.output_grouped:
         editor.declare(site.output, site.dtype, _output_shape(site))
 
 
-def _laid_out(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
+def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
     """The operand's tensor in its layout: itself, or transposed."""
     tensor: gs.Tensor = editor.tensors[operand.tensor]
     if operand.joined:
-        tensor = _joined(editor, nodes, tensor, dtype)
+        tensor = _merge_batch_axes(editor, nodes, tensor, dtype)
     if operand.grouped:
         out = editor.variable(f"{operand.tensor}_heads", dtype)
-        tensor = _with_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
+        tensor = _reshape_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
     if not operand.perm:
         return tensor
     out = editor.variable(f"{operand.tensor}_laid", dtype)
@@ -229,7 +233,7 @@ def _laid_out(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int
     return out
 
 
-def _sizes_of(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
+def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
     """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
     sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
     limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
@@ -238,7 +242,7 @@ def _sizes_of(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: in
     return some
 
 
-def _reshaped(
+def _append_reshape(
     editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
 ) -> gs.Tensor:
     target = editor.variable(f"{output.name}_shape", TensorProto.INT64)
@@ -247,14 +251,14 @@ def _reshaped(
     return output
 
 
-def _joined(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+def _merge_batch_axes(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
     """A tensor of five axes with the first two in one."""
     any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
     out = editor.variable(f"{tensor.name}_joined", dtype)
-    return _reshaped(editor, nodes, tensor, [any_size, _sizes_of(editor, nodes, tensor, 2, 5)], out)
+    return _append_reshape(editor, nodes, tensor, [any_size, _slice_shape(editor, nodes, tensor, 2, 5)], out)
 
 
-def _with_heads(
+def _reshape_heads(
     editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
@@ -266,20 +270,20 @@ def _with_heads(
     first = 1 if place[0] is Layout.BHSD else 2
     sizes = editor.initializer("stof_heads", np.array(heads, np.int64))
     end = first + place[1]
-    outer = _sizes_of(editor, nodes, tensor, 0, first)
-    rest = _sizes_of(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
-    return _reshaped(editor, nodes, tensor, [outer, sizes, rest], output)
+    outer = _slice_shape(editor, nodes, tensor, 0, first)
+    rest = _slice_shape(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
+    return _append_reshape(editor, nodes, tensor, [outer, sizes, rest], output)
 
 
-def _parted(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
+def _split_batch_axis(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
     """The nodes that write a result with its batch in the two axes of the query's."""
     nodes: list[gs.Node] = []
-    batch = _sizes_of(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
-    _reshaped(editor, nodes, tensor, [batch, _sizes_of(editor, nodes, tensor, 1, 4)], output)
+    batch = _slice_shape(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
+    _append_reshape(editor, nodes, tensor, [batch, _slice_shape(editor, nodes, tensor, 1, 4)], output)
     return nodes
 
 
-def _multiplied(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
+def _scale_query(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
     """The query [B, H, S, D] times what the graph multiplies its scores with."""
     assert site.query_factor is not None
     op, factor = site.query_factor
@@ -288,7 +292,7 @@ def _multiplied(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query
     return out
 
 
-def _convert(
+def _convert_layout(
     editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,

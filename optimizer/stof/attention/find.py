@@ -10,13 +10,13 @@ from functools import partial
 
 import onnx
 
-from stof.attention.layouts import ONE, Heads, readings
+from stof.attention.layouts import ONE, OperandLayout, layout_candidates
 from stof.attention.scores import Scores, ScoreWalk
-from stof.attention.shape_sources import SizeTeller
+from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
-from stof.attention.softmax_forms import Softmax, softmax_of
+from stof.attention.softmax_forms import SoftmaxForm, match_softmax
 from stof.attention.split_mask_sums import parts
-from stof.attention.weights import Forward, Output, Weighted
+from stof.attention.weights import OutputCandidate, WeightPath, WeightWalk
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
 from stof.graph.names import FreshNames
@@ -29,11 +29,11 @@ _LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
-class _Operands:
-    query: Heads
-    key: Heads
-    value: Heads
-    output: Output
+class _ChosenLayouts:
+    query: OperandLayout
+    key: OperandLayout
+    value: OperandLayout
+    output: OutputCandidate
 
 
 def find_sites(
@@ -59,19 +59,19 @@ def find_sites(
         softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
     """
     index = GraphIndex(model.graph, materialized, fused_nodes)
-    forward = Forward(index, symbolic, SizeTeller(model, symbolic))
+    forward = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
     names = FreshNames() if names is None else names
     read = needed_tensors(model.graph)
-    found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
+    found = [softmax for n in model.graph.node if (softmax := match_softmax(index, symbolic, n)) is not None]
     for number, softmax in enumerate(found):
         weights = softmax.node.output[0]
         if softmaxes is not None and weights not in softmaxes:
             continue
         name = names.make(softmax.node.name or f"attention_{number}")
         try:
-            site = _match(index, symbolic, forward, softmax, name, first_index + len(sites))
+            site = _match_site(index, symbolic, forward, softmax, name, first_index + len(sites))
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
@@ -101,8 +101,8 @@ def is_softmax(node: onnx.NodeProto) -> bool:
     return node.op_type == "Softmax" and is_standard(node)
 
 
-def _match(
-    index: GraphIndex, symbolic: Symbolic, forward: Forward, anchor: Softmax, name: str, number: int
+def _match_site(
+    index: GraphIndex, symbolic: Symbolic, forward: WeightWalk, anchor: SoftmaxForm, name: str, number: int
 ) -> AttentionSite:
     softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
@@ -114,7 +114,7 @@ def _match(
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
-    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
+    scores = ScoreWalk(index, symbolic, partial(_match_query_key, index, symbolic)).walk(start)
     if anchor.mask is not None:
         if sink is not None:
             raise UnsupportedError(
@@ -123,29 +123,30 @@ def _match(
             )
         scores = replace(scores, terms=(anchor.mask, *scores.terms))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
-    queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
+    queries, keys = (_prefer_score_axes(shape, found) for found in _match_query_key(index, symbolic, scores))
     groups = queries[-1].groups
     if groups:
         _check_groups(symbolic, scores.nodes, groups)
-        scores = replace(scores, terms=tuple(_over_groups(t, groups) for t in scores.terms))
+        scores = replace(scores, terms=tuple(_with_groups(t, groups) for t in scores.terms))
     if len(shape) == 4 or groups:
         scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
     alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
     kept = None if sink is None else shape
     before = sink is not None and sink.first
-    for reading in _told_apart(scores, queries, keys):
+    for reading in _query_key_candidates(scores, queries, keys):
         queries, keys = reading
         staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
         weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
-        values = _told_by(
-            shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups))
+        values = _prefer_score_axes(
+            shape,
+            _require_layouts(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups)),
         )
         values = [v for v in values if v.batch == keys[-1].batch] or values
         if groups:
             _check_groups(symbolic, weighted.nodes[:-1], groups)
             if len(symbolic.shape(weighted.nodes[-2]) or ()) != 5:
                 raise UnsupportedError("queries have their heads in two axes, the weights of the values in one")
-            values = _shared(queries, values, "value")
+            values = _match_head_groups(queries, values, "value")
         outputs = forward.outputs(weighted, queries[-1].heads, staying, bool(groups))
         if outputs:
             break
@@ -153,23 +154,23 @@ def _match(
         raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
     if len(shape) == 5 or groups:
         outputs = [o for o in outputs if o.row_guard == weighted.row_guard]
-    make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
-    site = make(_choose(queries, keys, values, outputs))
+    make = partial(_make_site, symbolic, name, number, softmax, sink, scores, weighted)
+    site = make(_choose_layouts(queries, keys, values, outputs))
     earlier = [o for o in outputs if o.row_guard is None]
     if site.row_guard is None or not earlier:
         return site
-    return replace(site, unguarded=make(_choose(queries, keys, values, earlier)))
+    return replace(site, unguarded=make(_choose_layouts(queries, keys, values, earlier)))
 
 
-def _site(
+def _make_site(
     symbolic: Symbolic,
     name: str,
     number: int,
     softmax: onnx.NodeProto,
     sink: Sink | None,
     scores: Scores,
-    weighted: Weighted,
-    found: _Operands,
+    weighted: WeightPath,
+    found: _ChosenLayouts,
 ) -> AttentionSite:
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
@@ -186,7 +187,7 @@ def _site(
         if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
             raise UnsupportedError(
                 f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
-                f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
+                f"({', '.join(_size_in_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
             )
     factor = scores.spread_factor
     if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
@@ -220,15 +221,20 @@ def _site(
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,
         row_guard=found.output.row_guard,
-        query_offset=_offset(dims),
-        scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
+        query_offset=_query_offset(dims),
+        scores_shape=(
+            _size_in_words(dims[0]),
+            _size_in_words(dims[1]),
+            _size_in_words(dims[2]),
+            _size_in_words(dims[3]),
+        ),
         dims=dims,
         nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
-        form=_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
+        form=_describe_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
     )
 
 
-def _readings(
+def _require_layouts(
     index: GraphIndex,
     symbolic: Symbolic,
     tensor: str,
@@ -236,8 +242,8 @@ def _readings(
     order: tuple[int, ...],
     transposed: bool = False,
     grouped: bool = False,
-) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
+) -> list[OperandLayout]:
+    found = layout_candidates(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -245,24 +251,28 @@ def _readings(
     return found
 
 
-def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
+def _match_query_key(
+    index: GraphIndex, symbolic: Symbolic, scores: Scores
+) -> tuple[list[OperandLayout], list[OperandLayout]]:
     query, key = symbolic.shape(scores.query), symbolic.shape(scores.key)
     if query is not None and key is not None and len(query) == 5 and (len(key) == 5 or scores.key_order):
-        queries = readings(index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True)
+        queries = layout_candidates(
+            index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True
+        )
         transposed, order = scores.key_transposed, scores.key_order
-        keys = readings(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
+        keys = layout_candidates(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
         try:
             # Where each head has a key of its own, the second axis may as well be one of the batch, as blocks are.
             if queries and any(k.groups[1] == 1 or k.repeat > 1 for k in keys):
-                return queries, _shared(queries, keys, "key")
+                return queries, _match_head_groups(queries, keys, "key")
         except UnsupportedError:
             if len(key) != 5:
                 raise
-    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
-    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+    queries = _require_layouts(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _require_layouts(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
-def _shared(queries: list[Heads], found: list[Heads], role: str) -> list[Heads]:
+def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout], role: str) -> list[OperandLayout]:
     """The readings of keys or values in which a query's head finds its group's, where heads lie in two axes."""
     query = queries[-1]
     first, each = query.groups
@@ -272,8 +282,8 @@ def _shared(queries: list[Heads], found: list[Heads], role: str) -> list[Heads]:
         same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
         if not fits or not same:
             raise UnsupportedError(
-                f"the query has {first} x {each} heads in batches of {_words(query.batch)}, the {role} "
-                f"{' x '.join(map(str, heads.groups))} in batches of {_words(heads.batch)}"
+                f"the query has {first} x {each} heads in batches of {_size_in_words(query.batch)}, the {role} "
+                f"{' x '.join(map(str, heads.groups))} in batches of {_size_in_words(heads.batch)}"
             )
     return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in found]
 
@@ -287,12 +297,12 @@ def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, .
             raise UnsupportedError(f"{tensor!r} has not the heads of its query in axes of {groups[0]} and {groups[1]}")
 
 
-def _over_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
+def _with_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
     """A term of scores of five axes, the second and third of which are heads."""
     return replace(term, windows=(), groups=groups) if term.windows else term
 
 
-def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
+def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[OperandLayout]:
     """Readings in their order, but those last whose batches and heads are the scores' own."""
     if len(shape) != 4 or shape[1].constant is None:
         return found
@@ -300,7 +310,9 @@ def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
     return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
 
 
-def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
+def _query_key_candidates(
+    scores: Scores, queries: list[OperandLayout], keys: list[OperandLayout]
+) -> Iterator[tuple[list[OperandLayout], list[OperandLayout]]]:
     """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
     merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
     own = [q for q in queries if q.heads == (scores.heads or merged)]
@@ -309,7 +321,9 @@ def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iter
     yield queries, keys
 
 
-def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
+def _choose_layouts(
+    queries: list[OperandLayout], keys: list[OperandLayout], values: list[OperandLayout], outputs: list[OutputCandidate]
+) -> _ChosenLayouts:
     """The farthest output for which all operands can be read in its type."""
     if not outputs:
         raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
@@ -328,12 +342,12 @@ def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], output
         except UnsupportedError as error:
             failure = failure or error
             continue
-        return _Operands(query, key, value, output)
+        return _ChosenLayouts(query, key, value, output)
     assert failure is not None
     raise failure
 
 
-def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
+def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout) -> None:
     if query.repeat != 1:
         raise UnsupportedError("the query's heads are repeated")
     for heads, role in ((key, "key"), (value, "value")):
@@ -347,7 +361,7 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
         for own, wanted in zip(heads.outer, query.outer, strict=False):
             if own != wanted and ONE in (own, wanted):
                 raise UnsupportedError(
-                    f"of the batch in two axes, the query has {_words(wanted)} where the {role} has {_words(own)}"
+                    f"of the batch in two axes, the query has {_size_in_words(wanted)} where the {role} has {_size_in_words(own)}"
                 )
     if key.heads != value.heads:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
@@ -375,28 +389,28 @@ def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], group
         if own == size:
             continue
         if size.constant == 1:
-            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_words(own)}")
+            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_size_in_words(own)}")
         if own.constant is not None:
             raise UnsupportedError(
-                f"a mask has the fixed size {own.constant} where query and key give {_words(size)}; "
+                f"a mask has the fixed size {own.constant} where query and key give {_size_in_words(size)}; "
                 "only scores of fixed size can have a mask of fixed size"
             )
 
 
-def _offset(dims: tuple[Int, Int, Int, Int]) -> int:
+def _query_offset(dims: tuple[Int, Int, Int, Int]) -> int:
     """Whether the queries are the last of the keys: T is S and something more."""
     past = dims[3] - dims[2]
     return 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
 
 
-def _words(size: Int) -> str:
+def _size_in_words(size: Int) -> str:
     atom = size.atom
     if atom is not None and atom.kind == "size":
         return str(atom.args[0])
     return str(size if size.constant is None else size.constant)
 
 
-def _form(scores: Scores, found: _Operands, nan_guard: bool) -> str:
+def _describe_form(scores: Scores, found: _ChosenLayouts, nan_guard: bool) -> str:
     query, key = found.query, found.key
     words = list(dict.fromkeys(reversed(scores.words)))
     if query.scale != 1.0 and key.scale != 1.0:

@@ -32,7 +32,7 @@ class Variant:
     dtype: int
 
 
-def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
+def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
     """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
 
     A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
@@ -66,7 +66,9 @@ def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) ->
     return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
 
 
-def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]) -> onnx.FunctionProto:
+def add_packed_inputs(
+    function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]
+) -> onnx.FunctionProto:
     """The same function where calls have attribute ``packed``: it takes their heads from tensors that hold others, too.
 
     ``layouts`` of query, key and value as calls give them from now on, ``before`` as the function takes them. Every call
@@ -75,14 +77,14 @@ def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before
     opset = next(e.version for e in function.opset_import if not e.domain)
     b = Builder(opset, "p_")
     numbers = b.name()
-    b.nodes.append(_reference(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
+    b.nodes.append(_attribute_constant(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
     sliced: dict[str, str] = {}
     for i, tensor in enumerate(("query", "key", "value")):
         if layouts[i] != Layout.BSN.value:
             continue  # holds no others
         heads = b.name()
         target = "num_heads" if i == 0 else "kv_num_heads"
-        b.nodes.append(_reference(heads, "value_int", target, onnx.AttributeProto.INT))
+        b.nodes.append(_attribute_constant(heads, "value_int", target, onnx.AttributeProto.INT))
         first, total = (b.add("Gather", [numbers, b.constant(2 * i + j)]) for j in range(2))
         size = b.add("Div", [_size(b, tensor, 2), total])
         start = b.add("Mul", [first, size])
@@ -105,7 +107,7 @@ def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before
     return found
 
 
-def _reference(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
+def _attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
     """A constant that is an attribute of the call."""
     node = helper.make_node("Constant", [], [name], name=name)
     reference = node.attribute.add()
@@ -163,7 +165,7 @@ class _Frame:
         name = self.builder.name()
         real = target == "scale"
         type_ = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
-        self.builder.nodes.append(_reference(name, "value_float" if real else "value_int", target, type_))
+        self.builder.nodes.append(_attribute_constant(name, "value_float" if real else "value_int", target, type_))
         return name
 
     def scores(self) -> str:

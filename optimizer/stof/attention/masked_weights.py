@@ -18,7 +18,7 @@ from stof.symbolic import Symbolic
 _DEEPEST = 16
 
 
-def zeroes_masked(
+def zeroes_masked_weights(
     index: GraphIndex, symbolic: Symbolic, where: onnx.NodeProto, weights: str, terms: Sequence[MaskTerm]
 ) -> bool:
     """Whether a Where makes weights zero exactly where the only mask among the terms forbids.
@@ -29,21 +29,21 @@ def zeroes_masked(
     if where.op_type != "Where" or len(masks) != 1:
         return False
     if where.input[2] == weights and symbolic.uniform(where.input[1]) == 0.0:
-        dropped = _root(index, symbolic, where.input[0], True)
+        dropped = _condition_root(index, symbolic, where.input[0], True)
     elif where.input[1] == weights and symbolic.uniform(where.input[2]) == 0.0:
-        dropped = _root(index, symbolic, where.input[0], False)
+        dropped = _condition_root(index, symbolic, where.input[0], False)
     else:
         return False
     # The condition may not spread the weights.
     spread = symbolic.shape(where.output[0]) != symbolic.shape(weights)
-    return not spread and dropped is not None and dropped == _forbidden(index, symbolic, masks[0])
+    return not spread and dropped is not None and dropped == _forbidding_condition(index, symbolic, masks[0])
 
 
-def _forbidden(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[str, bool] | None:
+def _forbidding_condition(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[str, bool] | None:
     if term.merged or term.windows or term.zeroes:
         return None
     if term.kind is not TermKind.ADD:
-        return _root(index, symbolic, term.tensor, term.kind is TermKind.DROP)
+        return _condition_root(index, symbolic, term.tensor, term.kind is TermKind.DROP)
     node = index.producer(term.tensor)
     if node is None or node.op_type != "Where" or term.scale != 1.0:
         return None
@@ -51,11 +51,11 @@ def _forbidden(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[s
     for i, holds in ((0, True), (1, False)):
         number, other = numbers[i], numbers[1 - i]
         if other == 0.0 and number is not None and number <= FORBIDDING_VALUE:
-            return _root(index, symbolic, node.input[0], holds)
+            return _condition_root(index, symbolic, node.input[0], holds)
     return None
 
 
-def _root(index: GraphIndex, symbolic: Symbolic, tensor: str, holds: bool) -> tuple[str, bool] | None:
+def _condition_root(index: GraphIndex, symbolic: Symbolic, tensor: str, holds: bool) -> tuple[str, bool] | None:
     """The tensor behind casts and Nots of a condition, and whether the condition is that it is not zero."""
     for _ in range(_DEEPEST):
         node = index.producer(tensor)

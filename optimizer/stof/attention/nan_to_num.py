@@ -37,7 +37,7 @@ _TYPES[int(onnx.TensorProto.DOUBLE)] = np.float64
 
 
 @dataclass(frozen=True)
-class Region:
+class IdentityRegion:
     """Nodes after which the weights are what they were, but for NaN where ``clears_nan``."""
 
     tensor: str
@@ -45,11 +45,11 @@ class Region:
     nodes: tuple[str, ...]
 
 
-def unchanged(index: GraphIndex, symbolic: Symbolic, weights: str) -> Region | None:
+def find_identity_region(index: GraphIndex, symbolic: Symbolic, weights: str) -> IdentityRegion | None:
     """The elementwise nodes behind fp32 weights that keep every number from 0 to 1, and the one tensor that they lead to."""
     if symbolic.dtype(weights) != onnx.TensorProto.FLOAT:
         return None
-    region, constants = _region(index, symbolic, weights)
+    region, constants = _collect_region(index, symbolic, weights)
     inside = {o for n in region for o in n.output if o}
     leaving = [
         t
@@ -58,22 +58,24 @@ def unchanged(index: GraphIndex, symbolic: Symbolic, weights: str) -> Region | N
     ]
     if len(leaving) != 1 or leaving[0] == weights:
         return None
-    points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_around(constants), np.nan], np.float32)
+    points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_sample_around(constants), np.nan], np.float32)
     found = _evaluate(region, symbolic, weights, constants, points).get(leaving[0])
     if found is None or found.dtype != np.float32 or not np.array_equal(found[:-1], points[:-1]):
         return None
     if not np.isnan(found[-1]) and found[-1] != 0.0:
         return None
-    return Region(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
+    return IdentityRegion(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
 
 
-def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[onnx.NodeProto], dict[str, float]]:
+def _collect_region(
+    index: GraphIndex, symbolic: Symbolic, weights: str
+) -> tuple[list[onnx.NodeProto], dict[str, float]]:
     """The nodes that read the weights, what is made of them, and uniform constants alone, in the order of execution."""
     known, constants = {weights}, dict[str, float]()
     region: list[onnx.NodeProto] = []
     pending = list(index.consumers(weights))
     while pending and len(region) < _MOST:
-        node = next((n for n in pending if _fits(n, symbolic, known, constants)), None)
+        node = next((n for n in pending if _can_evaluate(n, symbolic, known, constants)), None)
         if node is None:
             break
         pending.remove(node)
@@ -85,7 +87,7 @@ def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[o
     return region, constants
 
 
-def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
+def _can_evaluate(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
     if not is_standard(node) or len(node.output) != 1:
         return False
     if node.op_type == "Cast":
@@ -102,7 +104,7 @@ def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: 
     return True
 
 
-def _around(constants: dict[str, float]) -> list[float]:
+def _sample_around(constants: dict[str, float]) -> list[float]:
     inner = [np.float32(c) for c in constants.values() if 0 <= c <= 1]
     near = [np.nextafter(c, np.float32(side)) for c in inner for side in (0, 1)]
     return [float(x) for x in (*inner, *near)]

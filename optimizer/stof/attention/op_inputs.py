@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.bias_input import append, bias_of
+from stof.attention.bias_input import append_fp32_node, build_bias
 from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
 from stof.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
@@ -30,7 +30,7 @@ NEUTRAL: dict[str, np.ndarray] = {
 }
 
 
-def operands_of(
+def build_operands(
     editor: Editor,
     symbolic: Symbolic,
     found: tuple[AttentionSite, LiftedMask],
@@ -40,22 +40,24 @@ def operands_of(
 ) -> list[gs.Tensor]:
     """The tensors for a call's operand slots; ``extra`` collects the nodes that they need."""
     site, mask = found
-    given: dict[str, gs.Tensor] = {o.role: _vector(editor, symbolic, o, extra, tensorrt) for o in mask.operands}
+    given: dict[str, gs.Tensor] = {
+        o.role: _runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands
+    }
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         if tensorrt and array.dtype == np.uint8:
             array = array.astype(np.int32)  # as its parser would, with a warning
         given[name] = editor.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = bias_of(editor, symbolic, site, mask.bias, extra)
+        given["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
         given["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if site.sink is not None:
-        given["sink"] = _sink(editor, symbolic, site, extra)
-    return [given[slot] if slot in given else _neutral(editor, slot) for slot in slots]
+        given["sink"] = _sink_operand(editor, symbolic, site, extra)
+    return [given[slot] if slot in given else _unused_operand(editor, slot) for slot in slots]
 
 
-def _vector(
+def _runtime_operand(
     editor: Editor, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node], tensorrt: bool
 ) -> gs.Tensor:
     """A run-time operand in the shape and one of the types that the op takes."""
@@ -90,11 +92,11 @@ def _cast(editor: Editor, operand: RuntimeOperand, extra: list[gs.Node], tensor:
     return out
 
 
-def _neutral(editor: Editor, role: str) -> gs.Tensor:
+def _unused_operand(editor: Editor, role: str) -> gs.Tensor:
     return editor.initializer(f"stof_unused_{role}", NEUTRAL.get(role, np.zeros(1, np.bool_)))
 
 
-def _sink(editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
+def _sink_operand(editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
     """The logits of the sink, [H] of the site's type or fp32."""
     assert site.sink is not None
     if site.sink_values:
@@ -107,5 +109,5 @@ def _sink(editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[g
         extra.append(editor.node("Reshape", out.name, [tensor, flat], [out]))
         tensor = out
     if dtype not in (site.dtype, TensorProto.FLOAT):
-        tensor = append(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+        tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor

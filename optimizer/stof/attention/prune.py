@@ -13,13 +13,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.shape_sources import Place, SizeTeller
+from stof.attention.shape_sources import ShapeSource, ShapeSources
 from stof.graph.editor import Editor, captured
 from stof.graph.index import GraphIndex
 from stof.site import AttentionSite
 from stof.symbolic import Symbolic
 
-Elements = list[Place | int]
+Elements = list[ShapeSource | int]
 
 
 class Pruner:
@@ -27,10 +27,10 @@ class Pruner:
 
     def __init__(self, editor: Editor, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
         self.editor = editor
-        self.teller = SizeTeller(editor.model, symbolic)
+        self.teller = ShapeSources(editor.model, symbolic)
         self.shapes = self._tellable(sites)
         self.needed = self._live({})
-        self._sizes: dict[Place, gs.Tensor] = {}
+        self._sizes: dict[ShapeSource, gs.Tensor] = {}
         self._head: list[gs.Node] = []
 
     def _tellable(self, sites: Sequence[AttentionSite]) -> dict[int, Elements]:
@@ -110,7 +110,7 @@ class Pruner:
         nodes.append(self.editor.node("Concat", f"{node.name}/stof", parts, [output], axis=0))
         return nodes
 
-    def _size(self, place: Place, nodes: list[gs.Node]) -> gs.Tensor:
+    def _size(self, place: ShapeSource, nodes: list[gs.Node]) -> gs.Tensor:
         tensor, axis, factor = place
         whole = self.editor.variable(f"{tensor}/stof_shape", TensorProto.INT64)
         one = self.editor.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from stof.attention.einsum import Order, products
+from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import (
     CASTS,
-    Chain,
+    MovePath,
     check_axes,
     is_float_cast,
     is_identity,
     is_move,
     scalar_factor,
-    trace,
+    trace_axes,
 )
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
@@ -31,7 +31,7 @@ from stof.symbolic.rules.broadcasting import broadcast, project
 from stof.symbolic.rules.cast import overflow_to_inf
 
 _DEEPEST = 32
-MERGED = -1  # a mask [B*H, .., ..] while H is not known yet
+MERGED_HEADS_UNKNOWN = -1  # a mask [B*H, .., ..] while H is not known yet
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ScoreWalk:
         if node.op_type == "MatMul" and is_standard(node):
             check_axes(self.symbolic, node, "key")
             return replace(scores.passed(node), query=node.input[0], key=node.input[1])
-        for product in products(self.symbolic, node):
+        for product in einsum_matmuls(self.symbolic, node):
             if product.result == tuple(range(len(product.result))):
                 return replace(
                     scores.passed(node),
@@ -143,9 +143,9 @@ class ScoreWalk:
         if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
             return str(node.input[0])
         if is_move(self.symbolic, node):
-            return str(node.input[0]) if keeps_matrices(self.symbolic, node) else None
+            return str(node.input[0]) if keeps_last_two_axes(self.symbolic, node) else None
         # A softmax does not change when a row is shifted.
-        return str(node.input[0]) if less_maximum(self.index, self.symbolic, node) else None
+        return str(node.input[0]) if subtracts_row_max(self.index, self.symbolic, node) else None
 
     def _floored(self, node: onnx.NodeProto, scores: Scores) -> str | None:
         """The scores of Max(scores, lowest): only masked ones are below, and they stay masked."""
@@ -210,7 +210,7 @@ class ScoreWalk:
             mask = mul.input[1 - i]
             if self.symbolic.value(mul.input[i]) is not None or self.symbolic.value(mask) is None:
                 continue
-            fill = _fill_of(self.symbolic, mask, added, sign)
+            fill = _find_fill(self.symbolic, mask, added, sign)
             if fill is None or fill * scores.factor > FORBIDDING_VALUE:
                 continue
             term = self._term(TermKind.KEEP, node, mask, self._scaled(fill, scores.factor, node))
@@ -311,7 +311,7 @@ class ScoreWalk:
                 break
             source = mover.input[0]
             moves.insert(0, mover)
-            axes = trace(self.symbolic, Chain(source, tuple(moves)))
+            axes = trace_axes(self.symbolic, MovePath(source, tuple(moves)))
             before = self.symbolic.shape(source)
             if axes is None or before is None:
                 break
@@ -319,17 +319,17 @@ class ScoreWalk:
             if len(before) == 4 and [(a.axis, a.part) for a in order] == [(i, 0) for i in range(4)]:
                 return MaskTerm(kind, source, fill, scale)
         if len(shape) == len(own) == 3 and own[0] == shape[0]:
-            return MaskTerm(kind, tensor, fill, scale, MERGED)
+            return MaskTerm(kind, tensor, fill, scale, MERGED_HEADS_UNKNOWN)
         if len(shape) == 5:  # Swin's windows: [images, windows of each, H, S, T]
             return MaskTerm(kind, tensor, fill, scale, windows=shape[:3])
         raise UnsupportedError(f"mask {tensor!r} of {describe(node)} has rank {len(own)}, the scores have {len(shape)}")
 
 
-def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | None:
+def _find_fill(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | None:
     """The one number that is added, times ``sign``, where a mask of 0 and 1 is 0, while 0 is where it is 1."""
     stored = symbolic.constant(mask), symbolic.constant(added)
     if stored[0] is not None and stored[1] is not None:
-        return _stored_fill(*stored, sign)
+        return _find_constant_fill(*stored, sign)
     factors, terms = symbolic.value(mask), symbolic.value(added)
     if factors is None or terms is None or "f" not in (factors.kind, terms.kind):
         return None
@@ -350,7 +350,7 @@ def _fill_of(symbolic: Symbolic, mask: str, added: str, sign: float) -> float | 
     return fills.pop() if len(fills) == 1 else None
 
 
-def _stored_fill(mask: np.ndarray | None, added: np.ndarray | None, sign: float) -> float | None:
+def _find_constant_fill(mask: np.ndarray | None, added: np.ndarray | None, sign: float) -> float | None:
     assert mask is not None
     assert added is not None
     keep, fills = np.broadcast_arrays(mask, added)
@@ -360,7 +360,7 @@ def _stored_fill(mask: np.ndarray | None, added: np.ndarray | None, sign: float)
     return float(found[0]) * sign if found.size == 1 else None
 
 
-def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+def keeps_last_two_axes(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a movement only regroups the axes in front of the last two."""
     before, after = symbolic.shape(node.input[0]), symbolic.shape(node.output[0])
     if before is None or after is None or len(before) < 2 or len(after) < 2 or node.op_type in ("Transpose", "Expand"):
@@ -368,7 +368,7 @@ def keeps_matrices(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     return before[-2:] == after[-2:]
 
 
-def less_maximum(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
     """Whether a node subtracts from each row its largest number."""
     if node.op_type != "Sub":
         return False

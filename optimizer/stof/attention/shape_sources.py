@@ -9,26 +9,26 @@ import onnx
 
 from stof.symbolic import Int, Symbolic, integer
 
-Place = tuple[str, int, int]  # a tensor, one of its axes, and the number that its size is multiplied with
+ShapeSource = tuple[str, int, int]  # a tensor, one of its axes, and the number that its size is multiplied with
 
 
-class SizeTeller:
+class ShapeSources:
     """Finds the elements of a Shape node as numbers or axes of graph inputs (or of other tensors that stay)."""
 
     def __init__(self, model: onnx.ModelProto, symbolic: Symbolic) -> None:
         self.symbolic = symbolic
-        self._places: dict[Int, Place] = {}
+        self._places: dict[Int, ShapeSource] = {}
         for value in model.graph.input:
             for axis, size in enumerate(symbolic.shape(value.name) or ()):
                 self._places.setdefault(size, (value.name, axis, 1))
 
-    def elements(self, output: str, staying: Sequence[str] = ()) -> list[Place | int] | None:
+    def elements(self, output: str, staying: Sequence[str] = ()) -> list[ShapeSource | int] | None:
         """The elements of a Shape node's output; None when one of them cannot be told."""
         value = self.symbolic.value(output)
         elements = None if value is None else value.elements()
         if elements is None:
             return None
-        found: list[Place | int] = []
+        found: list[ShapeSource | int] = []
         for element in elements:
             assert isinstance(element, Int)
             place = self._place(element, staying)
@@ -37,7 +37,7 @@ class SizeTeller:
             found.append(place)
         return found
 
-    def _place(self, size: Int, staying: Sequence[str]) -> Place | int | None:
+    def _place(self, size: Int, staying: Sequence[str]) -> ShapeSource | int | None:
         if size.constant is not None:
             return size.constant
         if size in self._places:

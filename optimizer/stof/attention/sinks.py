@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from stof.attention.layouts import is_float_cast
-from stof.attention.scores import less_maximum
+from stof.attention.scores import subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Real, Symbolic, integer, var
 
@@ -44,16 +44,20 @@ def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) ->
         if node is None or not is_standard(node):
             return None
         if node.op_type in ("Concat", "Pad"):
-            found = _of_concat(index, symbolic, node) if node.op_type == "Concat" else _of_pad(symbolic, node)
+            found = (
+                _sink_from_concat(index, symbolic, node) if node.op_type == "Concat" else _sink_from_pad(symbolic, node)
+            )
             return None if found is None else replace(found, nodes=(*passed, node.output[0]))
-        if not (is_float_cast(symbolic, node) or node.op_type == "Identity" or less_maximum(index, symbolic, node)):
+        if not (
+            is_float_cast(symbolic, node) or node.op_type == "Identity" or subtracts_row_max(index, symbolic, node)
+        ):
             return None
         passed.append(node.output[0])
         tensor = node.input[0]
     return None
 
 
-def _of_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
+def _sink_from_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
     """A column of one number, before or behind the keys: ``softmax1`` has exp(0) in its denominator."""
     shape = symbolic.shape(pad.input[0])
     value = symbolic.value(pad.input[1])
@@ -69,7 +73,7 @@ def _of_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
     return None
 
 
-def _of_concat(index: GraphIndex, symbolic: Symbolic, concat: onnx.NodeProto) -> Sink | None:
+def _sink_from_concat(index: GraphIndex, symbolic: Symbolic, concat: onnx.NodeProto) -> Sink | None:
     axis = next((a.i for a in concat.attribute if a.name == "axis"), None)
     if len(concat.input) != 2 or axis not in (-1, 3):
         return None
@@ -81,16 +85,16 @@ def _of_concat(index: GraphIndex, symbolic: Symbolic, concat: onnx.NodeProto) ->
         heads = shape[1].constant
         if heads is None:
             continue
-        logits = _logits(index, symbolic, column, heads)
+        logits = _logits_tensor(index, symbolic, column, heads)
         if logits is not None:
             return Sink(scores, logits, (), (), first)
-        values = _stored(symbolic, column, heads)
+        values = _constant_logits(symbolic, column, heads)
         if values is not None:
             return Sink(scores, "", (), values, first)
     return None
 
 
-def _stored(symbolic: Symbolic, column: str, heads: int) -> tuple[float, ...] | None:
+def _constant_logits(symbolic: Symbolic, column: str, heads: int) -> tuple[float, ...] | None:
     """The logits of a constant column [B, H, S, 1] that is the same for all batches and queries."""
     array = symbolic.constant(column)
     if array is not None and array.dtype.kind == "f":
@@ -106,7 +110,7 @@ def _stored(symbolic: Symbolic, column: str, heads: int) -> tuple[float, ...] | 
     return tuple(floats) if len(floats) == heads else None
 
 
-def _logits(index: GraphIndex, symbolic: Symbolic, tensor: str, heads: int) -> str | None:
+def _logits_tensor(index: GraphIndex, symbolic: Symbolic, tensor: str, heads: int) -> str | None:
     """The tensor of ``heads`` elements that is spread to [B, H, S, 1]."""
     spread = True  # whether batches and queries may still be among the axes
     for _ in range(_DEEPEST):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from stof.attention.scores import less_maximum
+from stof.attention.scores import subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
@@ -21,7 +21,7 @@ from stof.symbolic.tensor import SymTensor
 
 
 @dataclass(frozen=True)
-class Softmax:
+class SoftmaxForm:
     """A softmax: its node, or one that stands for what the graph writes out; ``mask`` forbids by -inf, after all others."""
 
     node: onnx.NodeProto
@@ -29,12 +29,12 @@ class Softmax:
     nodes: tuple[str, ...] = ()  # first outputs of nodes between the scores and the weights
 
 
-def softmax_of(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> Softmax | None:
+def match_softmax(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> SoftmaxForm | None:
     """The softmax whose weights a node writes, None where it writes none."""
     if not is_standard(node):
         return None
     if node.op_type == "Softmax":
-        return Softmax(node)
+        return SoftmaxForm(node)
     terms = _quotient(index, node)
     if terms is None:
         return None
@@ -45,15 +45,15 @@ def softmax_of(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> S
         return None
     if own != (*shape[:-1], integer(1)):
         return None
-    mask, exponential = _masked(index, symbolic, exponentials)
+    mask, exponential = _find_exponential(index, symbolic, exponentials)
     shifted = None if exponential is None else index.producer(exponential.input[0])
     # Without the largest number taken off, a row of the lowest numbers would not be their mean.
-    if exponential is None or shifted is None or not less_maximum(index, symbolic, shifted):
+    if exponential is None or shifted is None or not subtracts_row_max(index, symbolic, shifted):
         return None
     if mask is not None and len(shape) != 4:
         return None
     made = helper.make_node("Softmax", [exponential.input[0]], [node.output[0]], name=node.name, axis=-1)
-    return Softmax(made, mask, (exponential.output[0], exponentials, total))
+    return SoftmaxForm(made, mask, (exponential.output[0], exponentials, total))
 
 
 def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None:
@@ -69,13 +69,15 @@ def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None
     return None
 
 
-def _is_truth(value: SymTensor) -> bool:
+def _is_zero_or_one(value: SymTensor) -> bool:
     """Whether a tensor is 0 or 1 everywhere, as far as conditions tell."""
     probe = tuple(var(f"any{i}") for i in range(value.rank))
     return {x for _, x in split_cases(to_real(value.at(probe)))} <= {0.0, 1.0}
 
 
-def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
+def _find_exponential(
+    index: GraphIndex, symbolic: Symbolic, tensor: str
+) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
     """The exponential behind a tensor, and the mask that makes others 0."""
     node = index.producer(tensor)
     if node is None or not is_standard(node):
@@ -91,6 +93,11 @@ def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTer
     if node.op_type == "Mul":
         for i in (0, 1):
             exponential, value = index.producer(node.input[i]), symbolic.value(node.input[1 - i])
-            if exponential is not None and exponential.op_type == "Exp" and value is not None and _is_truth(value):
+            if (
+                exponential is not None
+                and exponential.op_type == "Exp"
+                and value is not None
+                and _is_zero_or_one(value)
+            ):
                 return MaskTerm(TermKind.KEEP, node.input[1 - i], minus), exponential
     return None, None

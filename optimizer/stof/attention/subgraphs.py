@@ -12,25 +12,25 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.attention.emit import Calls, Rewrite, edit, emit
-from stof.attention.expand.expand import Lowered, expanded
-from stof.attention.expand.prepare import expand_fused, is_fused
+from stof.attention.emit import Rewrite, SharedFunction, emit, replace_sites
+from stof.attention.expand.prepare import is_fused, prepare_subgraph
+from stof.attention.expand.working_copy import WorkingCopy, with_expanded
 from stof.attention.find import find_sites, is_softmax
 from stof.graph.index import all_nodes, describe, node_tensors, subgraphs
 from stof.graph.names import FreshNames
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
-Path = tuple[tuple[str, str, int], ...]  # first output of a node, its attribute, which of the attribute's graphs
+GraphPath = tuple[tuple[str, str, int], ...]  # first output of a node, its attribute, which of the attribute's graphs
 
 
 @dataclass(frozen=True)
 class Scope:
     """A graph with its sites. ``outer`` of the nodes of ``prepared.base`` belong to the graphs around it."""
 
-    path: Path
+    path: GraphPath
     words: str
-    prepared: Lowered
+    prepared: WorkingCopy
     outer: int
     symbolic: Symbolic
     sites: tuple[AttentionSite, ...]
@@ -43,7 +43,7 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class _Around:
+class _OuterGraphs:
     """What a subgraph sees: nodes in order, inputs, constants and known types of all graphs around it."""
 
     nodes: tuple[onnx.NodeProto, ...]
@@ -52,7 +52,7 @@ class _Around:
     infos: tuple[onnx.ValueInfoProto, ...]
 
 
-def search(prepared: Lowered) -> list[Scope]:
+def find_scopes(prepared: WorkingCopy) -> list[Scope]:
     """The main graph and every subgraph that holds attention, with their sites."""
     symbolic = prepared.symbolic()
     names = FreshNames()
@@ -60,15 +60,15 @@ def search(prepared: Lowered) -> list[Scope]:
     main = Scope((), "", prepared, 0, symbolic, tuple(sites), (*prepared.findings, *findings))
     found = [main]
     graph = prepared.base.graph
-    around = _Around((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
-    for path, words, outside, inner in _subgraphs(graph, around, ()):
-        found.append(_scope(prepared, path, words, outside, inner, names, sum(len(s.sites) for s in found)))
+    around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
+    for path, words, outside, inner in _attention_subgraphs(graph, around, ()):
+        found.append(_search_subgraph(prepared, path, words, outside, inner, names, sum(len(s.sites) for s in found)))
     return found
 
 
-def _subgraphs(
-    graph: onnx.GraphProto, around: _Around, path: Path
-) -> Iterator[tuple[Path, str, _Around, onnx.GraphProto]]:
+def _attention_subgraphs(
+    graph: onnx.GraphProto, around: _OuterGraphs, path: GraphPath
+) -> Iterator[tuple[GraphPath, str, _OuterGraphs, onnx.GraphProto]]:
     """Every subgraph in which there is attention, innermost ones after those around them."""
     for place, node in enumerate(graph.node):
         if not any(is_softmax(n) or is_fused(n) for g in subgraphs(node) for n in all_nodes(g.node)):
@@ -80,23 +80,29 @@ def _subgraphs(
                 own = (*path, (node.output[0], attribute.name, i))
                 if any(is_softmax(n) or is_fused(n) for n in inner.node):
                     yield own, f"{attribute.name} of {describe(node)}", before, inner
-                inside = _Around(
+                inside = _OuterGraphs(
                     before.nodes,
                     (*before.inputs, *inner.input),
                     (*before.initializers, *inner.initializer),
                     (*before.infos, *inner.value_info),
                 )
-                yield from _subgraphs(inner, inside, own)
+                yield from _attention_subgraphs(inner, inside, own)
 
 
-def _scope(
-    main: Lowered, path: Path, words: str, around: _Around, graph: onnx.GraphProto, names: FreshNames, first_index: int
+def _search_subgraph(
+    main: WorkingCopy,
+    path: GraphPath,
+    words: str,
+    around: _OuterGraphs,
+    graph: onnx.GraphProto,
+    names: FreshNames,
+    first_index: int,
 ) -> Scope:
-    flat, outer = _flat(main.base, around, graph)
-    prepared = expand_fused(flat, main.known)
+    flat, outer = _flatten(main.base, around, graph)
+    prepared = prepare_subgraph(flat, main.known)
     symbolic = prepared.symbolic()
     written = {o for n in flat.graph.node[:outer] for o in n.output}
-    shift = _shift(prepared, outer)
+    shift = _first_inner_node(prepared, outer)
     sites, findings = find_sites(
         prepared.model,
         symbolic,
@@ -111,12 +117,12 @@ def _scope(
     return Scope(path, words, prepared, outer, symbolic, tuple(sites), (*left, *findings))
 
 
-def _shift(prepared: Lowered, outer: int) -> int:
+def _first_inner_node(prepared: WorkingCopy, outer: int) -> int:
     """Where the subgraph's own nodes begin, after outer ones were expanded."""
     return outer + sum(len(g.nodes) - 1 for g in prepared.groups if g.place < outer)
 
 
-def _flat(base: onnx.ModelProto, around: _Around, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
+def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
     """The subgraph as a model of its own, and how many nodes in front are of the graphs around it."""
     read = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
     outer: list[onnx.NodeProto] = []
@@ -143,19 +149,19 @@ def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.Mo
     inner = [(s, r) for s in others if (r := s.rewrites(rewrites))]
     if not inner:
         return emit(main.prepared.partly(r.site for r in own), main.symbolic, own)
-    calls = Calls(rewrites)
+    calls = SharedFunction(rewrites)
     result = onnx.ModelProto()
     result.CopyFrom(main.prepared.partly(r.site for r in own))
-    before = _live(result.graph)
+    before = _live_nodes(result.graph)
     for scope, some in reversed(inner):  # innermost first
-        _edit_inside(result, scope, some, calls)
+        _replace_in_subgraph(result, scope, some, calls)
     if own:
-        result = edit(result, main.symbolic, own, calls)
-    _drop_dead(result.graph, before)
+        result = replace_sites(result, main.symbolic, own, calls)
+    _remove_dead_nodes(result.graph, before)
     return calls.finish(result)
 
 
-def graph_at(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
+def graph_at(model: onnx.ModelProto, path: GraphPath) -> onnx.GraphProto:
     """The graph at a path."""
     graph = model.graph
     for output, name, i in path:
@@ -165,28 +171,30 @@ def graph_at(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
     return graph
 
 
-def _edit_inside(model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], calls: Calls) -> None:
+def _replace_in_subgraph(
+    model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], calls: SharedFunction
+) -> None:
     graph = graph_at(model, scope.path)
     wanted = {r.site.softmax for r in rewrites}
     groups = [replace(g, place=g.place - scope.outer) for g in scope.prepared.groups if g.softmax in wanted]
     small = onnx.ModelProto(ir_version=model.ir_version)
     small.opset_import.extend(model.opset_import)
     small.graph.name = graph.name
-    small.graph.node.extend(expanded(graph.node, groups))
+    small.graph.node.extend(with_expanded(graph.node, groups))
     small.graph.initializer.extend(graph.initializer)
     small.graph.value_info.extend(graph.value_info)
     small.graph.output.extend(graph.output)
     known = {t.name for t in graph.initializer}
-    for name in dict.fromkeys(_visible(scope)):
+    for name in dict.fromkeys(_outer_tensors(scope)):
         if name not in known:
             small.graph.input.append(onnx.ValueInfoProto(name=name))
-    edited = edit(small, scope.symbolic, rewrites, calls).graph
+    edited = replace_sites(small, scope.symbolic, rewrites, calls).graph
     for field in ("node", "initializer", "value_info"):
         del getattr(graph, field)[:]
         getattr(graph, field).extend(getattr(edited, field))
 
 
-def _visible(scope: Scope) -> Iterator[str]:
+def _outer_tensors(scope: Scope) -> Iterator[str]:
     """The tensors that nodes of a subgraph may read and do not write: what is around it, and its own inputs."""
     flat = scope.prepared.base.graph
     yield from (i.name for i in flat.input)
@@ -195,7 +203,7 @@ def _visible(scope: Scope) -> Iterator[str]:
         yield from (o for o in node.output if o)
 
 
-def _live(graph: onnx.GraphProto) -> set[str]:
+def _live_nodes(graph: onnx.GraphProto) -> set[str]:
     """First outputs of the nodes that the outputs need."""
     producer = {o: n for n in graph.node for o in n.output if o}
     pending = [o.name for o in graph.output]
@@ -209,9 +217,9 @@ def _live(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _drop_dead(graph: onnx.GraphProto, before: set[str]) -> None:
+def _remove_dead_nodes(graph: onnx.GraphProto, before: set[str]) -> None:
     """Outer nodes that were needed, by a subgraph's mask for instance, and are not any more."""
-    gone = before - _live(graph)
+    gone = before - _live_nodes(graph)
     for i in reversed(range(len(graph.node))):
         if graph.node[i].output[0] in gone:
             del graph.node[i]

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import onnx
 
-from stof.attention.einsum import Order, products
+from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import (
-    Chain,
+    MovePath,
     check_axes,
     is_float_cast,
     is_identity,
     is_move,
     output_layout,
-    trace,
+    trace_axes,
 )
-from stof.attention.masked_weights import zeroes_masked
-from stof.attention.nan_to_num import unchanged
-from stof.attention.scores import keeps_matrices
-from stof.attention.shape_sources import SizeTeller
+from stof.attention.masked_weights import zeroes_masked_weights
+from stof.attention.nan_to_num import find_identity_region
+from stof.attention.scores import keeps_last_two_axes
+from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import Layout, MaskTerm, TermKind
@@ -33,7 +33,7 @@ _DEEPEST = 32
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightPath:
     """The way from the softmax to the product with the values."""
 
     value: str
@@ -48,7 +48,7 @@ class Weighted:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputCandidate:
     """A tensor that the op can write in place of the product."""
 
     tensor: str
@@ -60,10 +60,10 @@ class Output:
     flat: bool = False
 
 
-class Forward:
+class WeightWalk:
     """Walks forwards from one softmax."""
 
-    def __init__(self, index: GraphIndex, symbolic: Symbolic, teller: SizeTeller) -> None:
+    def __init__(self, index: GraphIndex, symbolic: Symbolic, teller: ShapeSources) -> None:
         self.index = index
         self.symbolic = symbolic
         self.teller = teller
@@ -81,7 +81,7 @@ class Forward:
         shape: Shape | None = None,
         first: bool = False,
         terms: Sequence[MaskTerm] = (),
-    ) -> Weighted:
+    ) -> WeightPath:
         """Up to the MatMul with the values.
 
         Args:
@@ -110,7 +110,7 @@ class Forward:
                 guard = True
                 nodes += [n.output[0] for n in users]
                 continue
-            region = unchanged(self.index, self.symbolic, tensor)
+            region = find_identity_region(self.index, self.symbolic, tensor)
             if region is not None:
                 tensor = region.tensor
                 guard = guard or region.clears_nan
@@ -125,7 +125,11 @@ class Forward:
                 tensor = where.output[0]
                 nodes.append(tensor)
                 continue
-            if len(users) == 1 and shape is None and zeroes_masked(self.index, self.symbolic, users[0], tensor, terms):
+            if (
+                len(users) == 1
+                and shape is None
+                and zeroes_masked_weights(self.index, self.symbolic, users[0], tensor, terms)
+            ):
                 zeroed = True
                 tensor = users[0].output[0]
                 nodes.append(tensor)
@@ -152,7 +156,7 @@ class Forward:
             if turned is not None and shape is None:
                 product_node, value, order = turned
                 passed = (*nodes, user.output[0], product_node.output[0])
-                return Weighted(
+                return WeightPath(
                     value, product_node.output[0], guard, passed, row_guard, pair_guard, order, order, zeroed
                 )
             product = self._product(user, tensor)
@@ -161,7 +165,7 @@ class Forward:
                     raise UnsupportedError(f"the weight of the sink is not dropped before {describe(user)}")
                 value, orders = product
                 passed = (*nodes, user.output[0])
-                return Weighted(value, user.output[0], guard, passed, row_guard, pair_guard, *orders, zeroed=zeroed)
+                return WeightPath(value, user.output[0], guard, passed, row_guard, pair_guard, *orders, zeroed=zeroed)
             if not self._passes(user):
                 raise UnsupportedError(f"the attention weights go to {describe(user)}, expected MatMul with the values")
             if any(o and (o in self.index.outputs or self.index.consumers(o)) for o in user.output[1:]):
@@ -225,14 +229,14 @@ class Forward:
             return False
         if is_identity(self.symbolic, node) or is_float_cast(self.symbolic, node):
             return True
-        return is_move(self.symbolic, node) and keeps_matrices(self.symbolic, node)
+        return is_move(self.symbolic, node) and keeps_last_two_axes(self.symbolic, node)
 
     def _product(self, node: onnx.NodeProto, tensor: str) -> tuple[str, tuple[Order, Order]] | None:
         """The value that a node multiplies the weights with, and the orders of axes of value and product."""
         if self._is_product(node, tensor):
             check_axes(self.symbolic, node, "value")
             return str(node.input[1]), ((), ())
-        for found in products(self.symbolic, node):
+        for found in einsum_matmuls(self.symbolic, node):
             # The weights [.., S, T] are summed over T, which comes last in both operands.
             if found.left == tensor != found.right and found.left_order == tuple(range(len(found.left_order))):
                 *batch, columns, summed = found.right_order
@@ -281,7 +285,9 @@ class Forward:
             raise UnsupportedError(f"{describe(where)} after the softmax is no NaN guard")
         return str(where.output[0])
 
-    def outputs(self, weighted: Weighted, heads: int, staying: Sequence[str], grouped: bool = False) -> list[Output]:
+    def outputs(
+        self, weighted: WeightPath, heads: int, staying: Sequence[str], grouped: bool = False
+    ) -> list[OutputCandidate]:
         """The tensors that the op can write, the best first: the farther the better, flattened ones last.
 
         ``grouped``: a product of five axes has its heads in two of them, else its batch.
@@ -290,18 +296,18 @@ class Forward:
         shape = self.symbolic.shape(start)
         if shape is None:
             return []
-        found: list[Output] = []
+        found: list[OutputCandidate] = []
         moves: tuple[onnx.NodeProto, ...] = ()
         passed = weighted.nodes
         own = self.index.fused_nodes.get(start)
         guard = weighted.row_guard
         current = start
         for _ in range(_DEEPEST):
-            axes = trace(self.symbolic, Chain(start, moves))
+            axes = trace_axes(self.symbolic, MovePath(start, moves))
             view = None if axes is None else output_layout(shape, axes, heads, weighted.product_order, grouped)
             layout, perm, flat = view if view is not None else (None, (), False)
             if layout is not None:
-                output = Output(current, layout, self.symbolic.dtype(current), guard, passed, perm, flat)
+                output = OutputCandidate(current, layout, self.symbolic.dtype(current), guard, passed, perm, flat)
                 found.insert(0 if flat else len(found), output)
             users = self._users(current, staying)
             if len(users) != 1 or current in self.index.outputs or current in self.index.captured:

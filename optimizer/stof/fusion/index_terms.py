@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import TensorProto
 
-from stof.attention.layouts import may_repeat
+from stof.attention.layouts import may_broadcast
 from stof.errors import UnsupportedError
 from stof.fusion.description import Pool
 from stof.fusion.element_ops import (
@@ -193,7 +193,7 @@ class Puller:
         place = list(node.output).index(tensor)
         if node.op_type == "Dropout" and place:
             raise UnsupportedError(f"the mask of {describe(node)} is used")
-        if node.op_type == "Expand" and may_repeat(self.symbolic, node):
+        if node.op_type == "Expand" and may_broadcast(self.symbolic, node):
             raise UnsupportedError(
                 f"{describe(node)} has sizes that are not known to be equal; one of two may be 1 in a run"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from stof.attention.function_body import OP, packed_function
+from stof.attention.function_body import OP, add_packed_inputs
 from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
@@ -101,7 +101,7 @@ def _rewritten(
     del result.functions[:]
     for function in functions:
         ours = (function.domain, function.name) == (DOMAIN, OP) and "packed" not in function.attribute
-        result.functions.append(packed_function(function, joined, layouts) if ours else function)
+        result.functions.append(add_packed_inputs(function, joined, layouts) if ours else function)
     remove_dead_code(result.graph, model.graph)
     return result
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.attention.function_body import OP, Variant, make_function
+from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import StofError
 from stof.files import temporary_folder
@@ -94,7 +94,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     return helper.make_model(
         helper.make_graph([node], "selftest", inputs, [output], initializers),
         opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(DOMAIN, 1)],
-        functions=[make_function([variant], _OPSET)],
+        functions=[make_attention_function([variant], _OPSET)],
         ir_version=8,
     )
 

@@ -9,55 +9,55 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto, helper
 
-from stof.attention.expand.expand import Request
 from stof.attention.expand.primitives import (
+    AttentionCore,
     Band,
-    Core,
-    Mask,
-    added,
-    attend,
-    band,
-    float_type,
-    known_shape,
-    known_size,
+    ScoreMask,
+    append_attention,
+    axis_size,
+    band_masks,
+    cast_to_fp32,
     merge_heads,
     positions,
-    size,
+    require_float_type,
+    require_shape,
+    require_size,
     split_heads,
 )
+from stof.attention.expand.working_copy import FusedNode
 from stof.errors import UnsupportedError
 from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, integer
 
 _FILL = -10000.0  # mask_filter_value where the node has none
-_PROJECTING = (
+_ATTENTION_ATTRIBUTES = (
     *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
     *("rotary_embedding_dim", "scale", "unidirectional"),
 )
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-def lower_multi_head(request: Request) -> None:
+def expand_multi_head(request: FusedNode) -> None:
     """Appends the nodes that compute what a MultiHeadAttention's outputs hold.
 
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
     request.only(("mask_filter_value", "num_heads", "scale", "unidirectional"), 10, 4)
-    node = _Contrib(request)
+    node = _ContribExpander(request)
     node.refuse({3: "qk"}, {8: "past_sequence_length", 9: "cache_indirection"})
     query, key, value = node.separate()
     node.finish(query, key, value, request.input(4), request.input(5), request.past(6, 7))
 
 
-def lower_projecting(request: Request) -> None:
+def expand_contrib_attention(request: FusedNode) -> None:
     """Appends the nodes that compute what an Attention's outputs hold, with the projections of query, key and value.
 
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
-    request.only(_PROJECTING, 7, 2)
-    node = _Contrib(request)
+    request.only(_ATTENTION_ATTRIBUTES, 7, 2)
+    node = _ContribExpander(request)
     node.refuse({}, {6: "past_sequence_length"})
     if node.attributes.get("past_present_share_buffer"):
         raise UnsupportedError("its past and present share a buffer, which has room for more keys than there are")
@@ -71,14 +71,14 @@ def lower_projecting(request: Request) -> None:
     past = request.input(4)
     parts = ("", "")
     if past:
-        known_shape(node.symbolic, past, "past", (5,))
+        require_shape(node.symbolic, past, "past", (5,))
         b = node.builder
         parts = b.add("Gather", [past, b.constant(0)]), b.add("Gather", [past, b.constant(1)])
     node.finish(query, key, value, request.input(3), request.input(5), parts, joined=True)
 
 
-class _Contrib:
-    def __init__(self, request: Request) -> None:
+class _ContribExpander:
+    def __init__(self, request: FusedNode) -> None:
         self.request = request
         self.builder: Builder = request.builder
         self.symbolic = request.symbolic
@@ -86,7 +86,7 @@ class _Contrib:
         self.heads = int(self.attributes.get("num_heads", 0))
         if self.heads < 1:
             raise UnsupportedError(f"num_heads is {self.heads}, expected 1 or more")
-        self.dtype = float_type(self.symbolic, request.input(0))
+        self.dtype = require_float_type(self.symbolic, request.input(0))
 
     def refuse(self, outputs: dict[int, str], inputs: dict[int, str]) -> None:
         """Raises UnsupportedError for what has no counterpart."""
@@ -102,7 +102,7 @@ class _Contrib:
         b, request = self.builder, self.request
         query, key, value = (request.input(i) for i in range(3))
         bias = request.input(3)
-        shape = known_shape(self.symbolic, query, "query", (3, 5))
+        shape = require_shape(self.symbolic, query, "query", (3, 5))
         if len(shape) == 5:  # [B, S, H, 3, D]
             self._no_bias(bias, "packed query, key and value")
             query, key, value = (self._of_packed(query, i) for i in range(3))
@@ -110,21 +110,21 @@ class _Contrib:
         own = [shape]
         if not key:
             raise UnsupportedError("it has no key, and its query is not packed with it")
-        shape = known_shape(self.symbolic, key, "key", (3, 4, 5))
+        shape = require_shape(self.symbolic, key, "key", (3, 4, 5))
         if len(shape) == 5:  # [B, T, H, 2, D]
             self._no_bias(bias, "packed key and value")
             key, value = (self._of_packed(key, i) for i in range(2))
             return split_heads(b, query, self.heads), key, value
         if not value:
             raise UnsupportedError("it has a key and no value")
-        own += [shape, known_shape(self.symbolic, value, "value", (len(shape),))]
+        own += [shape, require_shape(self.symbolic, value, "value", (len(shape),))]
         if len(shape) == 4:  # [B, H, T, D] of a cache
             self._no_bias(bias, "key and value of rank 4")
             return split_heads(b, query, self.heads), key, value
         tensors = [query, key, value]
         if bias:
-            widths = [known_size(s[2], f"the width of {t!r}") for s, t in zip(own, tensors, strict=True)]
-            known_shape(self.symbolic, bias, "bias", (1,))
+            widths = [require_size(s[2], f"the width of {t!r}") for s, t in zip(own, tensors, strict=True)]
+            require_shape(self.symbolic, bias, "bias", (1,))
             parts = self._split(bias, widths, 0)
             tensors = [b.add("Add", [t, part]) for t, part in zip(tensors, parts, strict=True)]
         query, key, value = (split_heads(b, t, self.heads) for t in tensors)
@@ -148,10 +148,10 @@ class _Contrib:
     def projected(self) -> tuple[str, str, str]:
         """Query, key and value [B, heads, length, size] of an Attention, from its input and weights."""
         b, request = self.builder, self.request
-        known_shape(self.symbolic, request.input(0), "input", (3,))
-        weight = known_shape(self.symbolic, request.input(1), "weights", (2,))
+        require_shape(self.symbolic, request.input(0), "input", (3,))
+        weight = require_shape(self.symbolic, request.input(1), "weights", (2,))
         sizes = self.attributes.get("qkv_hidden_sizes")
-        whole = known_size(weight[1], "the width of the weights")
+        whole = require_size(weight[1], "the width of the weights")
         widths = [int(n) for n in sizes] if sizes else [whole // 3] * 3
         if sum(widths) != whole or widths[0] != widths[1]:
             raise UnsupportedError(f"qkv_hidden_sizes {widths} do not fit weights of width {whole}")
@@ -166,7 +166,7 @@ class _Contrib:
     ) -> None:
         """The core, past keys and values in front, masks, and the node's outputs."""
         b, request = self.builder, self.request
-        facts = _Sizes(self)
+        facts = _OperandSizes(self)
         if past[0]:
             key, value = (b.add("Concat", [p, t], axis=2) for p, t in zip(past, (key, value), strict=True))
         masks = []
@@ -180,12 +180,12 @@ class _Contrib:
                     f"it is unidirectional with {facts.rows} queries and {facts.keys} keys that are no past: which keys come "
                     "before a query is not defined"
                 )
-            offset = size(b, past[0], 2) if past[0] else None
-            for mask in band(b, query, key, Band(right=0), offset):
-                masks.append(Mask(mask.tensor, True, _LOWEST))
+            offset = axis_size(b, past[0], 2) if past[0] else None
+            for mask in band_masks(b, query, key, Band(right=0), offset):
+                masks.append(ScoreMask(mask.tensor, True, _LOWEST))
         scale = float(self.attributes.get("scale", 0.0)) or 1.0 / float(np.sqrt(facts.size))
-        core = Core(query, key, value, self.heads, self.heads, scale, self.dtype, masks=masks)
-        request.give(0, merge_heads(b, attend(b, core, request.name), self.heads * facts.width))
+        core = AttentionCore(query, key, value, self.heads, self.heads, scale, self.dtype, masks=masks)
+        request.give(0, merge_heads(b, append_attention(b, core, request.name), self.heads * facts.width))
         if joined and request.output(1):
             parts = [b.unsqueeze(t, [0]) for t in (key, value)]
             request.give(1, b.add("Concat", parts, axis=0))
@@ -193,14 +193,14 @@ class _Contrib:
             request.give(1, key)
             request.give(2, value)
 
-    def _bias(self, bias: str) -> Mask:
-        known_shape(self.symbolic, bias, "attention_bias", (4,))
-        return Mask(added(self.builder, bias, self.symbolic.dtype(bias)))
+    def _bias(self, bias: str) -> ScoreMask:
+        require_shape(self.symbolic, bias, "attention_bias", (4,))
+        return ScoreMask(cast_to_fp32(self.builder, bias, self.symbolic.dtype(bias)))
 
-    def _padding(self, padding: str, query: str, key: str, facts: _Sizes) -> Mask:
+    def _padding(self, padding: str, query: str, key: str, facts: _OperandSizes) -> ScoreMask:
         """Padding of keys as a bias: mask_filter_value where a key is none."""
         b = self.builder
-        shape = known_shape(self.symbolic, padding, "the padding mask", (1, 2, 3))
+        shape = require_shape(self.symbolic, padding, "the padding mask", (1, 2, 3))
         if len(shape) == 1:
             kept = self._by_lengths(padding, shape[0], key, facts)
         else:
@@ -210,11 +210,11 @@ class _Contrib:
             kept = b.add("Cast", [padding], to=TensorProto.BOOL)
             kept = b.unsqueeze(kept, [1, 2] if len(shape) == 2 else [1])
         fill = float(self.attributes.get("mask_filter_value", _FILL))
-        return Mask(b.add("Where", [kept, b.constant(0, np.float32), b.constant(fill, np.float32)]))
+        return ScoreMask(b.add("Where", [kept, b.constant(0, np.float32), b.constant(fill, np.float32)]))
 
-    def _by_lengths(self, padding: str, count: Int, key: str, facts: _Sizes) -> str:
+    def _by_lengths(self, padding: str, count: Int, key: str, facts: _OperandSizes) -> str:
         b, batch = self.builder, facts.batch
-        places = positions(b, size(b, key, 2))
+        places = positions(b, axis_size(b, key, 2))
         if count == batch:
             ends = b.unsqueeze(b.add("Cast", [padding], to=TensorProto.INT64), [1, 2, 3])
             return b.add("Less", [places, ends])
@@ -224,17 +224,17 @@ class _Contrib:
         )
 
 
-class _Sizes:
+class _OperandSizes:
     """Symbolic sizes of a node's operands."""
 
-    def __init__(self, node: _Contrib) -> None:
+    def __init__(self, node: _ContribExpander) -> None:
         symbolic, request = node.symbolic, node.request
-        first = known_shape(symbolic, request.input(0), "input 0", (3, 5))
+        first = require_shape(symbolic, request.input(0), "input 0", (3, 5))
         self.batch, self.rows = first[0], first[1]
         heads = integer(node.heads)
         if request.node.op_type == "Attention":
-            weight = known_shape(symbolic, request.input(1), "weights", (2,))
-            sizes = node.attributes.get("qkv_hidden_sizes") or [known_size(weight[1], "the width") // 3] * 3
+            weight = require_shape(symbolic, request.input(1), "weights", (2,))
+            sizes = node.attributes.get("qkv_hidden_sizes") or [require_size(weight[1], "the width") // 3] * 3
             self.keys = self.rows
             widths = [integer(int(sizes[0])), integer(int(sizes[2]))]
             past = symbolic.shape(request.input(4))
@@ -243,18 +243,18 @@ class _Sizes:
             past = symbolic.shape(request.input(6))
             self.past = past[2] if past is not None else integer(0)
             self.keys, widths = self._of_key(node, first, heads)
-        self.size = known_size(widths[0].divide(heads), "the head size")
-        self.width = known_size(widths[1].divide(heads), "the head size of the values")
+        self.size = require_size(widths[0].divide(heads), "the head size")
+        self.width = require_size(widths[1].divide(heads), "the head size of the values")
         self.all_keys = self.keys + self.past
 
     @staticmethod
-    def _of_key(node: _Contrib, first: tuple[Int, ...], heads: Int) -> tuple[Int, list[Int]]:
+    def _of_key(node: _ContribExpander, first: tuple[Int, ...], heads: Int) -> tuple[Int, list[Int]]:
         if len(first) == 5:
             return first[1], [heads * first[4]] * 2
-        key = known_shape(node.symbolic, node.request.input(1), "key", (3, 4, 5))
+        key = require_shape(node.symbolic, node.request.input(1), "key", (3, 4, 5))
         if len(key) == 5:
             return key[1], [heads * key[4]] * 2
-        value = known_shape(node.symbolic, node.request.input(2), "value", (len(key),))
+        value = require_shape(node.symbolic, node.request.input(2), "value", (len(key),))
         if len(key) == 4:
             return key[2], [heads * key[3], heads * value[3]]
         return key[1], [first[2], value[2]]

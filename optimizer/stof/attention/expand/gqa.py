@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from stof.attention.expand.expand import Request
 from stof.attention.expand.primitives import (
+    AttentionCore,
     Band,
-    Core,
-    Mask,
-    added,
-    attend,
-    band,
-    float_type,
-    known_shape,
-    known_size,
-    lowest_as_inf,
+    ScoreMask,
+    append_attention,
+    axis_size,
+    band_masks,
+    cast_to_fp32,
     merge_heads,
     positions,
-    size,
+    replace_lowest_by_inf,
+    require_float_type,
+    require_shape,
+    require_size,
     split_heads,
 )
+from stof.attention.expand.working_copy import FusedNode
 from stof.errors import UnsupportedError
 from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, integer
@@ -42,18 +42,18 @@ _KNOWN = frozenset(
 _REFUSED = {11: "head_sink", 12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight"}
 
 
-def lower_grouped(request: Request) -> None:
+def expand_group_query(request: FusedNode) -> None:
     """Appends the nodes that compute what the node's outputs hold.
 
     Raises:
         UnsupportedError: with the reason why it cannot be.
     """
     request.only({a.name for a in request.node.attribute}, 16, 4)
-    _Grouped(request).lower()
+    _GroupQueryExpander(request).lower()
 
 
-class _Grouped:
-    def __init__(self, request: Request) -> None:
+class _GroupQueryExpander:
+    def __init__(self, request: FusedNode) -> None:
         self.request = request
         self.builder: Builder = request.builder
         self.symbolic = request.symbolic
@@ -63,20 +63,20 @@ class _Grouped:
     def lower(self) -> None:
         b, request = self.builder, self.request
         self._refuse()
-        dtype = float_type(self.symbolic, request.input(0))
-        shape = known_shape(self.symbolic, request.input(0), "query", (3,))
+        dtype = require_float_type(self.symbolic, request.input(0))
+        shape = require_shape(self.symbolic, request.input(0), "query", (3,))
         packed = not request.input(1)
         whole = self.heads + 2 * self.groups if packed else self.heads
-        width = known_size(shape[2].divide(integer(whole)), "the head size")
+        width = require_size(shape[2].divide(integer(whole)), "the head size")
         query, key, value = self._packed(width) if packed else (request.input(i) for i in range(3))
         if not packed:
-            rows = known_shape(self.symbolic, key, "key", (3,))[1]
+            rows = require_shape(self.symbolic, key, "key", (3,))[1]
             if rows != shape[1]:
                 raise UnsupportedError(f"query has {shape[1]} positions, key {rows}")
         past = self._past()
         lengths = self._lengths(shape, past)
         self._check_window(lengths)
-        offset = size(b, request.input(3), 2) if past != integer(0) else None
+        offset = axis_size(b, request.input(3), 2) if past != integer(0) else None
         if self.attributes.get("do_rotary"):
             if lengths is not None:
                 raise UnsupportedError("it rotates by positions that depend on seqlens_k, which is data of a run")
@@ -89,12 +89,12 @@ class _Grouped:
                 b.add("Concat", [cached[0], present[0]], axis=2),
                 b.add("Concat", [cached[1], present[1]], axis=2),
             )
-        masks = [*self._bias(), *band(b, query, present[0], self._limits(), offset)]
+        masks = [*self._bias(), *band_masks(b, query, present[0], self._limits(), offset)]
         if lengths is not None:
             ends = b.unsqueeze(b.add("Cast", [lengths], to=TensorProto.INT64), [1, 2, 3])
-            places = positions(b, size(b, present[0], 2))
-            masks.append(Mask(b.add("LessOrEqual", [places, ends]), boolean=True))
-        core = Core(
+            places = positions(b, axis_size(b, present[0], 2))
+            masks.append(ScoreMask(b.add("LessOrEqual", [places, ends]), boolean=True))
+        core = AttentionCore(
             query,
             present[0],
             present[1],
@@ -106,7 +106,7 @@ class _Grouped:
             masks,
             guard=True,
         )
-        request.give(0, merge_heads(b, attend(b, core, request.name), self.heads * width))
+        request.give(0, merge_heads(b, append_attention(b, core, request.name), self.heads * width))
         for i in (1, 2):
             request.give(i, present[i - 1])
 
@@ -134,8 +134,8 @@ class _Grouped:
         given = self.request.past(3, 4)
         if not given[0]:
             return integer(0)
-        shape = known_shape(self.symbolic, given[0], "past_key", (4,))
-        known_shape(self.symbolic, given[1], "past_value", (4,))
+        shape = require_shape(self.symbolic, given[0], "past_key", (4,))
+        require_shape(self.symbolic, given[1], "past_value", (4,))
         return shape[2]
 
     def _lengths(self, query: tuple[Int, ...], past: Int) -> str | None:
@@ -148,7 +148,7 @@ class _Grouped:
                 f"total_sequence_length {self.request.input(6)!r} is not told by sizes to be {total}, the length of past and "
                 "query"
             )
-        known_shape(self.symbolic, tensor, "seqlens_k", (1,))
+        require_shape(self.symbolic, tensor, "seqlens_k", (1,))
         value = self.symbolic.value(tensor)
         if value is not None and to_int(value.at((var("row"),))) == total - integer(1):
             return None
@@ -174,8 +174,8 @@ class _Grouped:
     def _rotated(self, tensor: str, heads: int, width: int, offset: str | None) -> str:
         """Query or key after ONNX Runtime's own rotary operator, which takes the same tables."""
         b, request = self.builder, self.request
-        table = known_shape(self.symbolic, request.input(7), "cos_cache", (2,))
-        part = 2 * known_size(table[1], "the width of cos_cache")
+        table = require_shape(self.symbolic, request.input(7), "cos_cache", (2,))
+        part = 2 * require_size(table[1], "the width of cos_cache")
         places = request.input(9)
         if not places:
             places = offset if offset is not None else b.constant([0])
@@ -197,13 +197,17 @@ class _Grouped:
             )
         return Band(window - 1 if window > 0 else None, 0 if causal else None)
 
-    def _bias(self) -> list[Mask]:
+    def _bias(self) -> list[ScoreMask]:
         tensor = self.request.input(10)
         if not tensor:
             return []
-        known_shape(self.symbolic, tensor, "attention_bias", (4,))
+        require_shape(self.symbolic, tensor, "attention_bias", (4,))
         kind = self.symbolic.dtype(tensor)
-        return [Mask(added(self.builder, lowest_as_inf(self.builder, self.symbolic, tensor, kind), kind))]
+        return [
+            ScoreMask(
+                cast_to_fp32(self.builder, replace_lowest_by_inf(self.builder, self.symbolic, tensor, kind), kind)
+            )
+        ]
 
 
 def _is_default(name: str, value: object) -> bool:

@@ -30,7 +30,7 @@ def stands_for_fused(site: AttentionSite) -> bool:
 
 
 @dataclass
-class Request:
+class FusedNode:
     """A fused node to expand: what it reads and is asked for, and the nodes that are appended."""
 
     node: onnx.NodeProto
@@ -100,11 +100,11 @@ class Request:
                         field_[place] = name
 
 
-Lowerer = Callable[[Request], None]
+Expander = Callable[[FusedNode], None]
 
 
 @dataclass(frozen=True)
-class Group:
+class ExpandedNode:
     """A fused node and the nodes that stand for it."""
 
     place: int  # of the node in the graph
@@ -113,7 +113,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class WorkingCopy:
     """A model and its working copy, in which fused attention is expanded.
 
     ``base`` is what a rewrite begins with: the original, with functions inlined that hold attention.
@@ -122,7 +122,7 @@ class Lowered:
     original: onnx.ModelProto
     base: onnx.ModelProto
     model: onnx.ModelProto
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ExpandedNode, ...] = ()
     fixed: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads what is behind them
     findings: tuple[Finding, ...] = ()
     known: Symbolic | None = None
@@ -141,15 +141,15 @@ class Lowered:
         chosen = [g for g in self.groups if g.softmax in wanted]
         if len(chosen) == len(self.groups):
             return self.model
-        return _expanded(self.base, chosen) if chosen else self.base
+        return _copy_with_expanded(self.base, chosen) if chosen else self.base
 
 
-def lower(
+def expand_nodes(
     original: onnx.ModelProto,
     model: onnx.ModelProto,
-    lowerers: dict[tuple[str, str], Lowerer],
+    lowerers: dict[tuple[str, str], Expander],
     known: Symbolic | None = None,
-) -> Lowered:
+) -> WorkingCopy:
     """Expands every node of an operator (domain, type) that has a lowerer; others are findings with their reason.
 
     Args:
@@ -160,29 +160,31 @@ def lower(
     """
     fused = [(i, n) for i, n in enumerate(model.graph.node) if (domain_of(n), n.op_type) in lowerers]
     if not fused:
-        return Lowered(original, model, model, known=known)
+        return WorkingCopy(original, model, model, known=known)
     symbolic = Symbolic(model, known)
     index = GraphIndex(model.graph)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
     taken = {n for n in taken if _MARK in n}  # usually none
-    groups: list[Group] = []
+    groups: list[ExpandedNode] = []
     findings: list[Finding] = []
     for place, node in fused:
         name = node.name or f"{node.op_type} of {node.output[0]}"
-        builder = Builder(opset_of(model), _prefix(node, taken))
-        request = Request(node, name, symbolic, index, builder, opset_of(model))
+        builder = Builder(opset_of(model), _fresh_prefix(node, taken))
+        request = FusedNode(node, name, symbolic, index, builder, opset_of(model))
         try:
             lowerers[domain_of(node), node.op_type](request)
         except UnsupportedError as error:
             findings.append(Finding(name, False, f"{describe(node)}: {error}", {"output": node.output[0]}))
             continue
         softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
-        groups.append(Group(place, tuple(builder.nodes), softmax))
+        groups.append(ExpandedNode(place, tuple(builder.nodes), softmax))
     fixed = {o for g in groups for o in model.graph.node[g.place].output if o}
-    return Lowered(original, model, _expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings), known)
+    return WorkingCopy(
+        original, model, _copy_with_expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings), known
+    )
 
 
-def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
+def _fresh_prefix(node: onnx.NodeProto, taken: set[str]) -> str:
     base, i = f"{node.output[0]}{_MARK}", 1
     prefix = base
     while any(n.startswith(prefix) for n in taken):
@@ -191,7 +193,7 @@ def _prefix(node: onnx.NodeProto, taken: set[str]) -> str:
     return prefix
 
 
-def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[onnx.NodeProto]:
+def with_expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[ExpandedNode]) -> list[onnx.NodeProto]:
     """Nodes with those of some groups in place of their fused ones."""
     by_place = {g.place: g for g in groups}
     found: list[onnx.NodeProto] = []
@@ -200,5 +202,5 @@ def expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[Group]) -> list[o
     return found
 
 
-def _expanded(model: onnx.ModelProto, groups: Iterable[Group]) -> onnx.ModelProto:
-    return copy_with_nodes(model, expanded(model.graph.node, groups))
+def _copy_with_expanded(model: onnx.ModelProto, groups: Iterable[ExpandedNode]) -> onnx.ModelProto:
+    return copy_with_nodes(model, with_expanded(model.graph.node, groups))
