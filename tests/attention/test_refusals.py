@@ -211,7 +211,7 @@ def test_a_softmax_in_a_subgraph_is_told() -> None:
         helper.make_node("If", ["flag"], ["chosen"], name="choice", then_branch=branches[0], else_branch=branches[1])
     )
     scopes = find_scopes(prepare(graph))
-    assert {s.words for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
+    assert {s.description for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
     assert not any(s.sites for s in scopes)
     reasons = {f.site: f.reason for s in scopes for f in s.findings}
     assert set(reasons) == {"in yes", "in no"}

@@ -155,7 +155,7 @@ REFUSED = {
         model(", local_window_size = 3", lengths="pad", cached=False),
         "queries behind the end of their row",
     ),
-    "positions that are data": (model(", do_rotary = 1", lengths="given", rotary=16), "data of a run"),
+    "positions that are data": (model(", do_rotary = 1", lengths="given", rotary=16), "known at run time only"),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a model before sites are searched: functions with attention are inlined, fused forms are expanded."""
+"""Prepares a model for the search of sites: inlines functions that contain attention and expands fused nodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _MICROSOFT = "com.microsoft"
 
 
 def _refuse_quantized(_: FusedNode) -> None:
-    raise UnsupportedError(
-        "its scores are computed from quantized projections inside of it; leave it, or use a float model"
-    )
+    raise UnsupportedError("it computes its scores from quantized projections; keep it, or use a float model")
 
 
 _EXPANDERS: dict[tuple[str, str], Expander] = {
@@ -33,17 +31,22 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
 
 
 def prepare(model: onnx.ModelProto) -> WorkingCopy:
-    """The working copy of a model in which sites are searched."""
+    """Makes the working copy of a model."""
     base = inline(model, {("", "Softmax"), *_EXPANDERS})
-    whole = inline_all(base)
-    return expand_nodes(model, base, _EXPANDERS, None if whole is base else Symbolic(whole))
+    inlined = inline_all(base)
+    return expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
 
 
-def prepare_subgraph(model: onnx.ModelProto, known: Symbolic | None) -> WorkingCopy:
-    """The same for a subgraph that was made a model; ``known`` is of the model that it is part of."""
-    return expand_nodes(model, model, _EXPANDERS, known)
+def prepare_subgraph(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:
+    """Makes the working copy of a subgraph that was turned into a model.
+
+    Args:
+        model: the subgraph, with the outer nodes that it depends on.
+        inlined: shapes of the whole model with all functions inlined, where some are left.
+    """
+    return expand_nodes(model, model, _EXPANDERS, inlined)
 
 
 def is_fused(node: onnx.NodeProto) -> bool:
-    """Whether a node is fused attention, expandable or not."""
+    """Whether a node is a fused attention operator, whether it can be expanded or not."""
     return (domain_of(node), node.op_type) in _EXPANDERS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in primitive nodes, as a graph that nobody fused would hold it: what fused nodes are lowered to."""
+"""Appends attention in primitive nodes, as an unfused graph has it, and the small pieces that all expanders need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(Tenso
 
 @dataclass(frozen=True)
 class ScoreMask:
-    """A tensor that broadcasts to the scores [B, H, S, T]: fp32 and added to them, or boolean and true where they are kept.
+    """A mask of the scores: a tensor that broadcasts to [B, H, S, T], fp32 and added, or boolean and true where allowed.
 
-    ``fill`` is what takes the place of the scores that a boolean mask forbids.
+    ``fill`` replaces the scores that a boolean mask forbids.
     """
 
     tensor: str
@@ -31,7 +31,7 @@ class ScoreMask:
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """What is asked of the core. query [B, H, S, D], key [B, G, T, D], value [B, G, T, Dv] of one float type."""
+    """Operands and attributes of one attention: query [B, H, S, D], key [B, G, T, D], value [B, G, T, Dv] of one float type."""
 
     query: str
     key: str
@@ -42,17 +42,17 @@ class AttentionCore:
     dtype: int
     softcap: float = 0.0
     masks: Sequence[ScoreMask] = field(default_factory=tuple)
-    guard: bool = False  # rows without a key give zero, where otherwise they would give NaN
+    guard: bool = False  # fully masked rows give 0, not NaN
 
 
 def append_attention(builder: Builder, core: AttentionCore, softmax: str) -> str:
-    """Appends the nodes; returns the result [B, H, S, Dv]. ``softmax`` is the name of the softmax node."""
+    """Appends the nodes of attention and returns their result [B, H, S, Dv]. ``softmax`` names the softmax node."""
     b = builder
     repeat = core.heads // core.groups
-    half = core.dtype != TensorProto.FLOAT
+    is_16_bit = core.dtype != TensorProto.FLOAT
     key, value = (repeat_heads(b, t, core.heads, repeat) for t in (core.key, core.value))
     scores = b.add("MatMul", [core.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
-    if half:  # which keeps no scale and no softcap exactly; runtimes compute them in fp32
+    if is_16_bit:  # runtimes apply scale and softcap in fp32
         scores = b.add("Cast", [scores], to=TensorProto.FLOAT)
     if core.scale != 1.0:
         scores = b.add("Mul", [scores, b.constant(core.scale, np.float32)])
@@ -68,13 +68,13 @@ def append_attention(builder: Builder, core: AttentionCore, softmax: str) -> str
     b.nodes[-1].name = softmax
     if core.guard and core.masks:
         weights = b.add("Where", [b.add("IsNaN", [weights]), b.constant(0, np.float32), weights])
-    if half:
+    if is_16_bit:
         weights = b.add("Cast", [weights], to=core.dtype)
     return b.add("MatMul", [weights, value])
 
 
 def repeat_heads(b: Builder, tensor: str, heads: int, repeat: int) -> str:
-    """[B, G, T, D] with every head so many times."""
+    """[B, G, T, D] with every head repeated: [B, H, T, D]."""
     if repeat == 1:
         return tensor
     wide = b.add("Expand", [b.unsqueeze(tensor, [2]), b.constant([1, 1, repeat, 1, 1])])
@@ -83,17 +83,17 @@ def repeat_heads(b: Builder, tensor: str, heads: int, repeat: int) -> str:
 
 
 def axis_size(b: Builder, tensor: str, axis: int) -> str:
-    """One axis of a shape as int64[1]."""
+    """The size of one axis as int64[1]."""
     return b.add("Gather", [b.add("Shape", [tensor]), b.constant([axis])], axis=0)
 
 
 def squeeze_scalar(b: Builder, vector: str) -> str:
-    """The scalar of a tensor of one element and rank 1."""
+    """A tensor [1] as a scalar."""
     return b.add("Squeeze", [vector, b.constant([0])])
 
 
 def positions(b: Builder, count: str) -> str:
-    """0, 1, ... of so many (int64[1]) elements."""
+    """The positions 0, 1, ..., ``count`` - 1; ``count`` is int64[1]."""
     return b.add("Range", [b.constant(0), squeeze_scalar(b, count), b.constant(1)])
 
 
@@ -110,7 +110,7 @@ def merge_heads(b: Builder, tensor: str, width: int) -> str:
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query at position p may attend: p - left <= k <= p + right; None: no bound on that side."""
+    """The keys that a query at position p attends: p - left <= k <= p + right; None: no bound on that side."""
 
     left: int | None = None
     right: int | None = None
@@ -151,10 +151,10 @@ def require_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[in
 
 
 def require_size(found: Int | None, what: str) -> int:
-    """A size that must be a number.
+    """A size that must be static.
 
     Raises:
-        UnsupportedError: when it is not.
+        UnsupportedError: when it is not known, or 0.
     """
     number = None if found is None else found.constant
     if not number:
@@ -166,7 +166,7 @@ def require_float_type(symbolic: Symbolic, tensor: str) -> int:
     """The element type of the query.
 
     Raises:
-        UnsupportedError: when it is none that the operator computes with.
+        UnsupportedError: when it is not fp32, fp16 or bf16.
     """
     dtype = symbolic.dtype(tensor)
     if dtype not in _FLOATS:
@@ -176,9 +176,10 @@ def require_float_type(symbolic: Symbolic, tensor: str) -> int:
 
 
 def replace_lowest_by_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str:
-    """A mask that is added, its lowest finite number as -inf: ONNX Runtime gives zeros for rows that hold nothing else.
+    """An additive mask with -inf in place of the type's lowest finite number.
 
-    The specification promises them for -inf alone; where the original runs is what counts.
+    ONNX Runtime gives zeros for rows that hold nothing but that number. The specification promises zeros for -inf only,
+    but the optimized model has to match what the runtime computes.
     """
     if kind not in _FLOATS:
         return tensor
@@ -192,5 +193,5 @@ def replace_lowest_by_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int
 
 
 def cast_to_fp32(b: Builder, tensor: str, kind: int) -> str:
-    """A mask or bias of element type ``kind`` as the fp32 tensor that is added to scores."""
+    """A mask or bias of element type ``kind`` as fp32."""
     return tensor if kind == TensorProto.FLOAT else b.add("Cast", [tensor], to=TensorProto.FLOAT)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention nodes in a working copy of a model: expanded to primitive nodes, which are matched as any others.
+"""The working copy of a model: its fused attention nodes are expanded to primitive nodes, so that one matcher finds all.
 
-A node whose site is not replaced stays in the emitted model as it was: that is made from a copy in which only the nodes
-of replaced sites are expanded.
+A fused node whose site is not replaced stays as it was: the emitted model is made from another copy, in which only the
+nodes of replaced sites are expanded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,17 +21,17 @@ from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
-_MARK = "/stof_"  # in the names of tensors that stand for a fused node
+_MARK = "/stof_"  # in the names of tensors of expanded nodes
 
 
 def stands_for_fused(site: AttentionSite) -> bool:
-    """Whether the runtime computes the site by one fused node."""
+    """Whether one fused node of the original computes the site."""
     return any(_MARK in name for name in site.nodes)
 
 
 @dataclass
 class FusedNode:
-    """A fused node to expand: what it reads and is asked for, and the nodes that are appended."""
+    """A fused node that is being expanded: access to its inputs, outputs and attributes, and the nodes made for it."""
 
     node: onnx.NodeProto
     name: str
@@ -39,18 +39,17 @@ class FusedNode:
     index: GraphIndex
     builder: Builder
     opset: int
-    given: list[onnx.NodeProto] = field(default_factory=list)
 
     def input(self, i: int) -> str:
         """The name of an input, empty where it is not given."""
         return str(self.node.input[i]) if i < len(self.node.input) else ""
 
     def output(self, i: int) -> str:
-        """The name of an output, empty where it is not asked for."""
+        """The name of an output, empty where the node does not write it."""
         return str(self.node.output[i]) if i < len(self.node.output) else ""
 
-    def only(self, attributes: Collection[str], inputs: int, outputs: int) -> None:
-        """Refuses a node that says more than its operator did when its meaning was written down here.
+    def check_signature(self, attributes: Collection[str], inputs: int, outputs: int) -> None:
+        """Refuses attributes, inputs and outputs that a later version of the operator may have added.
 
         Raises:
             UnsupportedError: naming the attribute, input or output.
@@ -83,8 +82,8 @@ class FusedNode:
         name, index = self.output(i), self.index
         return name in index.outputs or name in index.captured or bool(index.consumers(name))
 
-    def give(self, i: int, tensor: str) -> None:
-        """Lets a tensor be an output that is asked for: its node is made to write it, or an Identity where it is given."""
+    def set_output(self, i: int, tensor: str) -> None:
+        """Makes a tensor output ``i``: its node writes that name, or an Identity copies it where no new node writes it."""
         name = self.output(i)
         if not name:
             return
@@ -95,9 +94,9 @@ class FusedNode:
             return
         for node in nodes:
             for field_ in (node.input, node.output):
-                for place, other in enumerate(field_):
+                for j, other in enumerate(field_):
                     if other == tensor:
-                        field_[place] = name
+                        field_[j] = name
 
 
 Expander = Callable[[FusedNode], None]
@@ -105,41 +104,38 @@ Expander = Callable[[FusedNode], None]
 
 @dataclass(frozen=True)
 class ExpandedNode:
-    """A fused node and the nodes that stand for it."""
+    """A fused node and the primitive nodes in its place."""
 
-    place: int  # of the node in the graph
+    node_index: int  # of the fused node in the graph
     nodes: tuple[onnx.NodeProto, ...]
-    softmax: str  # its output among the nodes
+    softmax: str  # output of the softmax among the nodes
 
 
 @dataclass(frozen=True)
 class WorkingCopy:
-    """A model and its working copy, in which fused attention is expanded.
-
-    ``base`` is what a rewrite begins with: the original, with functions inlined that hold attention.
-    """
+    """A model for the search of sites, in which fused attention nodes are expanded."""
 
     original: onnx.ModelProto
-    base: onnx.ModelProto
-    model: onnx.ModelProto
-    groups: tuple[ExpandedNode, ...] = ()
-    fixed: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads what is behind them
-    findings: tuple[Finding, ...] = ()
-    known: Symbolic | None = None
+    base: onnx.ModelProto  # the original with the functions inlined that contain attention; rewrites start from it
+    model: onnx.ModelProto  # the base with fused nodes expanded
+    expanded: tuple[ExpandedNode, ...] = ()
+    materialized: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads from behind them
+    findings: tuple[Finding, ...] = ()  # the fused nodes that could not be expanded, with the reason
+    inlined: Symbolic | None = None  # of the model with all functions inlined, where some are left
 
-    def written(self) -> dict[str, int]:
-        """The tensors that nodes of groups write, each with the place of its fused node."""
-        return {o: g.place for g in self.groups for n in g.nodes for o in n.output}
+    def fused_nodes(self) -> dict[str, int]:
+        """For each tensor that an expanded node's primitive nodes write, the index of the fused node."""
+        return {o: e.node_index for e in self.expanded for n in e.nodes for o in n.output}
 
     def symbolic(self) -> Symbolic:
         """Shapes and values of the working copy."""
-        return Symbolic(self.model, self.known)
+        return Symbolic(self.model, self.inlined)
 
-    def partly(self, sites: Iterable[AttentionSite]) -> onnx.ModelProto:
-        """The base with the nodes expanded that these sites are of."""
+    def expand_for(self, sites: Iterable[AttentionSite]) -> onnx.ModelProto:
+        """The base with those fused nodes expanded that hold one of the sites."""
         wanted = {s.softmax for s in sites}
-        chosen = [g for g in self.groups if g.softmax in wanted]
-        if len(chosen) == len(self.groups):
+        chosen = [e for e in self.expanded if e.softmax in wanted]
+        if len(chosen) == len(self.expanded):
             return self.model
         return _copy_with_expanded(self.base, chosen) if chosen else self.base
 
@@ -147,44 +143,44 @@ class WorkingCopy:
 def expand_nodes(
     original: onnx.ModelProto,
     model: onnx.ModelProto,
-    lowerers: dict[tuple[str, str], Expander],
-    known: Symbolic | None = None,
+    expanders: dict[tuple[str, str], Expander],
+    inlined: Symbolic | None = None,
 ) -> WorkingCopy:
-    """Expands every node of an operator (domain, type) that has a lowerer; others are findings with their reason.
+    """Expands every node whose operator has an expander. A node that cannot be expanded becomes a finding.
 
     Args:
-        original: as it was loaded.
-        model: the same with functions inlined.
-        lowerers: what expands a node of an operator.
-        known: of the model with all functions inlined, where some are left.
+        original: the model as it was loaded.
+        model: the original with the functions inlined that contain attention.
+        expanders: by operator (domain, type); each appends the primitive nodes to its FusedNode's builder.
+        inlined: shapes of the model with all functions inlined, where some are left.
     """
-    fused = [(i, n) for i, n in enumerate(model.graph.node) if (domain_of(n), n.op_type) in lowerers]
+    fused = [(i, n) for i, n in enumerate(model.graph.node) if (domain_of(n), n.op_type) in expanders]
     if not fused:
-        return WorkingCopy(original, model, model, known=known)
-    symbolic = Symbolic(model, known)
+        return WorkingCopy(original, model, model, inlined=inlined)
+    symbolic = Symbolic(model, inlined)
     index = GraphIndex(model.graph)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | {t.name for t in model.graph.initializer}
     taken = {n for n in taken if _MARK in n}  # usually none
-    groups: list[ExpandedNode] = []
+    expanded: list[ExpandedNode] = []
     findings: list[Finding] = []
-    for place, node in fused:
+    for i, node in fused:
         name = node.name or f"{node.op_type} of {node.output[0]}"
         builder = Builder(opset_of(model), _fresh_prefix(node, taken))
-        request = FusedNode(node, name, symbolic, index, builder, opset_of(model))
+        fused_node = FusedNode(node, name, symbolic, index, builder, opset_of(model))
         try:
-            lowerers[domain_of(node), node.op_type](request)
+            expanders[domain_of(node), node.op_type](fused_node)
         except UnsupportedError as error:
             findings.append(Finding(name, False, f"{describe(node)}: {error}", {"output": node.output[0]}))
             continue
         softmax = next(n for n in builder.nodes if n.op_type == "Softmax").output[0]
-        groups.append(ExpandedNode(place, tuple(builder.nodes), softmax))
-    fixed = {o for g in groups for o in model.graph.node[g.place].output if o}
-    return WorkingCopy(
-        original, model, _copy_with_expanded(model, groups), tuple(groups), frozenset(fixed), tuple(findings), known
-    )
+        expanded.append(ExpandedNode(i, tuple(builder.nodes), softmax))
+    materialized = frozenset(o for e in expanded for o in model.graph.node[e.node_index].output if o)
+    copy = _copy_with_expanded(model, expanded)
+    return WorkingCopy(original, model, copy, tuple(expanded), materialized, tuple(findings), inlined)
 
 
 def _fresh_prefix(node: onnx.NodeProto, taken: set[str]) -> str:
+    """A prefix for the names of a fused node's tensors that no other tensor has."""
     base, i = f"{node.output[0]}{_MARK}", 1
     prefix = base
     while any(n.startswith(prefix) for n in taken):
@@ -193,14 +189,14 @@ def _fresh_prefix(node: onnx.NodeProto, taken: set[str]) -> str:
     return prefix
 
 
-def with_expanded(nodes: Iterable[onnx.NodeProto], groups: Iterable[ExpandedNode]) -> list[onnx.NodeProto]:
-    """Nodes with those of some groups in place of their fused ones."""
-    by_place = {g.place: g for g in groups}
+def with_expanded(nodes: Iterable[onnx.NodeProto], expanded: Iterable[ExpandedNode]) -> list[onnx.NodeProto]:
+    """The nodes of a graph with primitive nodes in place of the fused ones."""
+    by_index = {e.node_index: e for e in expanded}
     found: list[onnx.NodeProto] = []
-    for place, node in enumerate(nodes):
-        found.extend(by_place[place].nodes if place in by_place else [node])
+    for i, node in enumerate(nodes):
+        found.extend(by_index[i].nodes if i in by_index else [node])
     return found
 
 
-def _copy_with_expanded(model: onnx.ModelProto, groups: Iterable[ExpandedNode]) -> onnx.ModelProto:
-    return copy_with_nodes(model, with_expanded(model.graph.node, groups))
+def _copy_with_expanded(model: onnx.ModelProto, expanded: Iterable[ExpandedNode]) -> onnx.ModelProto:
+    return copy_with_nodes(model, with_expanded(model.graph.node, expanded))
