@@ -168,7 +168,7 @@ def test_a_mask_that_spreads_the_scores_is_refused() -> None:
         "float[a,b,c,d] out",
         BEGIN + "s2 = Add (s1, added)\np = Softmax (s2)\nout = MatMul (p, v)",
     )
-    assert "spreads a size of 1 of the scores to 2" in reason(graph)
+    assert "broadcasts a size of 1 of the scores to 2" in reason(graph)
 
 
 def test_a_mask_of_fixed_size_on_scores_of_any_size_is_refused() -> None:

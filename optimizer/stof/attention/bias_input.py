@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bias operand of a call, from the terms that a graph adds to its scores."""
+"""Builds the bias operand of a call from the additive terms of a site."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stof.symbolic import Symbolic, integer
 def build_bias(
     editor: Editor, symbolic: Symbolic, site: AttentionSite, terms: Sequence[MaskTerm], extra: list[gs.Node]
 ) -> gs.Tensor:
-    """The sum of the additive terms: one of them as it is where that will do, else computed in fp32."""
+    """The sum of the terms, in fp32; a single additive term of an accepted type is used as it is."""
     types = {symbolic.dtype(t.tensor) for t in terms}
-    known = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
-    plain = len(terms) == 1 and terms[0].scale == 1.0 and types <= known and terms[0].kind is TermKind.ADD
+    accepted = {TensorProto.FLOAT} if site.floored else {site.dtype, TensorProto.FLOAT}
+    is_used_as_is = len(terms) == 1 and terms[0].scale == 1.0 and types <= accepted and terms[0].kind is TermKind.ADD
     total: gs.Tensor | None = None
     for term in terms:
         tensor = editor.tensors[term.tensor]
@@ -34,21 +34,21 @@ def build_bias(
             tensor = _merge_groups(editor, symbolic, term, extra)
         if term.kind is not TermKind.ADD:
             tensor = _bias_from_condition(editor, extra, tensor, term.kind is TermKind.KEEP)
-        elif not plain and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
+        elif not is_used_as_is and symbolic.dtype(term.tensor) != TensorProto.FLOAT:
             tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
         if term.scale != 1.0:
             factor = editor.initializer("stof_bias_scale", np.array(term.scale, np.float32))
             tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
         total = tensor if total is None else append_fp32_node(editor, extra, "Add", [total, tensor])
     assert total is not None
-    if site.floored:  # of a row with -inf and the lowest number alone, all keys have a share
+    if site.floored:  # a row of nothing but -inf and the lowest number attends all keys
         least = editor.initializer("stof_bias_floor", np.array(-LOWEST[TensorProto.FLOAT], np.float32))
         total = append_fp32_node(editor, extra, "Max", [total, least])
     return total
 
 
 def _bias_from_condition(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, keeps: bool) -> gs.Tensor:
-    """0 where a condition leaves scores, -inf elsewhere."""
+    """0 where a condition keeps scores, -inf elsewhere."""
     condition = editor.variable("stof_bias_kept", TensorProto.BOOL)
     extra.append(editor.node("Cast", condition.name, [tensor], [condition], to=int(TensorProto.BOOL)))
     zero, minus = (editor.initializer("stof_bias_fill", np.array(x, np.float32)) for x in (0.0, -np.inf))
@@ -57,16 +57,16 @@ def _bias_from_condition(editor: Editor, extra: list[gs.Node], tensor: gs.Tensor
 
 @dataclass(frozen=True)
 class _NodeBuilder:
-    """Nodes that bring a term into the form of a bias."""
+    """Appends the nodes that reshape a term."""
 
     editor: Editor
     extra: list[gs.Node]
-    prefix: str  # of names
+    prefix: str  # of the names of new tensors
 
     def add(
         self, op: str, name: str, inputs: list[gs.Tensor], dtype: int = TensorProto.INT64, **attributes: object
     ) -> gs.Tensor:
-        """The output of a node more."""
+        """Appends a node and returns its output."""
         out = self.editor.variable(f"{self.prefix}_{name}", dtype)
         self.extra.append(self.editor.node(op, out.name, inputs, [out], **attributes))
         return out
@@ -79,9 +79,9 @@ class _NodeBuilder:
 def _split_heads_from_batch(
     editor: Editor, extra: list[gs.Node], tensor: gs.Tensor, dtype: int, heads: int
 ) -> gs.Tensor:
-    """[B*H, .., ..] as [B, H, .., ..]."""
-    shaping = _NodeBuilder(editor, extra, "stof_bias")
-    add, numbers = shaping.add, shaping.numbers
+    """A term [B*H, .., ..] as [B, H, .., ..]."""
+    nodes = _NodeBuilder(editor, extra, "stof_bias")
+    add, numbers = nodes.add, nodes.numbers
     sizes = add("Shape", "shape", [tensor])
     rest = add("Slice", "rest", [sizes, numbers(1), numbers(3)])
     target = add("Concat", "target", [numbers(-1, heads), rest], axis=0)
@@ -94,8 +94,8 @@ def _merge_windows(
     """A term of scores [X, W, H, S, T] as one of [X*W, H, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    shaping = _NodeBuilder(editor, extra, "stof_windows")
-    add, numbers = shaping.add, shaping.numbers
+    nodes = _NodeBuilder(editor, extra, "stof_windows")
+    add, numbers = nodes.add, nodes.numbers
     tensor = editor.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
     if len(own) < 5:
@@ -104,14 +104,14 @@ def _merge_windows(
     single = [len(own) < 5 - i or own[i - 5 + len(own)] == integer(1) for i in (0, 1)]
     if any(single) and not all(single):
         other = 1 if single[0] else 0
-        # Batch comes first in every layout; of a query that is transposed for one, where the transposition takes it from.
+        # Every layout has the batch first. A transposed query has it where its perm takes axis 0 from.
         axis = 1 - other if site.query.joined else site.query.perm[0] if site.query.perm else 0
         count = add("Gather", "batch", [add("Shape", "query", [editor.tensors[site.query.tensor]]), numbers(axis)])
         if not site.query.joined:
             count = add("Div", "count", [count, add("Gather", "part", [shape, numbers(other)])])
-        parts = [numbers(1)] * 5
-        parts[1 - other] = count
-        tensor = add("Expand", "spread", [tensor, add("Concat", "target", parts, axis=0)], kind)
+        repeats = [numbers(1)] * 5
+        repeats[1 - other] = count
+        tensor = add("Expand", "spread", [tensor, add("Concat", "target", repeats, axis=0)], kind)
     rest = add("Slice", "rest", [shape, numbers(2), numbers(5)])
     return add("Reshape", "flat", [tensor, add("Concat", "sizes", [numbers(-1), rest], axis=0)], kind)
 
@@ -120,8 +120,8 @@ def _merge_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: lis
     """A term of scores [B, G, R, S, T] as one of [B, G*R, S, T]."""
     kind = symbolic.dtype(term.tensor)
 
-    shaping = _NodeBuilder(editor, extra, "stof_groups")
-    add, numbers = shaping.add, shaping.numbers
+    nodes = _NodeBuilder(editor, extra, "stof_groups")
+    add, numbers = nodes.add, nodes.numbers
     tensor = editor.tensors[term.tensor]
     own = symbolic.shape(term.tensor) or ()
     of_heads = tuple(d.constant for d in (*(integer(1),) * (5 - len(own)), *own)[1:3])
@@ -137,7 +137,7 @@ def _merge_groups(editor: Editor, symbolic: Symbolic, term: MaskTerm, extra: lis
 def append_fp32_node(
     editor: Editor, extra: list[gs.Node], op: str, inputs: list[gs.Tensor], **attributes: object
 ) -> gs.Tensor:
-    """A node more of one fp32 output."""
+    """Appends a node with one fp32 output and returns that."""
     out = editor.variable("stof_bias", TensorProto.FLOAT)
     extra.append(editor.node(op, out.name, inputs, [out], **attributes))
     return out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding attention: anchored at each Softmax, by data flow in both directions. No name is looked at."""
+"""Finds attention by data flow from each softmax in both directions. Names of nodes and tensors play no role."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
 from stof.attention.softmax_forms import SoftmaxForm, match_softmax
-from stof.attention.split_mask_sums import parts
-from stof.attention.weights import OutputCandidate, WeightPath, WeightWalk
+from stof.attention.split_mask_sums import split_term
+from stof.attention.weights import OutputCandidate, ScoreFacts, WeightPath, WeightWalk
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
 from stof.graph.names import FreshNames
@@ -59,7 +59,7 @@ def find_sites(
         softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
     """
     index = GraphIndex(model.graph, materialized, fused_nodes)
-    forward = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
+    weight_walk = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
     names = FreshNames() if names is None else names
@@ -71,7 +71,7 @@ def find_sites(
             continue
         name = names.make(softmax.node.name or f"attention_{number}")
         try:
-            site = _match_site(index, symbolic, forward, softmax, name, first_index + len(sites))
+            site = _match_site(index, symbolic, weight_walk, softmax, name, first_index + len(sites))
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
@@ -102,7 +102,7 @@ def is_softmax(node: onnx.NodeProto) -> bool:
 
 
 def _match_site(
-    index: GraphIndex, symbolic: Symbolic, forward: WeightWalk, anchor: SoftmaxForm, name: str, number: int
+    index: GraphIndex, symbolic: Symbolic, weight_walk: WeightWalk, anchor: SoftmaxForm, name: str, number: int
 ) -> AttentionSite:
     softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
@@ -129,37 +129,34 @@ def _match_site(
         _check_groups(symbolic, scores.nodes, groups)
         scores = replace(scores, terms=tuple(_with_groups(t, groups) for t in scores.terms))
     if len(shape) == 4 or groups:
-        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
-    alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    kept = None if sink is None else shape
-    before = sink is not None and sink.first
-    for reading in _query_key_candidates(scores, queries, keys):
-        queries, keys = reading
-        staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
-        weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
-        values = _prefer_score_axes(
-            shape,
-            _require_layouts(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups)),
-        )
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in split_term(index, symbolic, t)))
+    only_bias = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
+    candidates = _query_key_candidates(scores, queries, keys)
+    for queries, keys in candidates:
+        kept = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+        facts = ScoreFacts(kept, only_bias, sink is not None and sink.first, scores.terms)
+        path = weight_walk.walk(softmax, facts, None if sink is None else shape)
+        values = _require_layouts(index, symbolic, path.value, "value", path.value_order, grouped=bool(groups))
+        values = _prefer_score_axes(shape, values)
         values = [v for v in values if v.batch == keys[-1].batch] or values
         if groups:
-            _check_groups(symbolic, weighted.nodes[:-1], groups)
-            if len(symbolic.shape(weighted.nodes[-2]) or ()) != 5:
+            _check_groups(symbolic, path.nodes[:-1], groups)
+            if len(symbolic.shape(path.nodes[-2]) or ()) != 5:
                 raise UnsupportedError("queries have their heads in two axes, the weights of the values in one")
             values = _match_head_groups(queries, values, "value")
-        outputs = forward.outputs(weighted, queries[-1].heads, staying, bool(groups))
+        outputs = weight_walk.output_candidates(path, queries[-1].heads, kept, bool(groups))
         if outputs:
             break
-    if len(shape) == 5 and (sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None):
-        raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+    if len(shape) == 5 and (sink is not None or path.row_guard is not None or path.pair_guard is not None):
+        raise UnsupportedError("scores of five axes have a sink or a guard, which is supported for four only")
     if len(shape) == 5 or groups:
-        outputs = [o for o in outputs if o.row_guard == weighted.row_guard]
-    make = partial(_make_site, symbolic, name, number, softmax, sink, scores, weighted)
+        outputs = [o for o in outputs if o.row_guard == path.row_guard]
+    make = partial(_make_site, symbolic, name, number, softmax, sink, scores, path)
     site = make(_choose_layouts(queries, keys, values, outputs))
-    earlier = [o for o in outputs if o.row_guard is None]
-    if site.row_guard is None or not earlier:
+    before_guard = [o for o in outputs if o.row_guard is None]
+    if site.row_guard is None or not before_guard:
         return site
-    return replace(site, unguarded=make(_choose_layouts(queries, keys, values, earlier)))
+    return replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
 
 
 def _make_site(
@@ -169,7 +166,7 @@ def _make_site(
     softmax: onnx.NodeProto,
     sink: Sink | None,
     scores: Scores,
-    weighted: WeightPath,
+    path: WeightPath,
     found: _ChosenLayouts,
 ) -> AttentionSite:
     query, key = found.query, found.key
@@ -214,9 +211,9 @@ def _make_site(
         terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
         floored=scores.floored,
-        nan_guard=weighted.nan_guard,
-        pair_guard=weighted.pair_guard,
-        zeroed=weighted.zeroed,
+        nan_guard=path.nan_guard,
+        pair_guard=path.pair_guard,
+        zeroed=path.zeroed,
         query_factor=factor,
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,
@@ -230,7 +227,7 @@ def _make_site(
         ),
         dims=dims,
         nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
-        form=_describe_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
+        form=_describe_form(scores, found, path.nan_guard) + (", sink" if sink else ""),
     )
 
 
@@ -262,7 +259,7 @@ def _match_query_key(
         transposed, order = scores.key_transposed, scores.key_order
         keys = layout_candidates(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
         try:
-            # Where each head has a key of its own, the second axis may as well be one of the batch, as blocks are.
+            # Without repeated heads the second axis may belong to the batch: blocks of a sequence.
             if queries and any(k.groups[1] == 1 or k.repeat > 1 for k in keys):
                 return queries, _match_head_groups(queries, keys, "key")
         except UnsupportedError:
@@ -273,12 +270,12 @@ def _match_query_key(
 
 
 def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout], role: str) -> list[OperandLayout]:
-    """The readings of keys or values in which a query's head finds its group's, where heads lie in two axes."""
+    """The layouts of keys or values with heads repeated for the heads of each group, where heads lie in two axes."""
     query = queries[-1]
     first, each = query.groups
     for heads in found:
         fits = heads.groups in ((first, 1), (1, 1), (first, each))
-        # Names of sizes may differ, products of them tell that a batch holds heads.
+        # Dimension names may differ for one size. A product of sizes says that the batch holds heads.
         same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
         if not fits or not same:
             raise UnsupportedError(
@@ -289,7 +286,7 @@ def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout],
 
 
 def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, ...]) -> None:
-    """All scores and weights must be [B, G, R, S, T] of the query's groups, or [B, H, S, T]."""
+    """Refuses scores and weights that are neither [B, G, R, S, T] of the query's groups nor [B, H, S, T]."""
     for tensor in nodes:
         shape = symbolic.shape(tensor) or ()
         heads = {4: shape[1:2], 5: shape[1:3]}.get(len(shape), ())
@@ -298,12 +295,12 @@ def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, .
 
 
 def _with_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
-    """A term of scores of five axes, the second and third of which are heads."""
+    """The term where the second and third of the scores' five axes are heads."""
     return replace(term, windows=(), groups=groups) if term.windows else term
 
 
 def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[OperandLayout]:
-    """Readings in their order, but those last whose batches and heads are the scores' own."""
+    """The layouts with those last (the last one is preferred) whose batch and heads are the axes of the scores."""
     if len(shape) != 4 or shape[1].constant is None:
         return found
     heads = shape[1].constant
@@ -313,9 +310,9 @@ def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[Operand
 def _query_key_candidates(
     scores: Scores, queries: list[OperandLayout], keys: list[OperandLayout]
 ) -> Iterator[tuple[list[OperandLayout], list[OperandLayout]]]:
-    """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
-    merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
-    own = [q for q in queries if q.heads == (scores.heads or merged)]
+    """Queries and keys to try: first those that split [B*H, S, D] as a mask does, if one does; then all."""
+    most_heads = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    own = [q for q in queries if q.heads == (scores.heads or most_heads)]
     if own and len(own) < len(queries):
         yield own, [k for k in keys if k.batch == own[-1].batch] or keys
     yield queries, keys
@@ -324,12 +321,12 @@ def _query_key_candidates(
 def _choose_layouts(
     queries: list[OperandLayout], keys: list[OperandLayout], values: list[OperandLayout], outputs: list[OutputCandidate]
 ) -> _ChosenLayouts:
-    """The farthest output for which all operands can be read in its type."""
+    """The best output for which query, key and value have a layout of its element type."""
     if not outputs:
         raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
     failure: UnsupportedError | None = None
     for output in outputs:
-        own = [[r for r in found if r.dtype == output.dtype] for found in (queries, keys, values)]
+        own = [[x for x in found if x.dtype == output.dtype] for found in (queries, keys, values)]
         if output.dtype not in _DTYPES or not all(own):
             failure = failure or UnsupportedError(
                 f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
@@ -352,7 +349,7 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
         raise UnsupportedError("the query's heads are repeated")
     for heads, role in ((key, "key"), (value, "value")):
         repeat = heads.repeat
-        if heads.heads * repeat == 1:  # MatMul broadcasts a single head to all
+        if heads.heads * repeat == 1:  # MatMul broadcasts it to all heads
             repeat = query.heads
         if heads.heads * repeat != query.heads:
             raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
@@ -367,7 +364,7 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
     if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
         raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
-    # Names of sizes may differ; the second MatMul itself demands that the sizes are equal.
+    # Dimension names may differ: the second MatMul requires equal sizes anyway.
     if key.rows != value.rows and None not in (key.rows.constant, value.rows.constant):
         raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
@@ -379,17 +376,17 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
 
 
 def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], grouped: bool) -> None:
-    """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
-    if len(shape) == 5 and grouped:  # the heads in two parts
+    """Refuses scores whose shape is not that of the operands: a mask may have broadcast them."""
+    if len(shape) == 5 and grouped:  # heads in two axes
         shape = (shape[0], shape[1] * shape[2], *shape[3:])
-    elif len(shape) == 5:  # the batch in two parts
+    elif len(shape) == 5:  # batch in two axes
         shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):
         if own == size:
             continue
         if size.constant == 1:
-            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_size_in_words(own)}")
+            raise UnsupportedError(f"a mask broadcasts a size of 1 of the scores to {_size_in_words(own)}")
         if own.constant is not None:
             raise UnsupportedError(
                 f"a mask has the fixed size {own.constant} where query and key give {_size_in_words(size)}; "
@@ -398,7 +395,7 @@ def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], group
 
 
 def _query_offset(dims: tuple[Int, Int, Int, Int]) -> int:
-    """Whether the queries are the last of the keys: T is S and something more."""
+    """``query_offset``: 1 where the queries are the last S of T positions, since T is S plus another size."""
     past = dims[3] - dims[2]
     return 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
 

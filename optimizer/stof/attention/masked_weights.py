@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are made zero again where the scores were masked: ESPnet's attention, and DeBERTa's softmax.
+"""Recognizes a Where that makes weights zero again where the scores were masked, as in ESPnet and DeBERTa.
 
-It changes rows without a key alone: what is masked has no weight in others.
+It changes fully masked rows only: in other rows masked weights are zero already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stof.graph.index import GraphIndex, is_standard
 from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic
 
-_DEEPEST = 16
+_MAX_DEPTH = 16
 
 
 def zeroes_masked_weights(
@@ -23,23 +23,23 @@ def zeroes_masked_weights(
 ) -> bool:
     """Whether a Where makes weights zero exactly where the only mask among the terms forbids.
 
-    Terms without a value are computed from activations and no masks.
+    Additive terms without a symbolic value are computed from activations: they are biases, not masks.
     """
     masks = [t for t in terms if t.kind is not TermKind.ADD or symbolic.value(t.tensor) is not None]
     if where.op_type != "Where" or len(masks) != 1:
         return False
     if where.input[2] == weights and symbolic.uniform(where.input[1]) == 0.0:
-        dropped = _condition_root(index, symbolic, where.input[0], True)
+        condition = _condition_root(index, symbolic, where.input[0], True)
     elif where.input[1] == weights and symbolic.uniform(where.input[2]) == 0.0:
-        dropped = _condition_root(index, symbolic, where.input[0], False)
+        condition = _condition_root(index, symbolic, where.input[0], False)
     else:
         return False
-    # The condition may not spread the weights.
-    spread = symbolic.shape(where.output[0]) != symbolic.shape(weights)
-    return not spread and dropped is not None and dropped == _forbidding_condition(index, symbolic, masks[0])
+    keeps_shape = symbolic.shape(where.output[0]) == symbolic.shape(weights)
+    return keeps_shape and condition is not None and condition == _forbidding_condition(index, symbolic, masks[0])
 
 
 def _forbidding_condition(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> tuple[str, bool] | None:
+    """The condition under which a mask forbids, as ``_condition_root`` gives it; None where it is no single condition."""
     if term.merged or term.windows or term.zeroes:
         return None
     if term.kind is not TermKind.ADD:
@@ -56,8 +56,8 @@ def _forbidding_condition(index: GraphIndex, symbolic: Symbolic, term: MaskTerm)
 
 
 def _condition_root(index: GraphIndex, symbolic: Symbolic, tensor: str, holds: bool) -> tuple[str, bool] | None:
-    """The tensor behind casts and Nots of a condition, and whether the condition is that it is not zero."""
-    for _ in range(_DEEPEST):
+    """The tensor of a condition without its casts and Nots, and whether the condition holds where that is not zero."""
+    for _ in range(_MAX_DEPTH):
         node = index.producer(tensor)
         if node is None or not is_standard(node):
             break

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What elementwise nodes make of attention weights: ``nan_to_num`` and its like, which change none of the numbers 0 to 1.
+"""Recognizes elementwise nodes that keep attention weights as they are, such as an exported ``nan_to_num``.
 
-A region of nodes that see nothing but the weights and constants is a function of one number. It is computed at the numbers
-around which it can change: its constants, 0, 1 and NaN.
+Nodes that read only the weights and constants are a function of one number. The function is evaluated where it can change:
+at and around its constants, at 0, 1 and NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx
 from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Symbolic
 
-_MOST = 32  # nodes of a region
+_MAX_NODES = 32
 _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "And": np.logical_and,
     "Equal": np.equal,
@@ -38,15 +38,15 @@ _TYPES[int(onnx.TensorProto.DOUBLE)] = np.float64
 
 @dataclass(frozen=True)
 class IdentityRegion:
-    """Nodes after which the weights are what they were, but for NaN where ``clears_nan``."""
+    """Elementwise nodes that map every weight from 0 to 1 to itself."""
 
-    tensor: str
-    clears_nan: bool
+    tensor: str  # the region's only output
+    clears_nan: bool  # NaN becomes 0
     nodes: tuple[str, ...]
 
 
 def find_identity_region(index: GraphIndex, symbolic: Symbolic, weights: str) -> IdentityRegion | None:
-    """The elementwise nodes behind fp32 weights that keep every number from 0 to 1, and the one tensor that they lead to."""
+    """The region that follows fp32 weights; None where there is none."""
     if symbolic.dtype(weights) != onnx.TensorProto.FLOAT:
         return None
     region, constants = _collect_region(index, symbolic, weights)
@@ -70,11 +70,11 @@ def find_identity_region(index: GraphIndex, symbolic: Symbolic, weights: str) ->
 def _collect_region(
     index: GraphIndex, symbolic: Symbolic, weights: str
 ) -> tuple[list[onnx.NodeProto], dict[str, float]]:
-    """The nodes that read the weights, what is made of them, and uniform constants alone, in the order of execution."""
+    """The nodes that read only the weights, each other and constants of one number, in order of execution; the constants."""
     known, constants = {weights}, dict[str, float]()
     region: list[onnx.NodeProto] = []
     pending = list(index.consumers(weights))
-    while pending and len(region) < _MOST:
+    while pending and len(region) < _MAX_NODES:
         node = next((n for n in pending if _can_evaluate(n, symbolic, known, constants)), None)
         if node is None:
             break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a call beside query, key and value."""
+"""Builds the operand inputs of a StofAttention call, which follow query, key and value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stof.mask.relative_bias.distance_table import table_of
 from stof.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
 from stof.symbolic import Symbolic
 
-# Plugins of TensorRT take no uint8, and its documents leave bool out, though its parser takes it.
-_PLAIN_PAD_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.FLOAT16})
+# TensorRT plugins take no uint8. Its documentation does not list bool, which its parser accepts.
+_TENSORRT_PAD_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.FLOAT16})
 _INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
-_PAD_TYPES = _PLAIN_PAD_TYPES | {TensorProto.BOOL, TensorProto.UINT8}
+_PAD_TYPES = _TENSORRT_PAD_TYPES | {TensorProto.BOOL, TensorProto.UINT8}
 NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
@@ -38,7 +38,16 @@ def build_operands(
     extra: list[gs.Node],
     tensorrt: bool,
 ) -> list[gs.Tensor]:
-    """The tensors for a call's operand slots; ``extra`` collects the nodes that they need."""
+    """The tensors for a call's operand slots.
+
+    Args:
+        editor: the graph under edit.
+        symbolic: of its model.
+        found: the site and its mask.
+        slots: the operand roles of the model's calls, in the order of inputs. Unused slots get a small constant.
+        extra: new nodes that compute operands are appended here.
+        tensorrt: whether TensorRT's parser reads the model.
+    """
     site, mask = found
     given: dict[str, gs.Tensor] = {
         o.role: _runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands
@@ -46,7 +55,7 @@ def build_operands(
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         if tensorrt and array.dtype == np.uint8:
-            array = array.astype(np.int32)  # as its parser would, with a warning
+            array = array.astype(np.int32)  # the parser would convert it as well, with a warning
         given[name] = editor.initializer(f"stof_{name}", array)
     if mask.bias:
         given["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
@@ -63,25 +72,25 @@ def _runtime_operand(
     """A run-time operand in the shape and one of the types that the op takes."""
     tensor: gs.Tensor = editor.tensors[operand.tensor]
     dtype = symbolic.dtype(operand.tensor)
-    sides = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
+    flatten_axis = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
     if operand.view is OperandView.TURNED:
         out = editor.variable(f"stof_{operand.role}", dtype)
         extra.append(editor.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
         tensor = out
-    elif sides is not None:  # a Reshape would refuse a batch of 0
+    elif flatten_axis is not None:  # not Reshape, which refuses a batch of 0
         out = editor.variable(f"stof_{operand.role}", dtype)
-        extra.append(editor.node("Flatten", out.name, [tensor], [out], axis=sides))
+        extra.append(editor.node("Flatten", out.name, [tensor], [out], axis=flatten_axis))
         tensor = out
     elif operand.view is OperandView.FLAT:
         out = editor.variable(f"stof_{operand.role}", dtype)
         shape = editor.initializer("stof_shape", np.array([-1], np.int64))
         extra.append(editor.node("Reshape", out.name, [tensor, shape], [out]))
         tensor = out
-    boolean = operand.role == "pad"
-    if dtype not in (_PAD_TYPES if boolean else _INTEGERS):
-        dtype = int(TensorProto.BOOL if boolean else TensorProto.INT64)
+    is_padding = operand.role == "pad"
+    if dtype not in (_PAD_TYPES if is_padding else _INTEGERS):
+        dtype = int(TensorProto.BOOL if is_padding else TensorProto.INT64)
         tensor = _cast(editor, operand, extra, tensor, dtype)
-    if tensorrt and boolean and dtype not in _PLAIN_PAD_TYPES:
+    if tensorrt and is_padding and dtype not in _TENSORRT_PAD_TYPES:
         tensor = _cast(editor, operand, extra, tensor, int(TensorProto.INT32))
     return tensor
 
@@ -97,7 +106,7 @@ def _unused_operand(editor: Editor, role: str) -> gs.Tensor:
 
 
 def _sink_operand(editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
-    """The logits of the sink, [H] of the site's type or fp32."""
+    """The logits of the sink: [H], of the site's type or fp32."""
     assert site.sink is not None
     if site.sink_values:
         return editor.initializer("stof_sink", np.array(site.sink_values, np.float32))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention sinks: a learned logit per head beside the scores of each row, whose weight is dropped after the softmax.
+"""Recognizes attention sinks: a logit for each head in the softmax of every row, whose weight is dropped afterwards.
 
-As exporters write it (gpt-oss): ``Concat(scores, Expand(sink)) -> Softmax -> Slice(all but the last)``; usually with the
-row's maximum subtracted before the softmax, which changes nothing.
+gpt-oss is exported as ``Concat(scores, Expand(sink)) -> Softmax -> Slice(all but the last)``, usually with the row's maximum
+subtracted before the softmax. ``softmax1`` pads the scores with a zero.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ from stof.attention.scores import subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Real, Symbolic, integer, var
 
-_SAME = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
-_DEEPEST = 16
+_KEEPS_ORDER = frozenset({"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten"})
+_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Sink:
-    """``logits`` has H elements in the order of heads, whatever its shape; ``scores`` is [B, H, S, T] without them.
+    """The sink of a softmax."""
 
-    Where no tensor holds the logits alone, ``logits`` is empty and ``values`` are they.
-    """
-
-    scores: str
-    logits: str
+    scores: str  # [B, H, S, T], without the sink's column
+    logits: str  # a tensor of H elements in the order of heads; empty where no tensor holds them alone
     nodes: tuple[str, ...]  # first outputs of the nodes from the softmax to the Concat
-    values: tuple[float, ...] = ()
-    first: bool = False  # the column comes before the keys
+    values: tuple[float, ...] = ()  # the logits, where ``logits`` is empty
+    first: bool = False  # the column comes before the keys, not after them
 
 
 def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) -> Sink | None:
     """The sink of a softmax over the last axis; None where it has none."""
     tensor, passed = softmax.input[0], list[str]()
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         node = index.producer(tensor)
         if node is None or not is_standard(node):
             return None
@@ -58,7 +55,7 @@ def find_sink(index: GraphIndex, symbolic: Symbolic, softmax: onnx.NodeProto) ->
 
 
 def _sink_from_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
-    """A column of one number, before or behind the keys: ``softmax1`` has exp(0) in its denominator."""
+    """The sink of a Pad by one column of a number, before or after the keys."""
     shape = symbolic.shape(pad.input[0])
     value = symbolic.value(pad.input[1])
     pads = None if value is None else value.elements()
@@ -67,8 +64,8 @@ def _sink_from_pad(symbolic: Symbolic, pad: onnx.NodeProto) -> Sink | None:
     if shape is None or len(shape) != 4 or number is None or mode != b"constant" or len(pad.input) > 3 or pads is None:
         return None
     heads = shape[1].constant
-    for first, place in ((True, 3), (False, 7)):
-        if heads and pads == [integer(int(i == place)) for i in range(8)] and math.isfinite(number):
+    for first, padded in ((True, 3), (False, 7)):
+        if heads and pads == [integer(int(i == padded)) for i in range(8)] and math.isfinite(number):
             return Sink(pad.input[0], "", (), (number,) * heads, first)
     return None
 
@@ -111,27 +108,27 @@ def _constant_logits(symbolic: Symbolic, column: str, heads: int) -> tuple[float
 
 
 def _logits_tensor(index: GraphIndex, symbolic: Symbolic, tensor: str, heads: int) -> str | None:
-    """The tensor of ``heads`` elements that is spread to [B, H, S, 1]."""
-    spread = True  # whether batches and queries may still be among the axes
-    for _ in range(_DEEPEST):
+    """The tensor of ``heads`` elements that is broadcast to the column [B, H, S, 1]."""
+    is_broadcast = True  # batch and queries may still be among the axes
+    for _ in range(_MAX_DEPTH):
         shape = symbolic.shape(tensor)
         node = index.producer(tensor)
         if shape is None:
             return None
         sizes = [d.constant for d in shape]
-        if spread and (len(sizes) < 3 or sizes[-3] != heads or sizes[-1] != 1):
-            return None  # heads are not the third axis from the last
+        if is_broadcast and (len(sizes) < 3 or sizes[-3] != heads or sizes[-1] != 1):
+            return None  # the heads are not in axis -3
         alone = sorted(n or 0 for n in sizes) == [1] * (len(sizes) - 1) + [heads]
-        if spread and not alone:
+        if is_broadcast and not alone:
             if node is None or node.op_type != "Expand":
                 return None
             tensor = node.input[0]
             continue
-        spread = False
-        # With one axis that is not 1, no reshape changes the order.
+        is_broadcast = False
+        # A reshape keeps the order of elements where only one axis is not 1.
         if not alone:
             return None
-        if len(sizes) == 1 or node is None or not (node.op_type in _SAME or is_float_cast(symbolic, node)):
+        if len(sizes) == 1 or node is None or not (node.op_type in _KEEPS_ORDER or is_float_cast(symbolic, node)):
             return tensor
         before = symbolic.shape(node.input[0])
         if before is None or sorted(d.constant or 0 for d in before) != [1] * (len(before) - 1) + [heads]:

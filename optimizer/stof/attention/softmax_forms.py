@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A softmax written out: exponentials divided by their sum over the keys, as exporters without the operator write it.
+"""Recognizes a softmax: the operator, or exponentials divided by their sum over the keys.
 
-A mask may stand between them: exponentials that are made 0 before they are summed are those of scores of -inf.
+A mask may make exponentials 0 before they are summed: that is a mask of the scores by -inf.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from stof.symbolic.tensor import SymTensor
 
 @dataclass(frozen=True)
 class SoftmaxForm:
-    """A softmax: its node, or one that stands for what the graph writes out; ``mask`` forbids by -inf, after all others."""
+    """A softmax of the graph: its node, or a node made for a softmax that is written out."""
 
     node: onnx.NodeProto
-    mask: MaskTerm | None = None
-    nodes: tuple[str, ...] = ()  # first outputs of nodes between the scores and the weights
+    mask: MaskTerm | None = None  # of the exponentials; the last mask of the scores
+    nodes: tuple[str, ...] = ()  # first outputs of the nodes between the scores and the weights
 
 
 def match_softmax(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> SoftmaxForm | None:
-    """The softmax whose weights a node writes, None where it writes none."""
+    """The softmax whose weights a node writes; None where it is no softmax."""
     if not is_standard(node):
         return None
     if node.op_type == "Softmax":
@@ -47,7 +47,7 @@ def match_softmax(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -
         return None
     mask, exponential = _find_exponential(index, symbolic, exponentials)
     shifted = None if exponential is None else index.producer(exponential.input[0])
-    # Without the largest number taken off, a row of the lowest numbers would not be their mean.
+    # Without x - max(x) a fully masked row would be 0 / 0, not the mean that the operator gives.
     if exponential is None or shifted is None or not subtracts_row_max(index, symbolic, shifted):
         return None
     if mask is not None and len(shape) != 4:
@@ -70,7 +70,7 @@ def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None
 
 
 def _is_zero_or_one(value: SymTensor) -> bool:
-    """Whether a tensor is 0 or 1 everywhere, as far as conditions tell."""
+    """Whether every element of a tensor is known to be 0 or 1."""
     probe = tuple(var(f"any{i}") for i in range(value.rank))
     return {x for _, x in split_cases(to_real(value.at(probe)))} <= {0.0, 1.0}
 
@@ -78,7 +78,7 @@ def _is_zero_or_one(value: SymTensor) -> bool:
 def _find_exponential(
     index: GraphIndex, symbolic: Symbolic, tensor: str
 ) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
-    """The exponential behind a tensor, and the mask that makes others 0."""
+    """The mask that makes exponentials 0, and the Exp node; (None, None) where there is no Exp."""
     node = index.producer(tensor)
     if node is None or not is_standard(node):
         return None, None
