@@ -115,13 +115,13 @@ REFUSED = {
         "float[B,4,S,8] q, float[4,T,8] k, float[B,4,T,8] v",
         "float[a,b,c,d] out",
         "kt = Transpose <perm = [0, 2, 1]> (k)\ns1 = MatMul (q, kt)\np = Softmax (s1)\nout = MatMul (p, v)",
-        "the key has 3 axes where the other factor has 4",
+        "the key has 3 axes where the other operand has 4",
     ),
     "values without a batch": (
         "float[B,4,S,8] q, float[B,4,T,8] k, float[4,T,8] v",
         "float[a,b,c,d] out",
         BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
-        "the value has 3 axes where the other factor has 4",
+        "the value has 3 axes where the other operand has 4",
     ),
     "a guard that fills with ones": (
         PLAIN,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing StofAttention nodes: the only step that changes a graph."""
+"""Writes StofAttention nodes and their function: the only step that changes a graph."""
 
 from __future__ import annotations
 
@@ -21,45 +21,41 @@ from stof.errors import UnsupportedError
 from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.names import name_nodes
+from stof.graph.protobuf import copy_model
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 from stof.symbolic.dimension_names import declared_dim
 
-_LOWEST_IR = 8  # local functions
+_LOWEST_IR = 8  # first IR version with local functions
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A site and its mask, decided to be replaced.
-
-    ``hints`` are the attributes ``kernel`` and ``tile``. ``tensorrt``: what TensorRT's parser needs is written, too.
-    """
+    """A site that is replaced, with its mask and the decisions about it."""
 
     site: AttentionSite
     mask: LiftedMask
-    hints: tuple[tuple[str, str], ...] = ()
-    tensorrt: bool = False
+    hints: tuple[tuple[str, str], ...] = ()  # the attributes ``kernel`` and ``tile``
+    tensorrt: bool = False  # also write what TensorRT's parser needs
     allow_tf32: bool = False
 
 
 def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
-    """A copy of the model in which every rewrite's site is one StofAttention node.
+    """A copy of the model in which the site of every rewrite is one StofAttention node.
 
     Raises:
         UnsupportedError: when the model holds StofAttention already.
     """
     if not rewrites:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        return copy
+        return copy_model(model)
     if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
         raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
-    calls = SharedFunction(rewrites)
-    return calls.finish(replace_sites(model, symbolic, rewrites, calls))
+    function = SharedFunction(rewrites)
+    return function.finish(replace_sites(model, symbolic, rewrites, function))
 
 
 class SharedFunction:
-    """What all calls of a model share, in whatever graph they are: operand slots, layouts, and the body's variants."""
+    """The local function that all StofAttention nodes of a model call: operand slots, layouts, variants of the body."""
 
     def __init__(self, rewrites: Sequence[Rewrite]) -> None:
         self.slots = _slots(rewrites)
@@ -69,12 +65,12 @@ class SharedFunction:
         self.tensorrt = any(r.tensorrt for r in rewrites)
 
     def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
-        """The variant of the body that a call takes, and its number."""
+        """The variant of the body for a rewrite, and its ``mask_id``."""
         found = _variant(rewrite, self.slots, self.layouts, self.grouped)
         return found, self.variants.setdefault(found, len(self.variants))
 
     def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Adds to the model what its calls need: the function, the opset, the version stamp."""
+        """Adds the function, the opset import and the version stamp to a model, and returns it."""
         model.functions.append(make_attention_function(list(self.variants), opset_of(model)))
         if not any(e.domain == DOMAIN for e in model.opset_import):
             model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
@@ -86,14 +82,14 @@ class SharedFunction:
 
 
 def replace_sites(
-    model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: SharedFunction
+    model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], function: SharedFunction
 ) -> onnx.ModelProto:
-    """A copy of the model with the nodes of its main graph rewritten."""
+    """A copy of the model in which sites of the main graph are replaced."""
     editor = Editor(model)
     pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
     for rewrite in rewrites:
-        variant, number = calls.variant(rewrite)
-        _replace_site(editor, symbolic, rewrite, variant, number, calls.slots)
+        variant, number = function.variant(rewrite)
+        _replace_site(editor, symbolic, rewrite, variant, number, function.slots)
     pruner.prune()
     return editor.finish()
 
@@ -104,7 +100,7 @@ def _stamp(model: onnx.ModelProto) -> None:
 
 
 def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
-    """The operand roles of the model: one slot each, in the same order at every call."""
+    """The operand roles of all calls: one slot each, in the same order at every call."""
     roles = set().union(*(_roles(r) for r in rewrites))
     tables = sorted((r for r in roles if r.startswith("table")), key=lambda r: (len(r), r))
     return tuple(r for r in [*NEUTRAL, *tables] if r in roles)
@@ -122,12 +118,12 @@ Layouts = tuple[Layout, Layout, Layout, Layout]
 
 
 def _layouts(site: AttentionSite) -> Layouts:
-    query = site.query.layout if site.query_factor is None else Layout.BHSD  # where it is multiplied
+    query = site.query.layout if site.query_factor is None else Layout.BHSD  # the factor is [.., S or 1, 1]
     return (query, site.key.layout, site.value.layout, site.output_layout)
 
 
 def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
-    """One layout for each slot of all calls, since they share a function body; the most frequent where they differ."""
+    """The most frequent layout of query, key, value and output: all calls share a function body, so they have the same."""
     columns = list(zip(*(_layouts(r.site) for r in rewrites), strict=True))
     query, key, value, output = (Counter(column).most_common(1)[0][0] for column in columns)
     return query, key, value, output
@@ -153,11 +149,11 @@ def _replace_site(
 ) -> None:
     site = rewrite.site
     output = editor.tensors[site.output]
-    place = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
+    node_index = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
     extra: list[gs.Node] = []
     operands = build_operands(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
-    # Slots that this variant does not use keep their place with the role `unused`.
+    # Slots that this variant does not read have the role `unused`.
     attributes = {
         "mask": variant.expression,
         "mask_id": number,
@@ -183,8 +179,8 @@ def _replace_site(
         (site.kv_num_heads, site.value_head_size),
         (site.num_heads, site.value_head_size),
     )
-    operands_found = (site.query, site.key, site.value)
-    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
+    sources = (site.query, site.key, site.value)
+    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
     if site.query_factor is not None:
         own = (site.query.layout, Layout.BHSD)
         given[0] = _scale_query(
@@ -197,8 +193,8 @@ def _replace_site(
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    apart = site.output_flat or site.output_joined or site.output_grouped
-    last = editor.variable(f"{site.output}_rows", site.dtype) if apart else output
+    is_reshaped = site.output_flat or site.output_joined or site.output_grouped
+    last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else output
     written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
     result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
@@ -213,13 +209,13 @@ def _replace_site(
         nodes += _split_batch_axis(editor, site, last, output)
     if site.output_grouped:
         _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editor.graph.nodes[place:place] = nodes
+    editor.graph.nodes[node_index:node_index] = nodes
     if not site.output_joined and not site.output_grouped:
         editor.declare(site.output, site.dtype, _output_shape(site))
 
 
 def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
-    """The operand's tensor in its layout: itself, or transposed."""
+    """The operand's tensor, reshaped and transposed to its layout where it differs."""
     tensor: gs.Tensor = editor.tensors[operand.tensor]
     if operand.joined:
         tensor = _merge_batch_axes(editor, nodes, tensor, dtype)
@@ -234,7 +230,7 @@ def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: in
 
 
 def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
-    """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
+    """The sizes of axes ``start`` to ``end``; Shape takes no range below opset 15."""
     sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
     limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
     nodes.append(editor.node("Shape", sizes.name, [tensor], [sizes]))
@@ -252,7 +248,7 @@ def _append_reshape(
 
 
 def _merge_batch_axes(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
-    """A tensor of five axes with the first two in one."""
+    """A tensor of five axes with the first two merged."""
     any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
     out = editor.variable(f"{tensor.name}_joined", dtype)
     return _append_reshape(editor, nodes, tensor, [any_size, _slice_shape(editor, nodes, tensor, 2, 5)], out)
@@ -262,21 +258,21 @@ def _reshape_heads(
     editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
-    place: tuple[Layout, int],
+    source: tuple[Layout, int],
     heads: Sequence[int],
     output: gs.Tensor,
 ) -> gs.Tensor:
-    """A tensor BHSD or BSHD with its heads, that are in so many axes, in others of given sizes."""
-    first = 1 if place[0] is Layout.BHSD else 2
+    """Reshapes the head axes of a tensor to sizes ``heads``; ``source`` is its layout and its number of head axes."""
+    first = 1 if source[0] is Layout.BHSD else 2
     sizes = editor.initializer("stof_heads", np.array(heads, np.int64))
-    end = first + place[1]
+    end = first + source[1]
     outer = _slice_shape(editor, nodes, tensor, 0, first)
     rest = _slice_shape(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
     return _append_reshape(editor, nodes, tensor, [outer, sizes, rest], output)
 
 
 def _split_batch_axis(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
-    """The nodes that write a result with its batch in the two axes of the query's."""
+    """The nodes that write a result with the two batch axes of the query."""
     nodes: list[gs.Node] = []
     batch = _slice_shape(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
     _append_reshape(editor, nodes, tensor, [batch, _slice_shape(editor, nodes, tensor, 1, 4)], output)
@@ -284,7 +280,7 @@ def _split_batch_axis(editor: Editor, site: AttentionSite, tensor: gs.Tensor, ou
 
 
 def _scale_query(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
-    """The query [B, H, S, D] times what the graph multiplies its scores with."""
+    """The query [B, H, S, D] times the factor by which the graph scales its scores."""
     assert site.query_factor is not None
     op, factor = site.query_factor
     out = editor.variable(f"{site.query.tensor}_scaled", site.dtype)
@@ -301,7 +297,7 @@ def _convert_layout(
     size: tuple[int, int],
     output: gs.Tensor | None = None,
 ) -> gs.Tensor:
-    """The tensor in another layout; ``size`` is heads and head size, ``output`` the tensor to write if there is one."""
+    """Converts a tensor from one layout to another; ``size`` is heads and head size, ``output`` the tensor to write, if any."""
     steps: list[tuple[str, dict[str, object], list[int] | None]] = []
     if layouts[0] is not layouts[1]:
         if layouts[0] is Layout.BSN:
@@ -320,7 +316,7 @@ def _convert_layout(
 
 
 def _scope(name: str) -> str:
-    """``/layers.0/attn`` of ``/layers.0/attn/Softmax``; other names as they are."""
+    """``/layers.0/attn`` for ``/layers.0/attn/Softmax``; a name without "/" as it is."""
     return name.rpartition("/")[0] or name
 
 

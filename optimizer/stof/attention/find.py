@@ -10,7 +10,8 @@ from functools import partial
 
 import onnx
 
-from stof.attention.layouts import ONE, OperandLayout, layout_candidates
+from stof.attention.layouts import OperandLayout, layout_candidates
+from stof.attention.move_paths import ONE
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
@@ -355,7 +356,7 @@ def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout)
             raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
         if heads.batch.constant == 1 != query.batch.constant:
             raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
-        for own, wanted in zip(heads.outer, query.outer, strict=False):
+        for own, wanted in zip(heads.batch_axes, query.batch_axes, strict=False):
             if own != wanted and ONE in (own, wanted):
                 raise UnsupportedError(
                     f"of the batch in two axes, the query has {_size_in_words(wanted)} where the {role} has {_size_in_words(own)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import onnx
 
-from stof.attention.layouts import CASTS
+from stof.attention.move_paths import CASTS
 from stof.graph.index import GraphIndex, is_standard
 from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind
 from stof.symbolic import Symbolic

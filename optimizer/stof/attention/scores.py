@@ -14,16 +14,8 @@ import numpy as np
 import onnx
 
 from stof.attention.einsum import Order, einsum_matmuls
-from stof.attention.layouts import (
-    CASTS,
-    MovePath,
-    check_axes,
-    is_float_cast,
-    is_identity,
-    is_move,
-    scalar_factor,
-    trace_axes,
-)
+from stof.attention.layouts import check_axes
+from stof.attention.move_paths import CASTS, MovePath, is_float_cast, is_identity, is_move, scalar_factor, trace_axes
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.site import FORBIDDING_VALUE, MaskTerm, TermKind

@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.attention.einsum import Order, einsum_matmuls
-from stof.attention.layouts import (
-    MovePath,
-    check_axes,
-    is_float_cast,
-    is_identity,
-    is_move,
-    output_layout,
-    trace_axes,
-)
+from stof.attention.layouts import check_axes, output_layout
 from stof.attention.masked_weights import zeroes_masked_weights
+from stof.attention.move_paths import MovePath, is_float_cast, is_identity, is_move, trace_axes
 from stof.attention.nan_to_num import find_identity_region
 from stof.attention.scores import keeps_last_two_axes
 from stof.attention.shape_sources import ShapeSources

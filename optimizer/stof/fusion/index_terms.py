@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import TensorProto
 
-from stof.attention.layouts import may_broadcast
+from stof.attention.move_paths import may_broadcast
 from stof.errors import UnsupportedError
 from stof.fusion.description import Pool
 from stof.fusion.element_ops import (
