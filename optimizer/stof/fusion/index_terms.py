@@ -203,7 +203,7 @@ class Puller:
                 name = node.input[i]
                 shape = self.shape(name)
                 given[name] = Fact(_FLOAT, shape, input_tensor(name, shape, "f"))
-            self._moves[node.output[0]] = self.symbolic.applied(node, given) or []
+            self._moves[node.output[0]] = self.symbolic.apply_rule(node, given) or []
         facts = self._moves[node.output[0]]
         value = facts[place].value if place < len(facts) else None
         if value is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic shapes and values of a graph's tensors.
 
-``Symbolic(model)`` interprets a model once; ``shape``, ``dtype``, ``constant`` and ``value`` answer for any tensor name.
+``Symbolic(model)`` interprets a model once. Its methods ``shape``, ``dtype``, ``constant`` and ``value`` take a tensor's name.
+Written by hand since general computer algebra is too slow for it: masks make millions of terms.
 """
 
 from stof.symbolic.algebra.terms import Cond, Int, Real, dim, integer, var

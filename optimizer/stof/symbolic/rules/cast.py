@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts, and what their types hold: integers wrap, floats that are too large are infinite."""
+"""Casts: integers that do not fit the type wrap, floats become infinite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules.broadcasting import elementwise
 from stof.symbolic.tensor import Index, SymTensor
 
-# The least number that is rounded to infinity: half a unit in the last place beyond the largest one.
+# The least number that rounds to infinity: half an ulp beyond the largest finite one.
 _INFINITE: dict[int, float] = {
     int(TensorProto.FLOAT16): 65520.0,
     int(TensorProto.BFLOAT16): float.fromhex("0x1.ffp127"),
@@ -25,8 +25,8 @@ _INFINITE: dict[int, float] = {
 }
 
 _HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-# Lengths and what inputs hold may be too large for these; for 32 bits lengths are not.
-_FEW_BITS = {
+# Lengths and input data may not fit these types; lengths fit 32 bits.
+_NARROW_INTEGERS = {
     int(TensorProto.INT8): (-128, 127),
     int(TensorProto.UINT8): (0, 255),
     int(TensorProto.INT16): (-32768, 32767),
@@ -35,9 +35,9 @@ _FEW_BITS = {
 
 
 def overflow_to_inf(number: float, dtype: int) -> float:
-    """A computed number as a type holds it, where it is too large: infinite.
+    """The number, or infinity where it is too large for the type.
 
-    Half types hold what fp32 does: runtimes compute in fp32 as they see fit.
+    fp16 and bf16 overflow as fp32 does: runtimes may compute them in fp32.
     """
     return _overflow(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
 
@@ -47,9 +47,9 @@ def _overflow(number: float, dtype: int) -> float:
 
 
 def _narrow(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
-    """The elements of a tensor that is cast from one float type to another, where one of the two may hold less.
+    """The elements after a cast between float types, where the narrower type may overflow.
 
-    What is cast to a half type is too large for it for certain where it is cast back.
+    The overflow of a cast to fp16 or bf16 is applied at the cast back: between the two a runtime may keep fp32.
     """
     if after in _HALF or before not in (*_HALF, TensorProto.DOUBLE):
         return element
@@ -80,13 +80,13 @@ def _cast(context: RuleContext) -> list[Fact] | None:
         return [Fact(to, shape, SymTensor(shape, "f", elements))]
     if convert is None:
         return [Fact(to, context.shape(0))]
-    if to in _FEW_BITS:
-        return elementwise(context, lambda x: _wrap(to_int(x), *_FEW_BITS[to]), to, 1)
+    if to in _NARROW_INTEGERS:
+        return elementwise(context, lambda x: _wrap(to_int(x), *_NARROW_INTEGERS[to]), to, 1)
     return elementwise(context, convert, to, 1)
 
 
 def _wrap(value: Int, low: int, high: int) -> Scalar:
-    """A cast that wraps where the value does not fit."""
+    """A cast to 8 or 16 bits: the value itself where it fits for certain, the wrapped one where it is a number."""
     if value.constant is not None:
         return integer((value.constant - low) % (high - low + 1) + low)
     if bound(value, upper=False) >= low and bound(value, upper=True) <= high:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the operators of domain com.microsoft that ONNX Runtime's own optimizer writes."""
+"""Shape rules of operators of domain com.microsoft that ONNX Runtime's optimizer writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all operators that move elements need."""
+"""Helpers of the rules of movement operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def element_count(shape: Shape) -> Int:
 
 
 def moved_fact(context: RuleContext, shape: Shape, function: object, source: int = 0) -> Fact:
-    """A moved copy of input ``source``."""
+    """The fact of an output whose elements are elements of input ``source``, chosen by ``function``."""
     fact = context.fact(source)
     kind = dtype_kind(fact.dtype)
     if fact.value is None or kind is None:
@@ -30,7 +30,7 @@ def moved_fact(context: RuleContext, shape: Shape, function: object, source: int
 
 
 def wrap_index(index: Int, limit: Int) -> Int:
-    """An index into an axis, from its end where it is negative: a number that is read may be either."""
+    """An index into an axis of size ``limit``; a negative one counts from the end, and one that is read may be either."""
     if index.constant is not None:
         return index + limit if index.constant < 0 else index
     if (
@@ -38,5 +38,5 @@ def wrap_index(index: Int, limit: Int) -> Int:
         and any(isinstance(p, Atom) and p.kind == "read" for p in subterms(index))
         and may_be_negative(index)
     ):
-        return floor_mod(index, limit.constant)  # of all numbers that a valid run has there
+        return floor_mod(index, limit.constant)  # right for all indices of a valid run
     return index

@@ -71,7 +71,7 @@ def _target_shape(context: RuleContext, data: Shape) -> Shape | None:
         rest = tuple(d for d in shape if d.constant != -1)
         quotient = element_count(data).divide(element_count(rest))
         if quotient is None:
-            whole, part = (element_count(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
+            whole, part = (element_count(tuple(context.canonical(d) for d in dims)) for dims in (data, rest))
             quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
@@ -105,7 +105,7 @@ def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact
     mapping = None
     if value is not None:
         # Sizes that are equal in every valid run may be written differently on both sides.
-        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
+        same = (tuple(context.canonical(d) for d in dims) for dims in (data, shape))
         mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
         return [Fact(context.fact(0).dtype, shape)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operator of the standard domain does to shapes and values. A rule returns one Fact per output, or None."""
+"""The rules of the standard domain. A rule returns a fact for each output, or None where it knows nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _constant(context: RuleContext) -> list[Fact]:
             break
     else:
         proto = context.attributes["value"].t
-        if is_external(proto):  # too large to be read
+        if is_external(proto):  # external constants that remain are large
             return [Fact(proto.data_type, tuple(integer(n) for n in proto.dims), None, "a weight")]
         array, dtype = numpy_helper.to_array(proto), proto.data_type
         if dtype_kind(dtype) is None:
@@ -42,6 +42,6 @@ RULES: dict[str, Rule] = {
     **cast.RULES,
     **movement.RULES,
     **shape_only.RULES,
-    **counting.RULES,  # CumSum has values there, where compute has its shape
+    **counting.RULES,  # overrides CumSum of shape_only: it has a value
     **bitwise.RULES,
 }
