@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of floats, computed where they are known: as integers where they hold some, positions that were cast before."""
+"""Arithmetic of floats, evaluated where operands are known, and exactly where they are integers that were cast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from stof.symbolic.algebra.terms import Int, Real, Scalar, integer, of_atom, rea
 
 
 def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
-    """A float operation, computed where its operands are known."""
+    """A float operation, evaluated where its operands are known."""
     left, right = to_real(x), to_real(y)
-    if kind != "div" and "int" in (left.kind, right.kind) and (whole := _fold_integers(kind, left, right)) is not None:
-        return whole
+    has_integer = "int" in (left.kind, right.kind)
+    if kind != "div" and has_integer and (exact := _fold_integers(kind, left, right)) is not None:
+        return exact
     if left.kind == "const" and right.kind == "const":
         a, b = left.args[0], right.args[0]
         assert isinstance(a, float)
@@ -34,7 +35,7 @@ def fold_real(kind: str, x: Scalar, y: Scalar) -> Scalar:
 
 
 def _shift_rounded(kind: str, left: Real, right: Real) -> Real | None:
-    """A rounded integer and a whole number: the rounded sum, as order and the sums of small numbers are kept."""
+    """A rounded integer plus a small integer, as one rounded integer: the order and sums of small numbers stay the same."""
     if kind == "add" and right.kind == "rounded":
         left, right = right, left
     if kind != "add" or left.kind != "rounded" or right.kind != "const":
@@ -49,7 +50,7 @@ def _shift_rounded(kind: str, left: Real, right: Real) -> Real | None:
 
 
 def _drop_neutral(kind: str, left: Real, right: Real) -> Real | None:
-    """The other operand of a neutral one. Not 0 * x: x may be infinite."""
+    """X of x + 0, x * 1 and x / 1. Not 0 for 0 * x: x may be infinite."""
     zero, one = real(0.0), real(1.0)
     if kind == "add":
         return right if left == zero else left if right == zero else None
@@ -87,7 +88,7 @@ def _as_integer(value: Real) -> Int | None:
 
 
 def _fold_integers(kind: str, left: Real, right: Real) -> Real | None:
-    """A sum, product or extreme of floats that hold integers, where all are small enough to be exact."""
+    """A sum, product, minimum or maximum of floats that hold integers, where the result is exact in fp32."""
     x, y = _as_integer(left), _as_integer(right)
     if x is None or y is None:
         return None
@@ -100,13 +101,13 @@ def _fold_integers(kind: str, left: Real, right: Real) -> Real | None:
             found = rebuild(kind, (x, y))
         case _:
             return None
-    if any(abs(c) > LONGEST for _, c in found.terms):  # fp32 holds all up to 2^24
+    if any(abs(c) > LONGEST for _, c in found.terms):  # fp32 is exact up to 2^24
         return None
     return to_real(found)
 
 
 def floor_quotient(value: Real) -> Scalar | None:
-    """Floor of an integer divided by a positive one: exact in fp32 below 2^22, since quotients are 1 / n apart."""
+    """Floor of an integer, or of one divided by a positive one; exact in fp32 below 2^22, where quotients are 1 / n apart."""
     if value.kind == "int":
         return value
     if value.kind != "div":
@@ -121,7 +122,7 @@ def floor_quotient(value: Real) -> Scalar | None:
 
 
 def round_integers(value: Real, largest: int) -> Real:
-    """A float whose integers are rounded where they are not known to be small."""
+    """The float with those of its integers rounded that may exceed ``largest``."""
     if value.kind == "int":
         inner = value.args[0]
         assert isinstance(inner, Int)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that compare, that join conditions, and that choose by one."""
+"""Rules of comparisons, of logical operators and of Where."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 
 
 def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
-    """A comparison of two integers, of two conditions, or of floats that stand for integers."""
+    """The comparison ``kind`` ("lt", "le", "gt", "ge", "eq") of two scalars."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
         left, right = as_int(x), as_int(y)
@@ -51,14 +51,14 @@ def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
 
 
 def _is_below(value: Real, largest: int) -> bool:
-    """Whether a number is smaller than that whatever the run."""
+    """Whether the absolute value of a float is below ``largest`` in every run."""
     if value.kind == "int" and isinstance(value.args[0], Int):
         return is_within(value.args[0], largest - 1)
     return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
 
 
 def _is_position(value: Real) -> bool:
-    """Whether a float is an index of the tensor, and something more."""
+    """Whether a float is an integer that depends on an index of the tensor."""
     inner = value.args[0] if value.kind in ("int", "rounded") else None
     return isinstance(inner, Int) and any(a.kind == "var" for a in inner.atoms())
 
@@ -72,10 +72,10 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         inner, largest = x.args
         assert isinstance(inner, Int)
         assert isinstance(largest, int)
-        if _is_below(y, largest):  # rounding keeps the order, and small numbers
+        if _is_below(y, largest):  # rounding is monotone, and exact for small numbers
             return compare(kind)(to_real(inner), y)
         return Cond("opaque", (kind, x, y))
-    if x.kind == "int" and y.kind == "const":  # an integer against a fraction
+    if x.kind == "int" and y.kind == "const":  # an integer and a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
         if math.isfinite(limit):
@@ -88,7 +88,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
             return FALSE
     first, second = reads_number(x), reads_number(y)
     if (first and (second or _is_position(y))) or (second and _is_position(x)):
-        return Cond("opaque", (kind, x, y))  # of documents or lengths, say: that a mask is 0 or 1 tells nothing
+        return Cond("opaque", (kind, x, y))  # document ids or lengths, not a 0/1 mask
     found = []
     for c1, a in split_cases(x):
         for c2, b in split_cases(y):
@@ -105,7 +105,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 
 
 def _equals_zero(x: Real, y: Real) -> Cond | None:
-    """An element of a float input compared with 0."""
+    """The condition that an element of a float input is 0."""
     for read, zero in ((x, y), (y, x)):
         if read.kind == "read" and zero.kind == "const" and zero.args[0] == 0.0:
             return negate(Cond("read", read.args))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators with which older exporters count positions: CumSum of ones, NonZero of ones."""
+"""Rules of CumSum and NonZero, with which older exporters make positions from a tensor of ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZERO, ONE = integer(0), integer(1)
 
 
 def _is_constant_along(tensor: SymTensor, axes: set[int]) -> bool:
-    """Whether elements do not depend on some of their indices."""
+    """Whether elements do not depend on their indices along some axes."""
     probe = tuple(var(f"count{a}") for a in range(tensor.rank))
     names = {f"count{a}" for a in axes}
     return not any(p.kind == "var" and p.args[0] in names for p in subterms(tensor.at(probe)))
@@ -27,17 +27,17 @@ def _cumsum(context: RuleContext) -> list[Fact] | None:
     data, value = fact.shape, fact.value
     if data is None or axis is None or value is None or value.kind == "b":
         return [Fact(fact.dtype, data)]
-    place = axis[0] % len(data)
+    along = axis[0] % len(data)
     exclusive, reverse = (bool(context.number(n, 0)) for n in ("exclusive", "reverse"))
-    if not _is_constant_along(value, {place}):
+    if not _is_constant_along(value, {along}):
         if value.constant is None:
-            return [Fact(fact.dtype, data)]  # of a mask: positions of what is not padded
-        total = _cumulative_sum(value, place, exclusive, reverse)
+            return [Fact(fact.dtype, data)]  # of a mask: the positions of the keys that are not padding
+        total = _cumulative_sum(value, along, exclusive, reverse)
         return [Fact(fact.dtype, data, constant_tensor(context.node.output[0], total))]
 
     def at(index: Index) -> Scalar:
-        count = data[place] - ONE - index[place] if reverse else index[place]
-        each = value.at((*index[:place], ZERO, *index[place + 1 :]))
+        count = data[along] - ONE - index[along] if reverse else index[along]
+        each = value.at((*index[:along], ZERO, *index[along + 1 :]))
         steps = count if exclusive else count + ONE
         if isinstance(each, Int):
             return each * steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that compute element by element: of integers exactly, of floats where they are known."""
+"""Rules of elementwise arithmetic: exact for integers, and for floats where their values are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 from stof.symbolic.tensor import SymTensor
 
-_MOST_SIZES = 8  # that are told apart
+_MAX_REMAINDER = 8  # largest number whose remainder by a size is a selection
 
 
 def add(x: Scalar, y: Scalar) -> Scalar:
@@ -37,7 +37,7 @@ def mul(x: Scalar, y: Scalar) -> Scalar:
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
-    """X / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
+    """X / y. Integer division truncates in ONNX, which is the floor where nothing is negative."""
     if isinstance(x, Int) and isinstance(y, Int):
         if x.constant is not None and y.constant:
             return integer(_truncated_quotient(x.constant, y.constant))
@@ -48,7 +48,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             if bound(x, upper=True) <= 0:
                 return -floor_div(-x, y.constant)
             floor = floor_div(x, y.constant)
-            # Sizes of a valid graph are not negative, nor what is computed of them alone.
+            # In a valid graph sizes are not negative, nor numbers that are computed from them.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
                 return floor
             rest = floor_mod(x, y.constant)
@@ -58,7 +58,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
 
 
 def _truncated_quotient(x: int, y: int) -> int:
-    """The quotient without its fraction; not by way of fp64, which does not hold large numbers."""
+    """The truncated quotient. Not by fp64, which does not hold all large integers."""
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
@@ -83,9 +83,9 @@ def _make_modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
 
 
 def _by_size(x: Int, size: Int) -> Int | None:
-    """A small number modulo a dimension: itself, or so much less than the dimension, but for the smallest of these."""
+    """A small number modulo a dimension: the number, or dimension + number if negative; the smallest dimensions differ."""
     number, atom = x.constant, size.atom
-    if number is None or abs(number) > _MOST_SIZES or atom is None or atom.kind != "size":
+    if number is None or abs(number) > _MAX_REMAINDER or atom is None or atom.kind != "size":
         return None
     found = x if number >= 0 else size + x
     for n in range(1, abs(number) + (number >= 0)):
@@ -137,7 +137,7 @@ def _absolute(x: Scalar) -> Scalar:
 
 
 def _quotient(value: Real) -> tuple[Int, float] | None:
-    """(x, c) of an integer divided by a positive number."""
+    """(x, c) where a float is integer x divided by positive number c."""
     if value.kind != "div":
         return None
     left, right = value.args
@@ -159,7 +159,7 @@ def _sign(x: Scalar) -> Scalar:
         parts = _quotient(value)
         return Real("opaque", ("Sign", value)) if parts is None else to_real(_sign(parts[0]))
     if of_sizes(x) and bound(x, upper=False, smallest=1.0) >= 1:
-        # A size's, in the floor divisions of exporters. Where it may be 0, a past's, the mask is compared without one.
+        # Exporters' floor divisions take the sign of a size. A past may be 0: the mask check also runs without a past.
         return integer(1)
     positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
     return select(positive, integer(1), select(negative, integer(-1), integer(0)))
@@ -176,7 +176,7 @@ def _real_function(name: str, function: Callable[[np.float64], float]) -> Callab
             with np.errstate(all="ignore"):
                 return real(function(np.float64(number)))
         found = split_cases(value)
-        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # of a mask
+        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # a mask
             result: Scalar = real(math.nan)
             for number, (cond, case) in enumerate(found):
                 assert isinstance(case, float)
@@ -206,7 +206,7 @@ def _clip(context: RuleContext) -> list[Fact] | None:
     low, high = _make_extreme("max"), _make_extreme("min")
     has_low, has_high = context.has(1), context.has(2)
     if any(not has and _may_hold(context, limit) for has, limit in ((has_low, -math.inf), (has_high, math.inf))):
-        # A bound that is not given is the lowest or largest finite number, which masks otherwise than an infinity.
+        # A missing bound is the lowest or largest finite number: Clip would turn an infinity into it.
         return [Fact(context.fact(0).dtype, context.shape(0))]
     if has_low and has_high:
         return elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
@@ -223,7 +223,7 @@ def _clip(context: RuleContext) -> list[Fact] | None:
 
 
 def _may_hold(context: RuleContext, number: float) -> bool:
-    """Whether elements of the first input may be a constant, as far as it is written in what is known of them."""
+    """Whether elements of the first input may be ``number``: it occurs among their constants."""
     value = context.value(0)
     if value is None or value.kind != "f":
         return False
@@ -233,7 +233,7 @@ def _may_hold(context: RuleContext, number: float) -> bool:
     return any(p.kind == "const" and p.args[0] == number for p in subterms(element))
 
 
-# NumPy's, which are infinite or no number where ONNX says so and Python's raise.
+# NumPy's functions return infinity or NaN as ONNX does, where Python's raise.
 _REAL: dict[str, Callable[[np.float64], float]] = {
     "Sqrt": np.sqrt,
     "Reciprocal": np.reciprocal,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
+"""Shape rules of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that only move elements, make index tensors, or talk about shapes."""
+"""Rules of the operators that move elements, make index tensors or return shapes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _vector(elements: list[Int]) -> Fact:
     shape = (integer(len(elements)),)
 
     def at(index: Index) -> Scalar:
-        place = index[0].constant
-        return elements[place] if place is not None else of_atom("opaque", "element", tuple(elements), index[0])
+        i = index[0].constant
+        return elements[i] if i is not None else of_atom("opaque", "element", tuple(elements), index[0])
 
     return Fact(INT64, shape, SymTensor(shape, "i", at))
 
@@ -86,20 +86,22 @@ def _gather(context: RuleContext) -> list[Fact] | None:
 
 
 def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | None = None) -> None:
-    """Where positions 0, 1, ... are looked up in an axis (or in the last of two that were merged), it most likely has as many
-    of them: so a mask's length is told to be that of the keys.
+    """Equates the number of positions 0, 1, ... that are gathered from an axis with its size.
+
+    That is how a mask's length is found to be the number of keys. The axis may be merged of two: then the size of the inner
+    one is equated.
     """
     if size.constant is not None or all(d.constant is not None for d in where.shape):
         return
     rank = where.rank - (part is not None)
-    probe = tuple(ZERO if where.shape[a] == ONE else var(f"place{a}") for a in range(rank))
-    place = to_int(where.at(probe if part is None else (*probe, integer(part))))
+    probe = tuple(ZERO if where.shape[a] == ONE else var(f"any{a}") for a in range(rank))
+    position = to_int(where.at(probe if part is None else (*probe, integer(part))))
     for variable, length in zip(probe, where.shape, strict=False):
         if variable == ZERO:
             continue
-        if place == variable:
+        if position == variable:
             context.equate(length, size)
-        row = place - variable
+        row = position - variable
         for outer, count in zip(probe, where.shape, strict=False):
             width = row.divide(outer)
             if width is not None and width.constant is None and size == width * count:
@@ -207,10 +209,10 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
-    # Minus a length is counted from the end. Of a length of 0, no element is asked for.
+    # A negative length counts from the end. With a length of 0, no element is read.
     if bound(position, upper=True, smallest=1.0) < 0:
         position = n + position
-    return position  # a size that a valid graph keeps within the axis
+    return position  # within the axis in every valid run
 
 
 def _concat(context: RuleContext) -> list[Fact] | None:
@@ -230,23 +232,23 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     parts = [v for v in values if v is not None]
 
     def at(index: Index) -> Scalar:
-        place = index[axis]
+        position = index[axis]
 
         def element(i: int) -> Scalar:
-            own = place - starts[i]
+            own = position - starts[i]
             size = parts[i].shape[axis].constant
             if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
-                # Look-ups stay within a stored part, also where another one is chosen.
+                # Keeps look-ups within a stored part where another part is selected.
                 own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
             return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
-            inside = bound(place - starts[i + 1], upper=True) < 0
-            if inside and bound(place - starts[i], upper=False) >= 0:
+            inside = bound(position - starts[i + 1], upper=True) < 0
+            if inside and bound(position - starts[i], upper=False) >= 0:
                 return element(i)
         result = element(count - 1)
         for i in reversed(range(count - 1)):
-            result = select(less_equal(place + ONE, starts[i + 1]), element(i), result)
+            result = select(less_equal(position + ONE, starts[i + 1]), element(i), result)
         return result
 
     return [moved_fact(context, shape, at)]
@@ -327,7 +329,7 @@ def _range(context: RuleContext) -> list[Fact] | None:
 
 
 def _fractional_range(dtype: int, scalars: Sequence[Scalar]) -> list[Fact] | None:
-    """From a fraction in steps of 1, as the centers of patches are numbered: 0.5, 1.5, ..."""
+    """A range from a fraction in steps of 1: 0.5, 1.5, ... for centers of patches."""
     start, limit, delta = scalars
     if not isinstance(start, Real) or start.kind != "const" or not isinstance(start.args[0], float):
         return None
@@ -438,8 +440,8 @@ def _pad(context: RuleContext) -> list[Fact] | None:
     if axes is None or len(given) != 2 * len(axes):
         return None
     pads = [ZERO] * (2 * rank)
-    for place, axis in enumerate(axes):
-        pads[axis % rank], pads[axis % rank + rank] = given[place], given[place + len(axes)]
+    for i, axis in enumerate(axes):
+        pads[axis % rank], pads[axis % rank + rank] = given[i], given[i + len(axes)]
     shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
     if context.attribute("mode", "constant") != "constant" and any(p != ZERO for p in pads):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of quantizing operators and of others that ONNX Runtime's tools write, of which no mask is made."""
+"""Shape rules of quantized operators and others that ONNX Runtime's tools write; masks are not made of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ STANDARD: dict[str, Rule] = {
     "DequantizeLinear": _dequantize,
     "MatMulInteger": _matmul_integer,
     "QLinearMatMul": _qlinear_matmul,
-    # ONNX Runtime's optimizer writes it without a domain of its own.
+    # ONNX Runtime's optimizer writes it in the standard domain.
     "SimplifiedLayerNormalization": as_first,
 }
 CONTRIB: dict[str, Rule] = {

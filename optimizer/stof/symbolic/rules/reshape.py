@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that change a shape and keep the order of the elements."""
+"""Rules of the operators that change the shape and keep the order of elements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _squeeze(context: RuleContext) -> list[Fact] | None:
     axes = _axes(context, len(data)) if len(data) else []
     if axes is None:
         if context.has(1) or any(d.constant is None for d in data):
-            return None  # axes that are not known; a size that is 1 in a run would go as well
+            return None  # unknown axes: a dynamic size that is 1 in a run is squeezed as well
         axes = [a for a, d in enumerate(data) if d == ONE]
     shape = tuple(d for a, d in enumerate(data) if a not in axes)
 
@@ -89,7 +89,7 @@ def _reshape(context: RuleContext) -> list[Fact] | None:
 
 
 def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
-    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
+    """Records that a Reshape keeps the number of elements, without the common factors."""
     if before == after or len(after.terms) != 1:
         return
     for atom in after.terms[0][0]:
@@ -104,7 +104,7 @@ def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact
     value = context.value(0)
     mapping = None
     if value is not None:
-        # Sizes that are equal in every valid run may be written differently on both sides.
+        # Equal sizes may be different expressions on the two sides.
         same = (tuple(context.canonical(d) for d in dims) for dims in (data, shape))
         mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
@@ -113,7 +113,7 @@ def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact
 
 
 def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
-    """From an index of ``shape`` to one of ``data``: equal up to ones, merging axes, or constant sizes."""
+    """Maps an index of ``shape`` to one of ``data``, where axes are equal, merged or split; None where it is not known how."""
     source = [a for a, d in enumerate(data) if d != ONE]
     target = [a for a, d in enumerate(shape) if d != ONE]
     groups: list[tuple[list[int], list[int]]] = []
@@ -154,8 +154,10 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
 
 
 def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
-    """Quotient and remainder. By a symbolic size: the terms that it divides, and the rest, which a valid graph keeps
-    below it (``b * S + k``); the check by execution would catch it if not.
+    """Quotient and remainder.
+
+    By a symbolic size: the terms that it divides, and the others. A valid graph keeps these below the size (``b * S + k``);
+    the mask check by execution finds the exceptions.
     """
     if n.constant is not None:
         return floor_div(flat, n.constant), floor_mod(flat, n.constant)

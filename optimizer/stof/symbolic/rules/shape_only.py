@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of operators that compute: what they give depends on weights or activations, so that only sizes are known."""
+"""Shape rules of compute operators. Their values depend on weights or activations and are not known."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _one_hot(context: RuleContext) -> list[Fact] | None:
 
 
 def as_first(context: RuleContext) -> list[Fact] | None:
-    """A result of the first input's type and shape."""
+    """The rule of operators whose result has the type and shape of their first input."""
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
