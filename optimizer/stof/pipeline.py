@@ -26,7 +26,7 @@ from stof.files import check_outputs, temporary_folder, write_text
 from stof.fusion.apply import Chained, apply_chains
 from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
 from stof.fusion.decide.selection import Selection
-from stof.graph.external_data import check_room, copied_data, external_files, read_constants
+from stof.graph.external_data import check_output_folder, data_to_copy, external_files, read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.load_save import load, save
 from stof.graph.names import FreshNames
@@ -93,7 +93,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     with _timed(report, "load"), _damage(source):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
-    copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
+    copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
     if any(_is_done(n) for n in all_nodes(graph.graph.node)):
         report.sites = _sites_again(graph)
@@ -152,7 +152,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                 )
         report.chains = list(chained.reports)
         if not report.dry_run and (rewrites or chained.replaced):
-            check_room(chained.model, target, source)
+            check_output_folder(chained.model, target, source)
             with _runtime_errors(source):
                 chained = _verify_and_write(report, scopes, rewrites, (emitted, chained), source, target, options)
         decided = chained.plans if judge is not None else None

@@ -15,7 +15,7 @@ from onnx import TensorProto
 from stof.errors import ArgumentError, ModelError
 from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
-from stof.graph.external_data import Bringing, all_tensors, check_external, copied_data, is_external
+from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
 from stof.graph.protobuf import replace_nodes
 
@@ -107,7 +107,7 @@ class _Arity:
     required: tuple[str, ...]
 
 
-def _arity(kind: str, opset: int) -> _Arity | None:
+def _find_arity(kind: str, opset: int) -> _Arity | None:
     """The arity of a standard operator; None where the onnx package does not know the operator."""
     try:
         schema = onnx.defs.get_schema(kind, opset, "")
@@ -126,7 +126,7 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
             continue
         kind = node.op_type
         if kind not in known:
-            known[kind] = _arity(kind, opset)
+            known[kind] = _find_arity(kind, opset)
         arity = known[kind]
         if arity is None:
             continue
@@ -224,11 +224,11 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     except (EncodeError, ValueError) as error:
         raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
     try:
-        with temporary_file(path.parent) as new, Bringing(new) as bringing:
-            for copy in copied_data(model, path, source):
-                bringing.stage(copy)
+        with temporary_file(path.parent) as new, DataCopier(new) as copier:
+            for copy in data_to_copy(model, path, source):
+                copier.stage(copy)
             new.write(data)
-            bringing.publish()
+            copier.publish()
             check_external(path, model)
             new.replace(path)
     except OSError as error:

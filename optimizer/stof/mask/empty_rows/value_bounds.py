@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.graph.external_data import ITEM_SIZES, place_of
+from stof.graph.external_data import ITEM_SIZES, location_of
 from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
@@ -173,7 +173,7 @@ def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        place = place_of(tensor)
+        place = location_of(tensor)
         path = folder / place.location
         # onnx once had numbers of another size for types that NumPy lacks.
         known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)

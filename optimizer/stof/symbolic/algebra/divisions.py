@@ -24,9 +24,8 @@ def floor_div(x: Int, n: int) -> Int:
     whole = (x - rest).divide(integer(n)) or ZERO
     if rest.constant is not None:
         return whole + integer(rest.constant // n)
-    if of_sizes(rest) and all(
-        c < 0 for m, c in rest.terms if m
-    ):  # the floor of a negative number rounds its absolute value up
+    if of_sizes(rest) and all(c < 0 for m, c in rest.terms if m):
+        # The floor of a negative number rounds its absolute value up.
         return whole - floor_div(integer(n - 1) - rest, n)
     return whole + of_atom("div", rest, n)
 
