@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What looks like attention and is not what the op computes is left alone, with the reason in words."""
+"""Graphs that resemble attention but compute something else are left alone, with a reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites in branches of If and bodies of Loop: replaced where they are, with masks that outer nodes compute."""
+"""Attention in branches of If and bodies of Loop is replaced there, with masks that outer nodes compute."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused nodes expanded to primitive ones: the same outputs in ONNX Runtime, and the same again when they are replaced."""
+"""Expanded fused nodes give the same outputs in ONNX Runtime, before and after they are replaced."""
 
 from __future__ import annotations
 

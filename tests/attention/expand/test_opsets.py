@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every opset from 13 to 26: attention as primitive nodes, and as the fused node where the opset has one."""
+"""Opsets 13 to 26: attention as primitive nodes, and as the fused node where the opset has it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads among others of their tensors (attribute packed): the function body without the library and the operator with it,
-against the formula in fp64, and the operator bit for bit against itself on tensors of its own heads.
+"""Attribute ``packed``: the function body and the operator read heads from a tensor that holds others.
+
+Both are compared with the formula in fp64, and the operator bit for bit with itself on unpacked tensors.
 """
 
 from __future__ import annotations

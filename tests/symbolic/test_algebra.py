@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of the interpreter: conditions by cases, what limits decide, sizes by name, floats that hold integers."""
+"""The algebra: conditions by cases, limits of indices, named sizes, floats that hold integers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofAttention beside the library: every layout, policy and role of operands, with sizes of 0 and 1."""
+"""The function body of StofAttention against the library: every layout, policy and operand role, with sizes 0 and 1."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in local functions: inlined and replaced, whatever else is a function stays one."""
+"""Local functions that contain attention are inlined and replaced; other functions stay."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def called_in_turn(levels: int) -> onnx.ModelProto:
     return found
 
 
-def test_a_cycle_is_told_from_depth() -> None:
+def test_a_cycle_is_reported_as_such_and_not_as_depth() -> None:
     """Many levels are no recursion, and a cycle is named as soon as it closes."""
     # Attention calls a function itself: that is the last level.
     assert "Softmax" in {n.op_type for n in inline(called_in_turn(63), {("", "Softmax")}).graph.node}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""External data of every kind of tensor is found, checked and copied; places and names that are made to hurt are refused."""
+"""External data of every kind of tensor is found, checked and copied; hostile locations and file names are refused."""
 
 from __future__ import annotations
 
