@@ -239,10 +239,10 @@ def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start:
 
 
 def _append_reshape(
-    editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
+    editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, sizes: list[gs.Tensor], output: gs.Tensor
 ) -> gs.Tensor:
     target = editor.variable(f"{output.name}_shape", TensorProto.INT64)
-    nodes.append(editor.node("Concat", target.name, parts, [target], axis=0))
+    nodes.append(editor.node("Concat", target.name, sizes, [target], axis=0))
     nodes.append(editor.node("Reshape", output.name, [tensor, target], [output]))
     return output
 

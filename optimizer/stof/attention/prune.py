@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.shape_sources import ShapeSource, ShapeSources
-from stof.graph.editor import Editor, captured
+from stof.graph.editor import Editor, captured_gs_tensors
 from stof.graph.index import GraphIndex
 from stof.site import AttentionSite
 from stof.symbolic import Symbolic
@@ -64,7 +64,7 @@ class Pruner:
             if id(node) not in shapes:
                 pending.extend(n for t in node.inputs for n in t.inputs)
             # Subgraphs hold other objects for outer tensors: these are found by name.
-            for tensor in captured(node):
+            for tensor in captured_gs_tensors(node):
                 producer = self.editor.producer(tensor.name)
                 if producer is not None:
                     pending.append(producer)

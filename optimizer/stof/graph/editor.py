@@ -91,7 +91,7 @@ class Editor:
         return result
 
 
-def captured(node: gs.Node) -> list[gs.Tensor]:
+def captured_gs_tensors(node: gs.Node) -> list[gs.Tensor]:
     """The tensors that the subgraphs of a node read, outer ones among them."""
     found: list[gs.Tensor] = []
     for value in node.attrs.values():
@@ -100,7 +100,7 @@ def captured(node: gs.Node) -> list[gs.Tensor]:
                 found.extend(graph.outputs)
                 for inner in graph.nodes:
                     found.extend(inner.inputs)
-                    found.extend(captured(inner))
+                    found.extend(captured_gs_tensors(inner))
     return found
 
 

@@ -15,10 +15,10 @@ def _with_suffix(name: str, number: int) -> str:
 
 
 class FreshNames:
-    """Hands out names that are not taken: the wanted name, or the first numbered one, from ``name_2`` on.
+    """Makes names that are not taken: the wanted name, else ``name_2``, ``name_3`` and so on.
 
     Args:
-        taken: names that must not be handed out.
+        taken: names that must not be made.
         numbered: makes the candidate from the wanted name and a number.
     """
 
@@ -34,7 +34,7 @@ class FreshNames:
         self._taken.update(names)
 
     def make(self, wanted: str) -> str:
-        """A name like ``wanted`` that is not taken, and is from now on."""
+        """A name like ``wanted`` that is not taken; marks it as taken."""
         name, number = wanted, 1
         while name in self._taken:
             number += 1

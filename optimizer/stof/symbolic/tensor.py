@@ -94,9 +94,9 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
             return constant_scalar(array.reshape(-1)[0], kind)
         fixed = tuple(0 if n == 1 else i.constant for i, n in zip(index, array.shape, strict=True))
         if all(i is not None for i in fixed):
-            place = tuple(i for i in fixed if i is not None)
-            if all(-n <= i < n for i, n in zip(place, array.shape, strict=True)):
-                return constant_scalar(array[place], kind)
+            known = tuple(i for i in fixed if i is not None)
+            if all(-n <= i < n for i, n in zip(known, array.shape, strict=True)):
+                return constant_scalar(array[known], kind)
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))

@@ -125,8 +125,8 @@ class _ContribExpander:
         if bias:
             widths = [require_size(s[2], f"the width of {t!r}") for s, t in zip(own, tensors, strict=True)]
             require_shape(self.symbolic, bias, "bias", (1,))
-            parts = self._split(bias, widths, 0)
-            tensors = [b.add("Add", [t, part]) for t, part in zip(tensors, parts, strict=True)]
+            biases = self._split(bias, widths, 0)
+            tensors = [b.add("Add", [t, own_bias]) for t, own_bias in zip(tensors, biases, strict=True)]
         query, key, value = (split_heads(b, t, self.heads) for t in tensors)
         return query, key, value
 
@@ -194,8 +194,8 @@ class _ContribExpander:
         core = AttentionCore(query, key, value, self.heads, self.heads, scale, self.dtype, masks=masks)
         fused.set_output(0, merge_heads(b, append_attention(b, core, fused.name), self.heads * sizes.width))
         if joined_present and fused.output(1):
-            parts = [b.unsqueeze(t, [0]) for t in (key, value)]
-            fused.set_output(1, b.add("Concat", parts, axis=0))
+            present = [b.unsqueeze(t, [0]) for t in (key, value)]
+            fused.set_output(1, b.add("Concat", present, axis=0))
         elif not joined_present:
             fused.set_output(1, key)
             fused.set_output(2, value)

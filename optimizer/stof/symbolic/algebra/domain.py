@@ -62,9 +62,9 @@ class Domain:
             if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
                 continue
             rest = value - Int(((monomial, coefficient),))
-            parts = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
+            sums = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
             both = (monomial[0].kind == "max") == (coefficient > 0)
-            return (all_of if both else any_of)(self._test("le", p) for p in parts)
+            return (all_of if both else any_of)(self._test("le", x) for x in sums)
         return None
 
     def _split_eq(self, value: Int) -> Cond | None:
@@ -77,8 +77,8 @@ class Domain:
             assert isinstance(first, Int)
             assert isinstance(second, Int)
             chosen = self._test("le", second - first if monomial[0].kind == "max" else first - second)
-            parts = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
-            return any_of([all_of([chosen, parts[0]]), all_of([negate(chosen), parts[1]])])
+            tests = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
+            return any_of([all_of([chosen, tests[0]]), all_of([negate(chosen), tests[1]])])
         return None
 
     def bound(self, value: Int, *, upper: bool) -> float:

@@ -52,10 +52,10 @@ def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
         return [(TRUE, value)]
     if depth == _MAX_DECISIONS:
         return None
-    parts = [_cases(_assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
-    if parts[0] is None or parts[1] is None:
+    branches = [_cases(_assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
+    if branches[0] is None or branches[1] is None:
         return None
-    yes, no = ({x: c for c, x in part} for part in parts if part is not None)
+    yes, no = ({x: c for c, x in branch} for branch in branches if branch is not None)
     merged = [(choose(cond, yes.get(x, FALSE), no.get(x, FALSE)), x) for x in dict.fromkeys([*yes, *no])]
     return [(c, x) for c, x in merged if c != FALSE]
 
@@ -161,9 +161,9 @@ def to_int(value: Scalar) -> Int:
         assert isinstance(cond, Cond)
         assert isinstance(yes, Real)
         assert isinstance(no, Real)
-        parts = [to_int(x) for x in (yes, no)]
-        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
-            chosen = select(cond, *parts)
+        branches = [to_int(x) for x in (yes, no)]
+        if not any(a.kind == "trunc" for x in branches for a in x.atoms()):
+            chosen = select(cond, *branches)
             assert isinstance(chosen, Int)
             return chosen
     found = split_cases(value)

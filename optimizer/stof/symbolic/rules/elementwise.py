@@ -130,9 +130,9 @@ def _absolute(x: Scalar) -> Scalar:
         number = value.args[0]
         assert isinstance(number, float)
         return real(abs(number))
-    parts = _quotient(value)
-    if parts is not None:
-        return Real("div", (to_real(_absolute(parts[0])), real(parts[1])))
+    quotient = _quotient(value)
+    if quotient is not None:
+        return Real("div", (to_real(_absolute(quotient[0])), real(quotient[1])))
     return Real("opaque", ("Abs", value))
 
 
@@ -156,8 +156,8 @@ def _sign(x: Scalar) -> Scalar:
             return real(float(np.sign(value.args[0])))
         if value.kind == "int":
             return to_real(_sign(to_int(value)))
-        parts = _quotient(value)
-        return Real("opaque", ("Sign", value)) if parts is None else to_real(_sign(parts[0]))
+        quotient = _quotient(value)
+        return Real("opaque", ("Sign", value)) if quotient is None else to_real(_sign(quotient[0]))
     if of_sizes(x) and bound(x, upper=False, smallest=1.0) >= 1:
         # Exporters' floor divisions take the sign of a size. A past may be 0: the mask check also runs without a past.
         return integer(1)

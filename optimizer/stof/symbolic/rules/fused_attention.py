@@ -70,12 +70,12 @@ def _grouped(context: RuleContext) -> list[Fact] | None:
     dtype = context.fact(0).dtype
     if q is None or len(q) != 3 or not heads or not groups:
         return [Fact(dtype)]
-    width = q[2] if k is not None else _part(q[2], heads, heads + 2 * groups)
+    width = q[2] if k is not None else _share(q[2], heads, heads + 2 * groups)
     return [Fact(dtype, None if width is None else (q[0], q[1], width))]
 
 
-def _part(whole: Int, count: int, parts: int) -> Int | None:
-    one = whole.divide(integer(parts))
+def _share(whole: Int, count: int, total: int) -> Int | None:
+    one = whole.divide(integer(total))
     return None if one is None else one * integer(count)
 
 

@@ -179,10 +179,10 @@ def _slice(context: RuleContext) -> list[Fact] | None:
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
 
     def at(index: Index) -> Scalar:
-        moved = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
+        source_index = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
         value = context.value(0)
         assert value is not None
-        return value.at(tuple(moved))
+        return value.at(tuple(source_index))
 
     return [moved_fact(context, tuple(shape), at)]
 
@@ -229,18 +229,18 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):
         return [Fact(context.fact(0).dtype, shape)]
-    parts = [v for v in values if v is not None]
+    tensors = [v for v in values if v is not None]
 
     def at(index: Index) -> Scalar:
         position = index[axis]
 
         def element(i: int) -> Scalar:
             own = position - starts[i]
-            size = parts[i].shape[axis].constant
-            if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
+            size = tensors[i].shape[axis].constant
+            if tensors[i].constant is not None and own.constant is None and size is not None and count > 1:
                 # Keeps look-ups within a stored part where another part is selected.
                 own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
-            return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
+            return tensors[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
             inside = bound(position - starts[i + 1], upper=True) < 0
@@ -272,17 +272,17 @@ def _tile(context: RuleContext) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = []
+        source_index = []
         for i, d, r in zip(index, data, repeats, strict=True):
             if r == ONE:
-                moved.append(i)
+                source_index.append(i)
             elif d == ONE:
-                moved.append(ZERO)
+                source_index.append(ZERO)
             elif d.constant is not None:
-                moved.append(floor_mod(i, d.constant))
+                source_index.append(floor_mod(i, d.constant))
             else:
-                moved.append(of_atom("opaque", "mod", i, d))
-        return value.at(tuple(moved))
+                source_index.append(of_atom("opaque", "mod", i, d))
+        return value.at(tuple(source_index))
 
     return [moved_fact(context, shape, at)]
 
@@ -298,10 +298,10 @@ def _transpose(context: RuleContext) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = [ZERO] * len(perm)
+        source_index = [ZERO] * len(perm)
         for i, p in zip(index, perm, strict=True):
-            moved[p] = i
-        return value.at(tuple(moved))
+            source_index[p] = i
+        return value.at(tuple(source_index))
 
     return [moved_fact(context, shape, at)]
 
@@ -449,12 +449,12 @@ def _pad(context: RuleContext) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = tuple(i - pads[a] for a, i in enumerate(index))
+        source_index = tuple(i - pads[a] for a, i in enumerate(index))
         inside = all_of(
-            c for i, d in zip(moved, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
+            c for i, d in zip(source_index, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
         )
         outside = _zero(value.kind) if fill is None else fill.at(() if fill.rank == 0 else (ZERO,))
-        return select(inside, value.at(moved), outside)
+        return select(inside, value.at(source_index), outside)
 
     return [moved_fact(context, shape, at)]
 

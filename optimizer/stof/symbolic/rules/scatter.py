@@ -39,11 +39,11 @@ def _scatter_nd(context: RuleContext) -> list[Fact] | None:
     counts = indices.shape[:-1]
 
     def at(index: Index) -> Scalar:
-        moved = tuple(i - s for i, s in zip(index[:depth], shifts, strict=True))
+        source_index = tuple(i - s for i, s in zip(index[:depth], shifts, strict=True))
         inside = all_of(
-            c for i, n in zip(moved, counts, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, n))
+            c for i, n in zip(source_index, counts, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, n))
         )
-        placed = tuple(ZERO if n == ONE else i for i, n in zip(moved, counts, strict=True))
+        placed = tuple(ZERO if n == ONE else i for i, n in zip(source_index, counts, strict=True))
         return select(negate(inside), value.at(index), updates.at((*placed, *index[depth:])))
 
     return [moved_fact(context, data, at)]
