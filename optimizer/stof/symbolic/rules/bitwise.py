@@ -85,12 +85,12 @@ def _is_unknown(value: Scalar) -> bool:
     return isinstance(value, Int) and value.atom is not None and value.atom.kind == "opaque"
 
 
-def bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
+def make_bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
     """~x; unknown for unsigned integers."""
     return lambda x: -to_int(x) - integer(1) if signed else of_atom("opaque", "BitwiseNot", to_int(x))
 
 
-def shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
+def make_shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
     """X << y or x >> y, for integers that are not negative."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
@@ -104,11 +104,11 @@ def shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
 
 
 def _not(context: RuleContext) -> list[Fact] | None:
-    return elementwise(context, bit_not(context.fact(0).dtype in _SIGNED), None)
+    return elementwise(context, make_bit_not(context.fact(0).dtype in _SIGNED), None)
 
 
 def _shift(context: RuleContext) -> list[Fact] | None:
-    return elementwise(context, shift(context.attribute("direction") == "LEFT"), None)
+    return elementwise(context, make_shift(context.attribute("direction") == "LEFT"), None)
 
 
 RULES: dict[str, Rule] = {

@@ -27,7 +27,7 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+def make_comparison(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     """The comparison ``kind`` ("lt", "le", "gt", "ge", "eq") of two scalars."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
@@ -73,7 +73,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         assert isinstance(inner, Int)
         assert isinstance(largest, int)
         if _is_below(y, largest):  # rounding is monotone, and exact for small numbers
-            return compare(kind)(to_real(inner), y)
+            return make_comparison(kind)(to_real(inner), y)
         return Cond("opaque", (kind, x, y))
     if x.kind == "int" and y.kind == "const":  # an integer and a fraction
         inner, limit = to_int(x), y.args[0]
@@ -95,7 +95,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
             elif (left := as_int(case_as_real(a))) is not None and (right := as_int(case_as_real(b))) is not None:
-                holds = to_cond(compare(kind)(left, right))
+                holds = to_cond(make_comparison(kind)(left, right))
             elif (known := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:
                 holds = TRUE if known else FALSE
             else:
@@ -116,7 +116,7 @@ def _not(x: Scalar) -> Scalar:
     return negate(to_cond(x))
 
 
-def _logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+def _make_logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     def apply(x: Scalar, y: Scalar) -> Scalar:
         a, b = to_cond(x), to_cond(y)
         if kind == "and":
@@ -145,14 +145,14 @@ def _where(context: RuleContext) -> list[Fact] | None:
 
 
 RULES: dict[str, Rule] = {
-    "Less": pointwise(compare("lt"), BOOL),
-    "LessOrEqual": pointwise(compare("le"), BOOL),
-    "Greater": pointwise(compare("gt"), BOOL),
-    "GreaterOrEqual": pointwise(compare("ge"), BOOL),
-    "Equal": pointwise(compare("eq"), BOOL),
-    "And": pointwise(_logic("and"), BOOL),
-    "Or": pointwise(_logic("or"), BOOL),
-    "Xor": pointwise(_logic("xor"), BOOL),
+    "Less": pointwise(make_comparison("lt"), BOOL),
+    "LessOrEqual": pointwise(make_comparison("le"), BOOL),
+    "Greater": pointwise(make_comparison("gt"), BOOL),
+    "GreaterOrEqual": pointwise(make_comparison("ge"), BOOL),
+    "Equal": pointwise(make_comparison("eq"), BOOL),
+    "And": pointwise(_make_logic("and"), BOOL),
+    "Or": pointwise(_make_logic("or"), BOOL),
+    "Xor": pointwise(_make_logic("xor"), BOOL),
     "Not": pointwise(_not, BOOL),
     "IsInf": _is_infinite,
     "IsNaN": pointwise(_is_nan, BOOL),
