@@ -16,8 +16,8 @@ import onnx
 from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime, release_sessions
 from stof.files import check_outputs, temporary_folder, write_text
-from stof.graph.external_data import check_room, copied_data, external_files
-from stof.graph.model_graph import load, save
+from stof.graph.external_data import check_output_folder, data_to_copy, external_files
+from stof.graph.load_save import load, save
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.ops import OPS, PLAN_FORMATS
 from stof.options import Options
@@ -92,7 +92,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     with _timed(report, "load"), _damage(source):
         graph = load(source)
     data = {f"external data {name!r}": source.parent / name for name in sorted(external_files(graph))}
-    copies = {f"external data {c.location!r}": c.target for c in copied_data(graph, target, source)}
+    copies = {f"external data {c.location!r}": c.target for c in data_to_copy(graph, target, source)}
     _check_files(data, target, options, report.dry_run, copies)
     job = Job(options, source, graph, report.library, plan, partial(_step, report, source))
     report.sections = {op.key: op.empty_section() for op in OPS}
@@ -103,7 +103,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             return
     stages = _rewrite(report, job)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
-        check_room(stages[-1].model(), target, source)
+        check_output_folder(stages[-1].model(), target, source)
         with _runtime_errors(source):
             stages = _verify_and_write(report, job, stages, target)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options)

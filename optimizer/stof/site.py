@@ -15,6 +15,10 @@ import numpy as np
 
 from stof.symbolic.algebra.terms import Int
 
+# A mask value up to this forbids: beside an allowed score its exponential is 0. Exporters write -10000 (it fits fp16) or less;
+# position biases and scores stay far above it.
+FORBIDDING_VALUE = -1e4
+
 
 class Layout(str, enum.Enum):
     """Memory order of a 4-D (or packed 3-D) query, key, value or output tensor."""

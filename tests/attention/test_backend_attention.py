@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ONNX backend node tests of ``Attention``, fused and as their function bodies: optimized, run, held against their data."""
+"""ONNX backend tests of ``Attention``, as fused nodes and as function bodies: optimized, run, compared with their data."""
 
 from __future__ import annotations
 

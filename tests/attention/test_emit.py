@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emitted graph: replaced sites, everything else as it was."""
+"""The emitted graph: sites are replaced, everything else stays as it was."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_empty_rows_of_the_body_are_the_library_s(policy: EmptyRows) -> None:
         assert rows.any()
 
 
-def test_a_shape_of_a_removed_tensor_is_told_otherwise() -> None:
+def test_a_shape_of_a_removed_tensor_comes_from_the_graph_inputs() -> None:
     before = model(
         PLAIN,
         "float[a,b,c,d] out, int64[4] sizes, int64[4] more",
@@ -271,7 +271,7 @@ def test_a_shape_of_a_removed_tensor_is_told_otherwise() -> None:
     assert nodes(after)["more"].op_type == "Shape"
 
 
-def test_sizes_that_no_input_has_are_told_by_the_query() -> None:
+def test_sizes_that_no_input_has_come_from_the_query() -> None:
     """As behind a convolution that shortens the sequence: only value_info knows its length, by name."""
     before = model(
         "float[1,4,S,8] x, float[6,4,3,1] w",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that real exporters wrote, narrow: every site is found, read from the best tensors, and leaves nothing behind."""
+"""Narrow graphs of real exporters: every site is found, reads the best tensors, and leaves no dead nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What looks like attention and is not what the op computes is left alone, with the reason in words."""
+"""Graphs that resemble attention but compute something else are left alone, with a reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attention_forms import PLAIN, feeds, model, only_site, reason, rewrite, run
 from onnx import helper
 
 from stof.attention.expand.prepare import prepare
-from stof.attention.subgraphs import search
+from stof.attention.subgraphs import find_scopes
 from stof.errors import UnsupportedError
 
 BEGIN = "%kt\ns1 = MatMul (q, kt)\n"
@@ -115,13 +115,13 @@ REFUSED = {
         "float[B,4,S,8] q, float[4,T,8] k, float[B,4,T,8] v",
         "float[a,b,c,d] out",
         "kt = Transpose <perm = [0, 2, 1]> (k)\ns1 = MatMul (q, kt)\np = Softmax (s1)\nout = MatMul (p, v)",
-        "the key has 3 axes where the other factor has 4",
+        "the key has 3 axes where the other operand has 4",
     ),
     "values without a batch": (
         "float[B,4,S,8] q, float[B,4,T,8] k, float[4,T,8] v",
         "float[a,b,c,d] out",
         BEGIN + "p = Softmax (s1)\nout = MatMul (p, v)",
-        "the value has 3 axes where the other factor has 4",
+        "the value has 3 axes where the other operand has 4",
     ),
     "a guard that fills with ones": (
         PLAIN,
@@ -168,7 +168,7 @@ def test_a_mask_that_spreads_the_scores_is_refused() -> None:
         "float[a,b,c,d] out",
         BEGIN + "s2 = Add (s1, added)\np = Softmax (s2)\nout = MatMul (p, v)",
     )
-    assert "spreads a size of 1 of the scores to 2" in reason(graph)
+    assert "broadcasts a size of 1 of the scores to 2" in reason(graph)
 
 
 def test_a_mask_of_fixed_size_on_scores_of_any_size_is_refused() -> None:
@@ -210,8 +210,8 @@ def test_a_softmax_in_a_subgraph_is_told() -> None:
     graph.graph.node.append(
         helper.make_node("If", ["flag"], ["chosen"], name="choice", then_branch=branches[0], else_branch=branches[1])
     )
-    scopes = search(prepare(graph))
-    assert {s.words for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
+    scopes = find_scopes(prepare(graph))
+    assert {s.description for s in scopes[1:]} == {"then_branch of If node 'choice'", "else_branch of If node 'choice'"}
     assert not any(s.sites for s in scopes)
     reasons = {f.site: f.reason for s in scopes for f in s.findings}
     assert set(reasons) == {"in yes", "in no"}

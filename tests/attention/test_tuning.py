@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner's choices from given times, its budget, and what it keeps."""
+"""The tuner: its choices from given times, its budget, its cache."""
 
 from __future__ import annotations
 

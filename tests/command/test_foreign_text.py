@@ -17,7 +17,7 @@ from tests.command.test_cli import ATTENTION, WINDOW, text
 import stof
 from stof import cli
 from stof.errors import ModelError
-from stof.graph.model_graph import all_nodes
+from stof.graph.index import all_nodes
 
 HOSTILE = "\x1b[31m\nwritten: fake\r\x07\u202e\u2028\x9b"
 ESCAPED = r"\x1b[31m\nwritten: fake\r\x07\u202e\u2028\x9b"

@@ -24,7 +24,7 @@ from stof.fusion.emit import emit_chains
 from stof.fusion.evaluate import evaluate_chain
 from stof.fusion.regions import Graph, find_chains, settled
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import opset_of
+from stof.graph.index import opset_of
 from stof.runtime.library import Op
 from stof.symbolic import Symbolic
 

@@ -16,7 +16,7 @@ from chain_graphs import FLOAT, HALF, Builder
 from onnx import helper, numpy_helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function
+from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.fusion.apply import Verdict, apply_chains
 from stof.fusion.decide.predicted import Predicted
 from stof.fusion.merge_matmuls import merged
@@ -24,7 +24,7 @@ from stof.fusion.packed_qkv import Heads, packed
 from stof.fusion.regions import Graph
 from stof.fusion.search.cost import Machine
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.options import Options
 from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic
@@ -45,7 +45,7 @@ def finish(b: Builder, *outputs: str, grouped: bool = False, layout: Layout = La
     model = b.model(*outputs)
     model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     variant = Variant("k <= q", (layout,) * 4, grouped, EmptyRows.ZERO, 0, 0.0, (), b.dtype)
-    model.functions.append(make_function([variant], b.opset))
+    model.functions.append(make_attention_function([variant], b.opset))
     return model
 
 

@@ -93,7 +93,7 @@ def judge_far(one: Spec) -> Verdict:
     rng = random.Random(f"{one.plan.seed}/{one.plan.number}/values")
     prepared = prepare(case.model)
     symbolic = Symbolic(prepared.model)
-    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
+    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized)
     sizes = {"B": 1, "H": case.heads, **one.sizes}
     feeds = feeds_of(case, sizes, one.plan.number % 3, rng)
     drawn = evaluate(one.mask, values_of(case, sizes, feeds))

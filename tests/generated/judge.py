@@ -79,7 +79,7 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
     before = case.model.SerializeToString()
     prepared = prepare(case.model)
     symbolic = Symbolic(prepared.model)
-    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed)
+    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized)
     findings = [*prepared.findings, *findings]
     rewrite: Rewrite | None = None
     seen: set[int] = set()
@@ -91,7 +91,7 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
         verdict.reason = findings[0].reason
     if rewrite is None and len(verdict.reason) < 20:
         raise Fault("no reason", f"refused because of {verdict.reason!r}")
-    optimized = None if rewrite is None else emit(prepared.partly([rewrite.site]), symbolic, [rewrite])
+    optimized = None if rewrite is None else emit(prepared.expand_for([rewrite.site]), symbolic, [rewrite])
     if case.model.SerializeToString() != before:
         raise Fault("changed", "the original model was changed")
     original = with_terms(case)

@@ -143,7 +143,7 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     """The model with every site replaced that the check by execution lets pass, before verification."""
     prepared = prepare(model)
     symbolic = Symbolic(prepared.model)
-    sites, _ = find_sites(prepared.model, symbolic, prepared.fixed)
+    sites, _ = find_sites(prepared.model, symbolic, prepared.materialized)
     checker = MaskChecker(prepared.model, symbolic)
 
     def settled(site: AttentionSite) -> Rewrite:
@@ -162,7 +162,7 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     if not rewrites:
         return None, ()
     masks = tuple(r.mask.expression for r in rewrites)
-    return emit(prepared.partly([r.site for r in rewrites]), symbolic, rewrites), masks
+    return emit(prepared.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
 
 
 def _stopped(model: onnx.ModelProto) -> bool:

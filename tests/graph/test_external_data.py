@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose weights lie in files of their own: read where they lie, never written to, brought along when needed."""
+"""External data is read in place, never written to, and copied beside an output in another folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stof.execution import ort_sessions as sessions
 from stof.execution.ort_sessions import Sessions
 from stof.execution.session_worker import SessionSpec
 from stof.graph.external_data import read_constants
-from stof.graph.model_graph import load
+from stof.graph.load_save import load
 
 NAMES = ("modernbert.dynamo.sdpa", "gemma3.torchscript.eager")
 
@@ -121,7 +121,7 @@ def test_weights_stay_where_they_are_for_an_output_beside_the_input(tmp_path: Pa
         assert np.abs(a - b).max() <= 2e-5 * np.ptp(a)
 
 
-def test_weights_of_another_model_at_the_output_are_told_before_any_work(
+def test_weights_of_another_model_at_the_output_are_reported_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = external("modernbert.dynamo.sdpa", tmp_path / "in", 1024)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites in branches of If and bodies of Loop: replaced where they are, with masks that outer nodes compute."""
+"""Attention in branches of If and bodies of Loop is replaced there, with masks that outer nodes compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from fused_attention_nodes import MICROSOFT, forced, run, same
 from onnx import helper, parser
 
-from stof.graph.model_graph import all_nodes, subgraphs
+from stof.graph.index import all_nodes, subgraphs
 
 HEADER = '<ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>'
 # The mask is made outside, of the padding and of positions; one branch has a past, the other none.

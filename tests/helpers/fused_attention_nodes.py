@@ -13,8 +13,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.expand.expand import Lowered
 from stof.attention.expand.prepare import prepare
+from stof.attention.expand.working_copy import WorkingCopy
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import Step
 from stof.options import Options
@@ -106,7 +106,7 @@ def same(found: list[np.ndarray], wanted: list[np.ndarray], tolerance: float = 2
         np.testing.assert_allclose(np.nan_to_num(a), np.nan_to_num(b), atol=tolerance, rtol=tolerance)
 
 
-def expanded(model: onnx.ModelProto) -> Lowered:
+def expanded(model: onnx.ModelProto) -> WorkingCopy:
     """The working copy, in which no fused node is left."""
     found = prepare(model)
     assert not found.findings, found.findings

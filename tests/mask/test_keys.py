@@ -12,9 +12,9 @@ from onnx import TensorProto
 from stof.mask.empty_rows.key_proof import leaves_a_key
 from stof.runtime.library import Mask
 from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
-from stof.symbolic import Int, integer, size
+from stof.symbolic import Int, dim, integer
 
-BATCH, ROWS, KEYS, PAST = (size(n) for n in ("batch", "rows", "keys", "past"))
+BATCH, ROWS, KEYS, PAST = (dim(n) for n in ("batch", "rows", "keys", "past"))
 SELF, CROSS, CACHED, LONGER = (ROWS, ROWS), (ROWS, KEYS), (ROWS, PAST + ROWS), (ROWS, ROWS + KEYS)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex
 from stof.mask.empty_rows.value_bounds import Magnitudes
 from stof.symbolic import Symbolic
 

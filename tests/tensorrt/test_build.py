@@ -23,7 +23,7 @@ import pytest
 
 import stof
 from stof.fusion.decide.predicted import LEAST_PREDICTED
-from stof.graph.model_graph import all_nodes
+from stof.graph.index import all_nodes
 from stof.options import Options
 from stof.runtime.attention_reference import random_problem
 from stof.site import EmptyRows

@@ -18,8 +18,9 @@ from onnx import TensorProto, helper, parser
 import stof
 from stof import cli
 from stof.attention.decide.cost_tensorrt import leave, why_not
-from stof.graph.model_graph import all_nodes
-from stof.graph.tensorrt_compat import constants, name_nodes
+from stof.attention.tensorrt_constants import constants_attribute
+from stof.graph.index import all_nodes
+from stof.graph.names import name_nodes
 from stof.options import Options
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 
@@ -85,8 +86,8 @@ def test_constants_of_several_tables() -> None:
     tables = (("table0", "bool", (2, 5), bytes([1, 0, 0, 1, 0, 1, 0, 1, 0, 1])), ("table1", "uint8", (1,), b"\7"))
     mask = LiftedMask("table0[q, k] or table1[q] == 1", tables=tables)
     # The first entry is the one of docs/guide/tensorrt.md.
-    assert constants(mask, ("pad", "table0", "table1")) == {"constants": "4 bool 2x5 qQI=;5 uint8 1 Bw=="}
-    assert constants(LiftedMask("k <= q"), ("pad",)) == {}
+    assert constants_attribute(mask, ("pad", "table0", "table1")) == {"constants": "4 bool 2x5 qQI=;5 uint8 1 Bw=="}
+    assert constants_attribute(LiftedMask("k <= q"), ("pad",)) == {}
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64"])
@@ -96,7 +97,7 @@ def test_constants_hold_the_table(dtype: str, shape: tuple[int, ...]) -> None:
     if dtype in ("int32", "int64"):
         array = array * -70000
     mask = LiftedMask("table0[q]", tables=(("table0", dtype, shape, array.tobytes()),))
-    place, kind, sizes, data = constants(mask, ("pad", "unused", "table0"))["constants"].split(" ")
+    place, kind, sizes, data = constants_attribute(mask, ("pad", "unused", "table0"))["constants"].split(" ")
     assert place == "5"
     raw = np.frombuffer(base64.b64decode(data, validate=True), np.uint8)
     if dtype == "bool":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Einsum as a product of matrices: which axes of its operands and its result are batch, rows and columns."""
+"""Reads an Einsum as a batched MatMul: which axes of operands and result are batch, rows and columns."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from dataclasses import dataclass
 
 import onnx
 
+from stof.graph.index import is_standard
 from stof.symbolic import Symbolic
 
 Order = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Product:
-    """Operands ``left`` [.., R, C] and ``right`` [.., K, C] of a product, by input, with the order of axes in which they are
-    that; ``result`` is the order in which the output is [.., R, K].
+class EinsumMatmul:
+    """An Einsum as ``left`` [.., R, C] times the transpose of ``right`` [.., K, C].
+
+    The orders are permutations: ``left`` transposed by ``left_order`` is [.., R, C], and so on; the output transposed by
+    ``result_order`` is [.., R, K].
     """
 
     left: str
     right: str
     left_order: Order
     right_order: Order
-    result: Order
+    result_order: Order
 
 
-def products(symbolic: Symbolic, node: onnx.NodeProto) -> list[Product]:
-    """The ways to read an Einsum as a batched product of two matrices, with either input first; [] when it is none."""
-    terms = _terms(symbolic, node)
+def einsum_matmuls(symbolic: Symbolic, node: onnx.NodeProto) -> list[EinsumMatmul]:
+    """The ways to read a node as a batched MatMul, with either input on the left; [] when it is no such Einsum."""
+    terms = _axis_letters(symbolic, node)
     if terms is None:
         return []
-    return [p for first in (0, 1) for p in _products(node, terms, first)]
+    return [p for first in (0, 1) for p in _matmuls_with_first(node, terms, first)]
 
 
-def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
-    """Letters of the two inputs and of the output, an ellipsis spelled out."""
-    if node.op_type != "Einsum" or node.domain not in ("", "ai.onnx") or len(node.input) != 2:
+def _axis_letters(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | None:
+    """Letters of the two inputs and of the output, with an ellipsis replaced by letters."""
+    if node.op_type != "Einsum" or not is_standard(node) or len(node.input) != 2:
         return None
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     left, arrow, result = equation.partition("->")
@@ -56,8 +59,11 @@ def _terms(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, str] | N
     return (first, second, last) if fits else None
 
 
-def _products(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> list[Product]:
-    """With one input first. Of two rows beside a batch of two axes the first one counts the heads that share a matrix."""
+def _matmuls_with_first(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> list[EinsumMatmul]:
+    """The readings with input ``first`` on the left.
+
+    Beside a batch of two axes there may be two row axes: one of them counts the query heads of a key head.
+    """
     left, right, result = terms[first], terms[1 - first], terms[2]
     shared = set(left) & set(right)
     rows = [c for c in left if c not in shared]
@@ -70,7 +76,7 @@ def _products(node: onnx.NodeProto, terms: tuple[str, str, str], first: int) -> 
     if set(result) != {*batch, *rows, *columns}:
         return []
     return [
-        Product(
+        EinsumMatmul(
             node.input[first],
             node.input[1 - first],
             tuple(left.index(c) for c in (*batch, *order, *summed)),

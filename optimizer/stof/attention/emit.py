@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing StofAttention nodes: the only step that changes a graph."""
+"""Writes StofAttention nodes and their function: the only step that changes a graph."""
 
 from __future__ import annotations
 
@@ -13,52 +13,49 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function
-from stof.attention.op_inputs import NEUTRAL, operands_of
+from stof.attention.function_body import OP, Variant, make_attention_function
+from stof.attention.op_inputs import NEUTRAL, build_operands
 from stof.attention.prune import Pruner
+from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import UnsupportedError
-from stof.graph.editor import Editing
-from stof.graph.model_graph import DOMAIN, opset_of
-from stof.graph.tensorrt_compat import constants, name_nodes
+from stof.graph.editor import Editor
+from stof.graph.index import DOMAIN, opset_of
+from stof.graph.names import name_nodes
+from stof.graph.protobuf import copy_model
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared
+from stof.symbolic.dimension_names import declared_dim
 
-_LOWEST_IR = 8  # local functions
+_LOWEST_IR = 8  # first IR version with local functions
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A site and its mask, decided to be replaced.
-
-    ``hints`` are the attributes ``kernel`` and ``tile``. ``tensorrt``: what TensorRT's parser needs is written, too.
-    """
+    """A site that is replaced, with its mask and the decisions about it."""
 
     site: AttentionSite
     mask: LiftedMask
-    hints: tuple[tuple[str, str], ...] = ()
-    tensorrt: bool = False
+    hints: tuple[tuple[str, str], ...] = ()  # the attributes ``kernel`` and ``tile``
+    tensorrt: bool = False  # also write what TensorRT's parser needs
     allow_tf32: bool = False
 
 
 def emit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
-    """A copy of the model in which every rewrite's site is one StofAttention node.
+    """A copy of the model in which the site of every rewrite is one StofAttention node.
 
     Raises:
         UnsupportedError: when the model holds StofAttention already.
     """
     if not rewrites:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        return copy
+        return copy_model(model)
     if any((f.domain, f.name) == (DOMAIN, OP) for f in model.functions):
         raise UnsupportedError(f"the model already holds {OP}; optimize the original instead")
-    calls = Calls(rewrites)
-    return calls.finish(edit(model, symbolic, rewrites, calls))
+    function = SharedFunction(rewrites)
+    return function.finish(replace_sites(model, symbolic, rewrites, function))
 
 
-class Calls:
-    """What all calls of a model share, in whatever graph they are: operand slots, layouts, and the body's variants."""
+class SharedFunction:
+    """The local function that all StofAttention nodes of a model call: operand slots, layouts, variants of the body."""
 
     def __init__(self, rewrites: Sequence[Rewrite]) -> None:
         self.slots = _slots(rewrites)
@@ -68,13 +65,13 @@ class Calls:
         self.tensorrt = any(r.tensorrt for r in rewrites)
 
     def variant(self, rewrite: Rewrite) -> tuple[Variant, int]:
-        """The variant of the body that a call takes, and its number."""
+        """The variant of the body for a rewrite, and its ``mask_id``."""
         found = _variant(rewrite, self.slots, self.layouts, self.grouped)
         return found, self.variants.setdefault(found, len(self.variants))
 
     def finish(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Adds to the model what its calls need: the function, the opset, the version stamp."""
-        model.functions.append(make_function(list(self.variants), opset_of(model)))
+        """Adds the function, the opset import and the version stamp to a model, and returns it."""
+        model.functions.append(make_attention_function(list(self.variants), opset_of(model)))
         if not any(e.domain == DOMAIN for e in model.opset_import):
             model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         model.ir_version = max(model.ir_version, _LOWEST_IR)
@@ -84,15 +81,17 @@ class Calls:
         return model
 
 
-def edit(model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], calls: Calls) -> onnx.ModelProto:
-    """A copy of the model with the nodes of its main graph rewritten."""
-    editing = Editing(model)
-    pruner = Pruner(editing, symbolic, [r.site for r in rewrites])
+def replace_sites(
+    model: onnx.ModelProto, symbolic: Symbolic, rewrites: Sequence[Rewrite], function: SharedFunction
+) -> onnx.ModelProto:
+    """A copy of the model in which sites of the main graph are replaced."""
+    editor = Editor(model)
+    pruner = Pruner(editor, symbolic, [r.site for r in rewrites])
     for rewrite in rewrites:
-        variant, number = calls.variant(rewrite)
-        _replace(editing, symbolic, rewrite, variant, number, calls.slots)
+        variant, number = function.variant(rewrite)
+        _replace_site(editor, symbolic, rewrite, variant, number, function.slots)
     pruner.prune()
-    return editing.finish()
+    return editor.finish()
 
 
 def _stamp(model: onnx.ModelProto) -> None:
@@ -101,7 +100,7 @@ def _stamp(model: onnx.ModelProto) -> None:
 
 
 def _slots(rewrites: Sequence[Rewrite]) -> tuple[str, ...]:
-    """The operand roles of the model: one slot each, in the same order at every call."""
+    """The operand roles of all calls: one slot each, in the same order at every call."""
     roles = set().union(*(_roles(r) for r in rewrites))
     tables = sorted((r for r in roles if r.startswith("table")), key=lambda r: (len(r), r))
     return tuple(r for r in [*NEUTRAL, *tables] if r in roles)
@@ -119,12 +118,12 @@ Layouts = tuple[Layout, Layout, Layout, Layout]
 
 
 def _layouts(site: AttentionSite) -> Layouts:
-    query = site.query.layout if site.query_factor is None else Layout.BHSD  # where it is multiplied
+    query = site.query.layout if site.query_factor is None else Layout.BHSD  # the factor is [.., S or 1, 1]
     return (query, site.key.layout, site.value.layout, site.output_layout)
 
 
 def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
-    """One layout for each slot of all calls, since they share a function body; the most frequent where they differ."""
+    """The most frequent layout of query, key, value and output: all calls share a function body, so they have the same."""
     columns = list(zip(*(_layouts(r.site) for r in rewrites), strict=True))
     query, key, value, output = (Counter(column).most_common(1)[0][0] for column in columns)
     return query, key, value, output
@@ -145,16 +144,16 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
     )
 
 
-def _replace(
-    editing: Editing, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
+def _replace_site(
+    editor: Editor, symbolic: Symbolic, rewrite: Rewrite, variant: Variant, number: int, slots: Sequence[str]
 ) -> None:
     site = rewrite.site
-    output = editing.tensors[site.output]
-    place = next(i for i, n in enumerate(editing.graph.nodes) if n is output.inputs[0])
+    output = editor.tensors[site.output]
+    node_index = next(i for i, n in enumerate(editor.graph.nodes) if n is output.inputs[0])
     extra: list[gs.Node] = []
-    operands = operands_of(editing, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
+    operands = build_operands(editor, symbolic, (rewrite.site, rewrite.mask), slots, extra, rewrite.tensorrt)
     layouts = [layout.value for layout in variant.layouts]
-    # Slots that this variant does not use keep their place with the role `unused`.
+    # Slots that this variant does not read have the role `unused`.
     attributes = {
         "mask": variant.expression,
         "mask_id": number,
@@ -171,124 +170,126 @@ def _replace(
         "plugin_version": "1",
         **({"allow_tf32": 1} if rewrite.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),
         **dict(rewrite.hints),
-        **(constants(rewrite.mask, slots) if rewrite.tensorrt else {}),
+        **(constants_attribute(rewrite.mask, slots) if rewrite.tensorrt else {}),
     }
-    name = editing.unique(f"{_scope(site.name)}/{OP}")
+    name = editor.fresh_node_name(f"{_scope(site.name)}/{OP}")
     sizes = (
         (site.num_heads, site.head_size),
         (site.kv_num_heads, site.head_size),
         (site.kv_num_heads, site.value_head_size),
         (site.num_heads, site.value_head_size),
     )
-    operands_found = (site.query, site.key, site.value)
-    given = [_laid_out(editing, extra, o, site.dtype, n) for o, (n, _) in zip(operands_found, sizes, strict=False)]
+    sources = (site.query, site.key, site.value)
+    given = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
     if site.query_factor is not None:
         own = (site.query.layout, Layout.BHSD)
-        given[0] = _multiplied(editing, extra, site, _convert(editing, extra, given[0], site.dtype, own, sizes[0]))
+        given[0] = _scale_query(
+            editor, extra, site, _convert_layout(editor, extra, given[0], site.dtype, own, sizes[0])
+        )
     inputs = [
-        _convert(editing, extra, tensor, site.dtype, (own, wanted), size)
+        _convert_layout(editor, extra, tensor, site.dtype, (own, wanted), size)
         for tensor, own, wanted, size in zip(given, _layouts(site), variant.layouts, sizes, strict=False)
     ]
     output.inputs.clear()
     wanted = (variant.layouts[3], site.output_layout)
     perm = list(site.output_perm)
-    apart = site.output_flat or site.output_joined or site.output_grouped
-    last = editing.variable(f"{site.output}_rows", site.dtype) if apart else output
-    written = editing.variable(f"{site.output}_laid", site.dtype) if perm else last
-    result = written if wanted[0] is wanted[1] else editing.variable(f"{site.output}_stof", site.dtype)
+    is_reshaped = site.output_flat or site.output_joined or site.output_grouped
+    last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else output
+    written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
+    result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
     nodes = [*extra, gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)]
     if result is not written:
-        _convert(editing, nodes, result, site.dtype, wanted, sizes[3], written)
+        _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
     if perm:
-        nodes.append(editing.node("Transpose", last.name, [written], [last], perm=perm))
+        nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
     if site.output_flat:
-        shape = editing.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
-        nodes.append(editing.node("Reshape", output.name, [last, shape], [output]))
+        shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
+        nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
     if site.output_joined:
-        nodes += _parted(editing, site, last, output)
+        nodes += _split_batch_axis(editor, site, last, output)
     if site.output_grouped:
-        _with_heads(editing, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editing.graph.nodes[place:place] = nodes
+        _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
+    editor.graph.nodes[node_index:node_index] = nodes
     if not site.output_joined and not site.output_grouped:
-        editing.declare(site.output, site.dtype, _output_shape(site))
+        editor.declare(site.output, site.dtype, _output_shape(site))
 
 
-def _laid_out(editing: Editing, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
-    """The operand's tensor in its layout: itself, or transposed."""
-    tensor: gs.Tensor = editing.tensors[operand.tensor]
+def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
+    """The operand's tensor, reshaped and transposed to its layout where it differs."""
+    tensor: gs.Tensor = editor.tensors[operand.tensor]
     if operand.joined:
-        tensor = _joined(editing, nodes, tensor, dtype)
+        tensor = _merge_batch_axes(editor, nodes, tensor, dtype)
     if operand.grouped:
-        out = editing.variable(f"{operand.tensor}_heads", dtype)
-        tensor = _with_heads(editing, nodes, tensor, (operand.layout, 2), (heads,), out)
+        out = editor.variable(f"{operand.tensor}_heads", dtype)
+        tensor = _reshape_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
     if not operand.perm:
         return tensor
-    out = editing.variable(f"{operand.tensor}_laid", dtype)
-    nodes.append(editing.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    out = editor.variable(f"{operand.tensor}_laid", dtype)
+    nodes.append(editor.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
     return out
 
 
-def _sizes_of(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
-    """Some of a tensor's sizes; ``Shape`` takes no range below opset 15."""
-    sizes, some = (editing.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
-    limits = [editing.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
-    nodes.append(editing.node("Shape", sizes.name, [tensor], [sizes]))
-    nodes.append(editing.node("Slice", some.name, [sizes, *limits], [some]))
+def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
+    """The sizes of axes ``start`` to ``end``; Shape takes no range below opset 15."""
+    sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
+    limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
+    nodes.append(editor.node("Shape", sizes.name, [tensor], [sizes]))
+    nodes.append(editor.node("Slice", some.name, [sizes, *limits], [some]))
     return some
 
 
-def _reshaped(
-    editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, parts: list[gs.Tensor], output: gs.Tensor
+def _append_reshape(
+    editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, sizes: list[gs.Tensor], output: gs.Tensor
 ) -> gs.Tensor:
-    target = editing.variable(f"{output.name}_shape", TensorProto.INT64)
-    nodes.append(editing.node("Concat", target.name, parts, [target], axis=0))
-    nodes.append(editing.node("Reshape", output.name, [tensor, target], [output]))
+    target = editor.variable(f"{output.name}_shape", TensorProto.INT64)
+    nodes.append(editor.node("Concat", target.name, sizes, [target], axis=0))
+    nodes.append(editor.node("Reshape", output.name, [tensor, target], [output]))
     return output
 
 
-def _joined(editing: Editing, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
-    """A tensor of five axes with the first two in one."""
-    any_size = editing.initializer("stof_shape", np.array([-1], np.int64))
-    out = editing.variable(f"{tensor.name}_joined", dtype)
-    return _reshaped(editing, nodes, tensor, [any_size, _sizes_of(editing, nodes, tensor, 2, 5)], out)
+def _merge_batch_axes(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+    """A tensor of five axes with the first two merged."""
+    any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
+    out = editor.variable(f"{tensor.name}_joined", dtype)
+    return _append_reshape(editor, nodes, tensor, [any_size, _slice_shape(editor, nodes, tensor, 2, 5)], out)
 
 
-def _with_heads(
-    editing: Editing,
+def _reshape_heads(
+    editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
-    place: tuple[Layout, int],
+    source: tuple[Layout, int],
     heads: Sequence[int],
     output: gs.Tensor,
 ) -> gs.Tensor:
-    """A tensor BHSD or BSHD with its heads, that are in so many axes, in others of given sizes."""
-    first = 1 if place[0] is Layout.BHSD else 2
-    sizes = editing.initializer("stof_heads", np.array(heads, np.int64))
-    end = first + place[1]
-    outer = _sizes_of(editing, nodes, tensor, 0, first)
-    rest = _sizes_of(editing, nodes, tensor, end, end + (2 if first == 1 else 1))
-    return _reshaped(editing, nodes, tensor, [outer, sizes, rest], output)
+    """Reshapes the head axes of a tensor to sizes ``heads``; ``source`` is its layout and its number of head axes."""
+    first = 1 if source[0] is Layout.BHSD else 2
+    sizes = editor.initializer("stof_heads", np.array(heads, np.int64))
+    end = first + source[1]
+    outer = _slice_shape(editor, nodes, tensor, 0, first)
+    rest = _slice_shape(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
+    return _append_reshape(editor, nodes, tensor, [outer, sizes, rest], output)
 
 
-def _parted(editing: Editing, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
-    """The nodes that write a result with its batch in the two axes of the query's."""
+def _split_batch_axis(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
+    """The nodes that write a result with the two batch axes of the query."""
     nodes: list[gs.Node] = []
-    batch = _sizes_of(editing, nodes, editing.tensors[site.query.tensor], 0, 2)
-    _reshaped(editing, nodes, tensor, [batch, _sizes_of(editing, nodes, tensor, 1, 4)], output)
+    batch = _slice_shape(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
+    _append_reshape(editor, nodes, tensor, [batch, _slice_shape(editor, nodes, tensor, 1, 4)], output)
     return nodes
 
 
-def _multiplied(editing: Editing, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
-    """The query [B, H, S, D] times what the graph multiplies its scores with."""
+def _scale_query(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
+    """The query [B, H, S, D] times the factor by which the graph scales its scores."""
     assert site.query_factor is not None
     op, factor = site.query_factor
-    out = editing.variable(f"{site.query.tensor}_scaled", site.dtype)
-    nodes.append(editing.node(op, out.name, [query, editing.tensors[factor]], [out]))
+    out = editor.variable(f"{site.query.tensor}_scaled", site.dtype)
+    nodes.append(editor.node(op, out.name, [query, editor.tensors[factor]], [out]))
     return out
 
 
-def _convert(
-    editing: Editing,
+def _convert_layout(
+    editor: Editor,
     nodes: list[gs.Node],
     tensor: gs.Tensor,
     dtype: int,
@@ -296,7 +297,7 @@ def _convert(
     size: tuple[int, int],
     output: gs.Tensor | None = None,
 ) -> gs.Tensor:
-    """The tensor in another layout; ``size`` is heads and head size, ``output`` the tensor to write if there is one."""
+    """Converts a tensor from one layout to another; ``size`` is heads and head size, ``output`` the tensor to write, if any."""
     steps: list[tuple[str, dict[str, object], list[int] | None]] = []
     if layouts[0] is not layouts[1]:
         if layouts[0] is Layout.BSN:
@@ -307,21 +308,21 @@ def _convert(
             steps.append(("Reshape", {}, [0, 0, size[0] * size[1]]))
     for i, (op, attributes, shape) in enumerate(steps):
         last = i + 1 == len(steps) and output is not None
-        out = output if last and output is not None else editing.variable(f"{tensor.name}_{op.lower()}", dtype)
-        given = [tensor] if shape is None else [tensor, editing.initializer("stof_shape", np.array(shape, np.int64))]
-        nodes.append(editing.node(op, out.name, given, [out], **attributes))
+        out = output if last and output is not None else editor.variable(f"{tensor.name}_{op.lower()}", dtype)
+        given = [tensor] if shape is None else [tensor, editor.initializer("stof_shape", np.array(shape, np.int64))]
+        nodes.append(editor.node(op, out.name, given, [out], **attributes))
         tensor = out
     return tensor
 
 
 def _scope(name: str) -> str:
-    """``/layers.0/attn`` of ``/layers.0/attn/Softmax``; other names as they are."""
+    """``/layers.0/attn`` for ``/layers.0/attn/Softmax``; a name without "/" as it is."""
     return name.rpartition("/")[0] or name
 
 
 def _output_shape(site: AttentionSite) -> list[int | str]:
     B, _, S, _ = site.dims
-    batch, rows = (declared(d) for d in (B, S))
+    batch, rows = (declared_dim(d) for d in (B, S))
     heads, size = site.num_heads, site.value_head_size
     if site.output_flat:
         return ["", heads * size]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding attention: anchored at each Softmax, by data flow in both directions. No name is looked at."""
+"""Finds attention by data flow from each softmax in both directions. Names of nodes and tensors play no role."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from functools import partial
 
 import onnx
 
-from stof.attention.layouts import ONE, Heads, readings
+from stof.attention.layouts import OperandLayout, layout_candidates
+from stof.attention.move_paths import ONE
 from stof.attention.scores import Scores, ScoreWalk
-from stof.attention.shape_sources import SizeTeller
+from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
-from stof.attention.softmax_forms import Softmax, softmax_of
-from stof.attention.split_mask_sums import parts
-from stof.attention.weights import Forward, Output, Weighted
+from stof.attention.softmax_forms import SoftmaxForm, match_softmax
+from stof.attention.split_mask_sums import split_term
+from stof.attention.weights import OutputCandidate, ScoreFacts, WeightPath, WeightWalk
 from stof.errors import UnsupportedError
-from stof.graph.dead_code import needed
-from stof.graph.model_graph import DOMAIN, GraphIndex, all_nodes
+from stof.graph.index import DOMAIN, GraphIndex, all_nodes, is_standard, needed_tensors
+from stof.graph.names import FreshNames
 from stof.site import AttentionSite, Finding, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -29,89 +30,80 @@ _LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
-class _Operands:
-    query: Heads
-    key: Heads
-    value: Heads
-    output: Output
+class _ChosenLayouts:
+    query: OperandLayout
+    key: OperandLayout
+    value: OperandLayout
+    output: OutputCandidate
 
 
 def find_sites(
     model: onnx.ModelProto,
     symbolic: Symbolic,
-    fixed: frozenset[str] = frozenset(),
-    groups: Mapping[str, int] | None = None,
+    materialized: frozenset[str] = frozenset(),
+    fused_nodes: Mapping[str, int] | None = None,
     *,
-    taken: set[str] | None = None,
-    first: int = 0,
-    within: frozenset[str] | None = None,
+    names: FreshNames | None = None,
+    first_index: int = 0,
+    softmaxes: frozenset[str] | None = None,
 ) -> tuple[list[AttentionSite], list[Finding]]:
-    """Every attention core of the main graph, and for every other Softmax the first obstacle.
+    """Finds the attention sites of the main graph; for every other softmax the finding says what is in the way.
 
     Args:
         model: without external data.
-        symbolic: its shapes and values.
-        fixed: tensors that are written whatever is replaced: no operand is read from behind them.
-        groups: for tensors that stand for parts of fused nodes, which node: no result is written into another one's.
-        taken: names that sites of other graphs have; those of this one are added.
-        first: the number of the first site.
-        within: outputs of the softmaxes that are looked at; None: all, also those of local functions that are left.
+        symbolic: shapes and values of the model's tensors.
+        materialized: tensors that the graph computes whatever is replaced: no operand is read from behind them.
+        fused_nodes: for each tensor that stands for a part of an expanded fused node, the index of that node. A site's
+            result does not reach into another fused node.
+        names: of the sites of other graphs; those of this one are added.
+        first_index: the index of the first site.
+        softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
     """
-    index = GraphIndex(model.graph, fixed, groups)
-    forward = Forward(index, symbolic, SizeTeller(model, symbolic))
+    index = GraphIndex(model.graph, materialized, fused_nodes)
+    weight_walk = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
     sites: list[AttentionSite] = []
     findings: list[Finding] = []
-    taken = set() if taken is None else taken
-    read = needed(model.graph)
-    found = [softmax for n in model.graph.node if (softmax := softmax_of(index, symbolic, n)) is not None]
+    names = FreshNames() if names is None else names
+    read = needed_tensors(model.graph)
+    found = [softmax for n in model.graph.node if (softmax := match_softmax(index, symbolic, n)) is not None]
     for number, softmax in enumerate(found):
         weights = softmax.node.output[0]
-        if within is not None and weights not in within:
+        if softmaxes is not None and weights not in softmaxes:
             continue
-        name = unique(softmax.node.name or f"attention_{number}", taken)
+        name = names.make(softmax.node.name or f"attention_{number}")
         try:
-            site = _match(index, symbolic, forward, softmax, name, first + len(sites))
+            site = _match_site(index, symbolic, weight_walk, softmax, name, first_index + len(sites))
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
-            # Later ones read it there, not from behind it, or nobody would need what replaces this one.
-            index.fixed |= {site.output}
+            # Later sites must read this result, or nothing would need the node that writes it.
+            index.materialized |= {site.output}
         except UnsupportedError as error:
             findings.append(Finding(name, False, str(error), {"softmax": weights}))
-    if within is None:
-        findings.extend(_inside(model, taken))
+    if softmaxes is None:
+        findings.extend(_find_in_functions(model, names))
     return sites, findings
 
 
-def _inside(model: onnx.ModelProto, taken: set[str]) -> list[Finding]:
-    """The softmaxes of local functions that could not be inlined."""
+def _find_in_functions(model: onnx.ModelProto, names: FreshNames) -> list[Finding]:
+    """Findings for the softmaxes in local functions that could not be inlined."""
     findings = []
     for function in (f for f in model.functions if f.domain != DOMAIN):
         where = f"local function {function.domain}::{function.name}"
         for node in all_nodes(function.node):
             if is_softmax(node):
-                name = unique(node.name or f"softmax of {node.output[0]}", taken)
+                name = names.make(node.name or f"softmax of {node.output[0]}")
                 findings.append(Finding(name, False, f"the softmax is inside {where}, which is not searched"))
     return findings
 
 
 def is_softmax(node: onnx.NodeProto) -> bool:
     """Whether a node is a softmax of the standard domain."""
-    return node.op_type == "Softmax" and node.domain in ("", "ai.onnx")
+    return node.op_type == "Softmax" and is_standard(node)
 
 
-def unique(name: str, taken: set[str]) -> str:
-    """The name, or one like it that is not taken; it is then."""
-    candidate, i = name, 1
-    while candidate in taken:
-        i += 1
-        candidate = f"{name}_{i}"
-    taken.add(candidate)
-    return candidate
-
-
-def _match(
-    index: GraphIndex, symbolic: Symbolic, forward: Forward, anchor: Softmax, name: str, number: int
+def _match_site(
+    index: GraphIndex, symbolic: Symbolic, weight_walk: WeightWalk, anchor: SoftmaxForm, name: str, number: int
 ) -> AttentionSite:
     softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
@@ -123,7 +115,7 @@ def _match(
     axis = next((a.i for a in softmax.attribute if a.name == "axis"), -1)
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
-    scores = ScoreWalk(index, symbolic, partial(_accept, index, symbolic)).walk(start)
+    scores = ScoreWalk(index, symbolic, partial(_match_query_key, index, symbolic)).walk(start)
     if anchor.mask is not None:
         if sink is not None:
             raise UnsupportedError(
@@ -132,53 +124,51 @@ def _match(
             )
         scores = replace(scores, terms=(anchor.mask, *scores.terms))
     scores = replace(scores, nodes=(*anchor.nodes[::-1], *scores.nodes))
-    queries, keys = (_told_by(shape, found) for found in _accept(index, symbolic, scores))
+    queries, keys = (_prefer_score_axes(shape, found) for found in _match_query_key(index, symbolic, scores))
     groups = queries[-1].groups
     if groups:
         _check_groups(symbolic, scores.nodes, groups)
-        scores = replace(scores, terms=tuple(_over_groups(t, groups) for t in scores.terms))
+        scores = replace(scores, terms=tuple(_with_groups(t, groups) for t in scores.terms))
     if len(shape) == 4 or groups:
-        scores = replace(scores, terms=tuple(p for t in scores.terms for p in parts(index, symbolic, t)))
-    alone = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
-    kept = None if sink is None else shape
-    before = sink is not None and sink.first
-    for reading in _told_apart(scores, queries, keys):
-        queries, keys = reading
-        staying = (queries[-1].operand.tensor, keys[-1].operand.tensor)
-        weighted = forward.weights(softmax, staying, alone, kept, before, scores.terms)
-        values = _told_by(
-            shape, _readings(index, symbolic, weighted.value, "value", weighted.value_order, grouped=bool(groups))
-        )
+        scores = replace(scores, terms=tuple(p for t in scores.terms for p in split_term(index, symbolic, t)))
+    only_bias = scores.terms[0].tensor if len(scores.terms) == 1 and scores.terms[0].kind is TermKind.ADD else ""
+    candidates = _query_key_candidates(scores, queries, keys)
+    for queries, keys in candidates:
+        kept = (queries[-1].operand.tensor, keys[-1].operand.tensor)
+        facts = ScoreFacts(kept, only_bias, sink is not None and sink.first, scores.terms)
+        path = weight_walk.walk(softmax, facts, None if sink is None else shape)
+        values = _require_layouts(index, symbolic, path.value, "value", path.value_order, grouped=bool(groups))
+        values = _prefer_score_axes(shape, values)
         values = [v for v in values if v.batch == keys[-1].batch] or values
         if groups:
-            _check_groups(symbolic, weighted.nodes[:-1], groups)
-            if len(symbolic.shape(weighted.nodes[-2]) or ()) != 5:
+            _check_groups(symbolic, path.nodes[:-1], groups)
+            if len(symbolic.shape(path.nodes[-2]) or ()) != 5:
                 raise UnsupportedError("queries have their heads in two axes, the weights of the values in one")
-            values = _shared(queries, values, "value")
-        outputs = forward.outputs(weighted, queries[-1].heads, staying, bool(groups))
+            values = _match_head_groups(queries, values, "value")
+        outputs = weight_walk.output_candidates(path, queries[-1].heads, kept, bool(groups))
         if outputs:
             break
-    if len(shape) == 5 and (sink is not None or weighted.row_guard is not None or weighted.pair_guard is not None):
-        raise UnsupportedError("scores of five axes have a sink or a guard, which is known for four only")
+    if len(shape) == 5 and (sink is not None or path.row_guard is not None or path.pair_guard is not None):
+        raise UnsupportedError("scores of five axes have a sink or a guard, which is supported for four only")
     if len(shape) == 5 or groups:
-        outputs = [o for o in outputs if o.row_guard == weighted.row_guard]
-    make = partial(_site, symbolic, name, number, softmax, sink, scores, weighted)
-    site = make(_choose(queries, keys, values, outputs))
-    earlier = [o for o in outputs if o.row_guard is None]
-    if site.row_guard is None or not earlier:
+        outputs = [o for o in outputs if o.row_guard == path.row_guard]
+    make = partial(_make_site, symbolic, name, number, softmax, sink, scores, path)
+    site = make(_choose_layouts(queries, keys, values, outputs))
+    before_guard = [o for o in outputs if o.row_guard is None]
+    if site.row_guard is None or not before_guard:
         return site
-    return replace(site, unguarded=make(_choose(queries, keys, values, earlier)))
+    return replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
 
 
-def _site(
+def _make_site(
     symbolic: Symbolic,
     name: str,
     number: int,
     softmax: onnx.NodeProto,
     sink: Sink | None,
     scores: Scores,
-    weighted: Weighted,
-    found: _Operands,
+    path: WeightPath,
+    found: _ChosenLayouts,
 ) -> AttentionSite:
     query, key = found.query, found.key
     scale = scores.factor * query.scale * key.scale
@@ -195,7 +185,7 @@ def _site(
         if term.windows and (term.windows[0] * term.windows[1], term.windows[2]) != dims[:2]:
             raise UnsupportedError(
                 f"mask {term.tensor!r} is added to scores of five axes, the first three of which "
-                f"({', '.join(_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
+                f"({', '.join(_size_in_words(d) for d in term.windows)}) are not the batch in two parts and {query.heads} heads"
             )
     factor = scores.spread_factor
     if factor is not None and symbolic.dtype(factor[1]) != query.dtype:
@@ -222,22 +212,27 @@ def _site(
         terms=tuple(replace(t, merged=query.heads) if t.merged else t for t in reversed(scores.terms)),
         softcap=scores.softcap,
         floored=scores.floored,
-        nan_guard=weighted.nan_guard,
-        pair_guard=weighted.pair_guard,
-        zeroed=weighted.zeroed,
+        nan_guard=path.nan_guard,
+        pair_guard=path.pair_guard,
+        zeroed=path.zeroed,
         query_factor=factor,
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,
         row_guard=found.output.row_guard,
-        query_offset=_offset(dims),
-        scores_shape=(_words(dims[0]), _words(dims[1]), _words(dims[2]), _words(dims[3])),
+        query_offset=_query_offset(dims),
+        scores_shape=(
+            _size_in_words(dims[0]),
+            _size_in_words(dims[1]),
+            _size_in_words(dims[2]),
+            _size_in_words(dims[3]),
+        ),
         dims=dims,
         nodes=tuple(dict.fromkeys((*reversed(scores.nodes), *(sink.nodes[::-1] if sink else ()), *found.output.nodes))),
-        form=_form(scores, found, weighted.nan_guard) + (", sink" if sink else ""),
+        form=_describe_form(scores, found, path.nan_guard) + (", sink" if sink else ""),
     )
 
 
-def _readings(
+def _require_layouts(
     index: GraphIndex,
     symbolic: Symbolic,
     tensor: str,
@@ -245,8 +240,8 @@ def _readings(
     order: tuple[int, ...],
     transposed: bool = False,
     grouped: bool = False,
-) -> list[Heads]:
-    found = readings(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
+) -> list[OperandLayout]:
+    found = layout_candidates(index, symbolic, tensor, transposed=transposed, order=order, grouped=grouped)
     if not found:
         raise UnsupportedError(
             f"the {role} operand {tensor!r} has no layout [batch, heads, length, size] of known heads and size"
@@ -254,41 +249,45 @@ def _readings(
     return found
 
 
-def _accept(index: GraphIndex, symbolic: Symbolic, scores: Scores) -> tuple[list[Heads], list[Heads]]:
+def _match_query_key(
+    index: GraphIndex, symbolic: Symbolic, scores: Scores
+) -> tuple[list[OperandLayout], list[OperandLayout]]:
     query, key = symbolic.shape(scores.query), symbolic.shape(scores.key)
     if query is not None and key is not None and len(query) == 5 and (len(key) == 5 or scores.key_order):
-        queries = readings(index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True)
+        queries = layout_candidates(
+            index, symbolic, scores.query, transposed=False, order=scores.query_order, grouped=True
+        )
         transposed, order = scores.key_transposed, scores.key_order
-        keys = readings(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
+        keys = layout_candidates(index, symbolic, scores.key, transposed=transposed, order=order, grouped=True)
         try:
-            # Where each head has a key of its own, the second axis may as well be one of the batch, as blocks are.
+            # Without repeated heads the second axis may belong to the batch: blocks of a sequence.
             if queries and any(k.groups[1] == 1 or k.repeat > 1 for k in keys):
-                return queries, _shared(queries, keys, "key")
+                return queries, _match_head_groups(queries, keys, "key")
         except UnsupportedError:
             if len(key) != 5:
                 raise
-    queries = _readings(index, symbolic, scores.query, "query", scores.query_order)
-    return queries, _readings(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
+    queries = _require_layouts(index, symbolic, scores.query, "query", scores.query_order)
+    return queries, _require_layouts(index, symbolic, scores.key, "key", scores.key_order, scores.key_transposed)
 
 
-def _shared(queries: list[Heads], found: list[Heads], role: str) -> list[Heads]:
-    """The readings of keys or values in which a query's head finds its group's, where heads lie in two axes."""
+def _match_head_groups(queries: list[OperandLayout], found: list[OperandLayout], role: str) -> list[OperandLayout]:
+    """The layouts of keys or values with heads repeated for the heads of each group, where heads lie in two axes."""
     query = queries[-1]
     first, each = query.groups
     for heads in found:
         fits = heads.groups in ((first, 1), (1, 1), (first, each))
-        # Names of sizes may differ, products of them tell that a batch holds heads.
+        # Dimension names may differ for one size. A product of sizes says that the batch holds heads.
         same = heads.batch == query.batch or None not in (heads.batch.atom, query.batch.atom)
         if not fits or not same:
             raise UnsupportedError(
-                f"the query has {first} x {each} heads in batches of {_words(query.batch)}, the {role} "
-                f"{' x '.join(map(str, heads.groups))} in batches of {_words(heads.batch)}"
+                f"the query has {first} x {each} heads in batches of {_size_in_words(query.batch)}, the {role} "
+                f"{' x '.join(map(str, heads.groups))} in batches of {_size_in_words(heads.batch)}"
             )
     return [replace(h, repeat=h.repeat * each) if h.groups == (first, 1) else h for h in found]
 
 
 def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, ...]) -> None:
-    """All scores and weights must be [B, G, R, S, T] of the query's groups, or [B, H, S, T]."""
+    """Refuses scores and weights that are neither [B, G, R, S, T] of the query's groups nor [B, H, S, T]."""
     for tensor in nodes:
         shape = symbolic.shape(tensor) or ()
         heads = {4: shape[1:2], 5: shape[1:3]}.get(len(shape), ())
@@ -296,35 +295,39 @@ def _check_groups(symbolic: Symbolic, nodes: Sequence[str], groups: tuple[int, .
             raise UnsupportedError(f"{tensor!r} has not the heads of its query in axes of {groups[0]} and {groups[1]}")
 
 
-def _over_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
-    """A term of scores of five axes, the second and third of which are heads."""
+def _with_groups(term: MaskTerm, groups: tuple[int, ...]) -> MaskTerm:
+    """The term where the second and third of the scores' five axes are heads."""
     return replace(term, windows=(), groups=groups) if term.windows else term
 
 
-def _told_by(shape: Shape, found: list[Heads]) -> list[Heads]:
-    """Readings in their order, but those last whose batches and heads are the scores' own."""
+def _prefer_score_axes(shape: Shape, found: list[OperandLayout]) -> list[OperandLayout]:
+    """The layouts with those last (the last one is preferred) whose batch and heads are the axes of the scores."""
     if len(shape) != 4 or shape[1].constant is None:
         return found
     heads = shape[1].constant
     return sorted(found, key=lambda h: h.batch == shape[0] and (h.heads * h.repeat == heads or h.heads == 1))
 
 
-def _told_apart(scores: Scores, queries: list[Heads], keys: list[Heads]) -> Iterator[tuple[list[Heads], list[Heads]]]:
-    """The readings of [B*H, S, D] that tell B and H apart, where a mask does; then all of them."""
-    merged = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
-    own = [q for q in queries if q.heads == (scores.heads or merged)]
+def _query_key_candidates(
+    scores: Scores, queries: list[OperandLayout], keys: list[OperandLayout]
+) -> Iterator[tuple[list[OperandLayout], list[OperandLayout]]]:
+    """Queries and keys to try: first those that split [B*H, S, D] as a mask does, if one does; then all."""
+    most_heads = max(q.heads for q in queries) if any(t.merged for t in scores.terms) else 0
+    own = [q for q in queries if q.heads == (scores.heads or most_heads)]
     if own and len(own) < len(queries):
         yield own, [k for k in keys if k.batch == own[-1].batch] or keys
     yield queries, keys
 
 
-def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], outputs: list[Output]) -> _Operands:
-    """The farthest output for which all operands can be read in its type."""
+def _choose_layouts(
+    queries: list[OperandLayout], keys: list[OperandLayout], values: list[OperandLayout], outputs: list[OutputCandidate]
+) -> _ChosenLayouts:
+    """The best output for which query, key and value have a layout of its element type."""
     if not outputs:
         raise UnsupportedError("the result of the second MatMul is not [B, H, S, D]")
     failure: UnsupportedError | None = None
     for output in outputs:
-        own = [[r for r in found if r.dtype == output.dtype] for found in (queries, keys, values)]
+        own = [[x for x in found if x.dtype == output.dtype] for found in (queries, keys, values)]
         if output.dtype not in _DTYPES or not all(own):
             failure = failure or UnsupportedError(
                 f"query, key and value have element types {queries[0].dtype}, {keys[0].dtype}, {values[0].dtype}, "
@@ -337,32 +340,32 @@ def _choose(queries: list[Heads], keys: list[Heads], values: list[Heads], output
         except UnsupportedError as error:
             failure = failure or error
             continue
-        return _Operands(query, key, value, output)
+        return _ChosenLayouts(query, key, value, output)
     assert failure is not None
     raise failure
 
 
-def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
+def _check_heads(query: OperandLayout, key: OperandLayout, value: OperandLayout) -> None:
     if query.repeat != 1:
         raise UnsupportedError("the query's heads are repeated")
     for heads, role in ((key, "key"), (value, "value")):
         repeat = heads.repeat
-        if heads.heads * repeat == 1:  # MatMul broadcasts a single head to all
+        if heads.heads * repeat == 1:  # MatMul broadcasts it to all heads
             repeat = query.heads
         if heads.heads * repeat != query.heads:
             raise UnsupportedError(f"{query.heads} query heads do not fit {heads.heads} x {repeat} {role} heads")
         if heads.batch.constant == 1 != query.batch.constant:
             raise UnsupportedError(f"the {role} has batch size 1, the query {query.batch}")
-        for own, wanted in zip(heads.outer, query.outer, strict=False):
+        for own, wanted in zip(heads.batch_axes, query.batch_axes, strict=False):
             if own != wanted and ONE in (own, wanted):
                 raise UnsupportedError(
-                    f"of the batch in two axes, the query has {_words(wanted)} where the {role} has {_words(own)}"
+                    f"of the batch in two axes, the query has {_size_in_words(wanted)} where the {role} has {_size_in_words(own)}"
                 )
     if key.heads != value.heads:
         raise UnsupportedError(f"key has {key.heads} heads, value {value.heads}")
     if query.batch.constant == 1 and (key.batch.constant != 1 or value.batch.constant != 1):
         raise UnsupportedError(f"the query has batch size 1, the key {key.batch}")
-    # Names of sizes may differ; the second MatMul itself demands that the sizes are equal.
+    # Dimension names may differ: the second MatMul requires equal sizes anyway.
     if key.rows != value.rows and None not in (key.rows.constant, value.rows.constant):
         raise UnsupportedError(f"key has length {key.rows}, value {value.rows}")
     if key.size != query.size:
@@ -374,38 +377,38 @@ def _check_heads(query: Heads, key: Heads, value: Heads) -> None:
 
 
 def _check_scores(shape: tuple[Int, ...], dims: tuple[Int, Int, Int, Int], grouped: bool) -> None:
-    """The softmax must work on [B, H, S, T] of the operands: a mask could have spread them."""
-    if len(shape) == 5 and grouped:  # the heads in two parts
+    """Refuses scores whose shape is not that of the operands: a mask may have broadcast them."""
+    if len(shape) == 5 and grouped:  # heads in two axes
         shape = (shape[0], shape[1] * shape[2], *shape[3:])
-    elif len(shape) == 5:  # the batch in two parts
+    elif len(shape) == 5:  # batch in two axes
         shape = (shape[0] * shape[1], *shape[2:])
     wanted = dims if len(shape) == 4 else (dims[0] * dims[1], dims[2], dims[3])
     for own, size in zip(shape, wanted, strict=True):
         if own == size:
             continue
         if size.constant == 1:
-            raise UnsupportedError(f"a mask spreads a size of 1 of the scores to {_words(own)}")
+            raise UnsupportedError(f"a mask broadcasts a size of 1 of the scores to {_size_in_words(own)}")
         if own.constant is not None:
             raise UnsupportedError(
-                f"a mask has the fixed size {own.constant} where query and key give {_words(size)}; "
+                f"a mask has the fixed size {own.constant} where query and key give {_size_in_words(size)}; "
                 "only scores of fixed size can have a mask of fixed size"
             )
 
 
-def _offset(dims: tuple[Int, Int, Int, Int]) -> int:
-    """Whether the queries are the last of the keys: T is S and something more."""
+def _query_offset(dims: tuple[Int, Int, Int, Int]) -> int:
+    """``query_offset``: 1 where the queries are the last S of T positions, since T is S plus another size."""
     past = dims[3] - dims[2]
     return 1 if past.constant is None and all(c > 0 for _, c in past.terms) else 0
 
 
-def _words(size: Int) -> str:
+def _size_in_words(size: Int) -> str:
     atom = size.atom
     if atom is not None and atom.kind == "size":
         return str(atom.args[0])
     return str(size if size.constant is None else size.constant)
 
 
-def _form(scores: Scores, found: _Operands, nan_guard: bool) -> str:
+def _describe_form(scores: Scores, found: _ChosenLayouts, nan_guard: bool) -> str:
     query, key = found.query, found.key
     words = list(dict.fromkeys(reversed(scores.words)))
     if query.scale != 1.0 and key.scale != 1.0:

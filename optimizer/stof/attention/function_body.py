@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofAttention in standard ONNX: what runs, slowly, where the library is missing."""
+"""The function body of StofAttention in standard ONNX, which runs (slowly) where the library is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
 from stof.mask.to_onnx import Builder, Sizes, mask_nodes
 from stof.site import EmptyRows, Layout
 
@@ -20,7 +20,7 @@ OP = "StofAttention"
 
 @dataclass(frozen=True)
 class Variant:
-    """Everything of a call that its body depends on, except ``scale`` and head counts, which it reads as attributes."""
+    """What the body of a call depends on, except ``scale`` and head counts, which it reads as attributes."""
 
     expression: str
     layouts: tuple[Layout, Layout, Layout, Layout]
@@ -28,18 +28,21 @@ class Variant:
     empty_rows: EmptyRows
     query_offset: int
     softcap: float
-    roles: tuple[str, ...]  # of the operand slots; "unused" where this variant does not read one
+    roles: tuple[str, ...]  # of the operand slots; "unused": this variant does not read the slot
     dtype: int
 
 
-def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
-    """The local function ``stof::StofAttention`` over a model's distinct variants; ``mask_id`` selects one.
+def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
+    """The local function ``stof::StofAttention`` for the variants of a model; attribute ``mask_id`` selects one.
 
-    A runtime that inlines the function infers types and shapes of every branch for every call, also of those that it
-    never takes. So slots are read with a cast, head counts and sizes are found at run time, and the layouts of all
-    variants must be the same. Branches hold only the way from scores to weights: TensorRT's parser reads references to
-    attributes in a function's own nodes, and takes them for 0, without a word, in the branches of an ``If``. With
-    ``lse`` the function has the second output of that name, for calls whose attribute ``results`` asks for it.
+    A runtime that inlines the function infers types and shapes of every branch for every call. So slots are read with a
+    cast, head counts and sizes are computed at run time, and all variants have the same layouts. Branches hold only the
+    nodes from scores to weights: TensorRT's parser silently takes attribute references inside an ``If`` for 0.
+
+    Args:
+        variants: distinct; ``mask_id`` is the index.
+        opset: of the standard domain.
+        lse: whether the function has the second output ``lse``, for calls whose attribute ``results`` asks for it.
 
     Raises:
         UnsupportedError: for variants of different element types below opset 15, which has no CastLike.
@@ -66,23 +69,29 @@ def make_function(variants: Sequence[Variant], opset: int, lse: bool = False) ->
     return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
 
 
-def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]) -> onnx.FunctionProto:
-    """The same function where calls have attribute ``packed``: it takes their heads from tensors that hold others, too.
+def add_packed_inputs(
+    function: onnx.FunctionProto, layouts: Sequence[str], before: Sequence[str]
+) -> onnx.FunctionProto:
+    """The function for calls with attribute ``packed``, whose query, key and value may lie in one packed tensor.
 
-    ``layouts`` of query, key and value as calls give them from now on, ``before`` as the function takes them. Every call
-    has to give the attribute. The slices are nodes of the function's own, as all that read attributes are.
+    Every call must have the attribute. The slices are nodes of the function itself, as all nodes that read attributes.
+
+    Args:
+        function: as ``make_attention_function`` gives it.
+        layouts: of query, key and value at the calls.
+        before: layouts that the function expects.
     """
     opset = next(e.version for e in function.opset_import if not e.domain)
     b = Builder(opset, "p_")
     numbers = b.name()
-    b.nodes.append(_reference(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
+    b.nodes.append(_attribute_constant(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
     sliced: dict[str, str] = {}
     for i, tensor in enumerate(("query", "key", "value")):
         if layouts[i] != Layout.BSN.value:
-            continue  # holds no others
+            continue  # not packed
         heads = b.name()
         target = "num_heads" if i == 0 else "kv_num_heads"
-        b.nodes.append(_reference(heads, "value_int", target, onnx.AttributeProto.INT))
+        b.nodes.append(_attribute_constant(heads, "value_int", target, onnx.AttributeProto.INT))
         first, total = (b.add("Gather", [numbers, b.constant(2 * i + j)]) for j in range(2))
         size = b.add("Div", [_size(b, tensor, 2), total])
         start = b.add("Mul", [first, size])
@@ -105,8 +114,8 @@ def packed_function(function: onnx.FunctionProto, layouts: Sequence[str], before
     return found
 
 
-def _reference(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
-    """A constant that is an attribute of the call."""
+def _attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
+    """A Constant whose value is an attribute of the call."""
     node = helper.make_node("Constant", [], [name], name=name)
     reference = node.attribute.add()
     reference.name, reference.ref_attr_name, reference.type = kind, target, type_
@@ -120,9 +129,9 @@ _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 def _select(
     variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, given: Sequence[str]
 ) -> list[onnx.NodeProto]:
-    """Nodes that write ``variant<i>_out``, the weights: of variant i if mask_id is i, else of the next ones.
+    """Nodes that write the weights ``variant<i>_out``: those of variant i if mask_id is i, else those of a later one.
 
-    With "lse" among ``given`` also ``variant<i>_lse``.
+    With "lse" among ``given`` they also write ``variant<i>_lse``.
     """
     body = _Weights(variants[i], Builder(opset, f"v{i}_"))
     results = body.build(scores, "lse" in given)
@@ -140,7 +149,7 @@ def _select(
 
 
 def _branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) -> onnx.GraphProto:
-    # An output that is not the direct product of a node of the branch is refused by some runtimes.
+    # Some runtimes refuse a branch output that no node of the branch writes.
     outs = [f"{name}_result{i}" for i in range(len(results))]
     last = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
     values = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outs]
@@ -148,7 +157,7 @@ def _branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) 
 
 
 class _Frame:
-    """What all variants share: from query and key to scores, and from weights and value to the output."""
+    """The nodes that all variants share: from query and key to scores, and from weights and value to the output."""
 
     def __init__(self, layouts: tuple[Layout, ...], grouped: bool, dtype: int | None, opset: int) -> None:
         self.layouts = layouts
@@ -163,7 +172,7 @@ class _Frame:
         name = self.builder.name()
         real = target == "scale"
         type_ = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
-        self.builder.nodes.append(_reference(name, "value_float" if real else "value_int", target, type_))
+        self.builder.nodes.append(_attribute_constant(name, "value_float" if real else "value_int", target, type_))
         return name
 
     def scores(self) -> str:
@@ -204,7 +213,7 @@ class _Frame:
         return b.add("Cast", [tensor], to=TensorProto.FLOAT)
 
     def _repeat(self, tensor: str, heads: str, count: str) -> str:
-        """[B, G, T, D] with every head ``count`` times. By Gather, since sizes of 0 mean others to Reshape."""
+        """[B, G, T, D] with every head ``count`` times. By Gather: a size of 0 has another meaning for Reshape."""
         b = self.builder
         numbers = b.add("Range", [b.constant(0), heads, b.constant(1)])
         return b.add("Gather", [tensor, b.add("Div", [numbers, count])], axis=1)
@@ -217,23 +226,23 @@ def _size(b: Builder, tensor: str, axis: int) -> str:
 def _split_last(b: Builder, tensor: str, *sizes: str) -> str:
     """[B, S, ...] as [B, S, *sizes].
 
-    The target is a sum of multiples of units. Of sizes that are concatenated ONNX Runtime makes one -1 (ReshapeFusion), which
-    is undefined beside a length of 0.
+    The target shape is a sum of unit vectors times sizes. Not Concat: ONNX Runtime's ReshapeFusion would turn one of its
+    sizes into -1, which is undefined beside a length of 0.
     """
-    parts = []
+    addends = []
     for i, size in enumerate(sizes):
-        unit = [0] * (2 + len(sizes))  # 0: the tensor's own size
+        unit = [0] * (2 + len(sizes))  # 0 keeps the tensor's size
         unit[2 + i] = 1
-        parts.append(b.add("Mul", [b.constant(unit), size]))
-    target = parts[0]
-    for part in parts[1:]:
-        target = b.add("Add", [target, part])
+        addends.append(b.add("Mul", [b.constant(unit), size]))
+    target = addends[0]
+    for addend in addends[1:]:
+        target = b.add("Add", [target, addend])
     return b.add("Reshape", [tensor, target])
 
 
-def _shape(b: Builder, *parts: str | list[int]) -> str:
-    """A shape from scalars and numbers."""
-    given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in parts]
+def _shape(b: Builder, *sizes: str | list[int]) -> str:
+    """A shape of scalars and numbers."""
+    given = [b.constant(p) if isinstance(p, list) else b.unsqueeze(p, [0]) for p in sizes]
     return b.add("Concat", given, axis=0)
 
 
@@ -245,7 +254,7 @@ class _Weights:
         self.builder = builder
 
     def build(self, scores: str, lse: bool) -> list[str]:
-        """Nodes for the weights [B, H, S, T] and, with ``lse``, that [B, H, S], fp32; returns their names."""
+        """Appends nodes for the weights [B, H, S, T] and, with ``lse``, the LSE [B, H, S], both fp32; returns their names."""
         v, b = self.variant, self.builder
         shape = b.add("Shape", [scores])
         B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
@@ -301,7 +310,7 @@ class _Weights:
         return b.add("Gather", [table, entry], axis=1)
 
     def _beside_sink(self, scores: str, sink: str, sizes: Sizes) -> str:
-        """The softmax over a row's scores and its head's sink, without the sink's weight."""
+        """The weights of a softmax over a row's scores and its head's sink, without the sink's weight."""
         b = self.builder
         weights = b.add("Softmax", [self._with_column(scores, self._logits(sink), sizes)], axis=-1)
         return b.add("Slice", [weights, b.constant([0]), b.unsqueeze(sizes.T, [0]), b.constant([-1])])
@@ -317,9 +326,9 @@ class _Weights:
         return b.add("Concat", [scores, column], axis=-1)
 
     def _lse(self, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
-        """The logarithm of each row's divisor [B, H, S]: of the sum over its scores and its sink, -inf without any.
+        """The LSE of each row [B, H, S], over its scores and its sink; -inf for a fully masked row without a sink.
 
-        Without a sink -inf stands in its place: some runtimes refuse a maximum of nothing.
+        Without a sink, a column of -inf is used: some runtimes refuse a maximum over zero keys.
         """
         b = self.builder
         column = self._logits(operands["sink"]) if "sink" in operands else minus

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What elementwise nodes make of attention weights: ``nan_to_num`` and its like, which change none of the numbers 0 to 1.
+"""Recognizes elementwise nodes that keep attention weights as they are, such as an exported ``nan_to_num``.
 
-A region of nodes that see nothing but the weights and constants is a function of one number. It is computed at the numbers
-around which it can change: its constants, 0, 1 and NaN.
+Nodes that read only the weights and constants are a function of one number. The function is evaluated where it can change:
+at and around its constants, at 0, 1 and NaN.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from stof.attention.layouts import uniform
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Symbolic
 
-_MOST = 32  # nodes of a region
+_MAX_NODES = 32
 _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "And": np.logical_and,
     "Equal": np.equal,
@@ -38,19 +37,19 @@ _TYPES[int(onnx.TensorProto.DOUBLE)] = np.float64
 
 
 @dataclass(frozen=True)
-class Region:
-    """Nodes after which the weights are what they were, but for NaN where ``clears_nan``."""
+class IdentityRegion:
+    """Elementwise nodes that map every weight from 0 to 1 to itself."""
 
-    tensor: str
-    clears_nan: bool
+    tensor: str  # the region's only output
+    clears_nan: bool  # NaN becomes 0
     nodes: tuple[str, ...]
 
 
-def unchanged(index: GraphIndex, symbolic: Symbolic, weights: str) -> Region | None:
-    """The elementwise nodes behind fp32 weights that keep every number from 0 to 1, and the one tensor that they lead to."""
+def find_identity_region(index: GraphIndex, symbolic: Symbolic, weights: str) -> IdentityRegion | None:
+    """The region that follows fp32 weights; None where there is none."""
     if symbolic.dtype(weights) != onnx.TensorProto.FLOAT:
         return None
-    region, constants = _region(index, symbolic, weights)
+    region, constants = _collect_region(index, symbolic, weights)
     inside = {o for n in region for o in n.output if o}
     leaving = [
         t
@@ -59,22 +58,24 @@ def unchanged(index: GraphIndex, symbolic: Symbolic, weights: str) -> Region | N
     ]
     if len(leaving) != 1 or leaving[0] == weights:
         return None
-    points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_around(constants), np.nan], np.float32)
+    points = np.array([0.0, 1e-30, 0.1, 0.5, 0.9, 1.0, *_sample_around(constants), np.nan], np.float32)
     found = _evaluate(region, symbolic, weights, constants, points).get(leaving[0])
     if found is None or found.dtype != np.float32 or not np.array_equal(found[:-1], points[:-1]):
         return None
     if not np.isnan(found[-1]) and found[-1] != 0.0:
         return None
-    return Region(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
+    return IdentityRegion(leaving[0], not np.isnan(found[-1]), tuple(n.output[0] for n in region))
 
 
-def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[onnx.NodeProto], dict[str, float]]:
-    """The nodes that read the weights, what is made of them, and uniform constants alone, in the order of execution."""
+def _collect_region(
+    index: GraphIndex, symbolic: Symbolic, weights: str
+) -> tuple[list[onnx.NodeProto], dict[str, float]]:
+    """The nodes that read only the weights, each other and constants of one number, in order of execution; the constants."""
     known, constants = {weights}, dict[str, float]()
     region: list[onnx.NodeProto] = []
     pending = list(index.consumers(weights))
-    while pending and len(region) < _MOST:
-        node = next((n for n in pending if _fits(n, symbolic, known, constants)), None)
+    while pending and len(region) < _MAX_NODES:
+        node = next((n for n in pending if _can_evaluate(n, symbolic, known, constants)), None)
         if node is None:
             break
         pending.remove(node)
@@ -86,8 +87,8 @@ def _region(index: GraphIndex, symbolic: Symbolic, weights: str) -> tuple[list[o
     return region, constants
 
 
-def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
-    if node.domain not in ("", "ai.onnx") or len(node.output) != 1:
+def _can_evaluate(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: dict[str, float]) -> bool:
+    if not is_standard(node) or len(node.output) != 1:
         return False
     if node.op_type == "Cast":
         return symbolic.dtype(node.output[0]) in _TYPES
@@ -96,14 +97,14 @@ def _fits(node: onnx.NodeProto, symbolic: Symbolic, known: set[str], constants: 
     for name in node.input:
         if name in known or name in constants:
             continue
-        value, shape = uniform(symbolic, name), symbolic.shape(name)
+        value, shape = symbolic.uniform(name), symbolic.shape(name)
         if value is None or shape is None or any(d.constant != 1 for d in shape):
             return False
         constants[name] = value
     return True
 
 
-def _around(constants: dict[str, float]) -> list[float]:
+def _sample_around(constants: dict[str, float]) -> list[float]:
     inner = [np.float32(c) for c in constants.values() if 0 <= c <= 1]
     near = [np.nextafter(c, np.float32(side)) for c in inner for side in (0, 1)]
     return [float(x) for x in (*inner, *near)]

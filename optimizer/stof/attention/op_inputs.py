@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a call beside query, key and value."""
+"""Builds the operand inputs of a StofAttention call, which follow query, key and value."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.bias_input import append, bias_of
-from stof.graph.editor import Editing
+from stof.attention.bias_input import append_fp32_node, build_bias
+from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
 from stof.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
 from stof.symbolic import Symbolic
 
-# Plugins of TensorRT take no uint8, and its documents leave bool out, though its parser takes it.
-_PLAIN_PAD_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.FLOAT16})
+# TensorRT plugins take no uint8. Its documentation does not list bool, which its parser accepts.
+_TENSORRT_PAD_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.FLOAT16})
 _INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64})
-_PAD_TYPES = _PLAIN_PAD_TYPES | {TensorProto.BOOL, TensorProto.UINT8}
+_PAD_TYPES = _TENSORRT_PAD_TYPES | {TensorProto.BOOL, TensorProto.UINT8}
 NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
@@ -30,82 +30,93 @@ NEUTRAL: dict[str, np.ndarray] = {
 }
 
 
-def operands_of(
-    editing: Editing,
+def build_operands(
+    editor: Editor,
     symbolic: Symbolic,
     found: tuple[AttentionSite, LiftedMask],
     slots: Sequence[str],
     extra: list[gs.Node],
     tensorrt: bool,
 ) -> list[gs.Tensor]:
-    """The tensors for a call's operand slots; ``extra`` collects the nodes that they need."""
+    """The tensors for a call's operand slots.
+
+    Args:
+        editor: the graph under edit.
+        symbolic: of its model.
+        found: the site and its mask.
+        slots: the operand roles of the model's calls, in the order of inputs. Unused slots get a small constant.
+        extra: new nodes that compute operands are appended here.
+        tensorrt: whether TensorRT's parser reads the model.
+    """
     site, mask = found
-    given: dict[str, gs.Tensor] = {o.role: _vector(editing, symbolic, o, extra, tensorrt) for o in mask.operands}
+    given: dict[str, gs.Tensor] = {
+        o.role: _runtime_operand(editor, symbolic, o, extra, tensorrt) for o in mask.operands
+    }
     for name, dtype, shape, data in mask.tables:
         array = np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
         if tensorrt and array.dtype == np.uint8:
-            array = array.astype(np.int32)  # as its parser would, with a warning
-        given[name] = editing.initializer(f"stof_{name}", array)
+            array = array.astype(np.int32)  # the parser would convert it as well, with a warning
+        given[name] = editor.initializer(f"stof_{name}", array)
     if mask.bias:
-        given["bias"] = bias_of(editing, symbolic, site, mask.bias, extra)
+        given["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
-        given["relative_bias"] = editing.initializer("stof_relative_bias", table_of(mask.relative).copy())
+        given["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if site.sink is not None:
-        given["sink"] = _sink(editing, symbolic, site, extra)
-    return [given[slot] if slot in given else _neutral(editing, slot) for slot in slots]
+        given["sink"] = _sink_operand(editor, symbolic, site, extra)
+    return [given[slot] if slot in given else _unused_operand(editor, slot) for slot in slots]
 
 
-def _vector(
-    editing: Editing, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node], tensorrt: bool
+def _runtime_operand(
+    editor: Editor, symbolic: Symbolic, operand: RuntimeOperand, extra: list[gs.Node], tensorrt: bool
 ) -> gs.Tensor:
     """A run-time operand in the shape and one of the types that the op takes."""
-    tensor: gs.Tensor = editing.tensors[operand.tensor]
+    tensor: gs.Tensor = editor.tensors[operand.tensor]
     dtype = symbolic.dtype(operand.tensor)
-    sides = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
+    flatten_axis = {OperandView.ROW: 0, OperandView.ROWS: 1}.get(operand.view)
     if operand.view is OperandView.TURNED:
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        extra.append(editing.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
+        out = editor.variable(f"stof_{operand.role}", dtype)
+        extra.append(editor.node("Transpose", out.name, [tensor], [out], perm=[1, 0]))
         tensor = out
-    elif sides is not None:  # a Reshape would refuse a batch of 0
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        extra.append(editing.node("Flatten", out.name, [tensor], [out], axis=sides))
+    elif flatten_axis is not None:  # not Reshape, which refuses a batch of 0
+        out = editor.variable(f"stof_{operand.role}", dtype)
+        extra.append(editor.node("Flatten", out.name, [tensor], [out], axis=flatten_axis))
         tensor = out
     elif operand.view is OperandView.FLAT:
-        out = editing.variable(f"stof_{operand.role}", dtype)
-        shape = editing.initializer("stof_shape", np.array([-1], np.int64))
-        extra.append(editing.node("Reshape", out.name, [tensor, shape], [out]))
+        out = editor.variable(f"stof_{operand.role}", dtype)
+        shape = editor.initializer("stof_shape", np.array([-1], np.int64))
+        extra.append(editor.node("Reshape", out.name, [tensor, shape], [out]))
         tensor = out
-    boolean = operand.role == "pad"
-    if dtype not in (_PAD_TYPES if boolean else _INTEGERS):
-        dtype = int(TensorProto.BOOL if boolean else TensorProto.INT64)
-        tensor = _cast(editing, operand, extra, tensor, dtype)
-    if tensorrt and boolean and dtype not in _PLAIN_PAD_TYPES:
-        tensor = _cast(editing, operand, extra, tensor, int(TensorProto.INT32))
+    is_padding = operand.role == "pad"
+    if dtype not in (_PAD_TYPES if is_padding else _INTEGERS):
+        dtype = int(TensorProto.BOOL if is_padding else TensorProto.INT64)
+        tensor = _cast(editor, operand, extra, tensor, dtype)
+    if tensorrt and is_padding and dtype not in _TENSORRT_PAD_TYPES:
+        tensor = _cast(editor, operand, extra, tensor, int(TensorProto.INT32))
     return tensor
 
 
-def _cast(editing: Editing, operand: RuntimeOperand, extra: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
-    out = editing.variable(f"stof_{operand.role}", dtype)
-    extra.append(editing.node("Cast", out.name, [tensor], [out], to=dtype))
+def _cast(editor: Editor, operand: RuntimeOperand, extra: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+    out = editor.variable(f"stof_{operand.role}", dtype)
+    extra.append(editor.node("Cast", out.name, [tensor], [out], to=dtype))
     return out
 
 
-def _neutral(editing: Editing, role: str) -> gs.Tensor:
-    return editing.initializer(f"stof_unused_{role}", NEUTRAL.get(role, np.zeros(1, np.bool_)))
+def _unused_operand(editor: Editor, role: str) -> gs.Tensor:
+    return editor.initializer(f"stof_unused_{role}", NEUTRAL.get(role, np.zeros(1, np.bool_)))
 
 
-def _sink(editing: Editing, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
-    """The logits of the sink, [H] of the site's type or fp32."""
+def _sink_operand(editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> gs.Tensor:
+    """The logits of the sink: [H], of the site's type or fp32."""
     assert site.sink is not None
     if site.sink_values:
-        return editing.initializer("stof_sink", np.array(site.sink_values, np.float32))
-    tensor, dtype = editing.tensors[site.sink], symbolic.dtype(site.sink)
+        return editor.initializer("stof_sink", np.array(site.sink_values, np.float32))
+    tensor, dtype = editor.tensors[site.sink], symbolic.dtype(site.sink)
     shape = symbolic.shape(site.sink)
     if shape is None or len(shape) != 1:
-        out = editing.variable("stof_sink", dtype)
-        flat = editing.initializer("stof_shape", np.array([-1], np.int64))
-        extra.append(editing.node("Reshape", out.name, [tensor, flat], [out]))
+        out = editor.variable("stof_sink", dtype)
+        flat = editor.initializer("stof_shape", np.array([-1], np.int64))
+        extra.append(editor.node("Reshape", out.name, [tensor, flat], [out]))
         tensor = out
     if dtype not in (site.dtype, TensorProto.FLOAT):
-        tensor = append(editing, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+        tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
     return tensor

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removing what only the replaced sites needed, and nothing else.
+"""Removes the nodes that only the replaced sites needed.
 
-A Shape of a removed tensor would keep the tensor alive; it is told from the graph's inputs, or from the query and key
-of its site, instead.
+A Shape node would keep a removed tensor alive. It is replaced by sizes of graph inputs, or of the site's query and key.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.shape_sources import Place, SizeTeller
-from stof.graph.editor import Editing, captured
-from stof.graph.model_graph import GraphIndex
+from stof.attention.shape_sources import ShapeSource, ShapeSources
+from stof.graph.editor import Editor, captured_gs_tensors
+from stof.graph.index import GraphIndex
 from stof.site import AttentionSite
 from stof.symbolic import Symbolic
 
-Elements = list[Place | int]
+Elements = list[ShapeSource | int]
 
 
 class Pruner:
-    """Made before the edit; ``prune`` runs after it."""
+    """Removes nodes that an edit made dead. Create it before the edit; call ``prune`` after it."""
 
-    def __init__(self, editing: Editing, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
-        self.editing = editing
-        self.teller = SizeTeller(editing.model, symbolic)
-        self.shapes = self._tellable(sites)
-        self.needed = self._live({})
-        self._sizes: dict[Place, gs.Tensor] = {}
+    def __init__(self, editor: Editor, symbolic: Symbolic, sites: Sequence[AttentionSite]) -> None:
+        self.editor = editor
+        self.sources = ShapeSources(editor.model, symbolic)
+        self.shapes = self._replaceable_shapes(sites)
+        self.live_before = self._live({})
+        self._sizes: dict[ShapeSource, gs.Tensor] = {}
         self._head: list[gs.Node] = []
 
-    def _tellable(self, sites: Sequence[AttentionSite]) -> dict[int, Elements]:
-        """Shape nodes of tensors inside the sites and their masks, with the elements where they can be told."""
-        index = GraphIndex(self.editing.model.graph)
+    def _replaceable_shapes(self, sites: Sequence[AttentionSite]) -> dict[int, Elements]:
+        """Ids of the Shape nodes of tensors inside the sites and their masks, with the sources of their elements."""
+        index = GraphIndex(self.editor.model.graph)
         inside: dict[str, tuple[str, ...]] = {}
         for site in sites:
             stop = {site.query.tensor, site.key.tensor, site.value.tensor}
@@ -46,16 +45,16 @@ class Pruner:
             for operand in stop:
                 inside.pop(operand, None)
         found: dict[int, Elements] = {}
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if node.op == "Shape" and node.inputs[0].name in inside:
-                elements = self.teller.elements(node.outputs[0].name, inside[node.inputs[0].name])
+                elements = self.sources.find(node.outputs[0].name, inside[node.inputs[0].name])
                 if elements is not None:
                     found[id(node)] = elements
         return found
 
     def _live(self, shapes: dict[int, Elements]) -> set[int]:
-        """Ids of the nodes that an output needs."""
-        pending = [n for t in self.editing.graph.outputs for n in t.inputs]
+        """Ids of the nodes that the outputs depend on, where the Shape nodes of ``shapes`` read nothing."""
+        pending = [n for t in self.editor.graph.outputs for n in t.inputs]
         live: set[int] = set()
         while pending:
             node = pending.pop()
@@ -64,69 +63,69 @@ class Pruner:
             live.add(id(node))
             if id(node) not in shapes:
                 pending.extend(n for t in node.inputs for n in t.inputs)
-            # A tensor that a subgraph names is found by name: it may be another object there.
-            for tensor in captured(node):
-                producer = self.editing.producer(tensor.name)
+            # Subgraphs hold other objects for outer tensors: these are found by name.
+            for tensor in captured_gs_tensors(node):
+                producer = self.editor.producer(tensor.name)
                 if producer is not None:
                     pending.append(producer)
         return live
 
     def prune(self) -> None:
-        """Drops every node that was needed and is not any more, with dead readers of such nodes."""
+        """Removes every node that was live and is dead now, and dead readers of such nodes."""
         live = self._live(self.shapes)
         gone: set[int] = set()
         nodes: list[gs.Node] = []
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if id(node) in live:
                 source = node.inputs[0].inputs if id(node) in self.shapes else []
-                nodes.extend(self._told(node) if source and id(source[0]) not in live else [node])
-            elif id(node) in self.needed or any(id(n) in gone for t in node.inputs for n in t.inputs):
+                nodes.extend(self._size_nodes(node) if source and id(source[0]) not in live else [node])
+            elif id(node) in self.live_before or any(id(n) in gone for t in node.inputs for n in t.inputs):
                 gone.add(id(node))
             else:
                 nodes.append(node)
         kept = {id(n) for n in nodes}
-        for node in self.editing.graph.nodes:
+        for node in self.editor.graph.nodes:
             if id(node) not in kept:
                 node.inputs.clear()
-        self.editing.graph.nodes = [*self._head, *nodes]
+        self.editor.graph.nodes = [*self._head, *nodes]
 
-    def _told(self, node: gs.Node) -> list[gs.Node]:
-        """Nodes that write a Shape node's output from tensors that stay."""
+    def _size_nodes(self, node: gs.Node) -> list[gs.Node]:
+        """Nodes that write a Shape node's output from sizes of tensors that are kept."""
         output = node.outputs[0]
-        parts: list[gs.Tensor] = []
+        sizes: list[gs.Tensor] = []
         nodes: list[gs.Node] = []
-        inputs = {i.name for i in self.editing.model.graph.input}
+        inputs = {i.name for i in self.editor.model.graph.input}
         for element in self.shapes[id(node)]:
             if isinstance(element, int):
-                parts.append(self.editing.initializer("stof_size", np.array([element], np.int64)))
+                sizes.append(self.editor.initializer("stof_size", np.array([element], np.int64)))
                 continue
             if element[0] not in inputs:
-                parts.append(self._size(element, nodes))
+                sizes.append(self._size(element, nodes))
                 continue
             if element not in self._sizes:
                 self._sizes[element] = self._size(element, self._head)
-            parts.append(self._sizes[element])
+            sizes.append(self._sizes[element])
         output.inputs.clear()
-        nodes.append(self.editing.node("Concat", f"{node.name}/stof", parts, [output], axis=0))
+        nodes.append(self.editor.node("Concat", f"{node.name}/stof", sizes, [output], axis=0))
         return nodes
 
-    def _size(self, place: Place, nodes: list[gs.Node]) -> gs.Tensor:
-        tensor, axis, factor = place
-        whole = self.editing.variable(f"{tensor}/stof_shape", TensorProto.INT64)
-        one = self.editing.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
-        which = self.editing.initializer("stof_axis", np.array([axis], np.int64))
-        nodes.append(self.editing.node("Shape", whole.name, [self.editing.tensors[tensor]], [whole]))
-        nodes.append(self.editing.node("Gather", one.name, [whole, which], [one], axis=0))
+    def _size(self, source: ShapeSource, nodes: list[gs.Node]) -> gs.Tensor:
+        tensor, axis, factor = source
+        whole = self.editor.variable(f"{tensor}/stof_shape", TensorProto.INT64)
+        one = self.editor.variable(f"{tensor}/stof_size{axis}", TensorProto.INT64, [1])
+        which = self.editor.initializer("stof_axis", np.array([axis], np.int64))
+        nodes.append(self.editor.node("Shape", whole.name, [self.editor.tensors[tensor]], [whole]))
+        nodes.append(self.editor.node("Gather", one.name, [whole, which], [one], axis=0))
         if factor == 1:
             return one
-        times = self.editing.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
-        number = self.editing.initializer("stof_factor", np.array([factor], np.int64))
-        nodes.append(self.editing.node("Mul", times.name, [one, number], [times]))
+        times = self.editor.variable(f"{tensor}/stof_size{axis}x{factor}", TensorProto.INT64, [1])
+        number = self.editor.initializer("stof_factor", np.array([factor], np.int64))
+        nodes.append(self.editor.node("Mul", times.name, [one, number], [times]))
         return times
 
 
 def _mask_tensors(index: GraphIndex, tensors: Iterable[str], stop: set[str]) -> set[str]:
-    """The tensors from which masks are computed; edges through Shape carry no data."""
+    """The tensors from which masks are computed, up to ``stop``; a Shape node reads no data."""
     pending = [t for t in tensors if t]
     found: set[str] = set()
     while pending:

@@ -15,13 +15,14 @@ from stof.attention.decide.site_decider import Choice, SiteDecider, check_plan, 
 from stof.attention.decide.targets import target_of
 from stof.attention.emit import Rewrite
 from stof.attention.expand.prepare import is_fused, prepare
-from stof.attention.find import is_softmax, unique
+from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.plan_entry import SitePlan, read_site_plan
 from stof.attention.report import KEY, SiteReport, SiteSection
-from stof.attention.subgraphs import Scope, emit_scopes, search
+from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.graph.external_data import read_constants
-from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.names import FreshNames
 from stof.mask.families import picture, window
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
@@ -69,7 +70,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> tuple[Scope, ...]:
         with job.step("match"):
             read_constants(job.source, job.model)
-            scopes = tuple(search(prepare(job.model)))
+            scopes = tuple(find_scopes(prepare(job.model)))
         sites = [site for scope in scopes for site in scope.sites]
         check_selection(job.options, sites, [finding for scope in scopes for finding in scope.findings])
         check_shapes(job.options, job.model)
@@ -154,13 +155,13 @@ def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
     functions = [f for f in graph.functions if f.domain != DOMAIN]
     nodes = [*all_nodes(graph.graph.node), *(n for f in functions for n in all_nodes(f.node))]
     found: list[SiteReport] = []
-    taken: set[str] = set()
+    names = FreshNames()
     for node in nodes:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            found.append(SiteReport(unique(node.name or OP, taken), False, "is StofAttention already", mask=mask))
+            found.append(SiteReport(names.make(node.name or OP), False, "is StofAttention already", mask=mask))
         elif is_softmax(node) or is_fused(node):
-            name = unique(node.name or f"{node.op_type} of {node.output[0]}", taken)
+            name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (
                 f"the model holds {OP} already, and its calls share one function: optimize the model from which it was "
                 "made, where all sites can be replaced together"

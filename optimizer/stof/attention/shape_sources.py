@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of tensors that a rewrite removes, told from tensors that stay."""
+"""Finds the sizes of tensors that a rewrite removes in the shapes of tensors that it keeps."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ import onnx
 
 from stof.symbolic import Int, Symbolic, integer
 
-Place = tuple[str, int, int]  # a tensor, one of its axes, and the number that its size is multiplied with
+ShapeSource = tuple[str, int, int]  # a tensor, one of its axes, and a factor of that axis's size
 
 
-class SizeTeller:
-    """Finds the elements of a Shape node as numbers or axes of graph inputs (or of other tensors that stay)."""
+class ShapeSources:
+    """Finds the elements of Shape nodes as numbers, or as axes of graph inputs or of other tensors that are kept."""
 
     def __init__(self, model: onnx.ModelProto, symbolic: Symbolic) -> None:
         self.symbolic = symbolic
-        self._places: dict[Int, Place] = {}
+        self._sources: dict[Int, ShapeSource] = {}
         for value in model.graph.input:
             for axis, size in enumerate(symbolic.shape(value.name) or ()):
-                self._places.setdefault(size, (value.name, axis, 1))
+                self._sources.setdefault(size, (value.name, axis, 1))
 
-    def elements(self, output: str, staying: Sequence[str] = ()) -> list[Place | int] | None:
-        """The elements of a Shape node's output; None when one of them cannot be told."""
+    def find(self, output: str, kept: Sequence[str] = ()) -> list[ShapeSource | int] | None:
+        """The elements of a Shape node's output; None when one of them is found nowhere.
+
+        Args:
+            output: of the Shape node.
+            kept: tensors beside the graph's inputs whose axes may be used.
+        """
         value = self.symbolic.value(output)
         elements = None if value is None else value.elements()
         if elements is None:
             return None
-        found: list[Place | int] = []
+        found: list[ShapeSource | int] = []
         for element in elements:
             assert isinstance(element, Int)
-            place = self._place(element, staying)
-            if place is None:
+            source = self._find(element, kept)
+            if source is None:
                 return None
-            found.append(place)
+            found.append(source)
         return found
 
-    def _place(self, size: Int, staying: Sequence[str]) -> Place | int | None:
+    def _find(self, size: Int, kept: Sequence[str]) -> ShapeSource | int | None:
         if size.constant is not None:
             return size.constant
-        if size in self._places:
-            return self._places[size]
-        for tensor in staying:
+        if size in self._sources:
+            return self._sources[size]
+        for tensor in kept:
             for axis, own in enumerate(self.symbolic.shape(tensor) or ()):
                 if own == size:
                     return (tensor, axis, 1)
         factor = size.terms[0][1] if len(size.terms) == 1 else 1
-        base = self._place(size.divide(integer(factor)) or size, staying) if factor > 1 else None
+        base = self._find(size.divide(integer(factor)) or size, kept) if factor > 1 else None
         return (*base[:2], factor) if isinstance(base, tuple) else None

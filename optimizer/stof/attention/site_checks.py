@@ -118,7 +118,7 @@ class AttentionChecks(SiteChecks):
         except VerifyError:
             raise
         except Exception as error:  # whatever the runtime raises, and inputs that cannot be drawn
-            detail = f"the {scope.words} cannot be run by itself: {error}"
+            detail = f"the {scope.description} cannot be run by itself: {error}"
             return [Comparison(f"site {r.site.name!r}", np.inf, 0.0, False, r.site.name, detail) for r in some]
         return self._compare(scope, emitted, captured)
 

@@ -15,12 +15,12 @@ from onnx import helper
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
 from stof.runtime.library import Op
-from stof.site import AttentionSite, EmptyRows, Layout, Operand, heads_in_one
+from stof.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
 
 SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
-_SOFT_FILL, _HARD_FILL = -5e3, -1e4  # scores of rows without a key are lower: -10000 is a fill, and no sum of products
+_SOFT_FILL = -5e3  # a row whose largest score is lower has no key
 _DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
 _EPSILON = {"float32": 1.2e-7, "float16": 9.8e-4, "bfloat16": 7.9e-3}
 
@@ -93,7 +93,7 @@ def compare_site(
     span = float(np.ptp(own[finite])) if finite.any() else 0.0
     soft = attributes.get("empty_rows") == EmptyRows.ALL.value and lost <= _DIGITS * span
     if not soft:
-        rows = tops > _HARD_FILL
+        rows = tops > FORBIDDING_VALUE
     rest = np.nan if ignore_empty_rows else exact if soft else own.astype(np.float64)
     target = np.where(rows[..., None], exact, rest)
     good = np.isfinite(own) & np.isfinite(target)
@@ -137,7 +137,7 @@ def site_exactly(
         added = None if added is None else term.apply(added, value)
     leaks = np.zeros(1, bool)  # of pairs
     if added is not None:
-        leaks = (added <= _HARD_FILL) & ~(np.isfinite(k).all(-1) & np.isfinite(v).all(-1))[:, :, None, :]
+        leaks = (added <= FORBIDDING_VALUE) & ~(np.isfinite(k).all(-1) & np.isfinite(v).all(-1))[:, :, None, :]
         scores = np.where(leaks & ~(scores < np.inf), added, scores)
     tops = scores.max(-1, initial=-np.inf)
     if site.sink is not None:

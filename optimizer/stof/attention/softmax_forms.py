@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A softmax written out: exponentials divided by their sum over the keys, as exporters without the operator write it.
+"""Recognizes a softmax: the operator, or exponentials divided by their sum over the keys.
 
-A mask may stand between them: exponentials that are made 0 before they are summed are those of scores of -inf.
+A mask may make exponentials 0 before they are summed: that is a mask of the scores by -inf.
 """
 
 from __future__ import annotations
@@ -11,33 +11,30 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from stof.attention.layouts import uniform
-from stof.attention.scores import less_maximum
-from stof.graph.model_graph import GraphIndex
+from stof.attention.scores import subtracts_row_max
+from stof.graph.index import GraphIndex, is_standard
 from stof.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 from stof.symbolic.tensor import SymTensor
 
-_STANDARD = ("", "ai.onnx")
-
 
 @dataclass(frozen=True)
-class Softmax:
-    """A softmax: its node, or one that stands for what the graph writes out; ``mask`` forbids by -inf, after all others."""
+class SoftmaxForm:
+    """A softmax of the graph: its node, or a node made for a softmax that is written out."""
 
     node: onnx.NodeProto
-    mask: MaskTerm | None = None
-    nodes: tuple[str, ...] = ()  # first outputs of nodes between the scores and the weights
+    mask: MaskTerm | None = None  # of the exponentials; the last mask of the scores
+    nodes: tuple[str, ...] = ()  # first outputs of the nodes between the scores and the weights
 
 
-def softmax_of(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> Softmax | None:
-    """The softmax whose weights a node writes, None where it writes none."""
-    if node.domain not in _STANDARD:
+def match_softmax(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> SoftmaxForm | None:
+    """The softmax whose weights a node writes; None where it is no softmax."""
+    if not is_standard(node):
         return None
     if node.op_type == "Softmax":
-        return Softmax(node)
+        return SoftmaxForm(node)
     terms = _quotient(index, node)
     if terms is None:
         return None
@@ -48,15 +45,15 @@ def softmax_of(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> S
         return None
     if own != (*shape[:-1], integer(1)):
         return None
-    mask, exponential = _masked(index, symbolic, exponentials)
+    mask, exponential = _find_exponential(index, symbolic, exponentials)
     shifted = None if exponential is None else index.producer(exponential.input[0])
-    # Without the largest number taken off, a row of the lowest numbers would not be their mean.
-    if exponential is None or shifted is None or not less_maximum(index, symbolic, shifted):
+    # Without x - max(x) a fully masked row would be 0 / 0, not the mean that the operator gives.
+    if exponential is None or shifted is None or not subtracts_row_max(index, symbolic, shifted):
         return None
     if mask is not None and len(shape) != 4:
         return None
     made = helper.make_node("Softmax", [exponential.input[0]], [node.output[0]], name=node.name, axis=-1)
-    return Softmax(made, mask, (exponential.output[0], exponentials, total))
+    return SoftmaxForm(made, mask, (exponential.output[0], exponentials, total))
 
 
 def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None:
@@ -67,21 +64,23 @@ def _quotient(index: GraphIndex, node: onnx.NodeProto) -> tuple[str, str] | None
         return None
     for i in (0, 1):
         inverse = index.producer(node.input[i])
-        if inverse is not None and inverse.op_type == "Reciprocal" and inverse.domain in _STANDARD:
+        if inverse is not None and inverse.op_type == "Reciprocal" and is_standard(inverse):
             return str(node.input[1 - i]), str(inverse.input[0])
     return None
 
 
-def _is_truth(value: SymTensor) -> bool:
-    """Whether a tensor is 0 or 1 everywhere, as far as conditions tell."""
+def _is_zero_or_one(value: SymTensor) -> bool:
+    """Whether every element of a tensor is known to be 0 or 1."""
     probe = tuple(var(f"any{i}") for i in range(value.rank))
-    return {x for _, x in cases(to_real(value.at(probe)))} <= {0.0, 1.0}
+    return {x for _, x in split_cases(to_real(value.at(probe)))} <= {0.0, 1.0}
 
 
-def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
-    """The exponential behind a tensor, and the mask that makes others 0."""
+def _find_exponential(
+    index: GraphIndex, symbolic: Symbolic, tensor: str
+) -> tuple[MaskTerm | None, onnx.NodeProto | None]:
+    """The mask that makes exponentials 0, and the Exp node; (None, None) where there is no Exp."""
     node = index.producer(tensor)
-    if node is None or node.domain not in _STANDARD:
+    if node is None or not is_standard(node):
         return None, None
     if node.op_type == "Exp":
         return None, node
@@ -89,15 +88,16 @@ def _masked(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[MaskTer
     if node.op_type == "Where":
         for kind, kept, filled in ((TermKind.KEEP, 1, 2), (TermKind.DROP, 2, 1)):
             exponential = index.producer(node.input[kept])
-            if (
-                exponential is not None
-                and exponential.op_type == "Exp"
-                and uniform(symbolic, node.input[filled]) == 0.0
-            ):
+            if exponential is not None and exponential.op_type == "Exp" and symbolic.uniform(node.input[filled]) == 0.0:
                 return MaskTerm(kind, node.input[0], minus), exponential
     if node.op_type == "Mul":
         for i in (0, 1):
             exponential, value = index.producer(node.input[i]), symbolic.value(node.input[1 - i])
-            if exponential is not None and exponential.op_type == "Exp" and value is not None and _is_truth(value):
+            if (
+                exponential is not None
+                and exponential.op_type == "Exp"
+                and value is not None
+                and _is_zero_or_one(value)
+            ):
                 return MaskTerm(TermKind.KEEP, node.input[1 - i], minus), exponential
     return None, None

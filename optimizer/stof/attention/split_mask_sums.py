@@ -1,37 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor that is a mask plus something else: both are added to the scores, so each can be read by itself.
+"""Splits a tensor that is the sum of a mask and a bias, so that the mask can be lifted alone.
 
-Position biases and masks of a caller are often added to the model's own mask once, for all layers. Of the sum, nothing could
-be said that is known of the mask alone.
+Exporters often add position biases and the caller's mask to the model's own mask once, for all layers. What is known of the
+mask is not known of the sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from stof.graph.model_graph import GraphIndex
-from stof.site import MaskTerm, TermKind
+from onnx import TensorProto
+
+from stof.errors import UnsupportedError
+from stof.graph.index import GraphIndex, is_standard
+from stof.mask.lift import lift
+from stof.site import FORBIDDING_VALUE, AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Symbolic, var
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 
-_DEEPEST = 4
-_FORBIDS = -1e4
+_MAX_DEPTH = 4
+_MAX_TERMS = 8
 
 
-def parts(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0) -> tuple[MaskTerm, ...]:
-    """The terms, added to scores [B, H, S, T], whose sum a term is, where one is a mask and the other is none; else the term."""
+def split_term(index: GraphIndex, symbolic: Symbolic, term: MaskTerm, depth: int = 0) -> tuple[MaskTerm, ...]:
+    """The addends of an additive term of scores [B, H, S, T], where exactly one side of the sum is a mask; else the term."""
+    if depth == _MAX_DEPTH:
+        return (term,)
+    addends = _addends(index, term)
+    shapes = [symbolic.shape(name) for name in addends]
+    if not addends or any(s is None or len(s) > (5 if term.groups else 4) for s in shapes):
+        return (term,)
+    if _is_mask(symbolic, addends[0], term.scale) == _is_mask(symbolic, addends[1], term.scale):
+        return (term,)
+    return tuple(t for name in addends for t in split_term(index, symbolic, replace(term, tensor=name), depth + 1))
+
+
+def split_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> AttentionSite:
+    """The site with its additive sums split, where more of its mask can be lifted then (T5 exported by torch's tracer).
+
+    The site itself where splitting would leave more terms as biases: layers may share the sum, and it would be computed
+    again for each of them.
+    """
+    terms: list[MaskTerm] = []
+    pending = list(site.terms)
+    while pending and len(terms) + len(pending) <= _MAX_TERMS:
+        term = pending.pop(0)
+        addends = _fp32_addends(index, symbolic, term)
+        pending[:0] = addends
+        if not addends:
+            terms.append(term)
+    if pending or len(terms) == len(site.terms):
+        return site
+    unguarded = None if site.unguarded is None else replace(site.unguarded, terms=tuple(terms))
+    split = replace(site, terms=tuple(terms), unguarded=unguarded)
+    before, after = _lift(symbolic, site), _lift(symbolic, split)
+    if after is None or (before is not None and len(after.bias) > len(before.bias)):
+        return site
+    return split if before is None or after.expression != before.expression else site
+
+
+def _addends(index: GraphIndex, term: MaskTerm) -> list[str]:
+    """The two tensors whose sum an additive term is; [] where it is no sum."""
     node = index.producer(term.tensor)
-    if depth == _DEEPEST or node is None or node.op_type != "Add" or node.domain not in ("", "ai.onnx"):
-        return (term,)
     if term.kind is not TermKind.ADD or term.merged or term.windows:
-        return (term,)
-    shapes = [symbolic.shape(name) for name in node.input]
-    if any(s is None or len(s) > (5 if term.groups else 4) for s in shapes):
-        return (term,)
-    if _is_mask(symbolic, node.input[0], term.scale) == _is_mask(symbolic, node.input[1], term.scale):
-        return (term,)
-    return tuple(p for name in node.input for p in parts(index, symbolic, replace(term, tensor=name), depth + 1))
+        return []
+    return list(node.input) if node is not None and node.op_type == "Add" and is_standard(node) else []
+
+
+def _fp32_addends(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list[MaskTerm]:
+    """The terms of an fp32 sum of two tensors with symbolic values: a sum in fp16 may overflow."""
+    addends = _addends(index, term)
+    if symbolic.dtype(term.tensor) != TensorProto.FLOAT or any(symbolic.value(name) is None for name in addends):
+        return []
+    return [replace(term, tensor=name) for name in addends]
 
 
 def _is_mask(symbolic: Symbolic, tensor: str, scale: float) -> bool:
@@ -39,7 +81,13 @@ def _is_mask(symbolic: Symbolic, tensor: str, scale: float) -> bool:
     value = symbolic.value(tensor)
     if value is None or value.kind != "f":
         return False
-    found = [x for _, x in cases(to_real(value.at(tuple(var(f"any{i}") for i in range(value.rank)))))]
-    return all(isinstance(x, float) for x in found) and any(
-        isinstance(x, float) and x * scale <= _FORBIDS for x in found
-    )
+    element = to_real(value.at(tuple(var(f"any{i}") for i in range(value.rank))))
+    numbers = [x for _, x in split_cases(element) if isinstance(x, float)]
+    return len(numbers) == len(split_cases(element)) and any(x * scale <= FORBIDDING_VALUE for x in numbers)
+
+
+def _lift(symbolic: Symbolic, site: AttentionSite) -> LiftedMask | None:
+    try:
+        return lift(symbolic, site)
+    except UnsupportedError:
+        return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites in the subgraphs of If, Loop and Scan: each is searched as a flat model, with what it depends on in front of it.
+"""Finds and replaces attention in the main graph and in the subgraphs of If, Loop and Scan.
 
-A subgraph sees the tensors of the graphs around it by name. With the outer nodes that it needs, and the inputs of Loop and
-Scan bodies as inputs, it is a model of its own, which all steps treat as any other; only what is written goes back into it.
+A subgraph reads tensors of outer graphs by name. To search it, it becomes a model of its own: the outer nodes that it
+depends on come first, and the inputs of Loop and Scan bodies are inputs. The new nodes are then written into the subgraph.
 """
 
 from __future__ import annotations
@@ -12,38 +12,41 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.attention.emit import Calls, Rewrite, edit, emit
-from stof.attention.expand.expand import Lowered, expanded
-from stof.attention.expand.prepare import expand_fused, is_fused
+from stof.attention.emit import Rewrite, SharedFunction, emit, replace_sites
+from stof.attention.expand.prepare import is_fused, prepare_subgraph
+from stof.attention.expand.working_copy import WorkingCopy, with_expanded
 from stof.attention.find import find_sites, is_softmax
-from stof.graph.model_graph import all_nodes, describe, node_tensors, subgraphs
+from stof.graph.index import all_nodes, describe, node_tensors, producers, subgraphs
+from stof.graph.names import FreshNames
+from stof.graph.protobuf import copy_model, remove_named
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
-Path = tuple[tuple[str, str, int], ...]  # first output of a node, its attribute, which of the attribute's graphs
+# From the main graph inwards: first output of the node, its attribute, and the index among the attribute's graphs.
+GraphPath = tuple[tuple[str, str, int], ...]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A graph with its sites. ``outer`` of the nodes of ``prepared.base`` belong to the graphs around it."""
+    """The main graph or a subgraph, with its sites."""
 
-    path: Path
-    words: str
-    prepared: Lowered
-    outer: int
+    path: GraphPath
+    description: str  # "then_branch of If node 'x'"; empty for the main graph
+    prepared: WorkingCopy
+    outer_count: int  # the first nodes of ``prepared.base``, which belong to outer graphs
     symbolic: Symbolic
     sites: tuple[AttentionSite, ...]
     findings: tuple[Finding, ...]
 
     def rewrites(self, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
-        """Those that are of this scope."""
+        """The rewrites of this scope's sites."""
         own = {s.name for s in self.sites}
         return [r for r in rewrites if r.site.name in own]
 
 
 @dataclass(frozen=True)
-class _Around:
-    """What a subgraph sees: nodes in order, inputs, constants and known types of all graphs around it."""
+class _OuterGraphs:
+    """What a subgraph can read: nodes in order, inputs, constants and declared types of all graphs around it."""
 
     nodes: tuple[onnx.NodeProto, ...]
     inputs: tuple[onnx.ValueInfoProto, ...]
@@ -51,72 +54,80 @@ class _Around:
     infos: tuple[onnx.ValueInfoProto, ...]
 
 
-def search(prepared: Lowered) -> list[Scope]:
-    """The main graph and every subgraph that holds attention, with their sites."""
+def find_scopes(prepared: WorkingCopy) -> list[Scope]:
+    """The main graph and every subgraph that contains attention, with their sites."""
     symbolic = prepared.symbolic()
-    taken: set[str] = set()
-    sites, findings = find_sites(prepared.model, symbolic, prepared.fixed, prepared.written(), taken=taken)
+    names = FreshNames()
+    sites, findings = find_sites(prepared.model, symbolic, prepared.materialized, prepared.fused_nodes(), names=names)
     main = Scope((), "", prepared, 0, symbolic, tuple(sites), (*prepared.findings, *findings))
     found = [main]
     graph = prepared.base.graph
-    around = _Around((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
-    for path, words, outside, inner in _subgraphs(graph, around, ()):
-        found.append(_scope(prepared, path, words, outside, inner, taken, sum(len(s.sites) for s in found)))
+    around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
+    for path, description, outside, inner in _attention_subgraphs(graph, around, ()):
+        found.append(
+            _search_subgraph(prepared, path, description, outside, inner, names, sum(len(s.sites) for s in found))
+        )
     return found
 
 
-def _subgraphs(
-    graph: onnx.GraphProto, around: _Around, path: Path
-) -> Iterator[tuple[Path, str, _Around, onnx.GraphProto]]:
-    """Every subgraph in which there is attention, innermost ones after those around them."""
-    for place, node in enumerate(graph.node):
+def _attention_subgraphs(
+    graph: onnx.GraphProto, around: _OuterGraphs, path: GraphPath
+) -> Iterator[tuple[GraphPath, str, _OuterGraphs, onnx.GraphProto]]:
+    """Every subgraph that contains attention, outer ones before inner ones."""
+    for i, node in enumerate(graph.node):
         if not any(is_softmax(n) or is_fused(n) for g in subgraphs(node) for n in all_nodes(g.node)):
             continue
-        before = replace(around, nodes=(*around.nodes, *graph.node[:place]))
+        before = replace(around, nodes=(*around.nodes, *graph.node[:i]))
         for attribute in node.attribute:
             graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
-            for i, inner in enumerate(graphs):
-                own = (*path, (node.output[0], attribute.name, i))
+            for j, inner in enumerate(graphs):
+                own = (*path, (node.output[0], attribute.name, j))
                 if any(is_softmax(n) or is_fused(n) for n in inner.node):
                     yield own, f"{attribute.name} of {describe(node)}", before, inner
-                inside = _Around(
+                inside = _OuterGraphs(
                     before.nodes,
                     (*before.inputs, *inner.input),
                     (*before.initializers, *inner.initializer),
                     (*before.infos, *inner.value_info),
                 )
-                yield from _subgraphs(inner, inside, own)
+                yield from _attention_subgraphs(inner, inside, own)
 
 
-def _scope(
-    main: Lowered, path: Path, words: str, around: _Around, graph: onnx.GraphProto, taken: set[str], first: int
+def _search_subgraph(
+    main: WorkingCopy,
+    path: GraphPath,
+    description: str,
+    around: _OuterGraphs,
+    graph: onnx.GraphProto,
+    names: FreshNames,
+    first_index: int,
 ) -> Scope:
-    flat, outer = _flat(main.base, around, graph)
-    prepared = expand_fused(flat, main.known)
+    flat, outer_count = _flatten(main.base, around, graph)
+    prepared = prepare_subgraph(flat, main.inlined)
     symbolic = prepared.symbolic()
-    written = {o for n in flat.graph.node[:outer] for o in n.output}
-    shift = _shift(prepared, outer)
+    written = {o for n in flat.graph.node[:outer_count] for o in n.output}
+    first_inner = _first_inner_node(prepared, outer_count)
     sites, findings = find_sites(
         prepared.model,
         symbolic,
-        frozenset(prepared.fixed | written),
-        prepared.written(),
-        taken=taken,
-        first=first,
-        within=frozenset(n.output[0] for n in prepared.model.graph.node[shift:] if is_softmax(n)),
+        frozenset(prepared.materialized | written),
+        prepared.fused_nodes(),
+        names=names,
+        first_index=first_index,
+        softmaxes=frozenset(n.output[0] for n in prepared.model.graph.node[first_inner:] if is_softmax(n)),
     )
     own = {o for n in graph.node for o in n.output}
     left = [f for f in prepared.findings if f.details.get("output") in own]
-    return Scope(path, words, prepared, outer, symbolic, tuple(sites), (*left, *findings))
+    return Scope(path, description, prepared, outer_count, symbolic, tuple(sites), (*left, *findings))
 
 
-def _shift(prepared: Lowered, outer: int) -> int:
-    """Where the subgraph's own nodes begin, after outer ones were expanded."""
-    return outer + sum(len(g.nodes) - 1 for g in prepared.groups if g.place < outer)
+def _first_inner_node(prepared: WorkingCopy, outer_count: int) -> int:
+    """The index of the subgraph's first own node, after fused outer nodes were expanded."""
+    return outer_count + sum(len(e.nodes) - 1 for e in prepared.expanded if e.node_index < outer_count)
 
 
-def _flat(base: onnx.ModelProto, around: _Around, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
-    """The subgraph as a model of its own, and how many nodes in front are of the graphs around it."""
+def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
+    """The subgraph as a model of its own, and how many of its first nodes belong to outer graphs."""
     read = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
     outer: list[onnx.NodeProto] = []
     for node in reversed(around.nodes):
@@ -136,25 +147,24 @@ def _flat(base: onnx.ModelProto, around: _Around, graph: onnx.GraphProto) -> tup
 
 
 def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
-    """A copy of the model in which every rewrite's site, in whatever graph, is one StofAttention node."""
+    """A copy of the model in which the site of every rewrite, in the main graph or a subgraph, is one StofAttention node."""
     main, *others = scopes
     own = main.rewrites(rewrites)
     inner = [(s, r) for s in others if (r := s.rewrites(rewrites))]
     if not inner:
-        return emit(main.prepared.partly(r.site for r in own), main.symbolic, own)
-    calls = Calls(rewrites)
-    result = onnx.ModelProto()
-    result.CopyFrom(main.prepared.partly(r.site for r in own))
-    before = _live(result.graph)
+        return emit(main.prepared.expand_for(r.site for r in own), main.symbolic, own)
+    function = SharedFunction(rewrites)
+    result = copy_model(main.prepared.expand_for(r.site for r in own))
+    before = _live_nodes(result.graph)
     for scope, some in reversed(inner):  # innermost first
-        _edit_inside(result, scope, some, calls)
+        _replace_in_subgraph(result, scope, some, function)
     if own:
-        result = edit(result, main.symbolic, own, calls)
-    _drop_dead(result.graph, before)
-    return calls.finish(result)
+        result = replace_sites(result, main.symbolic, own, function)
+    _remove_dead_nodes(result.graph, before)
+    return function.finish(result)
 
 
-def graph_at(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
+def graph_at(model: onnx.ModelProto, path: GraphPath) -> onnx.GraphProto:
     """The graph at a path."""
     graph = model.graph
     for output, name, i in path:
@@ -164,39 +174,42 @@ def graph_at(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
     return graph
 
 
-def _edit_inside(model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], calls: Calls) -> None:
+def _replace_in_subgraph(
+    model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], function: SharedFunction
+) -> None:
     graph = graph_at(model, scope.path)
     wanted = {r.site.softmax for r in rewrites}
-    groups = [replace(g, place=g.place - scope.outer) for g in scope.prepared.groups if g.softmax in wanted]
+    expanded = [e for e in scope.prepared.expanded if e.softmax in wanted]
+    expanded = [replace(e, node_index=e.node_index - scope.outer_count) for e in expanded]
     small = onnx.ModelProto(ir_version=model.ir_version)
     small.opset_import.extend(model.opset_import)
     small.graph.name = graph.name
-    small.graph.node.extend(expanded(graph.node, groups))
+    small.graph.node.extend(with_expanded(graph.node, expanded))
     small.graph.initializer.extend(graph.initializer)
     small.graph.value_info.extend(graph.value_info)
     small.graph.output.extend(graph.output)
     known = {t.name for t in graph.initializer}
-    for name in dict.fromkeys(_visible(scope)):
+    for name in dict.fromkeys(_outer_tensors(scope)):
         if name not in known:
             small.graph.input.append(onnx.ValueInfoProto(name=name))
-    edited = edit(small, scope.symbolic, rewrites, calls).graph
+    edited = replace_sites(small, scope.symbolic, rewrites, function).graph
     for field in ("node", "initializer", "value_info"):
         del getattr(graph, field)[:]
         getattr(graph, field).extend(getattr(edited, field))
 
 
-def _visible(scope: Scope) -> Iterator[str]:
-    """The tensors that nodes of a subgraph may read and do not write: what is around it, and its own inputs."""
+def _outer_tensors(scope: Scope) -> Iterator[str]:
+    """The tensors that a subgraph can read and does not write: those of outer graphs, and its own inputs."""
     flat = scope.prepared.base.graph
     yield from (i.name for i in flat.input)
     yield from (t.name for t in flat.initializer)
-    for node in flat.node[: scope.outer]:
+    for node in flat.node[: scope.outer_count]:
         yield from (o for o in node.output if o)
 
 
-def _live(graph: onnx.GraphProto) -> set[str]:
-    """First outputs of the nodes that the outputs need."""
-    producer = {o: n for n in graph.node for o in n.output if o}
+def _live_nodes(graph: onnx.GraphProto) -> set[str]:
+    """First outputs of the nodes that the graph's outputs depend on."""
+    producer = producers(graph.node)
     pending = [o.name for o in graph.output]
     found: set[str] = set()
     while pending:
@@ -208,12 +221,10 @@ def _live(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _drop_dead(graph: onnx.GraphProto, before: set[str]) -> None:
-    """Outer nodes that were needed, by a subgraph's mask for instance, and are not any more."""
-    gone = before - _live(graph)
+def _remove_dead_nodes(graph: onnx.GraphProto, before: set[str]) -> None:
+    """Removes outer nodes that were live before and are dead now: they computed a subgraph's mask, for example."""
+    gone = before - _live_nodes(graph)
     for i in reversed(range(len(graph.node))):
         if graph.node[i].output[0] in gone:
             del graph.node[i]
-    for i in reversed(range(len(graph.value_info))):
-        if graph.value_info[i].name in gone:
-            del graph.value_info[i]
+    remove_named(graph.value_info, gone)

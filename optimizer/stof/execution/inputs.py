@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from stof.errors import UnsupportedError
-from stof.graph.model_graph import GraphIndex, all_nodes, domain_of, node_tensors
+from stof.graph.index import GraphIndex, all_nodes, domain_of, node_tensors
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.conditions import children
 from stof.symbolic.algebra.piecewise import reads_input

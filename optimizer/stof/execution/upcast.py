@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from stof.graph.external_data import is_external, place_of, tensor_bytes
-from stof.graph.model_graph import subgraphs
+from stof.graph.external_data import is_external, location_of, tensor_bytes
+from stof.graph.index import subgraphs
 
 HALF = frozenset({int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})
 BF16 = frozenset({int(TensorProto.BFLOAT16)})
@@ -120,7 +120,7 @@ class Twins:
 def _pieces(tensor: onnx.TensorProto, folder: Path) -> Iterator[np.ndarray]:
     """A tensor's values, or bytes of other types than half ones, in order."""
     if is_external(tensor):
-        place = place_of(tensor)
+        place = location_of(tensor)
         file = folder / place.location
         length = tensor_bytes(tensor)
         if length is None:

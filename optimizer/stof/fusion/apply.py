@@ -19,7 +19,8 @@ from stof.fusion.plan_entry import ChainPlan
 from stof.fusion.regions import Graph, Left, chain_of, find_chains, settled
 from stof.fusion.split_gemm_bias import joined, separated
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import all_nodes, opset_of
+from stof.graph.index import all_nodes, opset_of
+from stof.graph.names import FreshNames
 from stof.symbolic import Symbolic
 
 
@@ -271,14 +272,8 @@ class _Names:
     """Labels for people: the last node's name, or the tensor that it writes."""
 
     def __init__(self) -> None:
-        self.taken: set[str] = set()
+        self._names = FreshNames(numbered=lambda name, number: f"{name} ({number})")
 
     def of(self, graph: Graph, places: Sequence[int]) -> str:
         node = graph.nodes[places[-1]]
-        name = node.name or f"{node.op_type} of {node.output[0]}"
-        found, i = name, 1
-        while found in self.taken:
-            i += 1
-            found = f"{name} ({i})"
-        self.taken.add(found)
-        return found
+        return self._names.make(node.name or f"{node.op_type} of {node.output[0]}")

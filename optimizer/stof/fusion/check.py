@@ -24,7 +24,7 @@ from stof.fusion.gemm import Product
 from stof.fusion.translate import Chain
 from stof.fusion.work_bound import check_any_run
 from stof.symbolic import Int, Symbolic
-from stof.symbolic.algebra.terms import parts
+from stof.symbolic.algebra.terms import subterms
 
 _SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in the order in which they are met
 _FACTORS = (1, 16, 64)  # windows and strides make nothing of short inputs
@@ -200,7 +200,7 @@ def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
     found: dict[str, None] = {}
     for shape in shapes:
         for d in shape:
-            found.update((str(a.args[0]), None) for a in parts(d) if a.kind == "size")
+            found.update((str(a.args[0]), None) for a in subterms(d) if a.kind == "size")
     return list(found)
 
 

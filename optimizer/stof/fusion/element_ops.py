@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.fusion.description import Pool
-from stof.graph.model_graph import domain_of
+from stof.graph.index import domain_of
 
 TYPES = {int(TensorProto.FLOAT): "f32", int(TensorProto.FLOAT16): "f16", int(TensorProto.BFLOAT16): "bf16"}
 _MICROSOFT = "com.microsoft"

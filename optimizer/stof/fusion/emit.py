@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +15,12 @@ from stof.fusion.function_body import OP, Branch, make_branch, make_function
 from stof.fusion.gemm import Product
 from stof.fusion.tensorrt_plugin import complete_calls
 from stof.fusion.translate import Chain
-from stof.graph.dead_code import drop_unneeded
-from stof.graph.model_graph import DOMAIN, describe, node_tensors, opset_of
-from stof.graph.tensorrt_compat import name_nodes
+from stof.graph.dead_code import remove_dead_code
+from stof.graph.index import DOMAIN, describe, opset_of, topological_order
+from stof.graph.names import FreshNames, name_nodes
+from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
-from stof.symbolic.dimension_names import declared
+from stof.symbolic.dimension_names import declared_dim
 
 GEMM = "StofGemm"
 _LOWEST_IR = 8  # local functions
@@ -85,7 +85,7 @@ def emit_chains(
     opset = opset_of(model)
     nodes = list(model.graph.node)
     made: dict[int, onnx.NodeProto] = {}
-    taken = {n.name for n in nodes}
+    names = FreshNames(n.name for n in nodes)
     for op, group in grouped(chains).items():
         if any((f.domain, f.name) == (DOMAIN, op) for f in model.functions):
             raise UnsupportedError(f"the model already holds {op}; optimize the original instead")
@@ -101,17 +101,20 @@ def emit_chains(
             if text not in numbers:
                 numbers[text] = len(branches)
                 branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
-            made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), taken)
+            made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), names)
         number = "gemm_id" if op == GEMM else "chain_id"
         if tensorrt:
             calls = [made[c.region.places[-1]] for c in group]
             result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
         result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
     gone = {p for c in chains for p in c.region.places}
-    kept = [(i, made.get(i) or _sized(n, shapes or {})) for i, n in enumerate(nodes) if i in made or i not in gone]
-    del result.graph.node[:]
-    result.graph.node.extend(_sorted(kept))
-    drop_unneeded(result.graph, model.graph)
+    places = [i for i in range(len(nodes)) if i in made or i not in gone]
+    kept = [made.get(i) or _sized(nodes[i], shapes or {}) for i in places]
+    order = topological_order(kept, places)
+    if len(order) < len(kept):
+        raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
+    replace_nodes(result.graph, [kept[i] for i in order])
+    remove_dead_code(result.graph, model.graph)
     _check(result.graph)
     _declare(result.graph, symbolic, chains)
     if not any(e.domain == DOMAIN for e in result.opset_import):
@@ -130,7 +133,7 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
             if name not in known:
-                shape = [declared(d) for d in symbolic.shape(name) or ()]
+                shape = [declared_dim(d) for d in symbolic.shape(name) or ()]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
 
 
@@ -154,21 +157,17 @@ def _check(graph: onnx.GraphProto) -> None:
                 raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
 
 
-def call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) -> onnx.NodeProto:
+def call(chain: Chain, number: int, counts: tuple[int, int], names: FreshNames) -> onnx.NodeProto:
     """The node of a chain.
 
     Args:
         chain: what it computes.
         number: of its branch of the function body.
         counts: of the inputs and outputs that all calls have.
-        taken: names of nodes; the new one is added.
+        names: of the model's nodes; the new one is added.
     """
     op = op_of(chain)
-    name, i = f"{chain.region.outputs[0]}/{op}", 1
-    while name in taken:
-        i += 1
-        name = f"{chain.region.outputs[0]}/{op}_{i}"
-    taken.add(name)
+    name = names.make(f"{chain.region.outputs[0]}/{op}")
     # What a description does not name is not read; an input that is missing would be missing in another branch.
     given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
     outputs = chain.region.outputs
@@ -181,26 +180,3 @@ def call(chain: Chain, number: int, counts: tuple[int, int], taken: set[str]) ->
     own |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}
     node.attribute.extend(helper.make_attribute(k, v) for k, v in own.items())
     return node
-
-
-def _sorted(nodes: Sequence[tuple[int, onnx.NodeProto]]) -> list[onnx.NodeProto]:
-    """Writers before readers, otherwise in the order of the places."""
-    writer = {o: i for i, (_, n) in enumerate(nodes) for o in n.output if o}
-    needs = [{writer[t] for t in node_tensors(n) if t in writer and writer[t] != i} for i, (_, n) in enumerate(nodes)]
-    readers: dict[int, list[int]] = {}
-    for i, before in enumerate(needs):
-        for other in before:
-            readers.setdefault(other, []).append(i)
-    ready = [(nodes[i][0], i) for i, before in enumerate(needs) if not before]
-    heapq.heapify(ready)
-    order: list[onnx.NodeProto] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(nodes[i][1])
-        for reader in readers.get(i, ()):
-            needs[reader].discard(i)
-            if not needs[reader]:
-                heapq.heappush(ready, (nodes[reader][0], reader))
-    if len(order) < len(nodes):
-        raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
-    return order

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.errors import UnsupportedError
 from stof.fusion.translate import Chain
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import DOMAIN, describe, domain_of
+from stof.graph.index import DOMAIN, describe, domain_of
 from stof.mask.to_onnx import Builder
 from stof.symbolic import Int, Symbolic
 

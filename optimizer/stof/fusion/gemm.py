@@ -18,9 +18,9 @@ from stof.fusion.description import REDUCTIONS, Output, Pool, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
 from stof.fusion.translate import Chain, Region
-from stof.graph.model_graph import describe, domain_of
+from stof.graph.index import describe, domain_of, producers
 from stof.symbolic import Int, Symbolic, integer, var
-from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
 PRODUCTS = frozenset({"MatMul", "Gemm"})
@@ -120,8 +120,7 @@ class _Epilogue:
         if len(self.products) == 2 and packed:
             raise UnsupportedError("two products, each twice as wide as what comes out")
         index, limits = _place(shape)
-        producers = {o: n for n in self.rest for o in n.output if o}
-        puller = Puller(self.symbolic, producers, (_N, shape[-1]), limits)
+        puller = Puller(self.symbolic, producers(self.rest), (_N, shape[-1]), limits)
         root = puller.at(name, index, limits)
         kind = self.symbolic.dtype(name)
         factors = [*first.input[:2], *(n.input[1] for n in self.products[1:])]
@@ -140,7 +139,7 @@ class _Epilogue:
             raise UnsupportedError("its inputs and its output are of different types")
         if len(self.extra) > MOST_INPUTS:
             raise UnsupportedError(f"{len(self.extra)} inputs of its epilogue, expected at most {MOST_INPUTS}")
-        sizes = (product(shape[:-1]), shape[-1], left[-1])
+        sizes = (element_count(shape[:-1]), shape[-1], left[-1])
         return Product(
             self.region, text, (*factors, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
         )  # fmt: skip
@@ -255,9 +254,9 @@ class _Reading:
     def _how(self, name: str, indices: tuple[Int, ...], shape: Shape) -> str:
         if shape == self.shape and indices == self.index:
             return "mn"
-        if product(shape) == _ONE:
+        if element_count(shape) == _ONE:
             return ""
-        if shape and shape[-1] == self.shape[-1] and indices[-1] == var(_N) and product(shape[:-1]) == _ONE:
+        if shape and shape[-1] == self.shape[-1] and indices[-1] == var(_N) and element_count(shape[:-1]) == _ONE:
             return "n"
         rows = self.index[:-1]
         if (shape, indices) in ((self.shape[:-1], rows), ((*self.shape[:-1], _ONE), (*rows, _ZERO))):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 from onnx import TensorProto
 
-from stof.attention.layouts import may_repeat
+from stof.attention.move_paths import may_broadcast
 from stof.errors import UnsupportedError
 from stof.fusion.description import Pool
 from stof.fusion.element_ops import (
@@ -28,7 +28,7 @@ from stof.fusion.element_ops import (
     kind_of_node,
     skip_sum,
 )
-from stof.graph.model_graph import describe, domain_of
+from stof.graph.index import describe, domain_of
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.algebra.terms import Atom
@@ -193,7 +193,7 @@ class Puller:
         place = list(node.output).index(tensor)
         if node.op_type == "Dropout" and place:
             raise UnsupportedError(f"the mask of {describe(node)} is used")
-        if node.op_type == "Expand" and may_repeat(self.symbolic, node):
+        if node.op_type == "Expand" and may_broadcast(self.symbolic, node):
             raise UnsupportedError(
                 f"{describe(node)} has sizes that are not known to be equal; one of two may be 1 in a run"
             )
@@ -203,7 +203,7 @@ class Puller:
                 name = node.input[i]
                 shape = self.shape(name)
                 given[name] = Fact(_FLOAT, shape, input_tensor(name, shape, "f"))
-            self._moves[node.output[0]] = self.symbolic.applied(node, given) or []
+            self._moves[node.output[0]] = self.symbolic.apply_rule(node, given) or []
         facts = self._moves[node.output[0]]
         value = facts[place].value if place < len(facts) else None
         if value is None:

@@ -16,7 +16,8 @@ from onnx import helper
 from stof.execution.upcast import HALF
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.packed_qkv import INPUTS, heads_known, heads_read, is_attention
-from stof.graph.model_graph import domain_of, node_tensors, with_nodes
+from stof.graph.index import domain_of, node_tensors
+from stof.graph.protobuf import copy_with_nodes
 from stof.symbolic import Symbolic
 
 COUNT = 3
@@ -66,7 +67,7 @@ def merged(
             nodes.append(node)
     if not groups:
         return model, frozenset()
-    return with_nodes(model, nodes), frozenset(splits)
+    return copy_with_nodes(model, nodes), frozenset(splits)
 
 
 def computed_with(model: onnx.ModelProto) -> frozenset[str]:

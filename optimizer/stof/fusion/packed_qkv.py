@@ -10,12 +10,12 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from stof.attention.function_body import OP, packed_function
+from stof.attention.function_body import OP, add_packed_inputs
 from stof.errors import UnsupportedError
 from stof.fusion.element_ops import FREE, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
-from stof.graph.dead_code import drop_unneeded
-from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.graph.dead_code import remove_dead_code
+from stof.graph.index import DOMAIN, all_nodes, producers
 from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
@@ -60,7 +60,7 @@ def packed(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.Mod
     reads an input in another layout now, that is changed for all calls or for none: they share a function. The model
     itself where there is nothing to be done. ``symbolic``: its shapes, where they are known already.
     """
-    movers = {o: n for n in model.graph.node if _moves(n) for o in n.output if o}
+    movers = producers(n for n in model.graph.node if _moves(n))
     if not any(is_attention(n) and not movers.keys().isdisjoint(n.input[:INPUTS]) for n in model.graph.node):
         return model
     if not heads_known(model):
@@ -101,8 +101,8 @@ def _rewritten(
     del result.functions[:]
     for function in functions:
         ours = (function.domain, function.name) == (DOMAIN, OP) and "packed" not in function.attribute
-        result.functions.append(packed_function(function, joined, layouts) if ours else function)
-    drop_unneeded(result.graph, model.graph)
+        result.functions.append(add_packed_inputs(function, joined, layouts) if ours else function)
+    remove_dead_code(result.graph, model.graph)
     return result
 
 

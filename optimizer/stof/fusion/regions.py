@@ -19,11 +19,11 @@ from stof.fusion.function_body import make_branch
 from stof.fusion.gemm import Forms, is_product, product_of
 from stof.fusion.tensorrt_plugin import check_plugin
 from stof.fusion.translate import Chain, Region, translate
-from stof.graph.model_graph import GraphIndex, node_tensors, opset_of
+from stof.graph.index import GraphIndex, node_tensors, opset_of, producer_indices
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.algebra.int_bounds import bound
-from stof.symbolic.rules.dropout import drops
-from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.rules.dropout import may_drop
+from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
 _MOST_NODES = 96  # of a region
@@ -66,7 +66,7 @@ class Graph:
         graph = self.model.graph
         index = GraphIndex(graph)
         self.nodes = list(graph.node)
-        self.place = {o: i for i, n in enumerate(self.nodes) for o in n.output if o}
+        self.place = producer_indices(self.nodes)
         self.readers = {}
         for i, node in enumerate(self.nodes):
             for name in dict.fromkeys(node.input):
@@ -177,9 +177,9 @@ class Graph:
                 return False
             if shape is None:
                 return False
-        if all(product(self.symbolic.shape(o) or ()).constant == 1 for o in written):
+        if all(element_count(self.symbolic.shape(o) or ()).constant == 1 for o in written):
             return False
-        if node.op_type == "Dropout" and drops(node, self.symbolic.constant):
+        if node.op_type == "Dropout" and may_drop(node, self.symbolic.constant):
             return False
         if node.op_type == "Gather" and self._number(node.input[1]) is None:
             return False
@@ -235,7 +235,7 @@ class Graph:
     def count(self, name: str) -> Int:
         """How many elements a tensor has."""
         if name not in self._counts:
-            self._counts[name] = product(self.symbolic.shape(name) or ())
+            self._counts[name] = element_count(self.symbolic.shape(name) or ())
         return self._counts[name]
 
     def repeats(self, places: Collection[int]) -> bool:

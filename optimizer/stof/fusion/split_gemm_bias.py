@@ -11,7 +11,8 @@ import onnx
 from onnx import helper
 
 from stof.fusion.gemm import is_plain
-from stof.graph.model_graph import node_tensors, with_nodes
+from stof.graph.index import node_tensors, producers
+from stof.graph.protobuf import copy_with_nodes
 from stof.symbolic import Symbolic
 
 Gemms = dict[str, list[onnx.NodeProto]]  # by what MatMul writes: the nodes that Add and it stand for
@@ -21,7 +22,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
     """A copy with MatMul and Add in the place of each Gemm that multiplies as MatMul does."""
     graph = model.graph
     taken = {n for node in graph.node for n in node_tensors(node)} | {o.name for o in graph.output}
-    writer = {o: n for n in graph.node for o in n.output if o}
+    writer = producers(graph.node)
     readers: dict[str, list[onnx.NodeProto]] = {o.name: [] for o in graph.output}
     for node in graph.node:
         for name in node_tensors(node).difference(node.output):
@@ -53,7 +54,7 @@ def separated(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelPro
         gemms[name] = own
         nodes.append(helper.make_node("MatMul", [source, node.input[1]], [name], f"{node.name}/product"))
         nodes.append(helper.make_node("Add", [name, node.input[2]], [target], node.name))
-    return (with_nodes(model, nodes), gemms) if gemms else (model, gemms)
+    return (copy_with_nodes(model, nodes), gemms) if gemms else (model, gemms)
 
 
 def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
@@ -73,7 +74,7 @@ def joined(model: onnx.ModelProto, gemms: Gemms) -> onnx.ModelProto:
     flat = {own[0].input[0] for own in gemms.values() if len(own) > 1}
     unread = {f for f in flat if f not in read and f not in {o.name for o in model.graph.output}}
     nodes = [n for n in nodes if not set(n.output) & unread]
-    return with_nodes(model, nodes) if gemms else model
+    return copy_with_nodes(model, nodes) if gemms else model
 
 
 def _is_biased(node: onnx.NodeProto) -> bool:

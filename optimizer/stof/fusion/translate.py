@@ -12,8 +12,9 @@ from stof.errors import UnsupportedError
 from stof.fusion.description import MOST_AXES, MOST_INPUTS, REDUCTIONS, Description, Output, Pool, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
 from stof.fusion.index_terms import Limits, Puller
+from stof.graph.index import producers
 from stof.symbolic import Int, Symbolic, integer, var
-from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
 _ZERO, _ONE = integer(0), integer(1)
@@ -64,7 +65,7 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
         UnsupportedError: with the first reason found.
     """
     own = [nodes[p] for p in region.places]
-    producers = {o: n for n in own for o in n.output if o}
+    writers = producers(own)
     shapes = []
     for name in region.outputs:
         shape = symbolic.shape(name)
@@ -76,7 +77,7 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     first: UnsupportedError | None = None
     for i, axes in enumerate(_candidates(own, shapes, symbolic)):
         try:
-            return _translated(region, producers, shapes, axes, symbolic)
+            return _translated(region, writers, shapes, axes, symbolic)
         except UnsupportedError as error:
             first = first or error
         if i + 1 == _MOST_TRIES:
@@ -88,7 +89,7 @@ def _candidates(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic
     """Axes to try: of the largest output, then of other tensors with as many elements, finest first."""
     main = max(shapes, key=lambda s: (len(_long(s)), sum(d.constant or 0 for d in _long(s))))
     known = [symbolic.shape(n) for node in own for n in (*node.output, *node.input) if n]
-    same = [s for s in known if s is not None and product(s) == product(main)]
+    same = [s for s in known if s is not None and element_count(s) == element_count(main)]
     tried: set[tuple[Int, ...]] = set()
     rows = [
         d
@@ -120,10 +121,10 @@ def _named(sizes: Shape) -> _Axes:
 
 
 def _translated(
-    region: Region, producers: dict[str, onnx.NodeProto], shapes: Sequence[Shape], axes: _Axes, symbolic: Symbolic
+    region: Region, writers: dict[str, onnx.NodeProto], shapes: Sequence[Shape], axes: _Axes, symbolic: Symbolic
 ) -> Chain:
     limits = Limits(tuple((name, _ZERO, size - _ONE) for name, size in axes.of))
-    puller = Puller(symbolic, producers, axes.row, limits)
+    puller = Puller(symbolic, writers, axes.row, limits)
     outputs = []
     for name, shape in zip(region.outputs, shapes, strict=True):
         dims = _dims(shape, axes)

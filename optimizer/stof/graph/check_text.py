@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every name in a model is text: protobuf reads any bytes, and hands them out as ``bytes`` where it has ``str`` else."""
+"""Checks that all text in a model is UTF-8. Protobuf loads other bytes without a word and returns ``bytes`` for ``str``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SHOWN = 80  # characters of a name
 
 
 def check_text(path: Path, model: onnx.ModelProto) -> None:
-    """Every name, operator type, domain, dimension and piece of documentation is UTF-8, as ONNX demands.
+    """Checks that every name, operator type, domain, dimension and documentation string is UTF-8, as ONNX demands.
 
     Raises:
         ModelError: naming the field that is not, as in ``graph.node[5].name``.
     """
-    for place, text in _bytes_for_text(model):
+    for field, text in _non_utf8(model):
         raise ModelError(
-            f"{path}: {place} is '{shown(text, _SHOWN)}', which is not UTF-8 text; write it anew and save the model"
+            f"{path}: {field} is '{shown(text, _SHOWN)}', which is not UTF-8 text; write it anew and save the model"
         )
 
 
-def _bytes_for_text(message: Any) -> Iterator[tuple[str, bytes]]:
-    """Where in a message text is expected and bytes are found, from the outside in."""
+def _non_utf8(message: Any) -> Iterator[tuple[str, bytes]]:
+    """The string fields of a message that hold bytes, as a path and the bytes."""
     for field, value in message.ListFields():
         if field.type == FieldDescriptor.TYPE_STRING:
             if isinstance(value, str):
@@ -39,7 +39,7 @@ def _bytes_for_text(message: Any) -> Iterator[tuple[str, bytes]]:
             yield from ((f"{field.name}[{i}]", text) for i, text in enumerate(value) if isinstance(text, bytes))
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             if hasattr(value, "ListFields"):
-                yield from ((f"{field.name}.{place}", text) for place, text in _bytes_for_text(value))
+                yield from ((f"{field.name}.{inner}", text) for inner, text in _non_utf8(value))
                 continue
-            for i, part in enumerate(value):
-                yield from ((f"{field.name}[{i}].{place}", text) for place, text in _bytes_for_text(part))
+            for i, item in enumerate(value):
+                yield from ((f"{field.name}[{i}].{inner}", text) for inner, text in _non_utf8(item))

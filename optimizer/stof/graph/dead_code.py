@@ -1,47 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an edited graph holds that only the original's outputs needed."""
+"""Removes nodes, initializers and value_info that an edit left without a reader."""
 
 from __future__ import annotations
 
 import onnx
 
-from stof.graph.model_graph import node_tensors
+from stof.graph.index import needed_tensors
+from stof.graph.protobuf import remove_named
 
 
-def drop_unneeded(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
-    """Removes what the outputs of the original needed and those of ``graph`` do not, and nodes that nobody ever reads.
+def remove_dead_code(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
+    """Removes dead nodes, and initializers and value_info of tensors that only the original's outputs needed.
+
+    Initializers that nothing needed before the edit stay.
 
     Args:
-        graph: changed in place: nodes, initializers, and what is said of tensors that nobody writes any more.
-        original: the graph before it was edited.
+        graph: the edited graph, changed in place.
+        original: the graph before the edit.
     """
-    live = needed(graph)
-    gone = needed(original) - live
-    written = {o for n in original.node for o in n.output}
+    live = needed_tensors(graph)
+    newly_dead = needed_tensors(original) - live
+    written_before = {o for n in original.node for o in n.output}
     for i in reversed(range(len(graph.node))):
-        if not live.intersection(graph.node[i].output):  # also what nothing ever read: it may read what is gone
+        if not live.intersection(graph.node[i].output):  # also one that was dead before: it may read what is removed
             del graph.node[i]
-    inputs = {i.name for i in graph.input}
-    still = {o for n in graph.node for o in n.output}
-    for entries, dead in (
-        (graph.initializer, gone - inputs),
-        (graph.value_info, gone | (written - still)),
-    ):
-        for i in reversed(range(len(entries))):
-            if entries[i].name in dead:
-                del entries[i]
-
-
-def needed(graph: onnx.GraphProto) -> set[str]:
-    """The tensors that a graph's outputs need."""
-    producer = {o: n for n in graph.node for o in n.output if o}
-    pending = [o.name for o in graph.output]
-    found: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in found:
-            continue
-        found.add(name)
-        if name in producer:
-            pending.extend(node_tensors(producer[name]) - found)
-    return found
+    written = {o for n in graph.node for o in n.output}
+    remove_named(graph.initializer, newly_dead - {i.name for i in graph.input})
+    remove_named(graph.value_info, newly_dead | (written_before - written))

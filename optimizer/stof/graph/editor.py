@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph under edit: GraphSurgeon's view of it, and the way back into a copy of the original model.
+"""Edits a model with onnx-graphsurgeon and writes the result into a copy of the original model.
 
-GraphSurgeon holds the structure only. Weights, attributes, types, functions, metadata and documentation stay in the
-original protobuf, of which it would lose parts; every node that was not replaced is put back as it was.
+GraphSurgeon sees the structure only: it would lose parts of the protobuf. Weights, attributes, types, functions, metadata
+and documentation stay in the original, and every node that was not replaced is copied from it.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import AttributeProto, TensorProto, helper
 
-from stof.graph.model_graph import node_tensors
+from stof.graph.index import node_tensors
+from stof.graph.names import FreshNames
+from stof.graph.protobuf import copy_model, remove_named
 
 _GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
-class Editing:
-    """Nodes and tensors of a model by name, with fresh names and shared initializers for what is added."""
+class Editor:
+    """A model under edit: its nodes and tensors by name, fresh names, and shared initializers for new constants."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.graph: gs.Graph = gs.import_onnx(_bare(model))
         self.protos = {id(n): p for n, p in zip(self.graph.nodes, model.graph.node, strict=True)}
-        self.originals = list(self.graph.nodes)  # keeps them alive: the keys above are their ids
+        self.originals = list(self.graph.nodes)  # keeps the nodes alive whose ids are keys above
         self.tensors: dict[str, gs.Tensor] = {t.name: t for t in self.graph.inputs} | self.graph.tensors()
-        self._node_names = {n.name for n in model.graph.node}
-        self._tensor_names = set(self.tensors) | {t.name for t in model.graph.initializer}
+        self._node_names = FreshNames(n.name for n in model.graph.node)
+        self._tensor_names = FreshNames({*self.tensors, *(t.name for t in model.graph.initializer)})
         for node in model.graph.node:
-            self._tensor_names |= node_tensors(node)
+            self._tensor_names.reserve(node_tensors(node))
         self._shared: dict[tuple[str, tuple[int, ...], bytes], gs.Constant] = {}
         self._infos: list[onnx.ValueInfoProto] = []
 
-    def unique(self, name: str) -> str:
-        """A node name that no node has."""
-        return _fresh(name, self._node_names)
+    def fresh_node_name(self, name: str) -> str:
+        """A node name like ``name`` that no other node has."""
+        return self._node_names.make(name)
 
     def variable(self, name: str, dtype: int, shape: list[int | str] | None = None) -> gs.Variable:
         """A new tensor with a fresh name, and its value_info."""
-        found = gs.Variable(_fresh(name, self._tensor_names))
+        found = gs.Variable(self._tensor_names.make(name))
         self.tensors[found.name] = found
         self._infos.append(helper.make_tensor_value_info(found.name, dtype, shape))
         return found
 
     def declare(self, name: str, dtype: int, shape: list[int | str]) -> None:
-        """value_info for a tensor of the original that has none."""
+        """Adds value_info for a tensor of the original that has none."""
         known = {v.name for v in (*self.model.graph.value_info, *self.model.graph.output)}
         if name not in known:
             self._infos.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def initializer(self, name: str, array: np.ndarray) -> gs.Constant:
-        """A new constant; equal ones are shared."""
+        """A new initializer, or the one that was made from an equal array."""
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._shared:
-            constant = gs.Constant(_fresh(name, self._tensor_names), array)
+            constant = gs.Constant(self._tensor_names.make(name), array)
             self.tensors[constant.name] = constant
             self._shared[key] = constant
         return self._shared[key]
@@ -68,13 +70,12 @@ class Editing:
         self, op: str, name: str, inputs: list[gs.Tensor], outputs: list[gs.Tensor], **attributes: object
     ) -> gs.Node:
         """A new node of the standard domain; the caller puts it into the graph."""
-        return gs.Node(op, self.unique(name), dict(attributes), inputs, outputs)
+        return gs.Node(op, self.fresh_node_name(name), dict(attributes), inputs, outputs)
 
     def finish(self) -> onnx.ModelProto:
         """The edited graph in a copy of the original model."""
         exported = gs.export_onnx(self.graph, do_type_check=False).graph
-        result = onnx.ModelProto()
-        result.CopyFrom(self.model)
+        result = copy_model(self.model)
         graph = result.graph
         del graph.node[:]
         for node, proto in zip(self.graph.nodes, exported.node, strict=True):
@@ -82,15 +83,15 @@ class Editing:
         used = {name for node in graph.node for name in node_tensors(node)} | {o.name for o in graph.output}
         before = {name for node in self.model.graph.node for name in node_tensors(node)}
         gone = (before - used) - {i.name for i in graph.input}
-        _remove(graph.initializer, gone)
-        _remove(graph.value_info, gone)
+        remove_named(graph.initializer, gone)
+        remove_named(graph.value_info, gone)
         added = {t.name for t in self._shared.values()} & used
         graph.initializer.extend(t for t in exported.initializer if t.name in added)
         graph.value_info.extend(v for v in self._infos if v.name in used)
         return result
 
 
-def captured(node: gs.Node) -> list[gs.Tensor]:
+def captured_gs_tensors(node: gs.Node) -> list[gs.Tensor]:
     """The tensors that the subgraphs of a node read, outer ones among them."""
     found: list[gs.Tensor] = []
     for value in node.attrs.values():
@@ -99,24 +100,8 @@ def captured(node: gs.Node) -> list[gs.Tensor]:
                 found.extend(graph.outputs)
                 for inner in graph.nodes:
                     found.extend(inner.inputs)
-                    found.extend(captured(inner))
+                    found.extend(captured_gs_tensors(inner))
     return found
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    candidate, i = name, 1
-    while candidate in taken:
-        i += 1
-        candidate = f"{name}_{i}"
-    taken.add(candidate)
-    return candidate
-
-
-def _remove(entries: object, names: set[str]) -> None:
-    """Deletes entries of a repeated field in place: a copy would double the weights."""
-    for i in range(len(entries) - 1, -1, -1):  # type: ignore[arg-type]
-        if entries[i].name in names:  # type: ignore[index]
-            del entries[i]  # type: ignore[attr-defined]
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -130,7 +115,7 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
 def _copy_graph(source: onnx.GraphProto, target: onnx.GraphProto) -> None:
     target.name = source.name
     for tensor in source.initializer:
-        # Nobody reads the data: only the name counts.
+        # Only the name matters to the edit: an empty stub saves a copy of the weights.
         stub = target.initializer.add(name=tensor.name, data_type=TensorProto.FLOAT, dims=[0])
         stub.raw_data = b""
     for field in ("input", "output"):

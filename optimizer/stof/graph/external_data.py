@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose bytes lie in files beside the model: found, checked, read, and copied beside a new model."""
+"""External data: finds, checks and reads tensors in files beside a model, and copies these files beside a new model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ITEM_SIZES = {
     int(TensorProto.INT64): 8,
     int(TensorProto.DOUBLE): 8,
 }
-_SMALL_CONSTANT, _LARGEST_TABLE, _MOST_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
-_WHOLE = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
-# Attributes without tensors are most of a graph's. One without a type, as of old files, may hold any.
+_SMALL_CONSTANT, _LARGEST_TABLE, _MAX_READ = 1 << 10, 1 << 26, 1 << 28  # bytes
+_INTEGER_TYPES = frozenset({int(TensorProto.BOOL), int(TensorProto.INT32), int(TensorProto.INT64)})
+# Types of attributes without tensors, the most frequent ones. In old files attributes have no type and may hold anything.
 _PLAIN = frozenset(
     int(kind)
     for kind in (
@@ -48,39 +48,39 @@ _PLAIN = frozenset(
         AttributeProto.STRINGS,
     )
 )
-_DIGITS = 20  # of numbers below 2^63
+_MAX_DIGITS = 20  # of numbers below 2^63
 _BLOCK = 1 << 20  # bytes compared at a time
 _LONGEST_SHOWN = 100  # characters of a location in messages
-_PATIENCE, _PAUSE = 30.0, 0.02  # seconds to wait for a run that has copied its data but not written its model
+_PATIENCE, _PAUSE = 30.0, 0.02  # seconds to wait for another process that has copied its data, not written its model
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model: of its graph, subgraphs, functions and training graphs, of sparse ones values and indices."""
-    yield from _of_graph(model.graph)
+    """Every tensor in a model's graph, subgraphs, functions and training graphs; values and indices of sparse tensors."""
+    yield from _graph_tensors(model.graph)
     for function in model.functions:
-        yield from _of_nodes(function.node)
+        yield from _node_tensors(function.node)
         for attribute in function.attribute_proto:
-            yield from _of_attribute(attribute)
+            yield from _attribute_tensors(attribute)
     for training in model.training_info:
-        yield from _of_graph(training.initialization)
-        yield from _of_graph(training.algorithm)
+        yield from _graph_tensors(training.initialization)
+        yield from _graph_tensors(training.algorithm)
 
 
-def _of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    yield from _of_nodes(graph.node)
+    yield from _node_tensors(graph.node)
 
 
-def _of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
     for node in nodes:
         for attribute in node.attribute:
             if attribute.type not in _PLAIN:
-                yield from _of_attribute(attribute)
+                yield from _attribute_tensors(attribute)
 
 
-def _of_attribute(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+def _attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
     if attribute.HasField("t"):
         yield attribute.t
     yield from attribute.tensors
@@ -90,9 +90,9 @@ def _of_attribute(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
     for sparse in sparse_tensors:
         yield from (sparse.values, sparse.indices)
     if attribute.HasField("g"):
-        yield from _of_graph(attribute.g)
+        yield from _graph_tensors(attribute.g)
     for graph in attribute.graphs:
-        yield from _of_graph(graph)
+        yield from _graph_tensors(graph)
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
@@ -101,48 +101,48 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes lie: a path relative to the model's folder, and bytes in it; no length: up to the end."""
+class DataLocation:
+    """Where the bytes of an external tensor lie."""
 
-    location: str
-    offset: int
-    length: int | None
+    location: str  # path relative to the model's folder
+    offset: int  # bytes
+    length: int | None  # bytes; None: to the end of the file
 
 
-def place_of(tensor: onnx.TensorProto) -> Place:
-    """Where an external tensor lies.
+def location_of(tensor: onnx.TensorProto) -> DataLocation:
+    """Where the bytes of an external tensor lie.
 
     Raises:
-        ValueError: for a location that is no text, and for what is no number.
+        ValueError: for a location that is no text, or an offset or length that is no number.
     """
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "")
-    if not isinstance(location, str):  # protobuf gives bytes that are no UTF-8 as they are
+    if not isinstance(location, str):  # protobuf returns bytes where they are no UTF-8
         raise ValueError("its location is no UTF-8 text")
     numbers = [entries.get(key, "") or "0" for key in ("offset", "length")]
-    if not all(isinstance(n, str) and n.isascii() and n.isdigit() and len(n) < _DIGITS for n in numbers):
+    if not all(isinstance(n, str) and n.isascii() and n.isdigit() and len(n) < _MAX_DIGITS for n in numbers):
         raise ValueError("its offset or length is malformed")
     offset, length = map(int, numbers)
-    return Place(location, offset, length or None)
+    return DataLocation(location, offset, length or None)
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int | None:
-    """The size of a tensor's data; None for types whose elements share bytes."""
+    """The size of a tensor's data in bytes; None for types smaller than a byte."""
     size = ITEM_SIZES.get(tensor.data_type)
     return None if size is None else int(math.prod(tensor.dims) * size)
 
 
 def external_files(model: onnx.ModelProto) -> set[str]:
     """The locations of a model's external data."""
-    return {place_of(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
+    return {location_of(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
 
 
 def check_external(path: Path, model: onnx.ModelProto) -> None:
-    """Whether all external data lies in regular files beside a model, or below its folder, as long as tensors need it.
+    """Checks that all external data lies in regular files in the model's folder or below, and that they are long enough.
 
     Args:
-        path: of the model, which need not exist.
-        model: to be checked.
+        path: of the model; the file need not exist.
+        model: the model.
 
     Raises:
         ModelError: naming the tensor at fault.
@@ -153,30 +153,30 @@ def check_external(path: Path, model: onnx.ModelProto) -> None:
             continue
         words = f"constant {tensor.name!r}"
         try:
-            place = place_of(tensor)
+            data = location_of(tensor)
         except ValueError as error:
             raise ModelError(f"{path}: the external data of {words} cannot be found: {error}") from None
-        shown = _shown(place.location)
-        inner = Path(place.location)
+        shown = _shorten(data.location)
+        inner = Path(data.location)
         if not inner.parts or inner.is_absolute() or ".." in inner.parts:
             raise ModelError(f"{path}: {words} has external data at {shown}, outside its folder")
-        if place.location not in sizes:
-            sizes[place.location] = _size(path, words, shown, path.parent / inner)
-        held = sizes[place.location]
+        if data.location not in sizes:
+            sizes[data.location] = _file_size(path, words, shown, path.parent / inner)
+        held = sizes[data.location]
         needed = tensor_bytes(tensor) or 0
-        if place.length is not None and place.length < needed:
+        if data.length is not None and data.length < needed:
             raise ModelError(
                 f"{path}: {words} of shape {list(tensor.dims)} needs {needed} bytes, but its external data has length "
-                f"{place.length}; export the model again"
+                f"{data.length}; export the model again"
             )
-        end = place.offset + (place.length or needed)
+        end = data.offset + (data.length or needed)
         if end > held:
             raise ModelError(
                 f"{path}: external data {shown} has {held} bytes, but {words} ends at {end}; the file is truncated"
             )
 
 
-def _size(path: Path, words: str, shown: str, file: Path) -> int:
+def _file_size(path: Path, words: str, shown: str, file: Path) -> int:
     try:
         with open_regular(file) as opened:
             return os.fstat(opened.fileno()).st_size
@@ -187,28 +187,28 @@ def _size(path: Path, words: str, shown: str, file: Path) -> int:
         raise ModelError(f"{path}: external data {shown} of {words} cannot be read: {reason}") from None
 
 
-def _shown(location: str) -> str:
+def _shorten(location: str) -> str:
     text = repr(location)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(location)} characters)"
 
 
 def read_constants(path: Path, model: onnx.ModelProto) -> None:
-    """Reads external data that the graph cannot be understood without: axes, sizes, scalars, tables of masks. Weights stay.
+    """Reads the external tensors that analysis needs (axes, sizes, scalars, mask tables) into the model, but no weights.
 
     Raises:
-        ModelError: when the data cannot be read or ends before.
+        ModelError: when the data cannot be read, or the file is too short.
     """
-    budget = _MOST_READ
+    budget = _MAX_READ
     for tensor in all_tensors(model):
         size = tensor_bytes(tensor)
-        if not is_external(tensor) or size is None or size > budget or not _is_constant(tensor, size):
+        if not is_external(tensor) or size is None or size > budget or not _is_needed(tensor, size):
             continue
         budget -= size
-        place = place_of(tensor)
-        # onnx's own reader refuses links, which runtimes follow beside a linked model.
+        where = location_of(tensor)
+        # Not onnx's reader: it refuses links, which runtimes follow for a linked model.
         try:
-            with open_regular(path.parent / place.location) as file:
-                file.seek(place.offset)
+            with open_regular(path.parent / where.location) as file:
+                file.seek(where.offset)
                 data = file.read(size)
         except OSError as error:
             raise ModelError(
@@ -223,28 +223,28 @@ def read_constants(path: Path, model: onnx.ModelProto) -> None:
         tensor.data_location = TensorProto.DEFAULT
 
 
-def _is_constant(tensor: onnx.TensorProto, size: int) -> bool:
-    """Whether the graph is read with it: small ones; integers and booleans, which are no weights; masks of all batches."""
-    if tensor.data_type in _WHOLE or (len(tensor.dims) >= 3 and tensor.dims[0] == 1):
+def _is_needed(tensor: onnx.TensorProto, size: int) -> bool:
+    """Whether analysis needs a tensor: small ones, integers and booleans, and masks [1, ..] that all batches share."""
+    if tensor.data_type in _INTEGER_TYPES or (len(tensor.dims) >= 3 and tensor.dims[0] == 1):
         return 0 <= size <= _LARGEST_TABLE
     return 0 <= size <= _SMALL_CONSTANT
 
 
 @dataclass(frozen=True)
-class Copied:
-    """External data that a model in another folder needs beside itself: loaders refuse other folders and links."""
+class DataCopy:
+    """A file of external data to copy beside a new model: loaders refuse files in other folders, and links."""
 
     location: str
     source: Path
     target: Path
 
 
-def copied_data(model: onnx.ModelProto, path: Path, source: Path) -> list[Copied]:
-    """What has to be copied for a model at ``path`` that was made of the one at ``source``: nothing in one folder."""
+def data_to_copy(model: onnx.ModelProto, path: Path, source: Path) -> list[DataCopy]:
+    """The files to copy for a model at ``path`` that is made from the one at ``source``; none within one folder."""
     if _is_one_folder(path.parent, source.parent):
         return []
     names = {Path(location): location for location in sorted(external_files(model))}  # "a" and "./a" are one file
-    return [Copied(location, source.parent / inner, path.parent / inner) for inner, location in names.items()]
+    return [DataCopy(location, source.parent / inner, path.parent / inner) for inner, location in names.items()]
 
 
 def _is_one_folder(first: Path, second: Path) -> bool:
@@ -254,8 +254,8 @@ def _is_one_folder(first: Path, second: Path) -> bool:
         return False
 
 
-def check_room(model: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Whether external data can be used by a new model, or copied beside it: other models' data of the same name stays.
+def check_output_folder(model: onnx.ModelProto, path: Path, source: Path) -> None:
+    """Checks that a new model can use the external data, or that it can be copied without overwriting other data.
 
     Raises:
         ArgumentError: naming the file that is in the way.
@@ -264,12 +264,12 @@ def check_room(model: onnx.ModelProto, path: Path, source: Path) -> None:
         for location in sorted(external_files(model)):
             data = source.parent / location
             if not data.resolve().is_relative_to(source.parent.resolve()):
-                # As in the cache of Hugging Face's hub, where the model is a link into the same folder.
+                # The Hugging Face cache is like this: its model is a link into the same folder.
                 raise ArgumentError(
                     f"external data {data} is a link to another folder, which runtimes follow only from a linked model; "
                     "write the output to another folder with -o"
                 )
-    for copy in copied_data(model, path, source):
+    for copy in data_to_copy(model, path, source):
         _check_inside(copy, path)
         try:
             with open_regular(copy.target) as there:
@@ -277,10 +277,10 @@ def check_room(model: onnx.ModelProto, path: Path, source: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            raise _in_the_way(copy, error) from error
+            raise _copy_error(copy, error) from error
 
 
-def _check_inside(copy: Copied, path: Path) -> None:
+def _check_inside(copy: DataCopy, path: Path) -> None:
     if not Path(os.path.realpath(copy.target)).is_relative_to(os.path.realpath(path.parent)):
         raise ArgumentError(
             f"{copy.target} leads to another folder by a link, which runtimes do not follow; remove it, or choose another "
@@ -288,15 +288,15 @@ def _check_inside(copy: Copied, path: Path) -> None:
         )
 
 
-def _check_same(copy: Copied, descriptor: int) -> None:
+def _check_same(copy: DataCopy, descriptor: int) -> None:
     with open_regular(copy.source) as given:
-        if not _is_same(given.fileno(), descriptor):
+        if not _has_same_bytes(given.fileno(), descriptor):
             raise ArgumentError(
                 f"{copy.target} exists and differs from {copy.source}; move it, or choose another folder with -o"
             )
 
 
-def _is_same(first: int, second: int) -> bool:
+def _has_same_bytes(first: int, second: int) -> bool:
     one, other = os.fstat(first), os.fstat(second)
     if os.path.samestat(one, other):
         return True
@@ -305,22 +305,22 @@ def _is_same(first: int, second: int) -> bool:
     )
 
 
-def _in_the_way(copy: Copied, error: OSError) -> ArgumentError:
+def _copy_error(copy: DataCopy, error: OSError) -> ArgumentError:
     return ArgumentError(
         f"external data {copy.location!r} cannot be copied to {copy.target}: {error.strerror or error}; choose another "
         "folder with -o"
     )
 
 
-class Bringing:
-    """Copies external data beside a new model, under temporary names until the model is complete.
+class DataCopier:
+    """A context that copies external data beside a new model, and removes the copies if the model is not completed.
 
-    Runs that write into one folder at once do not disturb each other. Each copies under a name of its own. The first gives
-    its copy the name that models use, and holds a lock on it until its model is there, or the copy is removed again. The
-    others wait for that lock, and take the copy if it has the same bytes.
+    ``stage`` copies a file under a temporary name, ``publish`` gives all copies their final names. If the model still has
+    its temporary name at the end of the context, everything that was written is removed.
 
-    ``stage`` copies and ``publish`` names the copies. Where the model has not taken its name by the end of the context,
-    everything that was written is removed.
+    Several processes may write into one folder. Each copies under its own temporary name. The first to publish holds a lock
+    on its copy until its model is complete or the copy is removed. The others wait for the lock, and use that copy if it has
+    the same bytes.
 
     Args:
         model: the new model under its temporary name.
@@ -329,9 +329,9 @@ class Bringing:
     def __init__(self, model: Temporary) -> None:
         self._model = model
         self._stack = ExitStack()
-        self._staged: list[tuple[Copied, Temporary]] = []
+        self._staged: list[tuple[DataCopy, Temporary]] = []
 
-    def __enter__(self) -> Bringing:
+    def __enter__(self) -> DataCopier:
         return self
 
     def __exit__(
@@ -339,43 +339,43 @@ class Bringing:
     ) -> None:
         self._stack.close()
 
-    def stage(self, copy: Copied) -> None:
-        """Copies a file under a temporary name, and checks the copy. One with the same bytes may lie there already.
+    def stage(self, copy: DataCopy) -> None:
+        """Copies a file under a temporary name and checks the copy. Nothing is copied if the target has the same bytes already.
 
         Raises:
-            ArgumentError: when it cannot be copied, or other data lies there.
+            ArgumentError: when it cannot be copied, or the target has other bytes.
         """
         remove_leftovers(copy.target.parent)
         try:
-            if _lies_there(copy):
+            if _is_in_place(copy):
                 return
             self._make_folder(copy.target.parent)
             new = self._stack.enter_context(temporary_file(copy.target.parent))
             new.copy(copy.source)
         except OSError as error:
-            raise _in_the_way(copy, error) from error
+            raise _copy_error(copy, error) from error
         self._staged.append((copy, new))
 
     def publish(self) -> None:
-        """Gives the copies their names.
+        """Gives the copies their final names.
 
         Raises:
-            ArgumentError: when other data has taken one of them meanwhile.
+            ArgumentError: when a name was taken by other data meanwhile.
         """
         for copy, new in self._staged:
             self._stack.callback(self._withdraw, copy, new)
             try:
                 self._publish(copy, new)
             except OSError as error:
-                raise _in_the_way(copy, error) from error
+                raise _copy_error(copy, error) from error
 
-    def _publish(self, copy: Copied, new: Temporary) -> None:
+    def _publish(self, copy: DataCopy, new: Temporary) -> None:
         while True:
             try:
                 new.publish(copy.target)
                 return
             except FileExistsError:
-                if _lies_there(copy):
+                if _is_in_place(copy):
                     return
 
     def _make_folder(self, folder: Path) -> None:
@@ -386,18 +386,18 @@ class Bringing:
 
     def _remove_folder(self, folder: Path) -> None:
         if self._model.is_temporary():
-            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+            with contextlib.suppress(OSError):  # other files are in it by now
                 folder.rmdir()
 
-    def _withdraw(self, copy: Copied, new: Temporary) -> None:
-        # Without a lock, another run may count on the copy already.
+    def _withdraw(self, copy: DataCopy, new: Temporary) -> None:
+        # Without the lock another process may use the copy already.
         if self._model.is_temporary() and new.is_locked and new.is_at(copy.target):
             with contextlib.suppress(OSError):
                 copy.target.unlink()
 
 
-def _lies_there(copy: Copied) -> bool:
-    """Whether the data is there, to stay: while the run that copied it may still fail, this waits."""
+def _is_in_place(copy: DataCopy) -> bool:
+    """Whether the target holds the data for good; waits while the process that copied it may still remove it."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -405,7 +405,7 @@ def _lies_there(copy: Copied) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return False
         with there:
-            if lock(there.fileno(), shared=True) is not False and _is_still(there.fileno(), copy.target):
+            if lock(there.fileno(), shared=True) is not False and _is_same_file(there.fileno(), copy.target):
                 _check_same(copy, there.fileno())
                 return True
         if time.monotonic() > end:
@@ -415,7 +415,7 @@ def _lies_there(copy: Copied) -> bool:
         time.sleep(_PAUSE)
 
 
-def _is_still(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:

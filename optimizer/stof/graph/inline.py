@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local functions that attention is spread over become nodes of the graphs that call them; others stay functions."""
+"""Inlines local functions that contain attention, so that the main graph can be searched; others stay functions."""
 
 from __future__ import annotations
 
@@ -10,66 +10,77 @@ import onnx
 from onnx import AttributeProto
 
 from stof.errors import ModelError
-from stof.graph.model_graph import DOMAIN, all_nodes, domain_of, node_tensors, opset_of, subgraphs
-from stof.symbolic.rules import movement
+from stof.graph.index import (
+    DOMAIN,
+    STANDARD_DOMAINS,
+    all_nodes,
+    domain_of,
+    is_standard,
+    node_tensors,
+    opset_of,
+    subgraphs,
+)
+from stof.graph.names import FreshNames
+from stof.graph.protobuf import copy_model, copy_node, replace_nodes
 
-Key = tuple[str, str, str]
-_STANDARD = ("", "ai.onnx")
-_DEEPEST = 64
-_MOST_NODES = 1 << 17  # functions that call others many times each would fill any memory
-_PLAIN = frozenset(
-    movement.RULES.keys()
-    | {"Add", "Sub", "Mul", "Div", "Mod", "Neg", "Abs", "Min", "Max", "Clip", "Pow", "Sqrt", "Reciprocal", "Not", "And"}
-    | {
-        "Or",
-        "Xor",
-        "Less",
-        "LessOrEqual",
-        "Greater",
-        "GreaterOrEqual",
-        "Equal",
-        "Where",
-        "Cast",
-        "CastLike",
-        "Constant",
+FunctionKey = tuple[str, str, str]  # domain, name, overload
+Functions = Mapping[FunctionKey, onnx.FunctionProto]
+_MAX_DEPTH = 64
+_MAX_NODES = 1 << 17  # functions that call each other many times would fill any memory
+# Operators that move elements; the symbolic rules of stof.symbolic.rules.movement cover the same.
+MOVEMENT_OPS = frozenset(
+    {
+        *("Concat", "ConstantOfShape", "Dropout", "Expand", "EyeLike", "Flatten", "Gather", "GatherElements"),
+        *("GatherND", "Identity", "Pad", "Range", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice"),
+        *("Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze"),
     }
-    | {"IsNaN", "IsInf", "CumSum", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "MatMul", "If", "NonZero"}
+)
+# Operators on indices, shapes, masks and single elements, which exporters wrap in functions of their own.
+_HELPER_OPS = MOVEMENT_OPS | frozenset(
+    {
+        *("Abs", "Add", "And", "Cast", "CastLike", "Clip", "Constant", "CumSum", "Div", "Equal", "Greater"),
+        *("GreaterOrEqual", "If", "IsInf", "IsNaN", "Less", "LessOrEqual", "MatMul", "Max", "Min", "Mod", "Mul", "Neg"),
+        *("NonZero", "Not", "Or", "Pow", "Reciprocal", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Sqrt"),
+        *("Sub", "Where", "Xor"),
+    }
 )
 
 
 def inline(model: onnx.ModelProto, wanted: Collection[tuple[str, str]]) -> onnx.ModelProto:
-    """The model with functions expanded, where attention is: an operator (domain, type) of ``wanted``.
+    """The model with the functions inlined that contain an operator (domain, type) of ``wanted``, directly or by calls.
 
-    Those are expanded that hold such an operator, also by way of others, and those that only compute indices, shapes and
-    masks or move elements, as exporters wrap every operator of theirs in one. Layers (of normalization, say) stay, as do
-    functions whose operators mean something else in the model's opset, and our own. Without attention, the model itself.
+    Functions that only compute indices, shapes and masks, or move elements, are inlined as well: some exporters wrap each
+    operator in a function. Other functions stay (of a normalization layer, for example). So do stof's own functions, and
+    functions of another opset in which one of their operators means something else. A model without a wanted operator is
+    returned itself.
 
     Raises:
-        ModelError: for functions that call themselves, too many levels of functions, or too many nodes in them.
+        ModelError: for a function that calls itself, calls nested too deep, or too many nodes.
     """
     functions = {_key(f): f for f in model.functions if f.domain != DOMAIN}
-    holding = _holding(functions, wanted)
+    containing = _find_containing(functions, wanted)
     nodes = list(all_nodes(model.graph.node))
-    if not any(_called(n) in holding or (domain_of(n), n.op_type) in wanted for n in nodes):
+    if not any(_callee(n) in containing or (domain_of(n), n.op_type) in wanted for n in nodes):
         return model
-    open_ = holding | _plain(functions)
-    return _inlined(model, {k: f for k, f in functions.items() if k in open_ and _fits(f, model)})
+    chosen = containing | _find_helpers(functions)
+    return _inline(model, {k: f for k, f in functions.items() if k in chosen and _has_same_meaning(f, model)})
 
 
 def inline_all(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with every function expanded but our own and those of other opsets: what tells the shapes of calls."""
-    return _inlined(model, {_key(f): f for f in model.functions if f.domain != DOMAIN and _fits(f, model)})
+    """The model with all functions inlined but stof's own and those of another opset; for shape inference of calls."""
+    functions = {_key(f): f for f in model.functions if f.domain != DOMAIN}
+    return _inline(model, {k: f for k, f in functions.items() if _has_same_meaning(f, model)})
 
 
-def _inlined(model: onnx.ModelProto, chosen: Mapping[Key, onnx.FunctionProto]) -> onnx.ModelProto:
+def _inline(model: onnx.ModelProto, chosen: Functions) -> onnx.ModelProto:
     if not chosen:
         return model
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    taken = {n for node in model.graph.node for n in node_tensors(node)}
-    taken |= {v.name for v in (*model.graph.input, *model.graph.initializer)}
-    _Inliner(chosen, taken, result.graph).graph(result.graph, 0)
-    called = _reached(result)
+    result = copy_model(model)
+    names = FreshNames(v.name for v in (*model.graph.input, *model.graph.initializer))
+    for node in model.graph.node:
+        names.reserve(node_tensors(node))
+    _Inliner(chosen, names, result.graph).inline_graph(result.graph, 0)
+    called = _called_functions(result)
     for i in reversed(range(len(result.functions))):
         key = _key(result.functions[i])
         if key in chosen and key not in called:
@@ -77,71 +88,71 @@ def _inlined(model: onnx.ModelProto, chosen: Mapping[Key, onnx.FunctionProto]) -
     return result
 
 
-def _key(function: onnx.FunctionProto) -> Key:
+def _key(function: onnx.FunctionProto) -> FunctionKey:
     return (function.domain, function.name, function.overload)
 
 
-def _called(node: onnx.NodeProto) -> Key:
+def _callee(node: onnx.NodeProto) -> FunctionKey:
     return (node.domain, node.op_type, node.overload)
 
 
-def _reached(model: onnx.ModelProto) -> set[Key]:
-    """What the graph calls, also by way of functions."""
+def _called_functions(model: onnx.ModelProto) -> set[FunctionKey]:
+    """The functions that the graph calls, directly or by other functions."""
     functions = {_key(f): f for f in model.functions}
-    pending = [_called(n) for n in all_nodes(model.graph.node)]
-    found: set[Key] = set()
+    pending = [_callee(n) for n in all_nodes(model.graph.node)]
+    found: set[FunctionKey] = set()
     while pending:
         key = pending.pop()
         if key not in found:
             found.add(key)
-            pending.extend(_called(n) for n in all_nodes(functions[key].node if key in functions else []))
+            pending.extend(_callee(n) for n in all_nodes(functions[key].node if key in functions else []))
     return found
 
 
-def _holding(functions: Mapping[Key, onnx.FunctionProto], wanted: Collection[tuple[str, str]]) -> set[Key]:
-    """The functions that hold a wanted operator, or call one that does."""
-    calls: dict[Key, set[Key]] = {}
-    found: set[Key] = set()
+def _find_containing(functions: Functions, wanted: Collection[tuple[str, str]]) -> set[FunctionKey]:
+    """The functions that contain a wanted operator, or call one that does."""
+    calls: dict[FunctionKey, set[FunctionKey]] = {}
+    found: set[FunctionKey] = set()
     for key, function in functions.items():
-        calls[key] = {_called(n) for n in all_nodes(function.node)} & functions.keys()
-        if any((domain_of(n), n.op_type) in wanted for n in all_nodes(function.node) if _called(n) not in functions):
+        calls[key] = {_callee(n) for n in all_nodes(function.node)} & functions.keys()
+        if any((domain_of(n), n.op_type) in wanted for n in all_nodes(function.node) if _callee(n) not in functions):
             found.add(key)
     while more := {k for k in functions if k not in found and calls[k] & found}:
         found |= more
     return found
 
 
-def _plain(functions: Mapping[Key, onnx.FunctionProto]) -> set[Key]:
-    """The functions of nothing but operators on indices, shapes, masks, single elements and places, and calls of such."""
-    plain = set(functions)
+def _find_helpers(functions: Functions) -> set[FunctionKey]:
+    """The functions that consist of helper operators and calls of such functions."""
+    helpers = set(functions)
     while True:
-        left = {k for k in plain if all(_called(n) in plain or _is_plain(n) for n in all_nodes(functions[k].node))}
-        if left == plain:
-            return plain
-        plain = left
+        left = {k for k in helpers if all(_callee(n) in helpers or _is_helper(n) for n in all_nodes(functions[k].node))}
+        if left == helpers:
+            return helpers
+        helpers = left
 
 
-def _is_plain(node: onnx.NodeProto) -> bool:
-    return node.domain in _STANDARD and node.op_type in _PLAIN
+def _is_helper(node: onnx.NodeProto) -> bool:
+    return is_standard(node) and node.op_type in _HELPER_OPS
 
 
-def _fits(function: onnx.FunctionProto, model: onnx.ModelProto) -> bool:
-    """Whether the function's nodes mean the same among the model's."""
-    ours = {e.domain: e.version for e in model.opset_import}
-    own = {e.domain: e.version for e in function.opset_import}
-    if any(d not in _STANDARD and ours.get(d) != v for d, v in own.items()):
+def _has_same_meaning(function: onnx.FunctionProto, model: onnx.ModelProto) -> bool:
+    """Whether the function's operators have the same definition in the model's opsets."""
+    model_opsets = {e.domain: e.version for e in model.opset_import}
+    opsets = {e.domain: e.version for e in function.opset_import}
+    if any(d not in STANDARD_DOMAINS and model_opsets.get(d) != v for d, v in opsets.items()):
         return False
-    version = next((v for d, v in own.items() if d in _STANDARD), opset_of(model))
-    if version == opset_of(model):
+    opset = next((v for d, v in opsets.items() if d in STANDARD_DOMAINS), opset_of(model))
+    if opset == opset_of(model):
         return True
     return all(
-        _since(n.op_type, version) == _since(n.op_type, opset_of(model))
+        _since_version(n.op_type, opset) == _since_version(n.op_type, opset_of(model))
         for n in all_nodes(function.node)
-        if n.domain in _STANDARD
+        if is_standard(n)
     )
 
 
-def _since(op: str, opset: int) -> int:
+def _since_version(op: str, opset: int) -> int:
     try:
         return int(onnx.defs.get_schema(op, opset, "").since_version)
     except onnx.defs.SchemaError:
@@ -150,67 +161,64 @@ def _since(op: str, opset: int) -> int:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call under expansion: the names of the function's tensors, its attributes."""
+    """One call that is being inlined."""
 
     node: onnx.NodeProto
-    names: dict[str, str]
+    names: dict[str, str]  # of the function's tensors in the graph
     attributes: dict[str, AttributeProto]
 
 
 class _Inliner:
-    def __init__(self, functions: Mapping[Key, onnx.FunctionProto], taken: set[str], main: onnx.GraphProto) -> None:
+    def __init__(self, functions: Functions, names: FreshNames, main: onnx.GraphProto) -> None:
         self.functions = functions
-        self.taken = taken
+        self.names = names
         self.main = main
         self.count = 0
-        self.open: list[Key] = []  # the functions that are being expanded, each called by the one before
+        self.stack: list[FunctionKey] = []  # the functions that are being inlined, each called by the one before
 
-    def graph(self, graph: onnx.GraphProto, depth: int) -> None:
-        """Expands the calls of a graph and its subgraphs in place."""
-        nodes = [n for node in graph.node for n in self._expanded(node, depth)]
-        del graph.node[:]
-        graph.node.extend(nodes)
+    def inline_graph(self, graph: onnx.GraphProto, depth: int) -> None:
+        """Inlines the calls in a graph and its subgraphs in place."""
+        replace_nodes(graph, [n for node in graph.node for n in self._inline_node(node, depth)])
 
-    def _expanded(self, node: onnx.NodeProto, depth: int) -> list[onnx.NodeProto]:
-        function = self.functions.get(_called(node))
+    def _inline_node(self, node: onnx.NodeProto, depth: int) -> list[onnx.NodeProto]:
+        function = self.functions.get(_callee(node))
         if function is None:
             for graph in subgraphs(node):
-                self.graph(graph, depth)
+                self.inline_graph(graph, depth)
             return [node]
         self.count += len(function.node)
-        if self.count > _MOST_NODES:
+        if self.count > _MAX_NODES:
             raise ModelError(
-                f"the model's local functions make more than {_MOST_NODES} nodes; inline it with onnx.inliner first"
+                f"the model's local functions make more than {_MAX_NODES} nodes; inline it with onnx.inliner first"
             )
-        key = _called(node)
-        if key in self.open:
-            others = len(self.open) - self.open.index(key) - 1
+        key = _callee(node)
+        if key in self.stack:
+            others = len(self.stack) - self.stack.index(key) - 1
             raise ModelError(
                 f"local function {function.domain}::{function.name} calls itself"
                 f"{f' by way of {others} others' if others > 1 else ' by way of another' if others else ''}; functions must not"
             )
-        if depth >= _DEEPEST:
+        if depth >= _MAX_DEPTH:
             raise ModelError(
-                f"local functions call each other deeper than {_DEEPEST} levels, where {function.domain}::{function.name} "
+                f"local functions call each other deeper than {_MAX_DEPTH} levels, where {function.domain}::{function.name} "
                 "is called; inline them with onnx.inliner first"
             )
-        call = self._call(node, function)
-        self.open.append(key)
+        call = self._bind(node, function)
+        self.stack.append(key)
         found = []
         for inner in function.node:
-            copy = onnx.NodeProto()
-            copy.CopyFrom(inner)
+            copy = copy_node(inner)
             self._rename(copy, call)
-            found.extend(self._expanded(copy, depth + 1))
+            found.extend(self._inline_node(copy, depth + 1))
         for formal, given in zip(function.output, node.output, strict=False):
-            if given and call.names.get(formal) != given:  # an input that is handed through, or an output named twice
+            if given and call.names.get(formal) != given:  # an output that is an input, or is listed twice
                 source = call.names.get(formal, "")
                 found.append(onnx.helper.make_node("Identity", [source], [given], name=f"{given}/handed"))
-        self._infos(function, call)
-        self.open.pop()
+        self._copy_value_info(function, call)
+        self.stack.pop()
         return found
 
-    def _call(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> _Call:
+    def _bind(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> _Call:
         names = {"": ""}
         for i, formal in enumerate(function.input):
             names[formal] = node.input[i] if i < len(node.input) else ""
@@ -247,15 +255,10 @@ class _Inliner:
 
     def _name(self, name: str, scope: str, names: dict[str, str]) -> str:
         if name not in names:
-            fresh, i = f"{scope}/{name}", 1
-            while fresh in self.taken:
-                i += 1
-                fresh = f"{scope}/{name}_{i}"
-            self.taken.add(fresh)
-            names[name] = fresh
+            names[name] = self.names.make(f"{scope}/{name}")
         return names[name]
 
-    def _infos(self, function: onnx.FunctionProto, call: _Call) -> None:
+    def _copy_value_info(self, function: onnx.FunctionProto, call: _Call) -> None:
         formal = {*function.input, *function.output}
         for info in function.value_info:
             if info.name in call.names and info.name not in formal:

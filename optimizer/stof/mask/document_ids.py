@@ -54,7 +54,7 @@ def _read(atom: Atom) -> tuple[str, _Place] | None:
 
 def _steps(symbolic: Symbolic, counts: str) -> dict[str, int]:
     """The tensors that grow by a number from place to place, wherever a running count [B, L] stays the same."""
-    source = symbolic.sums.get(counts)
+    source = symbolic.running_sums.get(counts)
     shape = symbolic.shape(counts)
     tensor = None if source is None else symbolic.value(source)
     if tensor is None or shape is None or len(shape) != 2 or tensor.kind != "i":

@@ -21,16 +21,25 @@ from stof.mask.document_ids import in_order
 from stof.mask.families import describe
 from stof.mask.printer import B, H, K, Names, Q, print_condition
 from stof.mask.tables import band_of, with_bands
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
+from stof.site import (
+    FORBIDDING_VALUE,
+    AttentionSite,
+    EmptyRows,
+    LiftedMask,
+    MaskTerm,
+    OperandView,
+    RuntimeOperand,
+    TermKind,
+)
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.float_bounds import settled
-from stof.symbolic.algebra.piecewise import cases, reads_input, to_cond
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, integer, of_atom, parts
+from stof.symbolic.algebra.float_bounds import rounded_constant
+from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_cond
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, integer, of_atom, subterms
 from stof.symbolic.rules.broadcasting import project
-from stof.symbolic.rules.cast import held
+from stof.symbolic.rules.cast import overflow_to_inf
 
 LOWEST: dict[int, float] = {
     TensorProto.FLOAT: 3.4028234663852886e38,
@@ -41,7 +50,6 @@ LOWEST: dict[int, float] = {
 # Element types of run-time operands (docs/reference/operators.md).
 _NUMBER_TYPES = frozenset({TensorProto.INT32, TensorProto.INT64})
 _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16}
-SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 FLOOR = -LOWEST[TensorProto.FLOAT]
 MAY_FORBID = "a bias may forbid as well; a row without any key may differ"
@@ -252,12 +260,12 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
 
 def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]) -> _TermMask:
     split: list[tuple[Cond, float | Real]] = []
-    for cond, x in cases(value):
+    for cond, x in split_cases(value):
         if isinstance(x, Real) and x.kind == "table":
             split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
-            number = settled(x) if isinstance(x, Real) else x
-            split.append((cond, x if number is None else held(number, dtype)))
+            number = rounded_constant(x) if isinstance(x, Real) else x
+            split.append((cond, x if number is None else overflow_to_inf(number, dtype)))
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     numbers = [x for _, x in split if isinstance(x, float) and x != 0]
     soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
@@ -265,7 +273,11 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     def forbids(x: float) -> bool:
         return x <= limit or (soft and x < 0)
 
-    dropped = [(c, held(x * term.scale, dtype)) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
+    dropped = [
+        (c, overflow_to_inf(x * term.scale, dtype))
+        for c, x in split
+        if isinstance(x, float) and forbids(x * term.scale)
+    ]
     bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
     if any(isinstance(x, float) and math.isnan(x) for _, x in split):
         raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")
@@ -312,7 +324,7 @@ def _check_raised(site: AttentionSite, terms: Sequence[_TermMask]) -> None:
 def forbids_softly(numbers: Sequence[float], scale: float) -> bool:
     """Whether the values of a mask besides 0 are so low that they forbid, times ``scale`` as well."""
     strengths = [x if scale > 0 else -x for x in numbers]
-    return bool(strengths) and max(strengths) <= SOFT_FORBID and max(strengths) * abs(scale) <= UNDERFLOW
+    return bool(strengths) and max(strengths) <= FORBIDDING_VALUE and max(strengths) * abs(scale) <= UNDERFLOW
 
 
 def _table_cases(
@@ -326,8 +338,8 @@ def _table_cases(
     limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
     rest = array[array > limit]
     values = set(np.unique(rest[rest != 0]).tolist()) if rest.size < 1 << 24 else set()
-    soft = bool(values) and max(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
-    forbidden = (array <= limit) | (soft & (array <= SOFT_FORBID))
+    soft = bool(values) and max(values) <= FORBIDDING_VALUE and not bool(np.any(array <= limit))
+    forbidden = (array <= limit) | (soft & (array <= FORBIDDING_VALUE))
     if not forbidden.any():
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
@@ -400,7 +412,7 @@ def _vector_role(operands: dict[str, RuntimeOperand], pad: RuntimeOperand, index
 
 
 def _variables(index: Int) -> set[str]:
-    return {str(p.args[0]) for p in parts(index) if isinstance(p, Atom) and p.kind == "var"}
+    return {str(p.args[0]) for p in subterms(index) if isinstance(p, Atom) and p.kind == "var"}
 
 
 def _short(index: Int) -> str:

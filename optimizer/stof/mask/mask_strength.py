@@ -14,8 +14,8 @@ from stof.errors import UnsupportedError
 from stof.mask.lift import FLOOR, UNDERFLOW, element, read_term
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Real, Symbolic
-from stof.symbolic.algebra.piecewise import cases
-from stof.symbolic.algebra.terms import parts
+from stof.symbolic.algebra.piecewise import split_cases
+from stof.symbolic.algebra.terms import subterms
 
 
 def equals_in_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> list[MaskTerm]:
@@ -61,7 +61,7 @@ def _reaches(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, level: flo
     if tensor is None:
         return False  # computed by the network, as large as scores are
     value = element(tensor, site, term)
-    if not isinstance(value, Real) or any(isinstance(p, Real) and p.kind == "read" for p in parts(value)):
+    if not isinstance(value, Real) or any(isinstance(p, Real) and p.kind == "read" for p in subterms(value)):
         return True
-    numbers = [x * term.scale for _, x in cases(value) if isinstance(x, float)]
+    numbers = [x * term.scale for _, x in split_cases(value) if isinstance(x, float)]
     return any(x <= level - UNDERFLOW for x in numbers)

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of dimensions that are sums of others: exporters write ``past_sequence_length + sequence_length``."""
+"""Parses dimension names that are expressions of others, such as ``past_sequence_length + sequence_length``."""
 
 from __future__ import annotations
 
 import ast
 
-from stof.symbolic.algebra.terms import Int, integer, of_atom, size
+from stof.symbolic.algebra.terms import Int, dim, integer, of_atom
 
-_LONGEST = 200
-_HIGHEST = 4
+_MAX_LENGTH = 200
+_MAX_POWER = 4
 
 
-def dimension(name: str) -> Int:
-    """The size that a ``dim_param`` states: a term over other names where it reads as one, else a name of its own."""
-    if len(name) > _LONGEST or not any(c in name for c in "+-*/%"):
-        return size(name)
+def parse_dimension(name: str) -> Int:
+    """The size that a ``dim_param`` declares: an expression of other names, or a name itself where it does not parse."""
+    if len(name) > _MAX_LENGTH or not any(c in name for c in "+-*/%"):
+        return dim(name)
     try:
         found = _size(ast.parse(name.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         found = None
-    return size(name) if found is None else found
+    return dim(name) if found is None else found
 
 
-def declared(size: Int) -> int | str:
-    """A size as a ``value_info`` states it: a number, a name that the model itself declares, or "" for neither."""
+def declared_dim(size: Int) -> int | str:
+    """A size as ``value_info`` declares it: a number, a name of the model's own, or "" for anything else."""
     if size.constant is not None:
         return size.constant
     atom = size.atom
-    # "name#axis" are the interpreter's own.
+    # The interpreter made the names "tensor#axis".
     name = str(atom.args[0]) if atom is not None and atom.kind == "size" else ""
     return name if "#" not in name else ""
 
@@ -42,7 +42,7 @@ def _product(factors: list[Int]) -> Int:
 def _size(node: ast.expr) -> Int | None:
     match node:
         case ast.Name(id=name):
-            return size(name)
+            return dim(name)
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return integer(number)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
@@ -55,7 +55,7 @@ def _size(node: ast.expr) -> Int | None:
             if x is None or divisor <= 0 or divisor == 1:
                 return x if divisor == 1 and isinstance(op, ast.FloorDiv) else None
             return of_atom("div" if isinstance(op, ast.FloorDiv) else "mod", x, divisor)
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 1 <= power <= _HIGHEST:
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 1 <= power <= _MAX_POWER:
             x = _size(left)
             return None if x is None else _product([x] * power)
     return None

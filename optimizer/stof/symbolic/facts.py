@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a tensor, and what a rule may ask: rules make facts of a node's outputs of those of its inputs."""
+"""Facts about tensors, and the context of a rule, which derives the facts of a node's outputs from those of its inputs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def dtype_kind(dtype: int) -> str | None:
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of one tensor."""
+    """What is known about one tensor."""
 
     dtype: int = 0
     shape: Shape | None = None
     value: SymTensor | None = None
-    reason: str = ""  # why there is no value
+    reason: str = ""  # why ``value`` is None
 
 
-class Context:
-    """What a rule may ask: facts of a node's inputs, attributes, fresh symbols."""
+class RuleContext:
+    """What a rule may use: the node, its attributes, and the facts of its inputs."""
 
     def __init__(
-        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, same: dict[tuple[Int, Int], None]
+        self, facts: dict[str, Fact], node: onnx.NodeProto, opset: int, equalities: dict[tuple[Int, Int], None]
     ) -> None:
         self.facts = facts
-        self.same = same
+        self.equalities = equalities
         self.node = node
         self.opset = opset
         self.attributes = {a.name: a for a in node.attribute}
@@ -52,18 +52,18 @@ class Context:
         return i < len(self.node.input) and bool(self.node.input[i])
 
     def equate(self, one: Int, other: Int) -> None:
-        """Notes that a valid graph has two equal sizes, both other than 1."""
-        if one != other and self.unified(one) != self.unified(other):
-            self.same[one, other] = None
+        """Records that two sizes, neither of them 1, are equal in every valid run."""
+        if one != other and self.canonical(one) != self.canonical(other):
+            self.equalities[one, other] = None
 
-    def unified(self, size: Int) -> Int:
-        """The size with others that are equal to it or to its factors written in one way: as numbers where there are any."""
-        for one, other in self.same:
+    def canonical(self, size: Int) -> Int:
+        """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""
+        for one, other in self.equalities:
             plain, value = (one, other) if other.constant is not None else (other, one)
             if size == plain:
                 size = value
             elif plain.atom is not None and plain.atom in size.atoms():
-                size = _substituted(size, plain.atom, value)
+                size = _substitute(size, plain.atom, value)
         return size
 
     def fact(self, i: int) -> Fact:
@@ -107,7 +107,7 @@ class Context:
         return [c for c in constants if c is not None]
 
 
-def _substituted(size: Int, atom: Atom, value: Int) -> Int:
+def _substitute(size: Int, atom: Atom, value: Int) -> Int:
     total = integer(0)
     for monomial, coefficient in size.terms:
         product = integer(coefficient)
@@ -117,4 +117,4 @@ def _substituted(size: Int, atom: Atom, value: Int) -> Int:
     return total
 
 
-Rule = Callable[[Context], list[Fact] | None]
+Rule = Callable[[RuleContext], list[Fact] | None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The abstract interpreter: one pass over a graph in topological order."""
+"""The abstract interpreter: computes a fact (type, shape, value) for every tensor in one pass over the graph."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import is_external
-from stof.symbolic.algebra.overflow import guarded
-from stof.symbolic.algebra.terms import Int, integer, parts, size, var
-from stof.symbolic.dimension_names import dimension
-from stof.symbolic.facts import Context, Fact, dtype_kind
+from stof.graph.index import STANDARD_DOMAINS, is_standard
+from stof.symbolic.algebra.overflow import guard_overflow
+from stof.symbolic.algebra.terms import Int, dim, integer, subterms, var
+from stof.symbolic.dimension_names import parse_dimension
+from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.rules import contrib, fused_attention, quantized, standard, stof_ops
 from stof.symbolic.tensor import EQUALS, Shape, SymTensor, computed_tensor, constant_tensor, input_tensor, kind_of
 
-LARGEST_FOLDED = 1 << 24  # elements of a constant that may be read into memory
-# Operators over whole axes, which no function of one position describes. Of a tensor that has a value they make one that
-# is computed at run time from shapes and inputs, too: what reads it reads it by its own name, as it does a model input.
+LARGEST_FOLDED = 1 << 24  # most elements of a constant that are read into memory
+# Operators over whole axes: their result is no function of one input element. From inputs with values they make a tensor
+# that is computed at run time, and that later values read by name like a model input.
 _REDUCING = frozenset(
     {"CumSum", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceMean", "ArgMax", "ArgMin", "TopK", "OneHot"}
 )
-
-
-_LARGEST_RUN = 1 << 22  # elements of constants that are computed of others
+_LARGEST_RUN = 1 << 22  # most elements of constants that are computed by running a node
 _SUBGRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
-# Operators of which another run may give something else. A Dropout that drops nothing has a rule.
+# Operators whose result may differ from run to run. A Dropout that drops nothing has a rule.
 _RANDOM = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
-_UNTOLD = frozenset({"opaque", "unopaque", "trunc"})
-
-
-# Operators after which a number may be too large for its type.
+_UNKNOWN_KINDS = frozenset({"opaque", "unopaque", "trunc"})
+# Operators whose result may be too large for its type.
 _COMPUTING = frozenset(
     {"Add", "Sub", "Mul", "Neg", "Abs", "Pow", "Sum", "Range", "CumSum", "Cast", "CastLike", "BitShift"}
 )
@@ -42,32 +39,31 @@ _COMPUTING = frozenset(
 class Symbolic:
     """Symbolic shapes and values of every tensor of a model.
 
-    Sizes are at least 1. ``shape(name)`` gives a polynomial per axis over the model's dimension names (fresh names
-    ``name#axis`` where the model gives none). ``value(name)`` is a function of the indices, for whatever depends on
-    shapes, constants and reads of model inputs; compute nodes (MatMul, Softmax, ...) have shapes but no value.
-    Initializers that are also graph inputs can be overridden by the caller and count as inputs.
+    ``shape(name)`` has a polynomial for each axis, over the model's dimension names; an axis without a name gets the name
+    ``tensor#axis``. Sizes are at least 1. ``value(name)`` is a function of the indices, for tensors that depend on shapes,
+    constants and elements of model inputs only. Outputs of compute nodes (MatMul, Softmax, ...) have shapes but no value.
+    Initializers that are also graph inputs count as inputs, since a caller can override them.
 
     Args:
         model: without external data.
-        known: of the same model with its functions inlined: tells shapes of what calls of functions give.
-        vectors: take integer and boolean vectors [B, length], [length] or [B] that are computed from what inputs hold for
-            inputs themselves, whatever they are computed by.
+        inlined: the same model with all functions inlined; gives the shapes of what function calls return.
+        vectors: treat integer and boolean vectors [B, length], [length] or [B] that are computed from input data as if
+            they were inputs, however they are computed.
     """
 
-    def __init__(self, model: onnx.ModelProto, known: Symbolic | None = None, *, vectors: bool = False) -> None:
+    def __init__(self, model: onnx.ModelProto, inlined: Symbolic | None = None, *, vectors: bool = False) -> None:
         self._facts: dict[str, Fact] = {}
-        self._known = known
+        self._inlined = inlined
         rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            "": rules,
-            "ai.onnx": rules,
+            **dict.fromkeys(STANDARD_DOMAINS, rules),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
             "stof": stof_ops.RULES,
         }
         self._declared = {v.name: v.type.tensor_type for v in (*model.graph.value_info, *model.graph.output)}
-        self._same: dict[tuple[Int, Int], None] = {}
-        self.sums: dict[str, str] = {}  # running sums along the last axis, inclusive, of which tensors
-        self._opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 13)
+        self._equalities: dict[tuple[Int, Int], None] = {}
+        self.running_sums: dict[str, str] = {}  # output of an inclusive CumSum along the last axis: its input
+        self._opset = next((o.version for o in model.opset_import if o.domain in STANDARD_DOMAINS), 13)
         self._model = model
         self._vectors = vectors
         self._coarse: Symbolic | None = None
@@ -88,13 +84,13 @@ class Symbolic:
             self._facts[value.name] = Fact(tensor.elem_type, shape, given)
         for initializer in graph.initializer:
             if initializer.name not in overridable:
-                self._facts[initializer.name] = _initializer(initializer)
+                self._facts[initializer.name] = _initializer_fact(initializer)
 
     def _visit(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "If" and is_standard(node):
             self._visit_branches(node)
             return
-        context = Context(self._facts, node, self._opset, self._same)
+        context = RuleContext(self._facts, node, self._opset, self._equalities)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
         found = None
         reason = ""
@@ -102,25 +98,25 @@ class Symbolic:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
-                made = [_in_range(node, fact) for fact in rule(context) or []]
-                found = [_folded(name, fact) for name, fact in zip(node.output, made, strict=False)]
+                made = [_guard_fact(node, fact) for fact in rule(context) or []]
+                found = [_fold_fact(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
         for i, name in enumerate(node.output):
             if not name:
                 continue
             fact = found[i] if found is not None and i < len(found) else Fact()
-            if rule is None and self._known is not None:
-                fact = Fact(self._known.dtype(name), self._known.shape(name))
+            if rule is None and self._inlined is not None:
+                fact = Fact(self._inlined.dtype(name), self._inlined.shape(name))
             if fact.shape is None and name in self._declared:
                 declared = self._declared[name]
                 fact = Fact(fact.dtype or declared.elem_type, _declared_shape(name, declared))
             if fact.value is None and node.op_type in _REDUCING:
-                fact = self._computed(name, node, fact)
-                if node.op_type == "CumSum" and _along_last(context):
-                    self.sums[name] = node.input[0]
+                fact = self._runtime_fact(name, node, fact)
+                if node.op_type == "CumSum" and _is_running_sum(context):
+                    self.running_sums[name] = node.input[0]
             if self._vectors and i == 0 and (fact.value is None or fact.value.constant is None):
-                fact = self._computed_once(name, node) or fact
+                fact = self._run_on_constants(name, node) or fact
             if self._vectors and self._is_vector(fact):
                 assert fact.shape is not None
                 assert fact.value is not None
@@ -133,7 +129,7 @@ class Symbolic:
             self._facts[name] = fact
 
     def _visit_branches(self, node: onnx.NodeProto) -> None:
-        """An If: what the branch gives that is taken for all sizes and inputs, else the shapes that both have."""
+        """The facts of an If: those of its branch where the condition is constant, else the shapes that both branches share."""
         branches = {a.name: a.g for a in node.attribute}
         condition = self.constant(node.input[0])
         taken = None if condition is None or condition.size != 1 else bool(condition.reshape(-1)[0])
@@ -142,13 +138,13 @@ class Symbolic:
             if name not in branches or taken not in (None, chosen):
                 continue
             for initializer in branches[name].initializer:
-                self._facts[initializer.name] = _initializer(initializer)
-            known = dict(self._same)
+                self._facts[initializer.name] = _initializer_fact(initializer)
+            known = dict(self._equalities)
             for inner in branches[name].node:
                 self._visit(inner)
-            if taken is None:  # sizes that must be equal in a branch need not be so where it is not taken
-                self._same.clear()
-                self._same.update(known)
+            if taken is None:  # a branch that is not taken may have unequal sizes
+                self._equalities.clear()
+                self._equalities.update(known)
             found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
         for i, output in enumerate(node.output):
             facts = [f[i] for f in found if i < len(f)]
@@ -164,7 +160,7 @@ class Symbolic:
                 fact = Fact(declared.elem_type, _declared_shape(output, declared), None, "If")
             self._facts[output] = fact
 
-    def _computed(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
+    def _runtime_fact(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
         kind = dtype_kind(fact.dtype)
         known = all(n in self._facts and self._facts[n].value is not None for n in node.input if n)
@@ -172,13 +168,13 @@ class Symbolic:
             return fact
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
 
-    def _computed_once(self, name: str, node: onnx.NodeProto) -> Fact | None:
-        """The constant that a node makes of constants, found by running it; None where it does not or is large."""
+    def _run_on_constants(self, name: str, node: onnx.NodeProto) -> Fact | None:
+        """The constant result of a node with constant inputs, computed by running it; None where it has others or is large."""
         given = {n: self.constant(n) for n in node.input if n}
         arrays = {n: a for n, a in given.items() if a is not None}
         if not arrays or len(arrays) < len(given) or sum(a.size for a in arrays.values()) > _LARGEST_RUN:
             return None
-        if node.domain not in ("", "ai.onnx") or any(a.type in _SUBGRAPHS for a in node.attribute):
+        if not is_standard(node) or any(a.type in _SUBGRAPHS for a in node.attribute):
             return None
         if node.op_type in _RANDOM or any(is_external(a.t) for a in node.attribute if a.HasField("t")):
             return None
@@ -191,7 +187,7 @@ class Symbolic:
         try:
             with np.errstate(all="ignore"):
                 (found,) = ReferenceEvaluator(model).run([name], arrays)
-        except Exception:  # whatever the evaluator raises: nothing is known then
+        except Exception:  # the evaluator may raise anything; the value is unknown then
             return None
         array = np.asarray(found)
         if array.size > _LARGEST_RUN or array.dtype.kind not in "biuf":
@@ -200,9 +196,9 @@ class Symbolic:
         return Fact(helper.np_dtype_to_tensor_dtype(array.dtype), tensor.shape, tensor)
 
     def _is_vector(self, fact: Fact) -> bool:
-        """Whether a tensor is an integer or boolean vector of data: of positions, of batches, or of positions of batches.
+        """Whether a tensor is an integer or boolean vector of input data: [length], [B] or [B, length].
 
-        One element of a vector, and what is made of it by arithmetic, stays that.
+        A function of one element of another vector does not count: it keeps its value.
         """
         value = fact.value
         if value is None or value.kind == "f" or value.constant is not None or fact.shape is None:
@@ -211,31 +207,31 @@ class Symbolic:
         if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
             return False
         probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
-        found = list(parts(value.at(probe)))
+        found = list(subterms(value.at(probe)))
         reads = {p.args[:2] for p in found if p.kind in ("read", "unread")}
         plain = {v for v in probe if v.constant is None}
         indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
         single = len(reads) == 1 and indices == plain
-        return bool(reads) and not (single and not any(p.kind in _UNTOLD for p in found))
+        return bool(reads) and not (single and not any(p.kind in _UNKNOWN_KINDS for p in found))
 
-    def applied(self, node: onnx.NodeProto, given: Mapping[str, Fact]) -> list[Fact] | None:
-        """What a node of the standard domain gives, with other facts for some of its inputs; None where nothing is known."""
-        rule = self._rules[""].get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    def apply_rule(self, node: onnx.NodeProto, given: Mapping[str, Fact]) -> list[Fact] | None:
+        """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule."""
+        rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
-        context = Context(facts, node, self._opset, dict(self._same))
+        context = RuleContext(facts, node, self._opset, dict(self._equalities))
         return None if rule is None else rule(context)
 
     @property
     def coarse(self) -> Symbolic:
-        """The same with computed vectors taken for inputs."""
+        """The same model interpreted with ``vectors``: computed vectors count as inputs."""
         if self._coarse is None:
-            self._coarse = self if self._vectors else Symbolic(self._model, self._known, vectors=True)
+            self._coarse = self if self._vectors else Symbolic(self._model, self._inlined, vectors=True)
         return self._coarse
 
     @property
     def equalities(self) -> list[tuple[Int, Int]]:
-        """Pairs of sizes that are written differently and that a valid run has equal (``past + sequence`` and ``total``)."""
-        return list(self._same)
+        """Pairs of different size expressions that are equal in every valid run (``past + sequence`` and ``total``)."""
+        return list(self._equalities)
 
     def dtype(self, name: str) -> int:
         """The ONNX element type, 0 when unknown."""
@@ -250,11 +246,11 @@ class Symbolic:
         return self._facts.get(name, Fact()).value
 
     def reason(self, name: str) -> str:
-        """Why ``value`` is None: the operator that has none."""
+        """Why ``value`` is None: the operator without a symbolic value."""
         return self._facts.get(name, Fact()).reason
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The value where it is the same for every size and input."""
+        """The value of a tensor that does not depend on sizes and inputs."""
         base, derived, value = name.partition(EQUALS)
         if derived:
             array = self.constant(base)
@@ -262,8 +258,24 @@ class Symbolic:
         fact = self._facts.get(name)
         return None if fact is None or fact.value is None else fact.value.constant
 
+    def uniform(self, name: str) -> float | None:
+        """The number that all elements of a tensor are equal to; None where there is no such number or none is known."""
+        array = self.constant(name)
+        if array is not None:
+            # NumPy has no kind for bfloat16: ml_dtypes gives it "V".
+            if array.size == 0 or array.dtype.kind not in "fiuV" or not bool(np.all(array == array.reshape(-1)[0])):
+                return None
+            return float(array.reshape(-1)[0])
+        value = self.value(name)
+        if value is None or value.kind == "b":
+            return None
+        element = value.at(tuple(var(f"any{i}") for i in range(value.rank)))
+        if isinstance(element, Int):
+            return None if element.constant is None else float(element.constant)
+        return float(str(element.args[0])) if element.kind == "const" else None
 
-def _along_last(context: Context) -> bool:
+
+def _is_running_sum(context: RuleContext) -> bool:
     """Whether a CumSum is inclusive and runs forwards along the last axis."""
     axis, shape = context.fixed_ints(1), context.shape(0)
     plain = not context.number("exclusive", 0) and not context.number("reverse", 0)
@@ -271,23 +283,23 @@ def _along_last(context: Context) -> bool:
 
 
 def _declared_shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
-    """The shape that the model states, by value or by name; dimensions without either get one of their own.
+    """The shape that the model declares. A dimension without value or name gets a name of its own.
 
-    Some exporters write -1 for what is not fixed.
+    Some exporters write -1 for a dynamic dimension.
     """
     if not tensor.HasField("shape"):
         return None
     return tuple(
         integer(d.dim_value)
         if d.HasField("dim_value") and d.dim_value >= 0
-        else dimension(d.dim_param)
+        else parse_dimension(d.dim_param)
         if d.dim_param
-        else size(f"{name}#{i}")
+        else dim(f"{name}#{i}")
         for i, d in enumerate(tensor.shape.dim)
     )
 
 
-def _initializer(tensor: onnx.TensorProto) -> Fact:
+def _initializer_fact(tensor: onnx.TensorProto) -> Fact:
     shape = tuple(integer(d) for d in tensor.dims)
     count = int(np.prod(list(tensor.dims), dtype=np.int64))
     kind = dtype_kind(tensor.data_type)
@@ -296,22 +308,22 @@ def _initializer(tensor: onnx.TensorProto) -> Fact:
     return Fact(tensor.data_type, shape, constant_tensor(tensor.name, numpy_helper.to_array(tensor)))
 
 
-def _in_range(node: onnx.NodeProto, fact: Fact) -> Fact:
-    """The fact of what is computed, as far as its type holds it; casts to floats round."""
+def _guard_fact(node: onnx.NodeProto, fact: Fact) -> Fact:
+    """The fact with a value that is unknown where the type would overflow. Casts to floats round instead."""
     whole = node.op_type not in ("Cast", "CastLike") or dtype_kind(fact.dtype) == "i"
     if fact.value is None or node.op_type not in _COMPUTING or not whole:
         return fact
-    return replace(fact, value=guarded(fact.value, fact.dtype))
+    return replace(fact, value=guard_overflow(fact.value, fact.dtype))
 
 
-def _folded(name: str, fact: Fact) -> Fact:
-    return fact if fact.value is None or fact.value.constant is not None or not name else _fold(name, fact)
+def _fold_fact(name: str, fact: Fact) -> Fact:
+    return fact if fact.value is None or fact.value.constant is not None or not name else _fold_small(name, fact)
 
 
-def _fold(name: str, fact: Fact) -> Fact:
-    """Small values that turn out to be numbers become constants, so that scales and axes are found.
+def _fold_small(name: str, fact: Fact) -> Fact:
+    """Turns a small value of known numbers into a constant, so that scales and axes are found.
 
-    Values that differ keep their function as well: positions of a short, fixed length stay positions, not a table.
+    Elements that differ keep their function as well: positions of a short static length stay positions, not a table.
     """
     value = fact.value
     assert value is not None

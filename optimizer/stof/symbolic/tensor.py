@@ -17,22 +17,22 @@ from stof.symbolic.algebra.terms import ANY, FALSE, TRUE, Cond, Int, Real, Scala
 
 Shape = tuple[Int, ...]
 Index = tuple[Int, ...]
-EQUALS = "\x1f"  # between a constant's name and a number: the boolean table of where it has that value
-_FEWEST = 8  # elements of a constant that are taken for positions
-SMALL = 64  # elements of a tensor that may be spelled out
+EQUALS = "\x1f"  # "NAME<EQUALS>NUMBER" names the boolean table of where the constant NAME is NUMBER
+_MIN_POSITIONS = 8  # least elements of a constant that may count as positions
+SMALL = 64  # most elements of a tensor that are listed one by one
 
 
 @dataclass(frozen=True, eq=False)
 class SymTensor:
-    """``at(index)`` is the element; ``constant`` holds the array where nothing symbolic is left.
+    """A tensor as a function of its indices: ``at(index)`` is an element.
 
-    ``kind`` is "i", "b" or "f". Elements are memoized: shared subgraphs would otherwise be walked once per path.
+    Elements are memoized: shared subgraphs would otherwise be walked once for each path.
     """
 
     shape: Shape
-    kind: str
+    kind: str  # "i", "b" or "f"
     function: Callable[[Index], Scalar]
-    constant: np.ndarray | None = None
+    constant: np.ndarray | None = None  # the array, where nothing symbolic is left
     memo: dict[Index, Scalar] = field(default_factory=dict, repr=False)
 
     def at(self, index: Index) -> Scalar:
@@ -71,7 +71,7 @@ def kind_of(dtype: np.dtype) -> str:
     return "b" if dtype.kind == "b" else "i" if dtype.kind in "iu" else "f"
 
 
-def scalar(value: object, kind: str) -> Scalar:
+def constant_scalar(value: object, kind: str) -> Scalar:
     """A Python or NumPy number as a constant scalar."""
     if kind == "b":
         return TRUE if bool(value) else FALSE
@@ -81,29 +81,29 @@ def scalar(value: object, kind: str) -> Scalar:
 
 
 def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
-    """A constant: look-ups at constant indices are numbers, others are reads of the table ``name``."""
+    """A constant. Elements at constant indices are numbers, others are reads of the table ``name``."""
     kind = kind_of(array.dtype)
     shape = tuple(integer(n) for n in array.shape)
     uniform = array.size > 0 and bool(np.all(array.reshape(-1)[0] == array))
     limits = lru_cache(maxsize=1)(lambda: _limits(array))
     closed = lru_cache(maxsize=1)(lambda: _closed_form(array))
-    distinct = lru_cache(maxsize=1)(lambda: _distinct(array, 4 if kind == "f" else 2))
+    distinct = lru_cache(maxsize=1)(lambda: _distinct_values(array, 4 if kind == "f" else 2))
 
     def function(index: Index) -> Scalar:
         if uniform:
-            return scalar(array.reshape(-1)[0], kind)
+            return constant_scalar(array.reshape(-1)[0], kind)
         fixed = tuple(0 if n == 1 else i.constant for i, n in zip(index, array.shape, strict=True))
         if all(i is not None for i in fixed):
-            place = tuple(i for i in fixed if i is not None)
-            if all(-n <= i < n for i, n in zip(place, array.shape, strict=True)):
-                return scalar(array[place], kind)
+            known = tuple(i for i in fixed if i is not None)
+            if all(-n <= i < n for i, n in zip(known, array.shape, strict=True)):
+                return constant_scalar(array[known], kind)
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))
         if (form := closed()) is not None:
             return coerce(form(where), kind)
         if (few := distinct()) is not None:
-            return _one_of(name, where, few, kind)
+            return _select_value(name, where, few, kind)
         if kind == "i":
             return of_atom("table", name, where)
         ends = limits()
@@ -113,7 +113,7 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
 
 
 def _limits(array: np.ndarray) -> tuple[float, float] | None:
-    """The least and the largest of finite numbers."""
+    """The least and the largest element; None unless all are finite."""
     if not array.size:
         return None
     low, high = float(array.min()), float(array.max())
@@ -121,20 +121,20 @@ def _limits(array: np.ndarray) -> tuple[float, float] | None:
 
 
 def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:
-    """An array of whole numbers that stores positions: a * (i // n % m) + c along one axis, or sums of a * i over several."""
+    """The formula of an array of positions: a * (i // n % m) + c along one axis, or a sum of a * i over several axes."""
     axes = [a for a, n in enumerate(array.shape) if n > 1]
-    if array.dtype.kind not in ("iu" if len(axes) > 1 else "iuf") or array.size < _FEWEST or not axes:
+    if array.dtype.kind not in ("iu" if len(axes) > 1 else "iuf") or array.size < _MIN_POSITIONS or not axes:
         return None
     first = array.reshape(-1)[0]
     if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.rint(array)).all()):
         return None
     lines = [np.moveaxis(array, a, 0).reshape(array.shape[a], -1)[:, 0].astype(np.int64) - int(first) for a in axes]
-    # Two numbers are on a line whatever they are.
-    if len(axes) > 1 and (min(array.shape[a] for a in axes) < 3 or array.size < _FEWEST**2):
+    # Two numbers always lie on a line.
+    if len(axes) > 1 and (min(array.shape[a] for a in axes) < 3 or array.size < _MIN_POSITIONS**2):
         return None
     steps = [int(line[1]) for line in lines]
     if len(axes) == 1 and not np.array_equal(lines[0], steps[0] * np.arange(lines[0].size)):
-        return _repeating(lines[0], int(first), axes[0])
+        return _repeating_form(lines[0], int(first), axes[0])
     total = np.full([1] * array.ndim, int(first), np.int64)
     for a, step in zip(axes, steps, strict=True):
         total = total + step * np.arange(array.shape[a]).reshape([-1 if i == a else 1 for i in range(array.ndim)])
@@ -150,8 +150,8 @@ def _closed_form(array: np.ndarray) -> Callable[[Index], Int] | None:
     return function
 
 
-def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int] | None:
-    """A line that begins with 0 as a * (i // n % m): numbers of blocks, of rows and of columns."""
+def _repeating_form(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int] | None:
+    """The formula a * (i // n % m) of a line that begins with 0: indices of blocks, rows or columns."""
     width = int(np.argmax(line != 0))
     step = int(line[width])
     if not step or line.size < 2 * width:
@@ -169,8 +169,8 @@ def _repeating(line: np.ndarray, first: int, axis: int) -> Callable[[Index], Int
     return function
 
 
-def _distinct(array: np.ndarray, most: int) -> list[float] | None:
-    """The values of an array in ascending order, where they are few, but not none; of integers only 0 and 1."""
+def _distinct_values(array: np.ndarray, most: int) -> list[float] | None:
+    """The distinct values of an array in ascending order; None where there are none or too many, or integers beside 0 and 1."""
     rest, found = array.reshape(-1), list[float]()
     while rest.size:
         value = rest[0]
@@ -181,8 +181,8 @@ def _distinct(array: np.ndarray, most: int) -> list[float] | None:
     return sorted(found) or None
 
 
-def _one_of(name: str, where: Index, values: Sequence[float], kind: str) -> Scalar:
-    """A look-up as a choice between the values that there are."""
+def _select_value(name: str, where: Index, values: Sequence[float], kind: str) -> Scalar:
+    """An element of a constant with few values, as a selection between them."""
     result: Scalar = integer(int(values[0])) if kind == "i" else real(values[0])
     for value in values[1:]:
         own: Scalar = integer(int(value)) if kind == "i" else real(value)
@@ -191,7 +191,7 @@ def _one_of(name: str, where: Index, values: Sequence[float], kind: str) -> Scal
 
 
 def input_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
-    """A model input: every element is a read."""
+    """A model input: each element is a read."""
 
     def function(index: Index) -> Scalar:
         if kind == "b":
@@ -202,7 +202,7 @@ def input_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
 
 
 def computed_tensor(name: str, shape: Shape, kind: str) -> SymTensor:
-    """A tensor that is computed at run time: every element is a read, and integers may be any, not 0 and 1 alone."""
+    """A tensor that is computed at run time: each element is a read. Integers may have any value, not only 0 and 1."""
 
     def function(index: Index) -> Scalar:
         if kind == "b":

@@ -14,7 +14,8 @@ from stof.attention.function_body import OP
 from stof.errors import ArgumentError, ModelError, shown
 from stof.files import check_outputs, find_file, is_utf8, read_bytes, write_bytes
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import DOMAIN, all_nodes, load
+from stof.graph.index import DOMAIN, all_nodes
+from stof.graph.load_save import load
 from stof.tensorrt.module import Messages, TensorrtError, find, is_rtx, load_plugins, logger
 from stof.tensorrt.shapes import Ranges, Shape
 

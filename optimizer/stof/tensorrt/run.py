@@ -276,7 +276,8 @@ def _known(model: Path) -> tuple[dict[str, int], frozenset[str]]:
     """How many rows the tables have that inputs look up, and the inputs that are read as padding."""
     from stof.execution.inputs import InputMaker
     from stof.graph.external_data import read_constants
-    from stof.graph.model_graph import DOMAIN, all_nodes, load
+    from stof.graph.index import DOMAIN, all_nodes
+    from stof.graph.load_save import load
     from stof.symbolic import Symbolic
 
     graph = load(model)

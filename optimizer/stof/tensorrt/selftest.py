@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.attention.function_body import OP, Variant, make_function
+from stof.attention.function_body import OP, Variant, make_attention_function
+from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import StofError
 from stof.files import temporary_folder
-from stof.graph.model_graph import DOMAIN
-from stof.graph.tensorrt_compat import constants
+from stof.graph.index import DOMAIN
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.site import EmptyRows, Layout, LiftedMask
 from stof.tensorrt.build import BuildOptions, build_engine
@@ -64,7 +64,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     attributes = {
         **given,
         **heads,
-        **constants(mask, roles),
+        **constants_attribute(mask, roles),
         "mask_id": 0,
         "scale": float(problem.q.shape[3] ** -0.5) if problem.scale is None else problem.scale,
         "layout": "BHSD",
@@ -94,7 +94,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     return helper.make_model(
         helper.make_graph([node], "selftest", inputs, [output], initializers),
         opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(DOMAIN, 1)],
-        functions=[make_function([variant], _OPSET)],
+        functions=[make_attention_function([variant], _OPSET)],
         ir_version=8,
     )
 

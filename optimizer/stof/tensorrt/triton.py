@@ -8,7 +8,7 @@ from pathlib import Path
 from stof.errors import ArgumentError, shown
 from stof.files import temporary_file, temporary_folder, write_text
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import load
+from stof.graph.load_save import load
 from stof.runtime.library import library_path
 from stof.tensorrt.module import TensorrtError, plugin_path
 

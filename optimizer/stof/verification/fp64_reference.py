@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 import onnx
 from onnx import TensorProto, helper
 
+from stof.graph.index import is_standard
+
 # Of these ONNX Runtime's CPU provider has fp64 kernels, or they only move elements.
 _KNOWN = frozenset(
     {"Add", "Div", "Einsum", "IsNaN", "MatMul", "Max", "Mul", "ReduceMax", "Softmax", "Sub", "Tanh", "Where"}
@@ -35,7 +37,7 @@ def in_double(
     chosen: set[str] = set()
     for core in cores:
         nodes = [writers.get(o) for o in core]
-        if all(n is not None and n.op_type in _KNOWN and n.domain in ("", "ai.onnx") for n in nodes):
+        if all(n is not None and n.op_type in _KNOWN and is_standard(n) for n in nodes):
             chosen.update(core)
     if not chosen:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused nodes expanded to primitive ones: the same outputs in ONNX Runtime, and the same again when they are replaced."""
+"""Expanded fused nodes give the same outputs in ONNX Runtime, before and after they are replaced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fused_attention_nodes import BOOL, FLOAT, INT32, INT64, Fused, Given, expan
 from onnx.reference import ReferenceEvaluator
 
 import stof
-from stof.attention.expand.contrib import lower_multi_head
-from stof.attention.expand.expand import Request
-from stof.attention.expand.prepare import _LOWERERS, prepare
+from stof.attention.expand.contrib import expand_multi_head
+from stof.attention.expand.prepare import _EXPANDERS, prepare
+from stof.attention.expand.working_copy import FusedNode
 from stof.attention.plan_entry import SitePlan
 from stof.errors import VerifyError
 from stof.mask.check import run_masks as mask_run
@@ -239,11 +239,11 @@ def test_refused(node: Fused, reason: str) -> None:
 def test_a_wrong_expansion_is_no_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of expanded nodes show what rounding does to them, not that the fused node may compute something else."""
 
-    def wrong(request: Request) -> None:
+    def wrong(request: FusedNode) -> None:
         request.attributes["scale"] = 0.6
-        lower_multi_head(request)
+        expand_multi_head(request)
 
-    monkeypatch.setitem(_LOWERERS, ("com.microsoft", "MultiHeadAttention"), wrong)
+    monkeypatch.setitem(_EXPANDERS, ("com.microsoft", "MultiHeadAttention"), wrong)
     for padding in ((), (None, Given("pad", ("B", "S"), INT32))):  # with -10000, also computed in fp64
         node = Fused("MultiHeadAttention", (*qkv(), *padding), TWO)
         with pytest.raises(VerifyError, match="differs by"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GroupQueryAttention: expanded and replaced where the places of its keys are known, else left with the reason."""
+"""GroupQueryAttention is expanded and replaced where the positions of its keys are known, else left with a reason."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ REFUSED = {
     "a sink": (model(given="float[4] sink", extra=", sink"), "head_sink"),
     "a window with a softcap beside padding": (
         model(", local_window_size = 3, softcap = 2.0", lengths="pad"),
-        "queries behind the end of their row",
+        "queries beyond the end of their row",
     ),
     "a window beside padding, and no cache": (
         model(", local_window_size = 3", lengths="pad", cached=False),
-        "queries behind the end of their row",
+        "queries beyond the end of their row",
     ),
-    "positions that are data": (model(", do_rotary = 1", lengths="given", rotary=16), "data of a run"),
+    "positions that are data": (model(", do_rotary = 1", lengths="given", rotary=16), "known at run time only"),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every opset from 13 to 26: attention as primitive nodes, and as the fused node where the opset has one."""
+"""Opsets 13 to 26: attention as primitive nodes, and as the fused node where the opset has it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from fused_attention_nodes import INT32, Fused, Given, forced, run, same
 from onnx import parser
 
-from stof.graph.model_graph import LARGEST_OPSET, SMALLEST_OPSET, opset_of
+from stof.graph.index import opset_of
+from stof.graph.load_save import LARGEST_OPSET, SMALLEST_OPSET
 
 OPSETS = range(SMALLEST_OPSET, LARGEST_OPSET + 1)
 # A causal mask and padding, a softmax in the middle of a model; ReduceMax has its axes elsewhere from opset 18 on.

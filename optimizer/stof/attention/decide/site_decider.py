@@ -14,7 +14,7 @@ from stof.attention.decide.targets import Target, Use
 from stof.attention.emit import Rewrite
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import KEY, SiteReport, Step
-from stof.attention.split_bias_masks import parted
+from stof.attention.split_mask_sums import split_terms
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.execution.inputs import evaluate
 from stof.mask.accept import accept
@@ -146,7 +146,7 @@ class SiteDecider:
             if any(d.constant == 0 for d in site.dims):
                 raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
             step = Step.LIFT
-            site = parted(self.checker.index, self.symbolic, site)
+            site = split_terms(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             if entry is None or not entry.empty_rows:
                 mask = self.prover.settled(site, mask)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
 from stof.attention.decide.cost_cpu import Prediction
 from stof.attention.decide.tune import Tuner
-from stof.attention.expand.expand import stands_for_fused
+from stof.attention.expand.working_copy import stands_for_fused
 from stof.errors import ArgumentError
 from stof.options import Options
 from stof.runtime.cuda import device_info

@@ -1,49 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a model before sites are searched: functions with attention are inlined, fused forms are expanded."""
+"""Prepares a model for the search of sites: inlines functions that contain attention and expands fused nodes."""
 
 from __future__ import annotations
 
 import onnx
 
-from stof.attention.expand.contrib import lower_multi_head, lower_projecting
-from stof.attention.expand.expand import Lowered, Lowerer, Request, lower
-from stof.attention.expand.gqa import lower_grouped
-from stof.attention.expand.onnx_attention import lower_attention
+from stof.attention.expand.contrib import expand_contrib_attention, expand_multi_head
+from stof.attention.expand.gqa import expand_group_query
+from stof.attention.expand.onnx_attention import expand_onnx_attention
+from stof.attention.expand.working_copy import Expander, FusedNode, WorkingCopy, expand_nodes
 from stof.errors import UnsupportedError
+from stof.graph.index import domain_of
 from stof.graph.inline import inline, inline_all
-from stof.graph.model_graph import domain_of
 from stof.symbolic import Symbolic
 
 _MICROSOFT = "com.microsoft"
 
 
-def _quantized(_: Request) -> None:
-    raise UnsupportedError(
-        "its scores are computed from quantized projections inside of it; leave it, or use a float model"
-    )
+def _refuse_quantized(_: FusedNode) -> None:
+    raise UnsupportedError("it computes its scores from quantized projections; keep it, or use a float model")
 
 
-_LOWERERS: dict[tuple[str, str], Lowerer] = {
-    ("", "Attention"): lower_attention,
-    (_MICROSOFT, "Attention"): lower_projecting,
-    (_MICROSOFT, "GroupQueryAttention"): lower_grouped,
-    (_MICROSOFT, "MultiHeadAttention"): lower_multi_head,
-    (_MICROSOFT, "QAttention"): _quantized,
+_EXPANDERS: dict[tuple[str, str], Expander] = {
+    ("", "Attention"): expand_onnx_attention,
+    (_MICROSOFT, "Attention"): expand_contrib_attention,
+    (_MICROSOFT, "GroupQueryAttention"): expand_group_query,
+    (_MICROSOFT, "MultiHeadAttention"): expand_multi_head,
+    (_MICROSOFT, "QAttention"): _refuse_quantized,
 }
 
 
-def prepare(model: onnx.ModelProto) -> Lowered:
-    """The working copy of a model in which sites are searched."""
-    base = inline(model, {("", "Softmax"), *_LOWERERS})
-    whole = inline_all(base)
-    return lower(model, base, _LOWERERS, None if whole is base else Symbolic(whole))
+def prepare(model: onnx.ModelProto) -> WorkingCopy:
+    """Makes the working copy of a model."""
+    base = inline(model, {("", "Softmax"), *_EXPANDERS})
+    inlined = inline_all(base)
+    return expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
 
 
-def expand_fused(model: onnx.ModelProto, known: Symbolic | None) -> Lowered:
-    """The same for a subgraph that was made a model; ``known`` is of the model that it is part of."""
-    return lower(model, model, _LOWERERS, known)
+def prepare_subgraph(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:
+    """Makes the working copy of a subgraph that was turned into a model.
+
+    Args:
+        model: the subgraph, with the outer nodes that it depends on.
+        inlined: shapes of the whole model with all functions inlined, where some are left.
+    """
+    return expand_nodes(model, model, _EXPANDERS, inlined)
 
 
 def is_fused(node: onnx.NodeProto) -> bool:
-    """Whether a node is fused attention, expandable or not."""
-    return (domain_of(node), node.op_type) in _LOWERERS
+    """Whether a node is a fused attention operator, whether it can be expanded or not."""
+    return (domain_of(node), node.op_type) in _EXPANDERS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in primitive nodes, as a graph that nobody fused would hold it: what fused nodes are lowered to."""
+"""Appends attention in primitive nodes, as an unfused graph has it, and the small pieces that all expanders need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(Tenso
 
 
 @dataclass(frozen=True)
-class Mask:
-    """A tensor that broadcasts to the scores [B, H, S, T]: fp32 and added to them, or boolean and true where they are kept.
+class ScoreMask:
+    """A mask of the scores: a tensor that broadcasts to [B, H, S, T], fp32 and added, or boolean and true where allowed.
 
-    ``fill`` is what takes the place of the scores that a boolean mask forbids.
+    ``fill`` replaces the scores that a boolean mask forbids.
     """
 
     tensor: str
@@ -30,8 +30,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Core:
-    """What is asked of the core. query [B, H, S, D], key [B, G, T, D], value [B, G, T, Dv] of one float type."""
+class AttentionCore:
+    """Operands and attributes of one attention: query [B, H, S, D], key [B, G, T, D], value [B, G, T, Dv] of one float type."""
 
     query: str
     key: str
@@ -41,18 +41,18 @@ class Core:
     scale: float
     dtype: int
     softcap: float = 0.0
-    masks: Sequence[Mask] = field(default_factory=tuple)
-    guard: bool = False  # rows without a key give zero, where otherwise they would give NaN
+    masks: Sequence[ScoreMask] = field(default_factory=tuple)
+    guard: bool = False  # fully masked rows give 0, not NaN
 
 
-def attend(builder: Builder, core: Core, softmax: str) -> str:
-    """Appends the nodes; returns the result [B, H, S, Dv]. ``softmax`` is the name of the softmax node."""
+def append_attention(builder: Builder, core: AttentionCore, softmax: str) -> str:
+    """Appends the nodes of attention and returns their result [B, H, S, Dv]. ``softmax`` names the softmax node."""
     b = builder
     repeat = core.heads // core.groups
-    half = core.dtype != TensorProto.FLOAT
-    key, value = (repeated(b, t, core.heads, repeat) for t in (core.key, core.value))
+    is_16_bit = core.dtype != TensorProto.FLOAT
+    key, value = (repeat_heads(b, t, core.heads, repeat) for t in (core.key, core.value))
     scores = b.add("MatMul", [core.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
-    if half:  # which keeps no scale and no softcap exactly; runtimes compute them in fp32
+    if is_16_bit:  # runtimes apply scale and softcap in fp32
         scores = b.add("Cast", [scores], to=TensorProto.FLOAT)
     if core.scale != 1.0:
         scores = b.add("Mul", [scores, b.constant(core.scale, np.float32)])
@@ -68,33 +68,33 @@ def attend(builder: Builder, core: Core, softmax: str) -> str:
     b.nodes[-1].name = softmax
     if core.guard and core.masks:
         weights = b.add("Where", [b.add("IsNaN", [weights]), b.constant(0, np.float32), weights])
-    if half:
+    if is_16_bit:
         weights = b.add("Cast", [weights], to=core.dtype)
     return b.add("MatMul", [weights, value])
 
 
-def repeated(b: Builder, tensor: str, heads: int, repeat: int) -> str:
-    """[B, G, T, D] with every head so many times."""
+def repeat_heads(b: Builder, tensor: str, heads: int, repeat: int) -> str:
+    """[B, G, T, D] with every head repeated: [B, H, T, D]."""
     if repeat == 1:
         return tensor
     wide = b.add("Expand", [b.unsqueeze(tensor, [2]), b.constant([1, 1, repeat, 1, 1])])
-    shape = [b.constant([0, heads]), size(b, tensor, 2), size(b, tensor, 3)]
+    shape = [b.constant([0, heads]), axis_size(b, tensor, 2), axis_size(b, tensor, 3)]
     return b.add("Reshape", [wide, b.add("Concat", shape, axis=0)])
 
 
-def size(b: Builder, tensor: str, axis: int) -> str:
-    """One axis of a shape as int64[1]."""
+def axis_size(b: Builder, tensor: str, axis: int) -> str:
+    """The size of one axis as int64[1]."""
     return b.add("Gather", [b.add("Shape", [tensor]), b.constant([axis])], axis=0)
 
 
-def scalar(b: Builder, vector: str) -> str:
-    """The scalar of a tensor of one element and rank 1."""
+def squeeze_scalar(b: Builder, vector: str) -> str:
+    """A tensor [1] as a scalar."""
     return b.add("Squeeze", [vector, b.constant([0])])
 
 
 def positions(b: Builder, count: str) -> str:
-    """0, 1, ... of so many (int64[1]) elements."""
-    return b.add("Range", [b.constant(0), scalar(b, count), b.constant(1)])
+    """The positions 0, 1, ..., ``count`` - 1; ``count`` is int64[1]."""
+    return b.add("Range", [b.constant(0), squeeze_scalar(b, count), b.constant(1)])
 
 
 def split_heads(b: Builder, tensor: str, heads: int) -> str:
@@ -110,34 +110,34 @@ def merge_heads(b: Builder, tensor: str, width: int) -> str:
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query at position p may attend: p - left <= k <= p + right; None: no bound on that side."""
+    """The keys that a query at position p attends: p - left <= k <= p + right; None: no bound on that side."""
 
     left: int | None = None
     right: int | None = None
 
 
-def band(b: Builder, query: str, key: str, limits: Band, offset: str | None) -> list[Mask]:
+def band_masks(b: Builder, query: str, key: str, limits: Band, offset: str | None) -> list[ScoreMask]:
     """Boolean masks [.., S, T] of a band over query [B, H, S, D] and key [B, G, T, D].
 
     ``offset`` is the position of the first query, an int64 tensor that broadcasts to [.., S, 1].
     """
     if limits.left is None and limits.right is None:
         return []
-    rows = b.unsqueeze(positions(b, size(b, query, 2)), [1])
-    keys = b.unsqueeze(positions(b, size(b, key, 2)), [0])
+    rows = b.unsqueeze(positions(b, axis_size(b, query, 2)), [1])
+    keys = b.unsqueeze(positions(b, axis_size(b, key, 2)), [0])
     if offset is not None:
         rows = b.add("Add", [rows, offset])
     found = []
     if limits.right is not None:
         last = b.add("Add", [rows, b.constant(limits.right)]) if limits.right else rows
-        found.append(Mask(b.add("LessOrEqual", [keys, last]), boolean=True))
+        found.append(ScoreMask(b.add("LessOrEqual", [keys, last]), boolean=True))
     if limits.left is not None:
         first = b.add("Sub", [rows, b.constant(limits.left)]) if limits.left else rows
-        found.append(Mask(b.add("GreaterOrEqual", [keys, first]), boolean=True))
+        found.append(ScoreMask(b.add("GreaterOrEqual", [keys, first]), boolean=True))
     return found
 
 
-def known_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[int]) -> tuple[Int, ...]:
+def require_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[int]) -> tuple[Int, ...]:
     """The shape of an operand of a fused node.
 
     Raises:
@@ -150,11 +150,11 @@ def known_shape(symbolic: Symbolic, tensor: str, role: str, ranks: Sequence[int]
     return shape
 
 
-def known_size(found: Int | None, what: str) -> int:
-    """A size that must be a number.
+def require_size(found: Int | None, what: str) -> int:
+    """A size that must be static.
 
     Raises:
-        UnsupportedError: when it is not.
+        UnsupportedError: when it is not known, or 0.
     """
     number = None if found is None else found.constant
     if not number:
@@ -162,11 +162,11 @@ def known_size(found: Int | None, what: str) -> int:
     return number
 
 
-def float_type(symbolic: Symbolic, tensor: str) -> int:
+def require_float_type(symbolic: Symbolic, tensor: str) -> int:
     """The element type of the query.
 
     Raises:
-        UnsupportedError: when it is none that the operator computes with.
+        UnsupportedError: when it is not fp32, fp16 or bf16.
     """
     dtype = symbolic.dtype(tensor)
     if dtype not in _FLOATS:
@@ -175,10 +175,11 @@ def float_type(symbolic: Symbolic, tensor: str) -> int:
     return dtype
 
 
-def lowest_as_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str:
-    """A mask that is added, its lowest finite number as -inf: ONNX Runtime gives zeros for rows that hold nothing else.
+def replace_lowest_by_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str:
+    """An additive mask with -inf in place of the type's lowest finite number.
 
-    The specification promises them for -inf alone; where the original runs is what counts.
+    ONNX Runtime gives zeros for rows that hold nothing but that number. The specification promises zeros for -inf only,
+    but the optimized model has to match what the runtime computes.
     """
     if kind not in _FLOATS:
         return tensor
@@ -191,6 +192,6 @@ def lowest_as_inf(b: Builder, symbolic: Symbolic, tensor: str, kind: int) -> str
     return b.add("Where", [low, b.constant(-np.inf, own), tensor])
 
 
-def added(b: Builder, tensor: str, kind: int) -> str:
-    """A mask or bias of element type ``kind`` as the fp32 tensor that is added to scores."""
+def cast_to_fp32(b: Builder, tensor: str, kind: int) -> str:
+    """A mask or bias of element type ``kind`` as fp32."""
     return tensor if kind == TensorProto.FLOAT else b.add("Cast", [tensor], to=TensorProto.FLOAT)

@@ -23,7 +23,7 @@ from stof.fusion.search.measure import Timer
 from stof.fusion.search.space import Scheme, Space, expanded, unfused
 from stof.fusion.translate import Chain
 from stof.graph.external_data import read_constants
-from stof.graph.model_graph import load
+from stof.graph.load_save import load
 
 # Graphs under models/graphs that the search is held against enumeration on.
 GRAPHS = (

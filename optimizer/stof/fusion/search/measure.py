@@ -17,7 +17,8 @@ from stof.fusion.emit import call
 from stof.fusion.regions import Graph
 from stof.fusion.search.measure_cuda import cuda_seconds
 from stof.fusion.translate import Chain
-from stof.graph.model_graph import DOMAIN
+from stof.graph.index import DOMAIN
+from stof.graph.names import FreshNames
 from stof.runtime.library import register
 from stof.symbolic import Int
 
@@ -51,7 +52,7 @@ def part_model(
     nodes, read, written = [], dict[str, None](), set[str]()
     for place in sorted(places):
         if place in made:
-            nodes.append(call(made[place], 0, (len(made[place].inputs), len(made[place].dtypes)), set()))
+            nodes.append(call(made[place], 0, (len(made[place].inputs), len(made[place].dtypes)), FreshNames()))
         elif place not in inside:
             nodes.append(graph.nodes[place])
         else:

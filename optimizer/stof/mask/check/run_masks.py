@@ -18,7 +18,7 @@ from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, producer_indices
 from stof.mask.lift import LOWEST
 from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic
@@ -68,7 +68,7 @@ class MaskRunner:
         self.index = GraphIndex(model.graph)
         self._initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {i.name for i in model.graph.input} - set(self._initializers)
-        self._places = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
+        self._places = producer_indices(model.graph.node)
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""

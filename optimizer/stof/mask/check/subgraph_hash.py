@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx
 
-from stof.graph.model_graph import GraphIndex, subgraphs
+from stof.graph.index import GraphIndex, is_standard, subgraphs
 from stof.symbolic import Symbolic
 
 
@@ -31,7 +31,7 @@ class Signatures:
         if node is None or subgraphs(node):
             return ("named", tensor)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-        if node.op_type == "Shape" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "Shape" and is_standard(node):
             shape = self.symbolic.shape(node.input[0])
             # Sizes alone count, whatever tensor has them.
             return ("named", tensor) if shape is None else ("shape", shape, attributes)

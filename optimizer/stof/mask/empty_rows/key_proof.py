@@ -20,7 +20,7 @@ from stof.symbolic import Cond, Int, integer
 from stof.symbolic.algebra.conditions import all_of, any_of, equal, less_equal, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.int_bounds import bound, rebuilt, times
+from stof.symbolic.algebra.int_bounds import bound, multiply, rebuild
 from stof.symbolic.algebra.terms import ANY, FALSE, TRUE, of_atom
 
 _LARGEST = 1 << 26  # pairs of a mask that is evaluated
@@ -92,7 +92,7 @@ class _Reader:
             case ast.BinOp():
                 return self.binary(node.op, self.number(node.left), self.number(node.right))
             case ast.Call(func=ast.Name(id=name)) if name in ("abs", "min", "max"):
-                return rebuilt(name, tuple(self.number(a) for a in node.args))
+                return rebuild(name, tuple(self.number(a) for a in node.args))
             case ast.Subscript(value=ast.Name(id=name)) if name in self.vectors:
                 return of_atom("read", self.vectors[name], self.indices(node), ANY)
             case ast.Subscript(value=ast.Name(id=name)) if name in self.tables:
@@ -106,7 +106,7 @@ class _Reader:
             case ast.Sub():
                 return left - right
             case ast.Mult():
-                return times(left, right)
+                return multiply(left, right)
             case ast.FloorDiv() if right.constant is not None and right.constant > 0:
                 return floor_div(left, right.constant)
             case ast.Mod() if right.constant is not None and right.constant > 0:

@@ -16,13 +16,12 @@ from dataclasses import replace
 import onnx
 from onnx import TensorProto
 
-from stof.attention.layouts import uniform
 from stof.errors import GuardError, UnsupportedError
-from stof.graph.model_graph import GraphIndex
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import element, lift
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.symbolic import Int, Symbolic, integer
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
 
 _DEEPEST = 16
@@ -92,7 +91,7 @@ def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guar
             f"{guard.tensor!r} changes the attention weights by more than shapes and inputs: {symbolic.reason(guard.tensor)}"
         )
     if guard.fill is None:
-        numbers = [x for _, x in cases(to_real(element(value, site, guard)))]
+        numbers = [x for _, x in split_cases(to_real(element(value, site, guard)))]
         if not set(numbers) <= {0.0, 1.0}:
             raise UnsupportedError(f"{guard.tensor!r} multiplies the attention weights by more than 0 and 1")
     found = lift(symbolic, _masked_by(site, replace(guard, fill=-math.inf)))
@@ -132,12 +131,12 @@ class _Told:
         tells: Callable[[float], bool] = bool
         for _ in range(_DEEPEST):
             node = self.index.producer(tensor)
-            if node is None or node.domain not in ("", "ai.onnx"):
+            if node is None or not is_standard(node):
                 return None
             if node.op_type == "Not":
                 tells = _after(_not, tells)
             elif node.op_type in _COMPARISONS:
-                limit = uniform(self.symbolic, node.input[1])
+                limit = self.symbolic.uniform(node.input[1])
                 if limit is None:
                     return None
                 tells = _after(_compared(_COMPARISONS[node.op_type], limit), tells)

@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.graph.external_data import ITEM_SIZES, place_of
-from stof.graph.model_graph import GraphIndex
+from stof.graph.external_data import ITEM_SIZES, location_of
+from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import LOWEST
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.overflow import extremes
+from stof.symbolic.algebra.overflow import value_range
 from stof.symbolic.facts import dtype_kind
 
 _CHUNK = 1 << 20  # elements of a constant that are looked at together
@@ -94,7 +94,7 @@ class Magnitudes:
         node = self.index.producer(tensor)
         if node is None:
             found = self._constant(tensor)
-        elif node.domain not in ("", "ai.onnx"):
+        elif not is_standard(node):
             found = math.inf
         else:
             found = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
@@ -114,7 +114,7 @@ class Magnitudes:
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
         value = self.symbolic.value(tensor)
         # Values are whole numbers without a type. Unsigned ones leave theirs at 0, wherever something is taken away.
-        low, high = (-math.inf, math.inf) if value is None or info.min == 0 else extremes(value)
+        low, high = (-math.inf, math.inf) if value is None or info.min == 0 else value_range(value)
         if info.min <= low and high <= info.max:
             return max(-low, high)
         return max(float(info.max), -float(info.min))
@@ -173,7 +173,7 @@ def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         return 0.0
     try:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        place = place_of(tensor)
+        place = location_of(tensor)
         path = folder / place.location
         # onnx once had numbers of another size for types that NumPy lacks.
         known = dtype.itemsize == ITEM_SIZES.get(tensor.data_type)

@@ -16,7 +16,7 @@ import numpy as np
 from stof.mask.lift import LOWEST, element
 from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic
-from stof.symbolic.algebra.piecewise import cases
+from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import Atom
 
 _FARTHEST = 1 << 22  # the longest input of the operator
@@ -38,7 +38,7 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
         return None
     least = -LOWEST.get(symbolic.dtype(term.tensor), LOWEST[1]) / 2
     # What the mask forbids is nowhere read; of what is left, one formula must hold everywhere.
-    kept = [x for _, x in cases(value) if not (isinstance(x, float) and x * term.scale <= least)]
+    kept = [x for _, x in split_cases(value) if not (isinstance(x, float) and x * term.scale <= least)]
     if len(kept) != 1:
         return None
     if isinstance(kept[0], float):

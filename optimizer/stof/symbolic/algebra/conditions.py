@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on integers in negation normal form: comparisons, what joins them, and integers that depend on conditions.
+"""Conditions on integers: comparisons, and, or, not, and integers that depend on conditions.
 
-Exporters compute with masks as 0/1 integers. A comparison of such a sum is decided by cases, and becomes conditions that the mask
-format can print: ``bool(c) * 3 - select(d, x, y) <= 0`` is an or over c and d.
+Exporters compute with masks as 0/1 integers. A comparison of such a sum is decided case by case. So it becomes conditions
+that the mask format can print: ``bool(c) * 3 - select(d, x, y) <= 0`` is an or over c and d.
 """
 
 from __future__ import annotations
@@ -11,11 +11,23 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, Scalar, fresh, integer, of_atom, to_real
+from stof.symbolic.algebra.int_bounds import bound, rebuild
+from stof.symbolic.algebra.terms import (
+    FALSE,
+    TRUE,
+    Atom,
+    Cond,
+    Int,
+    Real,
+    Scalar,
+    fresh_number,
+    integer,
+    of_atom,
+    to_real,
+)
 
-_MOST_PARTS = 20_000  # of a condition; a mask of 4096 nodes, the most that can be written, has fewer
-_MOST_CONDITIONS = 8  # that are decided one after another
+_MAX_WEIGHT = 20_000  # of a condition; the largest mask that can be written has 4096 nodes and less weight
+_MAX_DECISIONS = 8  # conditions that are decided one after another
 _OPPOSITE = {
     "read": "unread",
     "unread": "read",
@@ -30,7 +42,7 @@ _OPPOSITE = {
 
 def less_equal(left: Int, right: Int) -> Cond:
     """Left <= right."""
-    difference = _reduced(left - right)
+    difference = _reduce(left - right)
     high = bound(difference, upper=True)
     if high <= 0:
         return TRUE
@@ -39,8 +51,8 @@ def less_equal(left: Int, right: Int) -> Cond:
     return decide(difference, lambda x: less_equal(x, integer(0))) or Cond("le", (difference,))
 
 
-def _reduced(value: Int) -> Int:
-    """An integer that is at most 0, or 0 where it can be, as ``value`` is: without a factor that all of its terms have."""
+def _reduce(value: Int) -> Int:
+    """``value`` without the common factor of its terms; the conditions <= 0 and == 0 stay the same."""
     factor = math.gcd(*(c for m, c in value.terms if m != ()))
     if factor < 2:
         return value
@@ -54,7 +66,7 @@ def equal(left: Int, right: Int) -> Cond:
         return TRUE if difference.constant == 0 else FALSE
     if difference.offset % math.gcd(*(c for m, c in difference.terms if m != ())):
         return FALSE
-    difference = _reduced(difference)
+    difference = _reduce(difference)
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
     if (found := decide(difference, lambda x: equal(x, integer(0)))) is not None:
@@ -93,12 +105,12 @@ def children(cond: Cond) -> tuple[Cond, ...]:
 
 
 def all_of(conds: Iterable[Cond]) -> Cond:
-    """The conjunction, flattened, with absorption."""
+    """The conjunction, flattened and with absorption."""
     return _junction("and", TRUE, FALSE, conds)
 
 
 def any_of(conds: Iterable[Cond]) -> Cond:
-    """The disjunction, flattened, with absorption."""
+    """The disjunction, flattened and with absorption."""
     return _junction("or", FALSE, TRUE, conds)
 
 
@@ -132,16 +144,16 @@ def _junction(kind: str, neutral: Cond, absorbing: Cond, conds: Iterable[Cond]) 
         return neutral
     if len(members) == 1:
         return members.pop()
-    if kind == "and" and _is_zero_without(members):
+    if kind == "and" and _asks_for_zero_with_remainder(members):
         return FALSE
-    # Exclusive ors double a condition each.
-    if sum(c.weight for c in members) > _MOST_PARTS:
-        return Cond("opaque", ("a condition of too many parts", fresh()))
+    # Each exclusive or doubles the size of a condition.
+    if sum(c.weight for c in members) > _MAX_WEIGHT:
+        return Cond("opaque", ("a condition of too many parts", fresh_number()))
     return Cond(kind, tuple(sorted(members, key=str)))
 
 
-def _is_zero_without(conds: set[Cond]) -> bool:
-    """Whether conditions ask for a number that is 0 and leaves a remainder: how floor division tells negative numbers."""
+def _asks_for_zero_with_remainder(conds: set[Cond]) -> bool:
+    """Whether conditions require a number to be 0 and to have a remainder, as floor division tests for negative numbers."""
     for cond in conds:
         if cond.kind != "ne" or not isinstance(cond.args[0], Int):
             continue
@@ -170,7 +182,7 @@ def select(cond: Cond, yes: Scalar, no: Scalar) -> Scalar:
 
 
 @lru_cache(maxsize=100_000)
-def _first(atom: Atom) -> Cond | None:
+def _first_condition(atom: Atom) -> Cond | None:
     """The first condition on which an atom's value depends."""
     if atom.kind in ("bool", "select"):
         cond = atom.args[0]
@@ -188,16 +200,16 @@ def _integers(args: tuple[object, ...]) -> Iterator[Int]:
 
 
 def condition_of(value: Int) -> Cond | None:
-    """A condition on which an integer depends, None when there is none."""
+    """A condition on which an integer depends; None where there is none."""
     for monomial, _ in value.terms:
         for atom in monomial:
-            if (found := _first(atom)) is not None:
+            if (found := _first_condition(atom)) is not None:
                 return found
     return None
 
 
 def assume(value: Int, cond: Cond, holds: bool) -> Int:
-    """The integer where a condition is known."""
+    """The integer under the assumption that a condition holds, or does not."""
     if condition_of(value) is None:
         return value
     total = integer(0)
@@ -210,7 +222,7 @@ def assume(value: Int, cond: Cond, holds: bool) -> Int:
 
 
 def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
-    if _first(atom) is None:
+    if _first_condition(atom) is None:
         return Int((((atom,), 1),))
     if atom.kind in ("bool", "select"):
         own = atom.args[0]
@@ -225,7 +237,7 @@ def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
             return Int((((atom,), 1),))
         return of_atom("select", own, assume(yes, cond, holds), assume(no, cond, holds))
     args = tuple(_assume_arg(a, cond, holds) for a in atom.args)
-    return rebuilt(atom.kind, args)
+    return rebuild(atom.kind, args)
 
 
 def _assume_arg(arg: object, cond: Cond, holds: bool) -> object:
@@ -237,7 +249,7 @@ def _assume_arg(arg: object, cond: Cond, holds: bool) -> object:
 
 
 def choose(cond: Cond, yes: Cond, no: Cond) -> Cond:
-    """``yes`` where a condition holds, else ``no``, in few words."""
+    """``yes`` where a condition holds, else ``no``, as a short condition."""
     if yes == no:
         return yes
     if yes == TRUE:
@@ -257,11 +269,11 @@ def choose(cond: Cond, yes: Cond, no: Cond) -> Cond:
 
 
 def decide(value: Int, test: Callable[[Int], Cond], depth: int = 0) -> Cond | None:
-    """A test of an integer that depends on conditions, decided one by one; None when there are none or too many."""
+    """A test of an integer, with the conditions that it depends on decided one by one; None with no conditions or too many."""
     cond = condition_of(value)
     if cond is None:
         return test(value) if depth else None
-    if depth == _MOST_CONDITIONS:
+    if depth == _MAX_DECISIONS:
         return None
     yes, no = (decide(assume(value, cond, holds), test, depth + 1) for holds in (True, False))
     return None if yes is None or no is None else choose(cond, yes, no)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions simplified by what indices are: below their sizes. ``k + 1 <= T`` always holds, ``(q * T + k) // T`` is q."""
+"""Simplifies conditions for indices within their limits: ``k + 1 <= T`` holds for k < T, and ``(q * T + k) // T`` is q."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stof.symbolic.algebra.conditions import all_of, any_of, children, equal, less_equal, negate
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
+from stof.symbolic.algebra.int_bounds import bound, rebuild
 from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, integer, of_atom
 
 ZERO = integer(0)
-_STEPS = 16  # of a division of polynomials
+_MAX_STEPS = 16  # of a polynomial division
 
 
 @dataclass(frozen=True)
 class Domain:
-    """``limits``: of index variables by name, the least and the largest value."""
+    """The limits of index variables, and simplification within them."""
 
-    limits: Mapping[str, tuple[Int, Int]]
+    limits: Mapping[str, tuple[Int, Int]]  # by name: least and largest value
     memo: dict[Cond, Cond] = field(default_factory=dict)
 
     def simplify(self, cond: Cond) -> Cond:
@@ -50,25 +50,25 @@ class Domain:
                 return TRUE
             if low > 0:
                 return FALSE
-            return self._extremes(value) or less_equal(value, ZERO)
+            return self._split_le(value) or less_equal(value, ZERO)
         if low > 0 or high < 0:
             return FALSE if kind == "eq" else TRUE
-        same = self._equal_extreme(value) or equal(value, ZERO)
+        same = self._split_eq(value) or equal(value, ZERO)
         return same if kind == "eq" else negate(same)
 
-    def _extremes(self, value: Int) -> Cond | None:
-        """A sum with min(a, b) is at most 0 where the sums with a and with b are, and so on."""
+    def _split_le(self, value: Int) -> Cond | None:
+        """``value <= 0`` where a term is min or max: a condition on both arguments joined by and, or by or."""
         for monomial, coefficient in value.terms:
             if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
                 continue
             rest = value - Int(((monomial, coefficient),))
-            parts = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
+            sums = [rest + a * integer(coefficient) for a in monomial[0].args if isinstance(a, Int)]
             both = (monomial[0].kind == "max") == (coefficient > 0)
-            return (all_of if both else any_of)(self._test("le", p) for p in parts)
+            return (all_of if both else any_of)(self._test("le", x) for x in sums)
         return None
 
-    def _equal_extreme(self, value: Int) -> Cond | None:
-        """max(a, b) == x is a == x where b <= a, and b == x elsewhere."""
+    def _split_eq(self, value: Int) -> Cond | None:
+        """``value == 0`` where a term is min or max: max(a, b) == x is a == x where b <= a, and b == x elsewhere."""
         for monomial, coefficient in value.terms:
             if len(monomial) != 1 or monomial[0].kind not in ("min", "max"):
                 continue
@@ -77,8 +77,8 @@ class Domain:
             assert isinstance(first, Int)
             assert isinstance(second, Int)
             chosen = self._test("le", second - first if monomial[0].kind == "max" else first - second)
-            parts = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
-            return any_of([all_of([chosen, parts[0]]), all_of([negate(chosen), parts[1]])])
+            tests = [self._test("eq", rest + x * integer(coefficient)) for x in (first, second)]
+            return any_of([all_of([chosen, tests[0]]), all_of([negate(chosen), tests[1]])])
         return None
 
     def bound(self, value: Int, *, upper: bool) -> float:
@@ -93,11 +93,11 @@ class Domain:
                 limit = self.limits[str(indices[0].args[0])][(coefficient > 0) == upper]
                 term = Int(((tuple(rest), coefficient),)) * limit
             total = total + term
-        # The variables' own bounds may be the better ones where sizes that are left have opposite signs.
+        # The plain bounds may be tighter where the remaining sizes have opposite signs.
         return (min if upper else max)(bound(total, upper), bound(value, upper))
 
     def integer(self, value: Int) -> Int:
-        """An equal integer."""
+        """An equal integer for indices within their limits, in simpler terms."""
         if all(a.kind in ("var", "size") for a in value.atoms()):
             return value
         total = ZERO
@@ -106,7 +106,7 @@ class Domain:
             for atom in monomial:
                 product = product * self._atom(atom)
             total = total + product
-        return _remainders(total)
+        return _collect_remainders(total)
 
     def _atom(self, atom: Atom) -> Int:
         args = tuple(self._argument(a) for a in atom.args)
@@ -114,20 +114,20 @@ class Domain:
             _, value, divisor = args
             assert isinstance(value, Int)
             assert isinstance(divisor, Int)
-            return self._divided(str(args[0]), value, divisor)
+            return self._divide(str(args[0]), value, divisor)
         if atom.kind in ("bool", "select") and args[0] in (TRUE, FALSE):
             yes, no = args[1:] if atom.kind == "select" else (integer(1), ZERO)
             found = yes if args[0] == TRUE else no
             assert isinstance(found, Int)
             return found
         if atom.kind in ("min", "max", "abs"):
-            return self._ordered(atom.kind, args)
+            return self._order_extreme(atom.kind, args)
         if atom.kind in ("div", "mod"):
-            return self._by_number(atom.kind, args)
+            return self._divide_by_constant(atom.kind, args)
         return of_atom(atom.kind, *args)
 
-    def _by_number(self, kind: str, args: tuple[object, ...]) -> Int:
-        """Quotient or remainder by a number: ``(4 * b + h) // 4`` is b where h is below 4."""
+    def _divide_by_constant(self, kind: str, args: tuple[object, ...]) -> Int:
+        """Quotient or remainder by a constant: ``(4 * b + h) // 4`` is b where h < 4."""
         value, divisor = args
         assert isinstance(value, Int)
         assert isinstance(divisor, int)
@@ -143,7 +143,7 @@ class Domain:
                 whole = (value - rest).divide(integer(divisor))
                 assert whole is not None
                 return whole + quotient
-        return rebuilt(kind, args)
+        return rebuild(kind, args)
 
     def _argument(self, arg: object) -> object:
         if isinstance(arg, Int):
@@ -152,33 +152,33 @@ class Domain:
             return self.simplify(arg)
         return tuple(self._argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
-    def _ordered(self, kind: str, args: tuple[object, ...]) -> Int:
+    def _order_extreme(self, kind: str, args: tuple[object, ...]) -> Int:
         first, second = args[0], args[1] if len(args) > 1 else ZERO
         assert isinstance(first, Int)
         assert isinstance(second, Int)
         if kind == "abs":
             if self.bound(first, upper=False) >= 0:
                 return first
-            return -first if self.bound(first, upper=True) <= 0 else rebuilt(kind, args)
+            return -first if self.bound(first, upper=True) <= 0 else rebuild(kind, args)
         if self.bound(first - second, upper=True) <= 0:
             return first if kind == "min" else second
         if self.bound(second - first, upper=True) <= 0:
             return second if kind == "min" else first
-        return rebuilt(kind, args)
+        return rebuild(kind, args)
 
-    def _divided(self, kind: str, value: Int, divisor: Int) -> Int:
-        """Quotient or remainder by a size, or of a value that is not negative after all."""
+    def _divide(self, kind: str, value: Int, divisor: Int) -> Int:
+        """Quotient or remainder by a size, or of a value that proves not to be negative."""
         if divisor.constant is not None and divisor.constant > 0 and self.bound(value, upper=False) >= 0:
-            return rebuilt("div" if kind == "division" else "mod", (value, divisor.constant))
+            return rebuild("div" if kind == "division" else "mod", (value, divisor.constant))
         for quotient, rest in divisions(value, divisor):
-            whole = kind == "modulo" or self.bound(quotient, upper=False) >= 0  # the others truncate
-            if whole and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
+            is_floor = kind == "modulo" or self.bound(quotient, upper=False) >= 0  # others truncate
+            if is_floor and self.bound(rest, upper=False) >= 0 and self.bound(rest - divisor, upper=True) < 0:
                 return quotient if kind == "division" else rest
         return of_atom("opaque", kind, value, divisor)
 
 
-def _remainders(value: Int) -> Int:
-    """X - n * (x // n) as x % n."""
+def _collect_remainders(value: Int) -> Int:
+    """Rewrites x - n * (x // n) as x % n."""
     for monomial, coefficient in value.terms:
         if len(monomial) != 1 or monomial[0].kind != "div":
             continue
@@ -190,17 +190,17 @@ def _remainders(value: Int) -> Int:
         times = integer(coefficient // divisor)
         other = value - Int(((monomial, coefficient),)) + inner * times - of_atom("mod", inner, divisor) * times
         if len(other.terms) < len(value.terms):
-            return _remainders(other)
+            return _collect_remainders(other)
     return value
 
 
 def divisions(value: Int, divisor: Int) -> Iterator[tuple[Int, Int]]:
-    """Ways to write a polynomial as quotient * divisor + rest, one for each term of the divisor taken as the leading one."""
+    """Ways to write a polynomial as quotient * divisor + rest, one for each leading term of the divisor."""
     for lead in divisor.terms:
         if not lead[0] or abs(lead[1]) != 1:
             continue
         quotient, rest = ZERO, value
-        for _ in range(_STEPS):
+        for _ in range(_MAX_STEPS):
             step = next((x for t in rest.terms if (x := Int((t,)).divide(Int((lead,)))) is not None), None)
             if step is None:
                 break

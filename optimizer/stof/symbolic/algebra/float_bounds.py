@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between which numbers a float lies that is made of positions, constants and stored tables: biases beside masks.
+"""Bounds of floats that are made of positions, constants and stored tables, such as biases beside masks.
 
-Sums are rounded to fp32: beside the lowest number, a bias is lost in it.
+Sums are rounded to fp32: the lowest number absorbs a bias.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from stof.symbolic.algebra.int_bounds import Bounds, Range
 from stof.symbolic.algebra.terms import Int, Real
 
 _LARGEST = float(np.finfo(np.float32).max)
-_HUGE = 1e6  # where fp32 has lost what fp64 may still tell apart
-_FAR = 1.01  # what differs by more is told apart whatever type it was rounded to
+_HUGE = 1e6  # fp32 rounds numbers from here on that fp64 distinguishes
+_FAR = 1.01  # numbers that differ by this factor differ in every float type
 
 
 def range_of(value: Real) -> Range | None:
-    """The least and the largest value; None where what it reads may be any number, or nothing is known of an operator."""
+    """The least and the largest value; None where it depends on input data or on an operator without bounds."""
     args = value.args
     reals = [a for a in args if isinstance(a, Real)]
     match value.kind:
@@ -42,11 +42,11 @@ def range_of(value: Real) -> Range | None:
             ranges = [range_of(r) for r in reals]
             if any(r is None for r in ranges):
                 return None
-            return _combined(value.kind, [r for r in ranges if r is not None])
+            return _combine(value.kind, [r for r in ranges if r is not None])
     return None
 
 
-def _combined(kind: str, ranges: list[Range]) -> Range | None:
+def _combine(kind: str, ranges: list[Range]) -> Range | None:
     (a, b), *rest = ranges
     if kind == "neg":
         return (-b, -a)
@@ -59,26 +59,26 @@ def _combined(kind: str, ranges: list[Range]) -> Range | None:
         case "max":
             return (max(a, c), max(b, d))
         case "add":
-            return _rounded(a + c, b + d)
+            return _round_range(a + c, b + d)
     products = [x * y for x in (a, b) for y in (c, d)]
-    return _rounded(min(products), max(products))
+    return _round_range(min(products), max(products))
 
 
-def _rounded(low: float, high: float) -> Range | None:
+def _round_range(low: float, high: float) -> Range | None:
     if math.isnan(low) or math.isnan(high) or (low < -_LARGEST < high) or (low < _LARGEST < high):
-        return None  # what overflows in fp32 does not in fp64
+        return None  # overflows in fp32 but not in fp64
     with np.errstate(over="ignore"):
         return (float(np.float32(low)), float(np.float32(high)))
 
 
-def settled(value: Real) -> float | None:
-    """The large number that a float is, whatever its position, once it is rounded."""
+def rounded_constant(value: Real) -> float | None:
+    """The one large number that a float rounds to at every position; None where it differs or is small."""
     found = range_of(value)
     return found[0] if found is not None and found[0] == found[1] and abs(found[0]) > _HUGE else None
 
 
-def compared(kind: str, x: Real, y: Real) -> bool | None:
-    """A comparison (lt, le, gt, ge, eq) of floats that are far apart, or settled; None where it depends on the position."""
+def compare_ranges(kind: str, x: Real, y: Real) -> bool | None:
+    """The comparison ``kind`` (lt, le, gt, ge, eq) of floats, decided by their ranges; None where these are not far apart."""
     one, other = range_of(x), range_of(y)
     if one is None or other is None:
         return None

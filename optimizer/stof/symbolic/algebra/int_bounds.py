@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between which numbers an integer lies, and what is simpler where that is known: extremes, absolute values, products.
+"""Lower and upper bounds of symbolic integers, and terms that are simpler where the bounds are known.
 
-For ``bound`` a length may be any, for ``Bounds`` at most 2^22, as in the operator (docs/reference/operators.md).
+``bound`` allows any length; ``Bounds`` lengths up to 2^22, the operator's limit (docs/reference/operators.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Range = tuple[float, float]
 
 
 def bound(value: Int, upper: bool, smallest: float = 0.0) -> float:
-    """An upper or lower bound, from indices being at least 0 and sizes at least ``smallest``: a past may be empty."""
+    """An upper or lower bound for indices of at least 0 and sizes of at least ``smallest``, which is 0 for an empty past."""
     total = 0.0
     for m, c in value.terms:
         low, high = 1.0, 1.0
@@ -54,10 +54,10 @@ def _atom_range(atom: Atom, smallest: float) -> Range:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of integers where lengths are at most 2^22: of all indices, and of those that are known to stay smaller."""
+    """Bounds of integers for lengths up to 2^22."""
 
-    limits: Limits
-    read: float  # the largest number that is read, and that an unknown one is taken for
+    limits: Limits  # of index variables with a smaller limit
+    read: float  # largest absolute value of an input element or an unknown integer
 
     def integer(self, value: Int) -> Range:
         """The least and the largest value."""
@@ -66,13 +66,13 @@ class Bounds:
             term: Range = (coefficient, coefficient)
             masks = sum(a.kind == "read" and ANY not in a.args for a in monomial) > 1
             for atom in monomial:
-                # What is multiplied with another is a mask of 0 and 1.
+                # Input elements that are multiplied with each other are 0/1 masks.
                 term = _times(term, (0.0, 1.0) if masks and atom.kind == "read" else self.atom(atom))
             low, high = low + term[0], high + term[1]
         return low, high
 
     def atom(self, atom: Atom) -> Range:
-        """The same of an atom."""
+        """The least and the largest value of an atom."""
         args = [self.integer(a) for a in atom.args if isinstance(a, Int)]
         match atom.kind:
             case "size":
@@ -101,19 +101,19 @@ def _times(one: Range, other: Range) -> Range:
     return min(products), max(products)
 
 
-def fits(value: Int, largest: float, limits: Limits | None = None, *, read: float = math.inf) -> bool:
-    """Whether an integer is at most so large, whatever is read and whatever is not known."""
+def is_within(value: Int, largest: float, limits: Limits | None = None, *, read: float = math.inf) -> bool:
+    """Whether the absolute value of an integer is at most ``largest`` in every run; ``read`` bounds input elements."""
     low, high = Bounds(limits or {}, read).integer(value)
     return -largest <= low and high <= largest
 
 
 def may_be_negative(value: Int) -> bool:
-    """Whether an integer is not known to be 0 or more, whatever is read."""
+    """Whether an integer may be negative for some input data."""
     return Bounds({}, math.inf).integer(value)[0] < 0
 
 
-def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
-    """An atom of new arguments, computed where they are numbers or their order is known."""
+def rebuild(kind: str, args: tuple[object, ...]) -> Int:
+    """An atom with new arguments, evaluated where they are numbers or their order is known."""
     numbers = [a.constant if isinstance(a, Int) else a if isinstance(a, int) else None for a in args]
     known = [n for n in numbers if n is not None]
     whole = len(known) == len(args)
@@ -137,8 +137,8 @@ def rebuilt(kind: str, args: tuple[object, ...]) -> Int:
     return of_atom(kind, *args)
 
 
-def times(x: Int, y: Int) -> Int:
-    """A product; the sign of what is not negative is left out where the other factor is 0 with it."""
+def multiply(x: Int, y: Int) -> Int:
+    """A product. sign(n) * x is x where x is 0 whenever the index or size n is."""
     for sign, other in ((x, y), (y, x)):
         base = _signed(sign)
         if base is not None and all(any(_vanishes(a, base) for a in m) for m, _ in other.terms):
@@ -147,7 +147,7 @@ def times(x: Int, y: Int) -> Int:
 
 
 def _signed(value: Int) -> Atom | None:
-    """The index or size whose sign 0 or 1 a value is."""
+    """The index or size n of a value that is sign(n); None for other values."""
     atom = value.atom
     if atom is None or atom.kind != "select" or atom.args[1:] != (integer(1), integer(0)):
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where integers stay within what their type holds: what is computed with unbounded integers here is not in the graph.
+"""Overflow and rounding: the algebra computes with unbounded integers, a graph with the ranges of its types.
 
-Lengths are at most 2^22, as in the operator (docs/reference/operators.md). A flat index ``q * T + k`` fits 64 bits then,
-not 32; a position fits fp32, not fp16. Numbers that a model reads count as positions do, as long as nothing but integers is
-made of them.
+Lengths are at most 2^22, the operator's limit (docs/reference/operators.md). Then a flat index ``q * T + k`` fits 64 bits
+but not 32, and a position fits fp32 but not fp16. Input data is assumed to be as small as positions in integer arithmetic.
 """
 
 from __future__ import annotations
@@ -15,50 +14,50 @@ from dataclasses import replace
 import numpy as np
 from onnx import TensorProto, helper
 
-from stof.symbolic.algebra.float_arithmetic import rounded
-from stof.symbolic.algebra.int_bounds import LONGEST, Bounds, Range, fits
-from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, of_atom, parts, to_real, var
+from stof.symbolic.algebra.float_arithmetic import round_integers
+from stof.symbolic.algebra.int_bounds import LONGEST, Bounds, Range, is_within
+from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, of_atom, subterms, to_real, var
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
-# Every integer up to here is one of the type.
+# Largest n such that the type holds all integers from -n to n.
 EXACT: dict[int, int] = {
     int(TensorProto.FLOAT16): 1 << 11,
     int(TensorProto.BFLOAT16): 1 << 8,
     int(TensorProto.FLOAT): 1 << 24,
     int(TensorProto.DOUBLE): 1 << 53,
 }
-_MOST_ELEMENTS = 1 << 48  # of a tensor: more fit no machine
+_MAX_ELEMENTS = 1 << 48  # of a tensor: no machine holds more
 _PROBE = "place"  # indices of a tensor whose elements are bounded
 
 
-def extremes(tensor: SymTensor) -> Range:
-    """Bounds of the values of an integer tensor, for all sizes; infinite where it holds what is read or not known."""
+def value_range(tensor: SymTensor) -> Range:
+    """Bounds of an integer tensor's elements for all sizes; infinite where they are input data or unknown."""
     index, limits = probe(tensor.shape)
     value = tensor.at(index)
-    if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in parts(value)):
+    if not isinstance(value, Int) or any(isinstance(p, Atom) and p.kind == "read" for p in subterms(value)):
         return -math.inf, math.inf
     return Bounds(limits, math.inf).integer(value)
 
 
 def probe(shape: Shape) -> tuple[Index, dict[str, float]]:
-    """Variables for the indices of a tensor, and how large they get."""
+    """Variables for the indices of a tensor, and their largest values."""
     sizes = Bounds({}, LONGEST)
-    most = [min(_MOST_ELEMENTS, sizes.integer(d)[1]) - 1 for d in shape]
+    most = [min(_MAX_ELEMENTS, sizes.integer(d)[1]) - 1 for d in shape]
     names = [f"{_PROBE}{axis}" for axis in range(len(shape))]
     return tuple(var(n) for n in names), dict(zip(names, most, strict=True))
 
 
-def guarded(tensor: SymTensor, dtype: int) -> SymTensor:
-    """The result of arithmetic, of which no element is known where one does not fit the type."""
+def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
+    """The tensor, with unknown elements if one of them may not fit the type."""
     if tensor.constant is not None or tensor.kind == "b":
         return tensor
-    fitting: list[bool] = []
+    known: list[bool] = []  # the answer, computed at the first use
 
     def at(index: Index) -> Scalar:
         value = tensor.at(index)
-        if not fitting:
-            fitting.append(_holds(tensor, dtype))
-        return value if fitting[0] else _unknown(value, dtype)
+        if not known:
+            known.append(_holds(tensor, dtype))
+        return value if known[0] else _unknown(value, dtype)
 
     return replace(tensor, function=at, memo={})
 
@@ -72,16 +71,16 @@ def _holds(tensor: SymTensor, dtype: int) -> bool:
     index, limits = probe(tensor.shape)
     value = tensor.at(index)
     if isinstance(value, Int):
-        if not any(p.kind == "var" for p in parts(value)):
-            return True  # of sizes: that of a tensor, or what a valid run computes of them
+        if not any(p.kind == "var" for p in subterms(value)):
+            return True  # a function of sizes, which fits in every valid run
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
         low, high = Bounds(limits, LONGEST).integer(value)
         return float(info.min) <= low and high <= float(info.max)
-    return all(fits(x, EXACT.get(dtype, LONGEST), limits, read=LONGEST) for x in _integers(value))
+    return all(is_within(x, EXACT.get(dtype, LONGEST), limits, read=LONGEST) for x in _integers(value))
 
 
 def _integers(value: object) -> list[Int]:
-    """The integers that a float is made of."""
+    """The integers inside a float."""
     if not isinstance(value, Real):
         return []
     if value.kind == "int":
@@ -89,20 +88,20 @@ def _integers(value: object) -> list[Int]:
     return [x for a in value.args for x in _integers(a)]
 
 
-def rounding(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
-    """The elements of a tensor cast to a float type: integers that may be larger than that are rounded."""
-    fitting: list[bool] = []
+def round_large_integers(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
+    """The elements of a tensor cast to a float type; integers that may be larger than ``largest`` are rounded."""
+    known: list[bool] = []  # the answer, computed at the first use
 
-    def whole() -> bool:
-        if not fitting:
+    def is_exact() -> bool:
+        if not known:
             index, limits = probe(source.shape)
             value = source.at(index)
             found = [value] if isinstance(value, Int) else _integers(value)
-            fitting.append(all(fits(x, largest, limits) for x in found))
-        return fitting[0]
+            known.append(all(is_within(x, largest, limits) for x in found))
+        return known[0]
 
     def at(index: Index) -> Scalar:
         value = source.at(index)
-        return to_real(value) if whole() else rounded(to_real(value), largest)
+        return to_real(value) if is_exact() else round_integers(to_real(value), largest)
 
     return at

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floats that depend on conditions, by cases: what they are where each holds, and the integer or condition that this makes.
+"""Splits floats that depend on conditions into cases, and converts scalars to integers and conditions by cases.
 
-An integer input that is computed with is taken for 0 and 1 there, as vectors of a mask are, but where others are compared.
+An integer input in float arithmetic counts as a 0/1 mask vector, unless inputs are compared with each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from stof.symbolic.algebra.conditions import all_of, any_of, assume, choose, condition_of, equal, negate, select
-from stof.symbolic.algebra.float_arithmetic import fold_real, negative, rounded
+from stof.symbolic.algebra.float_arithmetic import fold_real, negate_real, round_integers
 from stof.symbolic.algebra.terms import (
     ANY,
     FALSE,
@@ -22,27 +22,27 @@ from stof.symbolic.algebra.terms import (
     Scalar,
     integer,
     of_atom,
-    parts,
     real,
+    subterms,
     to_real,
 )
 
-_MOST_CASES = 64
-_DEEPEST = 12  # conditions that are decided one after another
+_MAX_CASES = 64
+_MAX_DECISIONS = 12  # conditions that are decided one after another
 
 
-def cases(value: Real) -> list[tuple[Cond, float | Real]]:
-    """Conditions that exclude each other and leave nothing out, with the value under each; a Real where it is no constant.
+def split_cases(value: Real) -> list[tuple[Cond, float | Real]]:
+    """The cases of a float: conditions, exactly one of which holds, each with the value; a Real where it is no constant.
 
-    An integer model input cast to float is taken for a 0/1 vector, which is what masks are.
+    An integer model input that is cast to float counts as a 0/1 mask vector.
     """
     found = None if _compares_reads(value) else _cases(value, 0)
-    return [(TRUE, value)] if found is None or len(found) > _MOST_CASES else found
+    return [(TRUE, value)] if found is None or len(found) > _MAX_CASES else found
 
 
 @lru_cache(maxsize=20_000)
 def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
-    """None where there are too many conditions to decide."""
+    """The cases; None where there are too many conditions to decide."""
     if value.kind == "const":
         number = value.args[0]
         assert isinstance(number, float)
@@ -50,23 +50,23 @@ def _cases(value: Real, depth: int) -> list[tuple[Cond, float | Real]] | None:
     cond = _condition_of_real(value)
     if cond is None:
         return [(TRUE, value)]
-    if depth == _DEEPEST:
+    if depth == _MAX_DECISIONS:
         return None
-    parts = [_cases(_assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
-    if parts[0] is None or parts[1] is None:
+    branches = [_cases(_assume_real(value, cond, holds), depth + 1) for holds in (True, False)]
+    if branches[0] is None or branches[1] is None:
         return None
-    yes, no = ({x: c for c, x in part} for part in parts if part is not None)
+    yes, no = ({x: c for c, x in branch} for branch in branches if branch is not None)
     merged = [(choose(cond, yes.get(x, FALSE), no.get(x, FALSE)), x) for x in dict.fromkeys([*yes, *no])]
     return [(c, x) for c, x in merged if c != FALSE]
 
 
-def to_real_case(value: float | Real) -> Real:
-    """The value of a case."""
+def case_as_real(value: float | Real) -> Real:
+    """The value of a case as a Real."""
     return real(value) if isinstance(value, float) else value
 
 
 def _condition_of_real(value: Real) -> Cond | None:
-    """A condition on which a float depends; of integer inputs that they are 1, since vectors of a mask are 0 or 1."""
+    """A condition on which a float depends; for 0/1 integer inputs, that they are 1."""
     match value.kind:
         case "bool" | "select":
             cond = value.args[0]
@@ -86,13 +86,13 @@ def _is_one(value: Int) -> Cond | None:
     if not atoms or any(a.kind != "read" or ANY in a.args for a in atoms):
         return None
     if len({c > 0 for m, c in value.terms if len(m) == 1}) > 1:
-        return None  # a difference of two reads compares numbers of documents, which may be any
+        return None  # a difference of two inputs compares document ids, which may be any integers
     atom = min(atoms, key=lambda a: a.key)
     return Cond("ne", (Int((((atom,), 1),)),))
 
 
 def _assume_real(value: Real, cond: Cond, holds: bool) -> Real:
-    """The float where a condition is known."""
+    """The float under the assumption that a condition holds, or does not."""
     match value.kind:
         case "bool" | "select":
             own = value.args[0]
@@ -112,20 +112,22 @@ def _assume_real(value: Real, cond: Cond, holds: bool) -> Real:
             assert isinstance(inner, Int)
             found = assume(inner, cond, holds)
             if cond.kind == "ne" and _is_one(inner) is not None:
-                found = _with(found, cond.args[0], int(holds))
-            return rounded(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+                found = _with_read(found, cond.args[0], int(holds))
+            return (
+                round_integers(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+            )
         case "neg":
             only = value.args[0]
             assert isinstance(only, Real)
-            return to_real(negative(_assume_real(only, cond, holds)))
+            return to_real(negate_real(_assume_real(only, cond, holds)))
         case "add" | "mul" | "div" | "min" | "max":
             left, right = (_assume_real(a, cond, holds) for a in value.args if isinstance(a, Real))
             return to_real(fold_real(value.kind, left, right))
     return value
 
 
-def _with(value: Int, read: object, number: int) -> Int:
-    """The integer where a read is a number."""
+def _with_read(value: Int, read: object, number: int) -> Int:
+    """The integer with a number in place of an input element."""
     assert isinstance(read, Int)
     total = integer(0)
     for monomial, coefficient in value.terms:
@@ -137,7 +139,7 @@ def _with(value: Int, read: object, number: int) -> Int:
 
 
 def to_int(value: Scalar) -> Int:
-    """A cast to integer; floats truncate where their value is known, else become opaque."""
+    """A cast to integer; floats truncate where their cases are known, and become opaque otherwise."""
     if isinstance(value, Int):
         return value
     if isinstance(value, Cond):
@@ -159,12 +161,12 @@ def to_int(value: Scalar) -> Int:
         assert isinstance(cond, Cond)
         assert isinstance(yes, Real)
         assert isinstance(no, Real)
-        parts = [to_int(x) for x in (yes, no)]
-        if not any(a.kind == "trunc" for x in parts for a in x.atoms()):
-            chosen = select(cond, *parts)
+        branches = [to_int(x) for x in (yes, no)]
+        if not any(a.kind == "trunc" for x in branches for a in x.atoms()):
+            chosen = select(cond, *branches)
             assert isinstance(chosen, Int)
             return chosen
-    found = cases(value)
+    found = split_cases(value)
     if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
         total = integer(0)
         for own, x in found:
@@ -198,13 +200,13 @@ def split_cond(value: Real, test: Callable[[float], bool]) -> Cond:
     """The condition under which a float passes ``test``, by cases; opaque where a case has no constant value."""
     return any_of(
         cond if isinstance(x, float) and test(x) else all_of([cond, Cond("opaque", ("test", value))])
-        for cond, x in cases(value)
+        for cond, x in split_cases(value)
         if not isinstance(x, float) or test(x)
     )
 
 
 def as_int(x: Scalar) -> Int | None:
-    """The integer that a scalar is; None for a float that is not known to be one."""
+    """The integer that a scalar equals; None for a float that is not known to be an integer."""
     if isinstance(x, Real):
         if x.kind == "int":
             return to_int(x)
@@ -218,13 +220,13 @@ def as_int(x: Scalar) -> Int | None:
 
 @lru_cache(maxsize=20_000)
 def reads_number(value: Real) -> bool:
-    """Whether a float is made of numbers that a model reads, other than by conditions on them."""
+    """Whether a float depends on integers that the model reads other than by conditions on them."""
     return any(x.kind in ("int", "rounded") and _reads(x) for x in _floats(value))
 
 
 @lru_cache(maxsize=20_000)
 def _compares_reads(value: Real) -> bool:
-    """Whether numbers that a model reads are subtracted from each other or from positions: they are no mask of 0 and 1."""
+    """Whether integers that the model reads are subtracted from each other or from positions: they are no 0/1 mask then."""
     for one in _floats(value):
         if one.kind in ("add", "neg"):
             leaves = list(_leaves(one, 1.0))
@@ -236,7 +238,7 @@ def _compares_reads(value: Real) -> bool:
 
 
 def _floats(value: Real) -> Iterator[Real]:
-    """A float and those that it is computed of, each once."""
+    """A float and its operands at any depth, each once."""
     pending, seen = [value], set[Real]()
     while pending:
         one = pending.pop()
@@ -252,7 +254,7 @@ def _reads(value: Real) -> bool:
 
 
 def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
-    """The integers that are added up, whether they are read, and their factors; products with others stand for themselves."""
+    """For each integer addend: whether the model reads it, and its factor. Other products are left out."""
     args = [a for a in value.args if isinstance(a, Real)]
     match value.kind:
         case "int" | "rounded":
@@ -273,5 +275,5 @@ def _leaves(value: Real, factor: float) -> Iterator[tuple[bool, float]]:
 
 
 def reads_input(value: object) -> bool:
-    """Whether a scalar depends on what a model input holds."""
-    return any(p.kind in ("read", "unread") for p in parts(value))
+    """Whether a scalar depends on data of a model input."""
+    return any(p.kind in ("read", "unread") for p in subterms(value))

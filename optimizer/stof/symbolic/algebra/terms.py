@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalars of the abstract interpreter: integers, conditions and floats in canonical form.
 
-An integer is a polynomial (:class:`Int`) over atoms, so that equal sums are equal objects and a
-comparison is a sign test of one polynomial. Conditions are kept in negation normal form with sorted
-sets below ``and`` and ``or``. Floats keep the shape of the computation; the mask lifter splits them into cases.
+An integer is a polynomial (:class:`Int`) over atoms: equal sums are equal objects, and a comparison is a sign test of one
+polynomial. Conditions are in negation normal form, with sorted members of ``and`` and ``or``. Floats keep the shape of the
+computation; ``piecewise.split_cases`` splits them into cases.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from functools import lru_cache
 
 Monomial = tuple["Atom", ...]
 ANY = "any integer"
-_HEAVIEST = 2000  # parts of an atom
-_MOST_TERMS = 4096  # of a product
+_MAX_WEIGHT = 2000  # subterms of an atom
+_MAX_TERMS = 4096  # of a product
 _fresh = itertools.count()
 
 
-def fresh() -> int:
-    """A number of its own, for what is too large to be compared and equals nothing."""
+def fresh_number() -> int:
+    """A new number, for terms that are too large to compare: they equal nothing else."""
     return next(_fresh)
 
 
-class _Shared:
-    """Values that hold each other many times over: hashes and weights are computed once for each object."""
+class _Hashed:
+    """Base of terms, which share subterms many times over: hash and weight are computed once for each object."""
 
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")
@@ -38,7 +38,7 @@ class _Shared:
 
     @property
     def weight(self) -> int:
-        """How many parts the value has when it is written out."""
+        """The number of subterms, shared ones counted each time."""
         known = self.__dict__.get("_weight")
         if known is None:
             known = 1 + sum(_weigh(v) for k, v in self.__dict__.items() if not k.startswith("_"))
@@ -48,22 +48,22 @@ class _Shared:
 
 
 def _weigh(value: object) -> int:
-    if isinstance(value, _Shared):
+    if isinstance(value, _Hashed):
         return value.weight
     return sum(_weigh(v) for v in value) if isinstance(value, tuple) else 0
 
 
 @dataclass(frozen=True)
-class Atom(_Shared):
-    """An indivisible integer: ``kind`` and its arguments.
+class Atom(_Hashed):
+    """An integer that is not a sum or product: ``kind`` and its arguments.
 
     Kinds: ``size`` (name; a dimension, at least 0), ``var`` (name; an index, at least 0), ``abs`` (Int),
     ``div`` and ``mod`` (Int, int; floor semantics), ``min``/``max`` (Int, Int), ``select`` (Cond, Int, Int),
-    ``bool`` (Cond), ``read`` (tensor, indices; a third argument ``ANY`` where it is not taken for 0 or 1), ``table``
+    ``bool`` (Cond), ``read`` (tensor, indices; and ``ANY`` where the value is not only 0 or 1), ``table``
     (tensor, indices).
     """
 
-    __hash__ = _Shared.__hash__
+    __hash__ = _Hashed.__hash__
 
     kind: str
     args: tuple[object, ...]
@@ -90,10 +90,10 @@ def _key(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Int(_Shared):
+class Int(_Hashed):
     """A polynomial with integer coefficients: sorted ((monomial, coefficient), ...)."""
 
-    __hash__ = _Shared.__hash__
+    __hash__ = _Hashed.__hash__
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -113,22 +113,22 @@ class Int(_Shared):
         return self._times(-1)
 
     def _times(self, factor: int) -> Int:
-        """A product with a number, which leaves the terms in their order."""
+        """A product with a number; the order of terms stays."""
         return Int(tuple((m, c * factor) for m, c in self.terms)) if factor else Int(())
 
     def __mul__(self, other: Int) -> Int:
         for one, number in ((self, other.constant), (other, self.constant)):
             if number is not None:
                 return one if number == 1 else one._times(number)
-        if len(self.terms) * len(other.terms) > _MOST_TERMS:
-            return Int((((Atom("opaque", ("a term too large", fresh())),), 1),))
+        if len(self.terms) * len(other.terms) > _MAX_TERMS:
+            return Int((((Atom("opaque", ("a term too large", fresh_number())),), 1),))
         return _collect(
             (tuple(sorted(m1 + m2, key=_atom_key)), c1 * c2) for m1, c1 in self.terms for m2, c2 in other.terms
         )
 
     @property
     def constant(self) -> int | None:
-        """The value when it is one number."""
+        """The value of a polynomial that is one number."""
         if not self.terms:
             return 0
         if len(self.terms) == 1 and self.terms[0][0] == ():
@@ -142,13 +142,13 @@ class Int(_Shared):
 
     @property
     def atom(self) -> Atom | None:
-        """The atom when the polynomial is just that."""
+        """The atom of a polynomial that is one atom."""
         if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
             return self.terms[0][0][0]
         return None
 
     def atoms(self) -> set[Atom]:
-        """Every atom at the top of the polynomial."""
+        """The atoms of the polynomial's monomials, without those inside atoms."""
         return {a for m, _ in self.terms for a in m}
 
     def divide(self, other: Int) -> Int | None:
@@ -163,7 +163,7 @@ class Int(_Shared):
         return None if rest.terms else quotient
 
     def divmod(self, other: Int) -> tuple[Int, Int]:
-        """Quotient and remainder of polynomials: terms that the leading one of ``other`` divides are taken off in turn."""
+        """Quotient and remainder of polynomial division by the leading term of ``other``."""
         lead, coefficient = max(other.terms, key=_degree)
         quotient, rest, kept = integer(0), self, integer(0)
         while rest.terms:
@@ -206,15 +206,15 @@ def integer(value: int) -> Int:
 
 
 def of_atom(kind: str, *args: object) -> Int:
-    """The polynomial of a single new atom; one that nothing equals where it would be too large to work with."""
+    """The polynomial of one new atom. A too large one becomes opaque."""
     return Int((((_light(Atom(kind, args)),), 1),))
 
 
 def _light(atom: Atom) -> Atom:
-    return atom if atom.weight <= _HEAVIEST else Atom("opaque", ("a term too large", fresh()))
+    return atom if atom.weight <= _MAX_WEIGHT else Atom("opaque", ("a term too large", fresh_number()))
 
 
-def size(name: str) -> Int:
+def dim(name: str) -> Int:
     """A symbolic dimension."""
     return of_atom("size", name)
 
@@ -228,7 +228,7 @@ def var(name: str) -> Int:
 
 
 @dataclass(frozen=True)
-class Cond(_Shared):
+class Cond(_Hashed):
     """A condition in negation normal form.
 
     Kinds: ``true``; ``false``; ``le`` (Int): Int <= 0; ``eq``/``ne`` (Int): Int == 0, != 0; ``and``/``or`` (sorted
@@ -236,7 +236,7 @@ class Cond(_Shared):
     ``table``/``untable``; ``opaque``/``unopaque`` (text, indices).
     """
 
-    __hash__ = _Shared.__hash__
+    __hash__ = _Hashed.__hash__
 
     kind: str
     args: tuple[object, ...] = ()
@@ -258,14 +258,14 @@ FALSE = Cond("false")
 
 
 @dataclass(frozen=True)
-class Real(_Shared):
+class Real(_Hashed):
     """A float. Kinds: ``const`` (float); ``int`` (Int); ``bool`` (Cond); ``select`` (Cond, Real, Real);
     ``add``/``mul``/``div``/``min``/``max`` (Real, Real); ``neg``; ``read`` (tensor, indices); ``table`` (tensor,
     indices, and the least and largest number where all are finite); ``rounded`` (Int, int): an integer in a type that
     holds all of them only up to the second one; ``opaque`` (text, arguments).
     """
 
-    __hash__ = _Shared.__hash__
+    __hash__ = _Hashed.__hash__
 
     kind: str
     args: tuple[object, ...]
@@ -274,8 +274,8 @@ class Real(_Shared):
 Scalar = Int | Cond | Real
 
 
-def parts(value: object) -> Iterator[Atom | Cond | Real]:
-    """Every atom, condition and float that a scalar, or a tuple of them, is made of; each once."""
+def subterms(value: object) -> Iterator[Atom | Cond | Real]:
+    """Every atom, condition and float in a scalar or a tuple of scalars, itself included, each once."""
     pending, seen = [value], set[object]()
     while pending:
         one = pending.pop()
@@ -290,7 +290,7 @@ def parts(value: object) -> Iterator[Atom | Cond | Real]:
 
 
 def real(value: float) -> Real:
-    """A constant. The sign of zero is dropped: scores do not see it."""
+    """A constant. The sign of zero is dropped: it makes no difference for scores."""
     return Real("const", (float(value) + 0.0 if value == 0 else float(value),))
 
 

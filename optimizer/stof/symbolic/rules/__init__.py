@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operator does to symbolic shapes and values, by kind of operator."""
+"""Rules: what each operator does to symbolic shapes and values, in a file for each kind of operator."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bitwise operators on integers, where the other operand is a number: shifts and masks of low bits are divisions.
+"""Rules of bitwise operators. With a constant operand, shifts and bit masks are floor divisions and remainders.
 
-Two's complement makes them floor divisions for negative integers, too. Of 0/1 integers they are conditions.
+Two's complement makes that true for negative integers as well. On 0/1 integers the operators are conditions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.int_bounds import bound
 from stof.symbolic.algebra.piecewise import to_cond, to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer, of_atom
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 
-_MOST_BITS = 31
+_MAX_BITS = 31
 _SIGNED = frozenset({TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64})
 
 
@@ -44,10 +44,10 @@ def bit_and(x: Scalar, y: Scalar) -> Scalar:
         return integer(left.constant & number)
     if _is_truth(left) and _is_truth(right):
         return to_int(all_of([to_cond(left), to_cond(right)]))
-    if number is not None and 0 <= number < 1 << _MOST_BITS:
+    if number is not None and 0 <= number < 1 << _MAX_BITS:
         total = integer(0)
         bit = 0
-        while number >> bit:  # runs of ones
+        while number >> bit:  # each run of ones
             if not (number >> bit) & 1:
                 bit += 1
                 continue
@@ -57,7 +57,7 @@ def bit_and(x: Scalar, y: Scalar) -> Scalar:
             total = total + floor_mod(floor_div(left, 1 << bit), 1 << (end - bit)) * integer(1 << bit)
             bit = end
         return total
-    if number is not None and number < 0 and -number & (-number - 1) == 0:  # all but the low bits
+    if number is not None and number < 0 and -number & (-number - 1) == 0:  # clears low bits
         return left - floor_mod(left, -number)
     return _unknown("BitwiseAnd", left, right)
 
@@ -85,30 +85,30 @@ def _is_unknown(value: Scalar) -> bool:
     return isinstance(value, Int) and value.atom is not None and value.atom.kind == "opaque"
 
 
-def bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
-    """~x, of signed integers."""
+def make_bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
+    """~x; unknown for unsigned integers."""
     return lambda x: -to_int(x) - integer(1) if signed else of_atom("opaque", "BitwiseNot", to_int(x))
 
 
-def shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
-    """X << y or x >> y, of integers that are not negative."""
+def make_shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
+    """X << y or x >> y, for integers that are not negative."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
         value, by = _both(x, y)
         count = by.constant
-        if count is None or not 0 <= count <= _MOST_BITS or bound(value, upper=False) < 0:
+        if count is None or not 0 <= count <= _MAX_BITS or bound(value, upper=False) < 0:
             return _unknown("BitShift", value, by)
         return value * integer(1 << count) if left else floor_div(value, 1 << count)
 
     return apply
 
 
-def _not(context: Context) -> list[Fact] | None:
-    return elementwise(context, bit_not(context.fact(0).dtype in _SIGNED), None)
+def _not(context: RuleContext) -> list[Fact] | None:
+    return elementwise(context, make_bit_not(context.fact(0).dtype in _SIGNED), None)
 
 
-def _shift(context: Context) -> list[Fact] | None:
-    return elementwise(context, shift(context.attribute("direction") == "LEFT"), None)
+def _shift(context: RuleContext) -> list[Fact] | None:
+    return elementwise(context, make_shift(context.attribute("direction") == "LEFT"), None)
 
 
 RULES: dict[str, Rule] = {

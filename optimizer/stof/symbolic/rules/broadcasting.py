@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that broadcast: their shape, an operand's place in it, and operators that work on one element at a time."""
+"""Broadcasting: the common shape, an operand's index in it, and the rule of elementwise operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from stof.symbolic.algebra.terms import Scalar, integer
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 
-def broadcast(shapes: list[Shape], context: Context | None = None) -> Shape:
-    """The broadcast shape; symbolic sizes that differ are taken for equal, as the graph must be valid."""
+def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
+    """The broadcast shape. Different symbolic sizes count as equal, as they are in every valid run."""
     rank = max(len(s) for s in shapes)
     one = integer(1)
     result = []
     for axis in range(rank):
         found = one
         for s in shapes:
-            place = axis - rank + len(s)
-            d = s[place] if place >= 0 else one
+            own_axis = axis - rank + len(s)
+            d = s[own_axis] if own_axis >= 0 else one
             if one not in (d, found) and context is not None:
                 context.equate(found, d)
             if d != one and (found == one or (found.constant is None and d.constant is not None)):
@@ -35,9 +35,16 @@ def project(index: Index, shape: Shape) -> Index:
 
 
 def elementwise(
-    context: Context, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
+    context: RuleContext, function: Callable[..., Scalar], dtype: int | None, count: int | None = None
 ) -> list[Fact] | None:
-    """The facts of an operator that works on each element of its broadcast inputs."""
+    """The fact of an operator that applies ``function`` to each element of its broadcast inputs.
+
+    Args:
+        context: of the node.
+        function: of one element of each input.
+        dtype: of the result; None: that of the last input.
+        count: of the inputs that are read; None: all.
+    """
     inputs = [context.fact(i) for i in range(count or len(context.node.input))]
     shapes = [f.shape for f in inputs]
     if any(s is None for s in shapes):
@@ -58,5 +65,5 @@ def elementwise(
 
 
 def pointwise(function: Callable[..., Scalar], dtype: int | None = None) -> Rule:
-    """The rule of an operator that does this to each element of its broadcast inputs."""
+    """The rule of an operator that applies ``function`` to each element of its broadcast inputs."""
     return lambda context: elementwise(context, function, dtype)

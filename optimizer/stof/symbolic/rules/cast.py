@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts, and what their types hold: integers wrap, floats that are too large are infinite."""
+"""Casts: integers that do not fit the type wrap, floats become infinite."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onnx import TensorProto
 
 from stof.symbolic.algebra.conditions import select
 from stof.symbolic.algebra.int_bounds import bound
-from stof.symbolic.algebra.overflow import EXACT, rounding
-from stof.symbolic.algebra.piecewise import cases, to_cond, to_int, to_real_case
+from stof.symbolic.algebra.overflow import EXACT, round_large_integers
+from stof.symbolic.algebra.piecewise import case_as_real, split_cases, to_cond, to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer, of_atom, to_real
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules.broadcasting import elementwise
 from stof.symbolic.tensor import Index, SymTensor
 
-# The least number that is rounded to infinity: half a unit in the last place beyond the largest one.
+# The least number that rounds to infinity: half an ulp beyond the largest finite one.
 _INFINITE: dict[int, float] = {
     int(TensorProto.FLOAT16): 65520.0,
     int(TensorProto.BFLOAT16): float.fromhex("0x1.ffp127"),
@@ -25,8 +25,8 @@ _INFINITE: dict[int, float] = {
 }
 
 _HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-# Lengths and what inputs hold may be too large for these; for 32 bits lengths are not.
-_FEW_BITS = {
+# Lengths and input data may not fit these types; lengths fit 32 bits.
+_NARROW_INTEGERS = {
     int(TensorProto.INT8): (-128, 127),
     int(TensorProto.UINT8): (0, 255),
     int(TensorProto.INT16): (-32768, 32767),
@@ -34,22 +34,22 @@ _FEW_BITS = {
 }
 
 
-def held(number: float, dtype: int) -> float:
-    """A computed number as a type holds it, where it is too large: infinite.
+def overflow_to_inf(number: float, dtype: int) -> float:
+    """The number, or infinity where it is too large for the type.
 
-    Half types hold what fp32 does: runtimes compute in fp32 as they see fit.
+    fp16 and bf16 overflow as fp32 does: runtimes may compute them in fp32.
     """
-    return _limited(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
+    return _overflow(number, int(TensorProto.FLOAT) if dtype in _HALF else dtype)
 
 
-def _limited(number: float, dtype: int) -> float:
+def _overflow(number: float, dtype: int) -> float:
     return math.copysign(math.inf, number) if abs(number) >= _INFINITE.get(dtype, math.inf) else number
 
 
-def _narrowed(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
-    """The elements of a tensor that is cast from one float type to another, where one of the two may hold less.
+def _narrow(element: Callable[[Index], Scalar], before: int, after: int) -> Callable[[Index], Scalar]:
+    """The elements after a cast between float types, where the narrower type may overflow.
 
-    What is cast to a half type is too large for it for certain where it is cast back.
+    The overflow of a cast to fp16 or bf16 is applied at the cast back: between the two a runtime may keep fp32.
     """
     if after in _HALF or before not in (*_HALF, TensorProto.DOUBLE):
         return element
@@ -57,36 +57,36 @@ def _narrowed(element: Callable[[Index], Scalar], before: int, after: int) -> Ca
 
     def at(index: Index) -> Scalar:
         value = to_real(element(index))
-        found = cases(value)
-        numbers = [_limited(x, narrow) if isinstance(x, float) else x for _, x in found]
+        found = split_cases(value)
+        numbers = [_overflow(x, narrow) if isinstance(x, float) else x for _, x in found]
         if numbers == [x for _, x in found] or any(isinstance(x, float) and math.isnan(x) for x in numbers):
             return value
-        result: Scalar = to_real_case(numbers[-1])
+        result: Scalar = case_as_real(numbers[-1])
         for (cond, _), number in list(zip(found, numbers, strict=True))[-2::-1]:
-            result = select(cond, to_real_case(number), result)
+            result = select(cond, case_as_real(number), result)
         return result
 
     return at
 
 
-def _cast(context: Context) -> list[Fact] | None:
+def _cast(context: RuleContext) -> list[Fact] | None:
     to = context.number("to", TensorProto.FLOAT) if context.node.op_type == "Cast" else context.fact(1).dtype
     kind = dtype_kind(to)
     table: dict[str, Callable[[Scalar], Scalar]] = {"i": to_int, "b": to_cond, "f": to_real}
     convert = table.get(kind or "")
     source, shape = context.value(0), context.shape(0)
     if kind == "f" and source is not None and shape is not None:
-        elements = _narrowed(rounding(source, EXACT[to]), context.fact(0).dtype, to)
+        elements = _narrow(round_large_integers(source, EXACT[to]), context.fact(0).dtype, to)
         return [Fact(to, shape, SymTensor(shape, "f", elements))]
     if convert is None:
         return [Fact(to, context.shape(0))]
-    if to in _FEW_BITS:
-        return elementwise(context, lambda x: _wrapped(to_int(x), *_FEW_BITS[to]), to, 1)
+    if to in _NARROW_INTEGERS:
+        return elementwise(context, lambda x: _wrap(to_int(x), *_NARROW_INTEGERS[to]), to, 1)
     return elementwise(context, convert, to, 1)
 
 
-def _wrapped(value: Int, low: int, high: int) -> Scalar:
-    """A cast that wraps where the value does not fit."""
+def _wrap(value: Int, low: int, high: int) -> Scalar:
+    """A cast to 8 or 16 bits: the value itself where it fits for certain, the wrapped one where it is a number."""
     if value.constant is not None:
         return integer((value.constant - low) % (high - low + 1) + low)
     if bound(value, upper=False) >= low and bound(value, upper=True) <= high:

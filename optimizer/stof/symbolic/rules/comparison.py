@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that compare, that join conditions, and that choose by one."""
+"""Rules of comparisons, of logical operators and of Where."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from onnx import TensorProto
 
 from stof.symbolic.algebra import float_bounds
 from stof.symbolic.algebra.conditions import all_of, any_of, equal, less_equal, negate, select
-from stof.symbolic.algebra.int_bounds import fits
-from stof.symbolic.algebra.piecewise import as_int, cases, reads_number, split_cond, to_cond, to_int, to_real_case
+from stof.symbolic.algebra.int_bounds import is_within
+from stof.symbolic.algebra.piecewise import as_int, case_as_real, reads_number, split_cases, split_cond, to_cond, to_int
 from stof.symbolic.algebra.terms import FALSE, TRUE, Cond, Int, Real, Scalar, integer, to_real
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 
 BOOL = TensorProto.BOOL
@@ -27,8 +27,8 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
-    """A comparison of two integers, of two conditions, or of floats that stand for integers."""
+def make_comparison(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+    """The comparison ``kind`` ("lt", "le", "gt", "ge", "eq") of two scalars."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
         left, right = as_int(x), as_int(y)
@@ -50,15 +50,15 @@ def compare(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     return apply
 
 
-def _below(value: Real, largest: int) -> bool:
-    """Whether a number is smaller than that whatever the run."""
+def _is_below(value: Real, largest: int) -> bool:
+    """Whether the absolute value of a float is below ``largest`` in every run."""
     if value.kind == "int" and isinstance(value.args[0], Int):
-        return fits(value.args[0], largest - 1)
+        return is_within(value.args[0], largest - 1)
     return value.kind == "const" and isinstance(value.args[0], float) and abs(value.args[0]) < largest
 
 
 def _is_position(value: Real) -> bool:
-    """Whether a float is an index of the tensor, and something more."""
+    """Whether a float is an integer that depends on an index of the tensor."""
     inner = value.args[0] if value.kind in ("int", "rounded") else None
     return isinstance(inner, Int) and any(a.kind == "var" for a in inner.atoms())
 
@@ -72,10 +72,10 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
         inner, largest = x.args
         assert isinstance(inner, Int)
         assert isinstance(largest, int)
-        if _below(y, largest):  # rounding keeps the order, and small numbers
-            return compare(kind)(to_real(inner), y)
+        if _is_below(y, largest):  # rounding is monotone, and exact for small numbers
+            return make_comparison(kind)(to_real(inner), y)
         return Cond("opaque", (kind, x, y))
-    if x.kind == "int" and y.kind == "const":  # an integer against a fraction
+    if x.kind == "int" and y.kind == "const":  # an integer and a fraction
         inner, limit = to_int(x), y.args[0]
         assert isinstance(limit, float)
         if math.isfinite(limit):
@@ -88,15 +88,15 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
             return FALSE
     first, second = reads_number(x), reads_number(y)
     if (first and (second or _is_position(y))) or (second and _is_position(x)):
-        return Cond("opaque", (kind, x, y))  # of documents or lengths, say: that a mask is 0 or 1 tells nothing
+        return Cond("opaque", (kind, x, y))  # document ids or lengths, not a 0/1 mask
     found = []
-    for c1, a in cases(x):
-        for c2, b in cases(y):
+    for c1, a in split_cases(x):
+        for c2, b in split_cases(y):
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
-            elif (left := as_int(to_real_case(a))) is not None and (right := as_int(to_real_case(b))) is not None:
-                holds = to_cond(compare(kind)(left, right))
-            elif (known := float_bounds.compared(kind, to_real_case(a), to_real_case(b))) is not None:
+            elif (left := as_int(case_as_real(a))) is not None and (right := as_int(case_as_real(b))) is not None:
+                holds = to_cond(make_comparison(kind)(left, right))
+            elif (known := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:
                 holds = TRUE if known else FALSE
             else:
                 holds = Cond("opaque", (kind, x, y))
@@ -105,7 +105,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
 
 
 def _equals_zero(x: Real, y: Real) -> Cond | None:
-    """An element of a float input compared with 0."""
+    """The condition that an element of a float input is 0."""
     for read, zero in ((x, y), (y, x)):
         if read.kind == "read" and zero.kind == "const" and zero.args[0] == 0.0:
             return negate(Cond("read", read.args))
@@ -116,7 +116,7 @@ def _not(x: Scalar) -> Scalar:
     return negate(to_cond(x))
 
 
-def _logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
+def _make_logic(kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     def apply(x: Scalar, y: Scalar) -> Scalar:
         a, b = to_cond(x), to_cond(y)
         if kind == "and":
@@ -132,12 +132,12 @@ def _is_nan(x: Scalar) -> Scalar:
     return split_cond(to_real(x), math.isnan)
 
 
-def _is_infinite(context: Context) -> list[Fact] | None:
+def _is_infinite(context: RuleContext) -> list[Fact] | None:
     signs = [s for s, name in ((1.0, "detect_positive"), (-1.0, "detect_negative")) if context.number(name, 1)]
     return elementwise(context, lambda x: split_cond(to_real(x), lambda v: v in [s * math.inf for s in signs]), BOOL)
 
 
-def _where(context: Context) -> list[Fact] | None:
+def _where(context: RuleContext) -> list[Fact] | None:
     def choose(cond: Scalar, yes: Scalar, no: Scalar) -> Scalar:
         return select(to_cond(cond), yes, no)
 
@@ -145,14 +145,14 @@ def _where(context: Context) -> list[Fact] | None:
 
 
 RULES: dict[str, Rule] = {
-    "Less": pointwise(compare("lt"), BOOL),
-    "LessOrEqual": pointwise(compare("le"), BOOL),
-    "Greater": pointwise(compare("gt"), BOOL),
-    "GreaterOrEqual": pointwise(compare("ge"), BOOL),
-    "Equal": pointwise(compare("eq"), BOOL),
-    "And": pointwise(_logic("and"), BOOL),
-    "Or": pointwise(_logic("or"), BOOL),
-    "Xor": pointwise(_logic("xor"), BOOL),
+    "Less": pointwise(make_comparison("lt"), BOOL),
+    "LessOrEqual": pointwise(make_comparison("le"), BOOL),
+    "Greater": pointwise(make_comparison("gt"), BOOL),
+    "GreaterOrEqual": pointwise(make_comparison("ge"), BOOL),
+    "Equal": pointwise(make_comparison("eq"), BOOL),
+    "And": pointwise(_make_logic("and"), BOOL),
+    "Or": pointwise(_make_logic("or"), BOOL),
+    "Xor": pointwise(_make_logic("xor"), BOOL),
     "Not": pointwise(_not, BOOL),
     "IsInf": _is_infinite,
     "IsNaN": pointwise(_is_nan, BOOL),

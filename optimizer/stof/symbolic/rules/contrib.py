@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the operators of domain com.microsoft that ONNX Runtime's own optimizer writes."""
+"""Shape rules of operators of domain com.microsoft that ONNX Runtime's optimizer writes."""
 
 from __future__ import annotations
 
 from stof.symbolic.algebra.terms import integer
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import broadcast
 from stof.symbolic.rules.shape_only import as_first
 
 
-def _skip_norm(context: Context) -> list[Fact] | None:
+def _skip_norm(context: RuleContext) -> list[Fact] | None:
     fact = context.fact(0)
     whole = Fact(fact.dtype, fact.shape)
     return [whole, Fact(), Fact(), whole]
 
 
-def _fused_matmul(context: Context) -> list[Fact] | None:
+def _fused_matmul(context: RuleContext) -> list[Fact] | None:
     a, b = context.shape(0), context.shape(1)
     if a is None or b is None or len(a) < 2 or len(b) < 2:
         return None
@@ -26,7 +26,7 @@ def _fused_matmul(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, (*broadcast([a[:-2], b[:-2]]), rows, columns))]
 
 
-def _matmul_nbits(context: Context) -> list[Fact] | None:
+def _matmul_nbits(context: RuleContext) -> list[Fact] | None:
     fact = context.fact(0)
     return None if fact.shape is None else [Fact(fact.dtype, (*fact.shape[:-1], integer(context.number("N", 0))))]
 

@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators with which older exporters count positions: CumSum of ones, NonZero of ones."""
+"""Rules of CumSum and NonZero, with which older exporters make positions from a tensor of ones."""
 
 from __future__ import annotations
 
 import numpy as np
 from onnx import TensorProto
 
-from stof.symbolic.algebra.terms import Int, Scalar, integer, parts, to_real, var
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.algebra.terms import Int, Scalar, integer, subterms, to_real, var
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.elementwise import mul
-from stof.symbolic.rules.movement_helpers import product
+from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 
 ZERO, ONE = integer(0), integer(1)
 
 
-def _uniform(tensor: SymTensor, axes: set[int]) -> bool:
-    """Whether elements do not depend on some of their indices."""
+def _is_constant_along(tensor: SymTensor, axes: set[int]) -> bool:
+    """Whether elements do not depend on their indices along some axes."""
     probe = tuple(var(f"count{a}") for a in range(tensor.rank))
     names = {f"count{a}" for a in axes}
-    return not any(p.kind == "var" and p.args[0] in names for p in parts(tensor.at(probe)))
+    return not any(p.kind == "var" and p.args[0] in names for p in subterms(tensor.at(probe)))
 
 
-def _cumsum(context: Context) -> list[Fact] | None:
+def _cumsum(context: RuleContext) -> list[Fact] | None:
     fact, axis = context.fact(0), context.fixed_ints(1)
     data, value = fact.shape, fact.value
     if data is None or axis is None or value is None or value.kind == "b":
         return [Fact(fact.dtype, data)]
-    place = axis[0] % len(data)
+    along = axis[0] % len(data)
     exclusive, reverse = (bool(context.number(n, 0)) for n in ("exclusive", "reverse"))
-    if not _uniform(value, {place}):
+    if not _is_constant_along(value, {along}):
         if value.constant is None:
-            return [Fact(fact.dtype, data)]  # of a mask: positions of what is not padded
-        total = _summed(value, place, exclusive, reverse)
+            return [Fact(fact.dtype, data)]  # of a mask: the positions of the keys that are not padding
+        total = _cumulative_sum(value, along, exclusive, reverse)
         return [Fact(fact.dtype, data, constant_tensor(context.node.output[0], total))]
 
     def at(index: Index) -> Scalar:
-        count = data[place] - ONE - index[place] if reverse else index[place]
-        each = value.at((*index[:place], ZERO, *index[place + 1 :]))
+        count = data[along] - ONE - index[along] if reverse else index[along]
+        each = value.at((*index[:along], ZERO, *index[along + 1 :]))
         steps = count if exclusive else count + ONE
         if isinstance(each, Int):
             return each * steps
@@ -46,7 +46,7 @@ def _cumsum(context: Context) -> list[Fact] | None:
     return [Fact(fact.dtype, data, SymTensor(data, value.kind, at))]
 
 
-def _summed(value: SymTensor, axis: int, exclusive: bool, reverse: bool) -> np.ndarray:
+def _cumulative_sum(value: SymTensor, axis: int, exclusive: bool, reverse: bool) -> np.ndarray:
     array = np.asarray(value.constant)
     array = np.flip(array, axis) if reverse else array
     total = np.cumsum(array, axis, dtype=array.dtype)
@@ -54,14 +54,14 @@ def _summed(value: SymTensor, axis: int, exclusive: bool, reverse: bool) -> np.n
     return np.ascontiguousarray(np.flip(total, axis) if reverse else total)
 
 
-def _nonzero(context: Context) -> list[Fact] | None:
+def _nonzero(context: RuleContext) -> list[Fact] | None:
     data, value = context.shape(0), context.value(0)
     if data is None or not data:
         return None
     rank = integer(len(data))
     if value is None:
         return None
-    if not _uniform(value, set(range(len(data)))):
+    if not _is_constant_along(value, set(range(len(data)))):
         if value.constant is None:
             return None
         array = np.array(np.nonzero(value.constant), np.int64)
@@ -70,7 +70,7 @@ def _nonzero(context: Context) -> list[Fact] | None:
     element = value.at((ZERO,) * len(data))
     if not _is_number(element) or len(data) > 1:
         return None
-    shape = (rank, product(data) if _is_true(element) else ZERO)
+    shape = (rank, element_count(data) if _is_true(element) else ZERO)
     return [Fact(TensorProto.INT64, shape, SymTensor(shape, "i", lambda index: index[1]))]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a Dropout drops."""
+"""Tells whether a Dropout drops elements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 
 
-def drops(node: onnx.NodeProto, constant: Callable[[str], np.ndarray | None]) -> bool:
-    """Whether a Dropout may give anything but its input: in training mode, or where that is only known at run time.
+def may_drop(node: onnx.NodeProto, constant: Callable[[str], np.ndarray | None]) -> bool:
+    """Whether a Dropout may change its input: in training mode with a ratio above 0, or where either is unknown.
 
-    Before opset 12 it has neither of these inputs, and runtimes infer.
+    Before opset 12 it has neither input, and runtimes run it in inference mode.
 
     Args:
         node: the Dropout.
-        constant: the value of a tensor, None where there is no single one.
+        constant: gives the value of a constant tensor, None for others.
     """
     ratio, training = ((*node.input, "", "")[i] for i in (1, 2))
     if not training or _is_zero(constant(training)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that compute element by element: of integers exactly, of floats where they are known."""
+"""Rules of elementwise arithmetic: exact for integers, and for floats where their values are known."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from stof.symbolic.algebra.conditions import all_of, equal, less_equal, negate, select
 from stof.symbolic.algebra.divisions import floor_div, floor_mod, of_sizes
-from stof.symbolic.algebra.float_arithmetic import floor, fold_real, negative
-from stof.symbolic.algebra.int_bounds import bound, rebuilt, times
-from stof.symbolic.algebra.piecewise import as_int, cases, to_int
-from stof.symbolic.algebra.terms import Int, Real, Scalar, integer, of_atom, parts, real, to_real, var
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.algebra.float_arithmetic import floor_quotient, fold_real, negate_real
+from stof.symbolic.algebra.int_bounds import bound, multiply, rebuild
+from stof.symbolic.algebra.piecewise import as_int, split_cases, to_int
+from stof.symbolic.algebra.terms import Int, Real, Scalar, integer, of_atom, real, subterms, to_real, var
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import elementwise, pointwise
 from stof.symbolic.tensor import SymTensor
 
-_MOST_SIZES = 8  # that are told apart
+_MAX_REMAINDER = 8  # largest number whose remainder by a size is a selection
 
 
 def add(x: Scalar, y: Scalar) -> Scalar:
@@ -28,19 +28,19 @@ def add(x: Scalar, y: Scalar) -> Scalar:
 
 def sub(x: Scalar, y: Scalar) -> Scalar:
     """X - y."""
-    return x - y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, negative(y))
+    return x - y if isinstance(x, Int) and isinstance(y, Int) else fold_real("add", x, negate_real(y))
 
 
 def mul(x: Scalar, y: Scalar) -> Scalar:
     """X * y."""
-    return times(x, y) if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
+    return multiply(x, y) if isinstance(x, Int) and isinstance(y, Int) else fold_real("mul", x, y)
 
 
 def div(x: Scalar, y: Scalar) -> Scalar:
-    """X / y; integers truncate in ONNX, which equals the floor where nothing is negative."""
+    """X / y. Integer division truncates in ONNX, which is the floor where nothing is negative."""
     if isinstance(x, Int) and isinstance(y, Int):
         if x.constant is not None and y.constant:
-            return integer(_truncated(x.constant, y.constant))
+            return integer(_truncated_quotient(x.constant, y.constant))
         exact = x.divide(y)
         if exact is not None:
             return exact
@@ -48,7 +48,7 @@ def div(x: Scalar, y: Scalar) -> Scalar:
             if bound(x, upper=True) <= 0:
                 return -floor_div(-x, y.constant)
             floor = floor_div(x, y.constant)
-            # Sizes of a valid graph are not negative, nor what is computed of them alone.
+            # In a valid graph sizes are not negative, nor numbers that are computed from them.
             if bound(x, upper=False) >= 0 or not any(word in str(x) for word in ("var(", "read(", "table(")):
                 return floor
             rest = floor_mod(x, y.constant)
@@ -57,16 +57,16 @@ def div(x: Scalar, y: Scalar) -> Scalar:
     return fold_real("div", x, y)
 
 
-def _truncated(x: int, y: int) -> int:
-    """The quotient without its fraction; not by way of fp64, which does not hold large numbers."""
+def _truncated_quotient(x: int, y: int) -> int:
+    """The truncated quotient. Not by fp64, which does not hold all large integers."""
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
-def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
+def _make_modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
     def modulo(x: Scalar, y: Scalar) -> Scalar:
         if isinstance(x, Int) and isinstance(y, Int) and y.constant:
             if x.constant is not None:
-                whole = _truncated(x.constant, y.constant) if fmod else x.constant // y.constant
+                whole = _truncated_quotient(x.constant, y.constant) if fmod else x.constant // y.constant
                 return integer(x.constant - whole * y.constant)
             if not fmod or (bound(x, upper=False) >= 0 and y.constant > 0):
                 return floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
@@ -83,9 +83,9 @@ def _modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
 
 
 def _by_size(x: Int, size: Int) -> Int | None:
-    """A small number modulo a dimension: itself, or so much less than the dimension, but for the smallest of these."""
+    """A small number modulo a dimension: the number, or dimension + number if negative; the smallest dimensions differ."""
     number, atom = x.constant, size.atom
-    if number is None or abs(number) > _MOST_SIZES or atom is None or atom.kind != "size":
+    if number is None or abs(number) > _MAX_REMAINDER or atom is None or atom.kind != "size":
         return None
     found = x if number >= 0 else size + x
     for n in range(1, abs(number) + (number >= 0)):
@@ -102,12 +102,12 @@ def _truncated_rest(x: Int, y: int) -> Int:
     return rest - to_int(below) * integer(y)
 
 
-def _extreme(kind: str) -> Callable[..., Scalar]:
+def _make_extreme(kind: str) -> Callable[..., Scalar]:
     def fold(*values: Scalar) -> Scalar:
         result = values[0]
         for value in values[1:]:
             whole = isinstance(result, Int) and isinstance(value, Int)
-            result = rebuilt(kind, (result, value)) if whole else fold_real(kind, result, value)
+            result = rebuild(kind, (result, value)) if whole else fold_real(kind, result, value)
         return result
 
     return fold
@@ -130,14 +130,14 @@ def _absolute(x: Scalar) -> Scalar:
         number = value.args[0]
         assert isinstance(number, float)
         return real(abs(number))
-    parts = _quotient(value)
-    if parts is not None:
-        return Real("div", (to_real(_absolute(parts[0])), real(parts[1])))
+    quotient = _quotient(value)
+    if quotient is not None:
+        return Real("div", (to_real(_absolute(quotient[0])), real(quotient[1])))
     return Real("opaque", ("Abs", value))
 
 
 def _quotient(value: Real) -> tuple[Int, float] | None:
-    """(x, c) of an integer divided by a positive number."""
+    """(x, c) where a float is integer x divided by positive number c."""
     if value.kind != "div":
         return None
     left, right = value.args
@@ -156,10 +156,10 @@ def _sign(x: Scalar) -> Scalar:
             return real(float(np.sign(value.args[0])))
         if value.kind == "int":
             return to_real(_sign(to_int(value)))
-        parts = _quotient(value)
-        return Real("opaque", ("Sign", value)) if parts is None else to_real(_sign(parts[0]))
+        quotient = _quotient(value)
+        return Real("opaque", ("Sign", value)) if quotient is None else to_real(_sign(quotient[0]))
     if of_sizes(x) and bound(x, upper=False, smallest=1.0) >= 1:
-        # A size's, in the floor divisions of exporters. Where it may be 0, a past's, the mask is compared without one.
+        # Exporters' floor divisions take the sign of a size. A past may be 0: the mask check also runs without a past.
         return integer(1)
     positive, negative = less_equal(integer(1), x), less_equal(x, integer(-1))
     return select(positive, integer(1), select(negative, integer(-1), integer(0)))
@@ -168,15 +168,15 @@ def _sign(x: Scalar) -> Scalar:
 def _real_function(name: str, function: Callable[[np.float64], float]) -> Callable[[Scalar], Scalar]:
     def apply(x: Scalar) -> Scalar:
         value = to_real(x)
-        if name == "Floor" and (lower := floor(value)) is not None:
+        if name == "Floor" and (lower := floor_quotient(value)) is not None:
             return lower
         if value.kind == "const":
             number = value.args[0]
             assert isinstance(number, float)
             with np.errstate(all="ignore"):
                 return real(function(np.float64(number)))
-        found = cases(value)
-        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # of a mask
+        found = split_cases(value)
+        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # a mask
             result: Scalar = real(math.nan)
             for number, (cond, case) in enumerate(found):
                 assert isinstance(case, float)
@@ -202,11 +202,11 @@ def _power(x: Scalar, y: Scalar) -> Scalar:
     return Real("opaque", ("Pow", a, b))
 
 
-def _clip(context: Context) -> list[Fact] | None:
-    low, high = _extreme("max"), _extreme("min")
+def _clip(context: RuleContext) -> list[Fact] | None:
+    low, high = _make_extreme("max"), _make_extreme("min")
     has_low, has_high = context.has(1), context.has(2)
-    if any(not has and _holds(context, limit) for has, limit in ((has_low, -math.inf), (has_high, math.inf))):
-        # A bound that is not given is the lowest or largest finite number, which masks otherwise than an infinity.
+    if any(not has and _may_hold(context, limit) for has, limit in ((has_low, -math.inf), (has_high, math.inf))):
+        # A missing bound is the lowest or largest finite number: Clip would turn an infinity into it.
         return [Fact(context.fact(0).dtype, context.shape(0))]
     if has_low and has_high:
         return elementwise(context, lambda x, a, b: high(low(x, a), b), context.fact(0).dtype)
@@ -222,18 +222,18 @@ def _clip(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
-def _holds(context: Context, number: float) -> bool:
-    """Whether elements of the first input may be a constant, as far as it is written in what is known of them."""
+def _may_hold(context: RuleContext, number: float) -> bool:
+    """Whether elements of the first input may be ``number``: it occurs among their constants."""
     value = context.value(0)
     if value is None or value.kind != "f":
         return False
     if value.constant is not None:
         return bool(np.any(value.constant == number))
     element = value.at(tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(value.shape)))
-    return any(p.kind == "const" and p.args[0] == number for p in parts(element))
+    return any(p.kind == "const" and p.args[0] == number for p in subterms(element))
 
 
-# NumPy's, which are infinite or no number where ONNX says so and Python's raise.
+# NumPy's functions return infinity or NaN as ONNX does, where Python's raise.
 _REAL: dict[str, Callable[[np.float64], float]] = {
     "Sqrt": np.sqrt,
     "Reciprocal": np.reciprocal,
@@ -253,12 +253,12 @@ RULES: dict[str, Rule] = {
     "Sub": pointwise(sub),
     "Mul": pointwise(mul),
     "Div": pointwise(div),
-    "Mod": lambda c: elementwise(c, _modulo(bool(c.number("fmod", 0))), None),
-    "Neg": pointwise(negative),
+    "Mod": lambda c: elementwise(c, _make_modulo(bool(c.number("fmod", 0))), None),
+    "Neg": pointwise(negate_real),
     "Abs": pointwise(_absolute),
     "Sign": pointwise(_sign),
-    "Min": pointwise(_extreme("min")),
-    "Max": pointwise(_extreme("max")),
+    "Min": pointwise(_make_extreme("min")),
+    "Max": pointwise(_make_extreme("max")),
     "Clip": _clip,
     "Pow": lambda c: elementwise(c, _power, c.fact(0).dtype),
 }

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
+"""Shape rules of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
 
 from __future__ import annotations
 
 from stof.symbolic.algebra.terms import Int, integer
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 
 
-def _attention(context: Context) -> list[Fact] | None:
+def _attention(context: RuleContext) -> list[Fact] | None:
     q, k, v = (context.shape(i) for i in range(3))
     dtype = context.fact(0).dtype
     if q is None or k is None or v is None:
@@ -32,7 +32,7 @@ def _attention(context: Context) -> list[Fact] | None:
     return [Fact(dtype, output), *present, Fact(dtype, (q[0], heads, rows, keys))]
 
 
-def _multi_head(context: Context) -> list[Fact] | None:
+def _multi_head(context: RuleContext) -> list[Fact] | None:
     q, k, v = (context.shape(i) for i in range(3))
     heads = context.number("num_heads", 0)
     dtype = context.fact(0).dtype
@@ -64,22 +64,22 @@ def _multi_head(context: Context) -> list[Fact] | None:
     return [output, *present]
 
 
-def _grouped(context: Context) -> list[Fact] | None:
+def _grouped(context: RuleContext) -> list[Fact] | None:
     q, k = context.shape(0), context.shape(1)
     heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
     dtype = context.fact(0).dtype
     if q is None or len(q) != 3 or not heads or not groups:
         return [Fact(dtype)]
-    width = q[2] if k is not None else _part(q[2], heads, heads + 2 * groups)
+    width = q[2] if k is not None else _share(q[2], heads, heads + 2 * groups)
     return [Fact(dtype, None if width is None else (q[0], q[1], width))]
 
 
-def _part(whole: Int, count: int, parts: int) -> Int | None:
-    one = whole.divide(integer(parts))
+def _share(whole: Int, count: int, total: int) -> Int | None:
+    one = whole.divide(integer(total))
     return None if one is None else one * integer(count)
 
 
-def _contrib_attention(context: Context) -> list[Fact] | None:
+def _contrib_attention(context: RuleContext) -> list[Fact] | None:
     x, weight = context.shape(0), context.shape(1)
     dtype = context.fact(0).dtype
     if x is None or len(x) != 3 or weight is None or len(weight) != 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that only move elements, make index tensors, or talk about shapes."""
+"""Rules of the operators that move elements, make index tensors or return shapes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from onnx import TensorProto, numpy_helper
 from stof.graph.external_data import is_external
 from stof.symbolic.algebra.conditions import all_of, equal, less_equal, select
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
-from stof.symbolic.algebra.int_bounds import bound, rebuilt
+from stof.symbolic.algebra.int_bounds import bound, rebuild
 from stof.symbolic.algebra.piecewise import to_int
 from stof.symbolic.algebra.terms import FALSE, Int, Real, Scalar, integer, of_atom, real, to_real, var
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules import reshape, scatter
 from stof.symbolic.rules.broadcasting import broadcast, project
-from stof.symbolic.rules.dropout import drops
-from stof.symbolic.rules.movement_helpers import moved, product, wrapped
+from stof.symbolic.rules.dropout import may_drop
+from stof.symbolic.rules.movement_helpers import element_count, moved_fact, wrap_index
 from stof.symbolic.tensor import Index, SymTensor, constant_tensor
 
 INT64 = TensorProto.INT64
@@ -30,13 +30,13 @@ def _vector(elements: list[Int]) -> Fact:
     shape = (integer(len(elements)),)
 
     def at(index: Index) -> Scalar:
-        place = index[0].constant
-        return elements[place] if place is not None else of_atom("opaque", "element", tuple(elements), index[0])
+        i = index[0].constant
+        return elements[i] if i is not None else of_atom("opaque", "element", tuple(elements), index[0])
 
     return Fact(INT64, shape, SymTensor(shape, "i", at))
 
 
-def _shape_of(context: Context) -> list[Fact] | None:
+def _shape_of(context: RuleContext) -> list[Fact] | None:
     shape = context.shape(0)
     if shape is None:
         return None
@@ -44,29 +44,29 @@ def _shape_of(context: Context) -> list[Fact] | None:
     return [_vector(list(shape)[slice(start, end)])]
 
 
-def _size(context: Context) -> list[Fact] | None:
+def _size(context: RuleContext) -> list[Fact] | None:
     shape = context.shape(0)
     if shape is None:
         return None
-    total = product(shape)
+    total = element_count(shape)
     return [Fact(INT64, (), SymTensor((), "i", lambda _: total))]
 
 
-def _identity(context: Context) -> list[Fact]:
+def _identity(context: RuleContext) -> list[Fact]:
     return [context.fact(0)]
 
 
-def _dropout(context: Context) -> list[Fact]:
+def _dropout(context: RuleContext) -> list[Fact]:
     def constant(name: str) -> np.ndarray | None:
         value = context.facts.get(name, Fact()).value
         return None if value is None else value.constant
 
     fact = context.fact(0)
-    kept = Fact(fact.dtype, fact.shape) if drops(context.node, constant) else fact
+    kept = Fact(fact.dtype, fact.shape) if may_drop(context.node, constant) else fact
     return [kept, Fact(TensorProto.BOOL, fact.shape)]
 
 
-def _gather(context: Context) -> list[Fact] | None:
+def _gather(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None:
         return None
@@ -79,34 +79,36 @@ def _gather(context: Context) -> list[Fact] | None:
     _equate_read(context, where, data[axis])
 
     def at(index: Index) -> Scalar:
-        picked = wrapped(to_int(where.at(index[axis : axis + rank])), data[axis])
+        picked = wrap_index(to_int(where.at(index[axis : axis + rank])), data[axis])
         return source.at((*index[:axis], picked, *index[axis + rank :]))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _equate_read(context: Context, where: SymTensor, size: Int, part: int | None = None) -> None:
-    """Where positions 0, 1, ... are looked up in an axis (or in the last of two that were merged), it most likely has as many
-    of them: so a mask's length is told to be that of the keys.
+def _equate_read(context: RuleContext, where: SymTensor, size: Int, part: int | None = None) -> None:
+    """Equates the number of positions 0, 1, ... that are gathered from an axis with its size.
+
+    That is how a mask's length is found to be the number of keys. The axis may be merged of two: then the size of the inner
+    one is equated.
     """
     if size.constant is not None or all(d.constant is not None for d in where.shape):
         return
     rank = where.rank - (part is not None)
-    probe = tuple(ZERO if where.shape[a] == ONE else var(f"place{a}") for a in range(rank))
-    place = to_int(where.at(probe if part is None else (*probe, integer(part))))
+    probe = tuple(ZERO if where.shape[a] == ONE else var(f"any{a}") for a in range(rank))
+    position = to_int(where.at(probe if part is None else (*probe, integer(part))))
     for variable, length in zip(probe, where.shape, strict=False):
         if variable == ZERO:
             continue
-        if place == variable:
+        if position == variable:
             context.equate(length, size)
-        row = place - variable
+        row = position - variable
         for outer, count in zip(probe, where.shape, strict=False):
             width = row.divide(outer)
             if width is not None and width.constant is None and size == width * count:
                 context.equate(length, width)
 
 
-def _gather_nd(context: Context) -> list[Fact] | None:
+def _gather_nd(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None or context.number("batch_dims", 0):
         return None
@@ -122,13 +124,13 @@ def _gather_nd(context: Context) -> list[Fact] | None:
         _equate_read(context, where, data[i], i)
 
     def at(index: Index) -> Scalar:
-        picked = tuple(wrapped(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
+        picked = tuple(wrap_index(to_int(where.at((*index[:rank], integer(i)))), data[i]) for i in range(depth))
         return source.at((*picked, *index[rank:]))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _gather_elements(context: Context) -> list[Fact] | None:
+def _gather_elements(context: RuleContext) -> list[Fact] | None:
     data, indices = context.shape(0), context.shape(1)
     if data is None or indices is None:
         return None
@@ -138,13 +140,13 @@ def _gather_elements(context: Context) -> list[Fact] | None:
         return [Fact(context.fact(0).dtype, indices)]
 
     def at(index: Index) -> Scalar:
-        picked = wrapped(to_int(where.at(index)), data[axis])
+        picked = wrap_index(to_int(where.at(index)), data[axis])
         return source.at((*index[:axis], picked, *index[axis + 1 :]))
 
-    return [moved(context, indices, at)]
+    return [moved_fact(context, indices, at)]
 
 
-def _slice(context: Context) -> list[Fact] | None:
+def _slice(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     starts, ends = context.ints(1), context.ints(2)
     if data is None or starts is None or ends is None:
@@ -177,12 +179,12 @@ def _slice(context: Context) -> list[Fact] | None:
         shape[axis] = integer(max(0, length.constant)) if length.constant is not None else length
 
     def at(index: Index) -> Scalar:
-        moved = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
+        source_index = [plan[a][0] + i * integer(plan[a][1]) if a in plan else i for a, i in enumerate(index)]
         value = context.value(0)
         assert value is not None
-        return value.at(tuple(moved))
+        return value.at(tuple(source_index))
 
-    return [moved(context, tuple(shape), at)]
+    return [moved_fact(context, tuple(shape), at)]
 
 
 def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
@@ -207,13 +209,13 @@ def _clamp(position: Int, n: Int) -> Int:
         return n
     if bound(position - n, upper=False) >= 0:
         return n
-    # Minus a length is counted from the end. Of a length of 0, no element is asked for.
+    # A negative length counts from the end. With a length of 0, no element is read.
     if bound(position, upper=True, smallest=1.0) < 0:
         position = n + position
-    return position  # a size that a valid graph keeps within the axis
+    return position  # within the axis in every valid run
 
 
-def _concat(context: Context) -> list[Fact] | None:
+def _concat(context: RuleContext) -> list[Fact] | None:
     count = len(context.node.input)
     shapes = [context.shape(i) for i in range(count)]
     if any(s is None for s in shapes):
@@ -227,41 +229,41 @@ def _concat(context: Context) -> list[Fact] | None:
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):
         return [Fact(context.fact(0).dtype, shape)]
-    parts = [v for v in values if v is not None]
+    tensors = [v for v in values if v is not None]
 
     def at(index: Index) -> Scalar:
-        place = index[axis]
+        position = index[axis]
 
         def element(i: int) -> Scalar:
-            own = place - starts[i]
-            size = parts[i].shape[axis].constant
-            if parts[i].constant is not None and own.constant is None and size is not None and count > 1:
-                # Look-ups stay within a stored part, also where another one is chosen.
-                own = rebuilt("max", (rebuilt("min", (own, integer(size - 1))), ZERO))
-            return parts[i].at((*index[:axis], own, *index[axis + 1 :]))
+            own = position - starts[i]
+            size = tensors[i].shape[axis].constant
+            if tensors[i].constant is not None and own.constant is None and size is not None and count > 1:
+                # Keeps look-ups within a stored part where another part is selected.
+                own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
+            return tensors[i].at((*index[:axis], own, *index[axis + 1 :]))
 
         for i in range(count):
-            inside = bound(place - starts[i + 1], upper=True) < 0
-            if inside and bound(place - starts[i], upper=False) >= 0:
+            inside = bound(position - starts[i + 1], upper=True) < 0
+            if inside and bound(position - starts[i], upper=False) >= 0:
                 return element(i)
         result = element(count - 1)
         for i in reversed(range(count - 1)):
-            result = select(less_equal(place + ONE, starts[i + 1]), element(i), result)
+            result = select(less_equal(position + ONE, starts[i + 1]), element(i), result)
         return result
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _expand(context: Context) -> list[Fact] | None:
+def _expand(context: RuleContext) -> list[Fact] | None:
     data, wanted = context.shape(0), context.ints(1)
     if data is None or wanted is None:
         return None
     shape = broadcast([data, tuple(wanted)])
     value = context.value(0)
-    return [moved(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
+    return [moved_fact(context, shape, lambda index: value.at(project(index, data)) if value else ZERO)]
 
 
-def _tile(context: Context) -> list[Fact] | None:
+def _tile(context: RuleContext) -> list[Fact] | None:
     data, repeats = context.shape(0), context.ints(1)
     if data is None or repeats is None:
         return None
@@ -270,22 +272,22 @@ def _tile(context: Context) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = []
+        source_index = []
         for i, d, r in zip(index, data, repeats, strict=True):
             if r == ONE:
-                moved.append(i)
+                source_index.append(i)
             elif d == ONE:
-                moved.append(ZERO)
+                source_index.append(ZERO)
             elif d.constant is not None:
-                moved.append(floor_mod(i, d.constant))
+                source_index.append(floor_mod(i, d.constant))
             else:
-                moved.append(of_atom("opaque", "mod", i, d))
-        return value.at(tuple(moved))
+                source_index.append(of_atom("opaque", "mod", i, d))
+        return value.at(tuple(source_index))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _transpose(context: Context) -> list[Fact] | None:
+def _transpose(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -296,15 +298,15 @@ def _transpose(context: Context) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = [ZERO] * len(perm)
+        source_index = [ZERO] * len(perm)
         for i, p in zip(index, perm, strict=True):
-            moved[p] = i
-        return value.at(tuple(moved))
+            source_index[p] = i
+        return value.at(tuple(source_index))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _range(context: Context) -> list[Fact] | None:
+def _range(context: RuleContext) -> list[Fact] | None:
     values = [context.value(i) for i in range(3)]
     dtype = context.fact(0).dtype
     kind = dtype_kind(dtype)
@@ -327,7 +329,7 @@ def _range(context: Context) -> list[Fact] | None:
 
 
 def _fractional_range(dtype: int, scalars: Sequence[Scalar]) -> list[Fact] | None:
-    """From a fraction in steps of 1, as the centers of patches are numbered: 0.5, 1.5, ..."""
+    """A range from a fraction in steps of 1: 0.5, 1.5, ... for centers of patches."""
     start, limit, delta = scalars
     if not isinstance(start, Real) or start.kind != "const" or not isinstance(start.args[0], float):
         return None
@@ -342,7 +344,7 @@ def _holds_integer(value: Real) -> bool:
     return value.kind == "int" or (value.kind == "const" and float(str(value.args[0])).is_integer())
 
 
-def _constant_of_shape(context: Context) -> list[Fact] | None:
+def _constant_of_shape(context: RuleContext) -> list[Fact] | None:
     wanted = context.ints(0)
     if wanted is None:
         return None
@@ -360,7 +362,7 @@ def _zero(kind: str) -> Scalar:
     return FALSE if kind == "b" else ZERO if kind == "i" else real(0.0)
 
 
-def _trilu(context: Context) -> list[Fact] | None:
+def _trilu(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     value = context.value(0)
     if data is None:
@@ -379,10 +381,10 @@ def _trilu(context: Context) -> list[Fact] | None:
         kept = less_equal(row + k, column) if upper else less_equal(column, row + k)
         return select(kept, value.at(index), _zero(value.kind))
 
-    return [moved(context, data, at)]
+    return [moved_fact(context, data, at)]
 
 
-def _eye_like(context: Context) -> list[Fact] | None:
+def _eye_like(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -394,7 +396,7 @@ def _eye_like(context: Context) -> list[Fact] | None:
     return [Fact(dtype, data, SymTensor(data, kind, lambda index: to_int(equal(index[0] + k, index[1]))))]
 
 
-def _split(context: Context) -> list[Fact] | None:
+def _split(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -424,12 +426,12 @@ def _split(context: Context) -> list[Fact] | None:
             assert value is not None
             return value.at((*index[:axis], index[axis] + first, *index[axis + 1 :]))
 
-        facts.append(moved(context, shape, at))
+        facts.append(moved_fact(context, shape, at))
         start = start + length
     return facts
 
 
-def _pad(context: Context) -> list[Fact] | None:
+def _pad(context: RuleContext) -> list[Fact] | None:
     data, given = context.shape(0), context.ints(1)
     if data is None or given is None:
         return None
@@ -438,8 +440,8 @@ def _pad(context: Context) -> list[Fact] | None:
     if axes is None or len(given) != 2 * len(axes):
         return None
     pads = [ZERO] * (2 * rank)
-    for place, axis in enumerate(axes):
-        pads[axis % rank], pads[axis % rank + rank] = given[place], given[place + len(axes)]
+    for i, axis in enumerate(axes):
+        pads[axis % rank], pads[axis % rank + rank] = given[i], given[i + len(axes)]
     shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
     if context.attribute("mode", "constant") != "constant" and any(p != ZERO for p in pads):
@@ -447,14 +449,14 @@ def _pad(context: Context) -> list[Fact] | None:
 
     def at(index: Index) -> Scalar:
         assert value is not None
-        moved = tuple(i - pads[a] for a, i in enumerate(index))
+        source_index = tuple(i - pads[a] for a, i in enumerate(index))
         inside = all_of(
-            c for i, d in zip(moved, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
+            c for i, d in zip(source_index, data, strict=True) for c in (less_equal(ZERO, i), less_equal(i + ONE, d))
         )
         outside = _zero(value.kind) if fill is None else fill.at(() if fill.rank == 0 else (ZERO,))
-        return select(inside, value.at(moved), outside)
+        return select(inside, value.at(source_index), outside)
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
 RULES: dict[str, Rule] = {

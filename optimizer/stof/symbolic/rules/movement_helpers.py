@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all operators that move elements need."""
+"""Helpers of the rules of movement operators."""
 
 from __future__ import annotations
 
 from stof.symbolic.algebra.divisions import floor_mod
 from stof.symbolic.algebra.int_bounds import may_be_negative
-from stof.symbolic.algebra.terms import Atom, Int, integer, parts
-from stof.symbolic.facts import Context, Fact, dtype_kind
+from stof.symbolic.algebra.terms import Atom, Int, integer, subterms
+from stof.symbolic.facts import Fact, RuleContext, dtype_kind
 from stof.symbolic.tensor import Shape, SymTensor
 
 ONE = integer(1)
 
 
-def product(shape: Shape) -> Int:
+def element_count(shape: Shape) -> Int:
     """The number of elements."""
     result = ONE
     for d in shape:
@@ -20,8 +20,8 @@ def product(shape: Shape) -> Int:
     return result
 
 
-def moved(context: Context, shape: Shape, function: object, source: int = 0) -> Fact:
-    """A moved copy of input ``source``."""
+def moved_fact(context: RuleContext, shape: Shape, function: object, source: int = 0) -> Fact:
+    """The fact of an output whose elements are elements of input ``source``, chosen by ``function``."""
     fact = context.fact(source)
     kind = dtype_kind(fact.dtype)
     if fact.value is None or kind is None:
@@ -29,14 +29,14 @@ def moved(context: Context, shape: Shape, function: object, source: int = 0) -> 
     return Fact(fact.dtype, shape, SymTensor(shape, kind, function))  # type: ignore[arg-type]
 
 
-def wrapped(index: Int, limit: Int) -> Int:
-    """An index into an axis, from its end where it is negative: a number that is read may be either."""
+def wrap_index(index: Int, limit: Int) -> Int:
+    """An index into an axis of size ``limit``; a negative one counts from the end, and one that is read may be either."""
     if index.constant is not None:
         return index + limit if index.constant < 0 else index
     if (
         limit.constant
-        and any(isinstance(p, Atom) and p.kind == "read" for p in parts(index))
+        and any(isinstance(p, Atom) and p.kind == "read" for p in subterms(index))
         and may_be_negative(index)
     ):
-        return floor_mod(index, limit.constant)  # of all numbers that a valid run has there
+        return floor_mod(index, limit.constant)  # right for all indices of a valid run
     return index

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of quantizing operators and of others that ONNX Runtime's tools write, of which no mask is made."""
+"""Shape rules of quantized operators and others that ONNX Runtime's tools write; masks are not made of them."""
 
 from __future__ import annotations
 
 from onnx import TensorProto
 
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import broadcast
 from stof.symbolic.rules.shape_only import as_first
 from stof.symbolic.tensor import Shape
@@ -13,47 +13,47 @@ from stof.symbolic.tensor import Shape
 _FLOAT, _UINT8, _INT32 = int(TensorProto.FLOAT), int(TensorProto.UINT8), int(TensorProto.INT32)
 
 
-def _product(a: Shape | None, b: Shape | None) -> Shape | None:
+def _matmul_shape(a: Shape | None, b: Shape | None) -> Shape | None:
     if a is None or b is None or len(a) < 2 or len(b) < 2:
         return None
     return (*broadcast([a[:-2], b[:-2]]), a[-2], b[-1])
 
 
-def _dynamic_quantize(context: Context) -> list[Fact]:
+def _dynamic_quantize(context: RuleContext) -> list[Fact]:
     return [Fact(_UINT8, context.shape(0)), Fact(_FLOAT, ()), Fact(_UINT8, ())]
 
 
-def _quantize(context: Context) -> list[Fact]:
+def _quantize(context: RuleContext) -> list[Fact]:
     dtype = context.fact(2).dtype or context.number("output_dtype", 0) or _UINT8
     return [Fact(dtype, context.shape(0))]
 
 
-def _dequantize(context: Context) -> list[Fact]:
+def _dequantize(context: RuleContext) -> list[Fact]:
     return [Fact(context.fact(1).dtype or _FLOAT, context.shape(0))]
 
 
-def _matmul_integer(context: Context) -> list[Fact]:
-    return [Fact(_INT32, _product(context.shape(0), context.shape(1)))]
+def _matmul_integer(context: RuleContext) -> list[Fact]:
+    return [Fact(_INT32, _matmul_shape(context.shape(0), context.shape(1)))]
 
 
-def _matmul_float(context: Context) -> list[Fact]:
-    return [Fact(_FLOAT, _product(context.shape(0), context.shape(1)))]
+def _matmul_float(context: RuleContext) -> list[Fact]:
+    return [Fact(_FLOAT, _matmul_shape(context.shape(0), context.shape(1)))]
 
 
-def _matmul_scaled(context: Context) -> list[Fact]:
-    return [Fact(context.fact(2).dtype or _FLOAT, _product(context.shape(0), context.shape(1)))]
+def _matmul_scaled(context: RuleContext) -> list[Fact]:
+    return [Fact(context.fact(2).dtype or _FLOAT, _matmul_shape(context.shape(0), context.shape(1)))]
 
 
-def _qlinear_matmul(context: Context) -> list[Fact]:
-    return [Fact(context.fact(7).dtype or _UINT8, _product(context.shape(0), context.shape(3)))]
+def _qlinear_matmul(context: RuleContext) -> list[Fact]:
+    return [Fact(context.fact(7).dtype or _UINT8, _matmul_shape(context.shape(0), context.shape(3)))]
 
 
-def _qlinear_binary(context: Context) -> list[Fact]:
+def _qlinear_binary(context: RuleContext) -> list[Fact]:
     a, b = context.shape(0), context.shape(3)
     return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b]))]
 
 
-def _embed(context: Context) -> list[Fact] | None:
+def _embed(context: RuleContext) -> list[Fact] | None:
     """EmbedLayerNormalization: ids [B, S], tables [.., N]."""
     ids, table = context.shape(0), context.shape(2)
     if ids is None or table is None:
@@ -68,7 +68,7 @@ STANDARD: dict[str, Rule] = {
     "DequantizeLinear": _dequantize,
     "MatMulInteger": _matmul_integer,
     "QLinearMatMul": _qlinear_matmul,
-    # ONNX Runtime's optimizer writes it without a domain of its own.
+    # ONNX Runtime's optimizer writes it in the standard domain.
     "SimplifiedLayerNormalization": as_first,
 }
 CONTRIB: dict[str, Rule] = {

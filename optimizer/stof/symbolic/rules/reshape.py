@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the operators that change a shape and keep the order of the elements."""
+"""Rules of the operators that change the shape and keep the order of elements."""
 
 from __future__ import annotations
 
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.terms import Int, Scalar, integer
-from stof.symbolic.facts import Context, Fact, Rule
-from stof.symbolic.rules.movement_helpers import moved, product
+from stof.symbolic.facts import Fact, Rule, RuleContext
+from stof.symbolic.rules.movement_helpers import element_count, moved_fact
 from stof.symbolic.tensor import Index, Shape
 
 ZERO, ONE = integer(0), integer(1)
 
 
-def _axes(context: Context, rank: int) -> list[int] | None:
+def _axes(context: RuleContext, rank: int) -> list[int] | None:
     found: object = context.attribute("axes")
     if found is None:
         found = context.fixed_ints(1) if context.has(1) else None
     return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
 
 
-def _unsqueeze(context: Context) -> list[Fact] | None:
+def _unsqueeze(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -37,17 +37,17 @@ def _unsqueeze(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(i for a, i in enumerate(index) if a not in axes))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _squeeze(context: Context) -> list[Fact] | None:
+def _squeeze(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
     axes = _axes(context, len(data)) if len(data) else []
     if axes is None:
         if context.has(1) or any(d.constant is None for d in data):
-            return None  # axes that are not known; a size that is 1 in a run would go as well
+            return None  # unknown axes: a dynamic size that is 1 in a run is squeezed as well
         axes = [a for a, d in enumerate(data) if d == ONE]
     shape = tuple(d for a, d in enumerate(data) if a not in axes)
 
@@ -57,10 +57,10 @@ def _squeeze(context: Context) -> list[Fact] | None:
         assert value is not None
         return value.at(tuple(ZERO if a in axes else next(rest) for a in range(len(data))))
 
-    return [moved(context, shape, at)]
+    return [moved_fact(context, shape, at)]
 
 
-def _target_shape(context: Context, data: Shape) -> Shape | None:
+def _target_shape(context: RuleContext, data: Shape) -> Shape | None:
     wanted = context.ints(1)
     if wanted is None:
         return None
@@ -69,9 +69,9 @@ def _target_shape(context: Context, data: Shape) -> Shape | None:
     unknown = [a for a, d in enumerate(shape) if d.constant == -1]
     if unknown:
         rest = tuple(d for d in shape if d.constant != -1)
-        quotient = product(data).divide(product(rest))
+        quotient = element_count(data).divide(element_count(rest))
         if quotient is None:
-            whole, part = (product(tuple(context.unified(d) for d in dims)) for dims in (data, rest))
+            whole, part = (element_count(tuple(context.canonical(d) for d in dims)) for dims in (data, rest))
             quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
@@ -79,17 +79,17 @@ def _target_shape(context: Context, data: Shape) -> Shape | None:
     return tuple(shape)
 
 
-def _reshape(context: Context) -> list[Fact] | None:
+def _reshape(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     shape = None if data is None else _target_shape(context, data)
     if data is None or shape is None:
         return None
-    _equate_counts(context, product(data), product(shape))
-    return _reshaped(context, data, shape)
+    _equate_counts(context, element_count(data), element_count(shape))
+    return _reshaped_fact(context, data, shape)
 
 
-def _equate_counts(context: Context, before: Int, after: Int) -> None:
-    """Notes that a Reshape keeps the number of elements; factors of both are left out."""
+def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
+    """Records that a Reshape keeps the number of elements, without the common factors."""
     if before == after or len(after.terms) != 1:
         return
     for atom in after.terms[0][0]:
@@ -100,20 +100,20 @@ def _equate_counts(context: Context, before: Int, after: Int) -> None:
     context.equate(before, after)
 
 
-def _reshaped(context: Context, data: Shape, shape: Shape) -> list[Fact]:
+def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
     mapping = None
     if value is not None:
-        # Sizes that are equal in every valid run may be written differently on both sides.
-        same = (tuple(context.unified(d) for d in dims) for dims in (data, shape))
+        # Equal sizes may be different expressions on the two sides.
+        same = (tuple(context.canonical(d) for d in dims) for dims in (data, shape))
         mapping = _index_map(data, shape) or _index_map(*same)
     if value is None or mapping is None:
         return [Fact(context.fact(0).dtype, shape)]
-    return [moved(context, shape, lambda index: value.at(mapping(index)))]
+    return [moved_fact(context, shape, lambda index: value.at(mapping(index)))]
 
 
 def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
-    """From an index of ``shape`` to one of ``data``: equal up to ones, merging axes, or constant sizes."""
+    """Maps an index of ``shape`` to one of ``data``, where axes are equal, merged or split; None where it is not known how."""
     source = [a for a, d in enumerate(data) if d != ONE]
     target = [a for a, d in enumerate(shape) if d != ONE]
     groups: list[tuple[list[int], list[int]]] = []
@@ -154,21 +154,23 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
 
 
 def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
-    """Quotient and remainder. By a symbolic size: the terms that it divides, and the rest, which a valid graph keeps
-    below it (``b * S + k``); the check by execution would catch it if not.
+    """Quotient and remainder.
+
+    By a symbolic size: the terms that it divides, and the others. A valid graph keeps these below the size (``b * S + k``);
+    the mask check by execution finds the exceptions.
     """
     if n.constant is not None:
         return floor_div(flat, n.constant), floor_mod(flat, n.constant)
     return flat.divmod(n)
 
 
-def _flatten(context: Context) -> list[Fact] | None:
+def _flatten(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
     axis = context.number("axis", 1)
     axis = axis + len(data) if axis < 0 else axis
-    return _reshaped(context, data, (product(data[:axis]), product(data[axis:])))
+    return _reshaped_fact(context, data, (element_count(data[:axis]), element_count(data[axis:])))
 
 
 RULES: dict[str, Rule] = {

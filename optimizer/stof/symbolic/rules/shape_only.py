@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of operators that compute: what they give depends on weights or activations, so that only sizes are known."""
+"""Shape rules of compute operators. Their values depend on weights or activations and are not known."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from onnx import TensorProto
 
 from stof.symbolic.algebra.divisions import floor_div
 from stof.symbolic.algebra.terms import Int, integer
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.broadcasting import broadcast
 from stof.symbolic.tensor import Shape
 
 ONE = integer(1)
 
 
-def _numbers(context: Context, name: str, default: list[int]) -> list[int]:
+def _numbers(context: RuleContext, name: str, default: list[int]) -> list[int]:
     found = context.attribute(name)
     return default if found is None else [int(n) for n in found]  # type: ignore[attr-defined]
 
 
-def _window(context: Context, sizes: Shape, kernel: list[int]) -> Shape | None:
+def _window(context: RuleContext, sizes: Shape, kernel: list[int]) -> Shape | None:
     """The sizes after a window has moved over them (Conv, pooling)."""
     rank = len(sizes)
     strides, dilations = (_numbers(context, n, [1] * rank) for n in ("strides", "dilations"))
@@ -38,7 +38,7 @@ def _window(context: Context, sizes: Shape, kernel: list[int]) -> Shape | None:
     return tuple(result)
 
 
-def _conv(context: Context) -> list[Fact] | None:
+def _conv(context: RuleContext) -> list[Fact] | None:
     data, weight = context.shape(0), context.shape(1)
     if data is None or weight is None or len(data) < 3:
         return None
@@ -50,7 +50,7 @@ def _conv(context: Context) -> list[Fact] | None:
     return None if sizes is None else [Fact(context.fact(0).dtype, (data[0], weight[0], *sizes))]
 
 
-def _pool(context: Context) -> list[Fact] | None:
+def _pool(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     kernel = _numbers(context, "kernel_shape", [])
     if data is None or len(data) != len(kernel) + 2:
@@ -62,12 +62,12 @@ def _pool(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, shape), Fact(TensorProto.INT64, shape)]
 
 
-def _global_pool(context: Context) -> list[Fact] | None:
+def _global_pool(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     return None if data is None else [Fact(context.fact(0).dtype, (*data[:2], *([ONE] * (len(data) - 2))))]
 
 
-def _conv_transpose(context: Context) -> list[Fact] | None:
+def _conv_transpose(context: RuleContext) -> list[Fact] | None:
     data, weight = context.shape(0), context.shape(1)
     if data is None or weight is None or context.attribute("auto_pad", "NOTSET") != "NOTSET":
         return None
@@ -86,7 +86,7 @@ def _conv_transpose(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, (data[0], channels, *sizes))]
 
 
-def _einsum(context: Context) -> list[Fact] | None:
+def _einsum(context: RuleContext) -> list[Fact] | None:
     equation = str(context.attribute("equation", "")).replace(" ", "")
     ranks = [len(context.shape(i) or ()) for i in range(len(context.node.input))]
     named = [t.replace("...", "") for t in equation.partition("->")[0].split(",")]
@@ -107,7 +107,7 @@ def _einsum(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, tuple(sizes[c] for c in right))]
 
 
-def _resize(context: Context) -> list[Fact] | None:
+def _resize(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None or context.attribute("axes") is not None or context.attribute("keep_aspect_ratio_policy"):
         return None
@@ -130,7 +130,7 @@ def _resize(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, tuple(result))]
 
 
-def _top_k(context: Context) -> list[Fact] | None:
+def _top_k(context: RuleContext) -> list[Fact] | None:
     data, count = context.shape(0), context.ints(1)
     if data is None or not count:
         return None
@@ -139,7 +139,7 @@ def _top_k(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, shape), Fact(TensorProto.INT64, shape)]
 
 
-def _arg(context: Context) -> list[Fact] | None:
+def _arg(context: RuleContext) -> list[Fact] | None:
     data = context.shape(0)
     if data is None:
         return None
@@ -148,7 +148,7 @@ def _arg(context: Context) -> list[Fact] | None:
     return [Fact(TensorProto.INT64, (*data[:axis], *kept, *data[axis + 1 :]))]
 
 
-def _one_hot(context: Context) -> list[Fact] | None:
+def _one_hot(context: RuleContext) -> list[Fact] | None:
     indices, depth = context.shape(0), context.ints(1)
     if indices is None or not depth:
         return None
@@ -156,16 +156,16 @@ def _one_hot(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(2).dtype, (*indices[:axis], depth[0], *indices[axis:]))]
 
 
-def as_first(context: Context) -> list[Fact] | None:
-    """A result of the first input's type and shape."""
+def as_first(context: RuleContext) -> list[Fact] | None:
+    """The rule of operators whose result has the type and shape of their first input."""
     return [Fact(context.fact(0).dtype, context.shape(0))]
 
 
-def _norm(context: Context) -> list[Fact]:
+def _norm(context: RuleContext) -> list[Fact]:
     return [Fact(context.fact(0).dtype, context.shape(0)), Fact(), Fact()]
 
 
-def _matmul(context: Context) -> list[Fact] | None:
+def _matmul(context: RuleContext) -> list[Fact] | None:
     a, b = context.shape(0), context.shape(1)
     dtype = context.fact(0).dtype
     if a is None or b is None or len(a) < 1 or len(b) < 1:
@@ -176,7 +176,7 @@ def _matmul(context: Context) -> list[Fact] | None:
     return [Fact(dtype, (*broadcast([a[:-2], b[:-2]], context), a[-2], b[-1]))]
 
 
-def _gemm(context: Context) -> list[Fact] | None:
+def _gemm(context: RuleContext) -> list[Fact] | None:
     a, b = context.shape(0), context.shape(1)
     if a is None or b is None:
         return None
@@ -185,7 +185,7 @@ def _gemm(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, (rows, columns))]
 
 
-def _reduce(context: Context) -> list[Fact] | None:
+def _reduce(context: RuleContext) -> list[Fact] | None:
     shape = context.shape(0)
     if shape is None:
         return None
@@ -203,7 +203,7 @@ def _reduce(context: Context) -> list[Fact] | None:
     return [Fact(context.fact(0).dtype, tuple(result))]
 
 
-def _broadcast(context: Context) -> list[Fact] | None:
+def _broadcast(context: RuleContext) -> list[Fact] | None:
     shapes = [context.shape(i) for i in range(len(context.node.input))]
     known = [s for s in shapes if s is not None]
     return [Fact(context.fact(0).dtype, broadcast(known) if len(known) == len(shapes) else None)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operator of the standard domain does to shapes and values. A rule returns one Fact per output, or None."""
+"""The rules of the standard domain. A rule returns a fact for each output, or None where it knows nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from onnx import TensorProto, numpy_helper
 
 from stof.graph.external_data import is_external
 from stof.symbolic.algebra.terms import integer
-from stof.symbolic.facts import Context, Fact, Rule, dtype_kind
+from stof.symbolic.facts import Fact, Rule, RuleContext, dtype_kind
 from stof.symbolic.rules import bitwise, cast, comparison, counting, elementwise, movement, shape_only
 from stof.symbolic.tensor import constant_tensor
 
 
-def _constant(context: Context) -> list[Fact]:
+def _constant(context: RuleContext) -> list[Fact]:
     for name, convert in (
         ("value_int", np.int64),
         ("value_float", np.float32),
@@ -26,7 +26,7 @@ def _constant(context: Context) -> list[Fact]:
             break
     else:
         proto = context.attributes["value"].t
-        if is_external(proto):  # too large to be read
+        if is_external(proto):  # external constants that remain are large
             return [Fact(proto.data_type, tuple(integer(n) for n in proto.dims), None, "a weight")]
         array, dtype = numpy_helper.to_array(proto), proto.data_type
         if dtype_kind(dtype) is None:
@@ -42,6 +42,6 @@ RULES: dict[str, Rule] = {
     **cast.RULES,
     **movement.RULES,
     **shape_only.RULES,
-    **counting.RULES,  # CumSum has values there, where compute has its shape
+    **counting.RULES,  # overrides CumSum of shape_only: it has a value
     **bitwise.RULES,
 }

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of the operators of domain stof, for steps that work on a model after attention was replaced."""
+"""Shape rules of domain stof, for steps that run after attention was replaced."""
 
 from __future__ import annotations
 
 from stof.symbolic.algebra.terms import integer
-from stof.symbolic.facts import Context, Fact, Rule
+from stof.symbolic.facts import Fact, Rule, RuleContext
 
 
-def _attention(context: Context) -> list[Fact] | None:
+def _attention(context: RuleContext) -> list[Fact] | None:
     query, value = context.shape(0), context.shape(2)
     dtype = context.fact(0).dtype
     layouts = str(context.attribute("layout", "BHSD")).split()
@@ -16,8 +16,8 @@ def _attention(context: Context) -> list[Fact] | None:
     if query is None or value is None or len(layouts) != 4:
         return [Fact(dtype)]
     packed = context.attribute("packed")
-    held = integer(int(packed[5])) if isinstance(packed, list) and len(packed) == 6 else groups  # heads in the tensor
-    width = value[2].divide(held) if layouts[2] == "BSN" else value[3]
+    heads_in_value = integer(int(packed[5])) if isinstance(packed, list) and len(packed) == 6 else groups
+    width = value[2].divide(heads_in_value) if layouts[2] == "BSN" else value[3]
     rows = query[2] if layouts[0] == "BHSD" else query[1]
     if width is None:
         return [Fact(dtype)]

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX files and graphs: loading, looking around, saving."""
+"""Loads and saves ONNX models. Loading checks all that later steps rely on, and says what is wrong with the file."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,90 +15,21 @@ from onnx import TensorProto
 from stof.errors import ArgumentError, ModelError
 from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
-from stof.graph.external_data import Bringing, all_tensors, check_external, copied_data, is_external
+from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, is_external
+from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
+from stof.graph.protobuf import replace_nodes
 
 LARGEST_OPSET = 26
 SMALLEST_OPSET = 13
-DOMAIN = "stof"
-_IR_OF_DEFAULTS = 4  # since which initializers need not be inputs, and those that are can be overridden
+_IR_OF_DEFAULTS = 4  # first IR version in which an initializer need not be an input
 _LARGEST_FILE = (1 << 31) - 1  # bytes of a protobuf
-_GRAPH = int(onnx.AttributeProto.GRAPH)
-_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
-
-
-# Element types with one element in each slot of their data field; complex, string and sub-byte types have others.
+_KNOWN_DOMAINS = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", "com.microsoft", "ai.onnx.preview.training", DOMAIN})
+# Types whose data field has one slot an element. Complex, string and sub-byte types pack theirs differently.
 _PLAIN_TYPES = frozenset(
     [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL]
     + [TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64]
     + [TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64]
 )
-
-
-class GraphIndex:
-    """Producers and consumers of a graph's tensors."""
-
-    def __init__(
-        self, graph: onnx.GraphProto, fixed: frozenset[str] = frozenset(), groups: Mapping[str, int] | None = None
-    ) -> None:
-        self.graph = graph
-        self.groups = groups or {}  # of tensors that nodes in place of a fused one write: which one
-        self.fixed = fixed  # tensors that are written in any case: no reading goes behind them
-        self.outputs = {o.name for o in graph.output}
-        self.inputs = {i.name for i in graph.input}
-        self._producer = {o: n for n in graph.node for o in n.output if o}
-        self._consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-        for node in graph.node:
-            for name in dict.fromkeys(node.input):
-                if name:
-                    self._consumers[name].append(node)
-        # Subgraphs of If and Loop read outer tensors without naming them as inputs.
-        self.captured = {name for node in graph.node if node.attribute for name in _captures(node)}
-
-    def producer(self, tensor: str) -> onnx.NodeProto | None:
-        """The node that writes a tensor."""
-        return self._producer.get(tensor)
-
-    def consumers(self, tensor: str) -> list[onnx.NodeProto]:
-        """The nodes that read a tensor, each once."""
-        return self._consumers.get(tensor, [])
-
-
-def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs in a node's attributes."""
-    attributes = node.attribute
-    if not attributes:
-        return []
-    found = [a.g for a in attributes if a.type == _GRAPH]
-    return found + [g for a in attributes for g in a.graphs]
-
-
-def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes with those of their subgraphs."""
-    for node in nodes:
-        yield node
-        for graph in subgraphs(node):
-            yield from all_nodes(graph.node)
-
-
-def _captures(node: onnx.NodeProto) -> set[str]:
-    """What the subgraphs of a node read, names of their own among it."""
-    found: set[str] = set()
-    for graph in subgraphs(node):
-        found.update(o.name for o in graph.output)
-        for inner in graph.node:
-            found.update(inner.input)
-            found |= _captures(inner)
-    return found
-
-
-def node_tensors(node: onnx.NodeProto) -> set[str]:
-    """All tensor names in a node and its subgraphs."""
-    found = {*node.input, *node.output}
-    for graph in subgraphs(node):
-        found.update(o.name for o in graph.output)
-        for inner in graph.node:
-            found |= node_tensors(inner)
-    return found
 
 
 def load(path: Path) -> onnx.ModelProto:
@@ -133,14 +61,14 @@ def load(path: Path) -> onnx.ModelProto:
     _check_opsets(path, model)
     _check_arities(path, model)
     _check_tensors(path, model)
-    _only_constants(model)
+    _drop_constant_inputs(model)
     _check_edges(path, model.graph)
     check_external(path, model)
     return model
 
 
-def _only_constants(model: onnx.ModelProto) -> None:
-    """Takes initializers off the inputs where they have to be among them and are constants: before version 4 of the format.
+def _drop_constant_inputs(model: onnx.ModelProto) -> None:
+    """Removes initializers from the graph's inputs in models of an IR version below 4, where they are constants.
 
     From version 4 on, an initializer that is an input is a default, which a caller may override.
     """
@@ -150,12 +78,12 @@ def _only_constants(model: onnx.ModelProto) -> None:
         kept = [onnx.ValueInfoProto.FromString(i.SerializeToString()) for i in inputs]
         del model.graph.input[:]
         model.graph.input.extend(kept)
-        model.ir_version = _IR_OF_DEFAULTS  # which says the same without them
+        model.ir_version = _IR_OF_DEFAULTS  # the model means the same without these inputs
 
 
 def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
     expected = f"{SMALLEST_OPSET} to {LARGEST_OPSET}"
-    standard = [e.version for e in model.opset_import if e.domain in ("", "ai.onnx")]
+    standard = [e.version for e in model.opset_import if e.domain in STANDARD_DOMAINS]
     if not standard:
         raise ModelError(f"{path} imports no opset of the standard domain, expected {expected}")
     for version in standard:
@@ -172,15 +100,15 @@ def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
 
 @dataclass(frozen=True)
 class _Arity:
-    """What an operator takes: least and most inputs and outputs, and attributes that have to be there."""
+    """Least and most inputs and outputs of an operator, and its required attributes."""
 
     inputs: tuple[int, int]
     outputs: tuple[int, int]
     required: tuple[str, ...]
 
 
-def _arity(kind: str, opset: int) -> _Arity | None:
-    """That of an operator of the standard domain; None of one that is newer than the onnx package, or a runtime's own."""
+def _find_arity(kind: str, opset: int) -> _Arity | None:
+    """The arity of a standard operator; None where the onnx package does not know the operator."""
     try:
         schema = onnx.defs.get_schema(kind, opset, "")
     except onnx.defs.SchemaError:
@@ -190,19 +118,19 @@ def _arity(kind: str, opset: int) -> _Arity | None:
 
 
 def _check_arities(path: Path, model: onnx.ModelProto) -> None:
-    """Nodes of the standard domain have as many inputs and outputs as the operator takes."""
+    """Standard nodes have the inputs, outputs and attributes that their operator requires."""
     opset = opset_of(model)
-    known: dict[str, _Arity | None] = {}  # asking onnx takes as long as checking many nodes
+    known: dict[str, _Arity | None] = {}  # a schema look-up is slow
     for node in model.graph.node:
-        if node.domain not in ("", "ai.onnx"):
+        if not is_standard(node):
             continue
         kind = node.op_type
         if kind not in known:
-            known[kind] = _arity(kind, opset)
+            known[kind] = _find_arity(kind, opset)
         arity = known[kind]
         if arity is None:
             continue
-        for words, count, (least, most) in (
+        for what, count, (least, most) in (
             ("inputs", len(node.input), arity.inputs),
             ("outputs", len(node.output), arity.outputs),
         ):
@@ -211,7 +139,7 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
                     str(least) if least == most else f"{least} to {most}" if most < 1 << 20 else f"{least} or more"
                 )
                 raise ModelError(
-                    f"{path}: {describe(node)} has {count} {words}, but {node.op_type} of opset {opset} has {expected}"
+                    f"{path}: {describe(node)} has {count} {what}, but {node.op_type} of opset {opset} has {expected}"
                 )
         given = {a.name for a in node.attribute}
         for name in arity.required:
@@ -220,7 +148,7 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
 
 
 def _check_tensors(path: Path, model: onnx.ModelProto) -> None:
-    """Constants hold as many bytes or numbers as their shape says."""
+    """Every constant holds as many elements as its shape has."""
     for tensor in all_tensors(model):
         if any(d < 0 for d in tensor.dims):
             raise ModelError(f"{path}: constant {tensor.name!r} has shape {list(tensor.dims)}")
@@ -247,55 +175,39 @@ def _check_tensors(path: Path, model: onnx.ModelProto) -> None:
 
 
 def _check_edges(path: Path, graph: onnx.GraphProto) -> None:
-    """Every tensor is written once and before it is read; nodes in another order, which runtimes accept, are sorted."""
+    """Every tensor is written once and before it is read. Runtimes accept nodes in any order; they are sorted here."""
     given = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
     given |= {t.values.name for t in graph.sparse_initializer}
     writers: dict[str, int] = {}
-    for place, node in enumerate(graph.node):
+    for i, node in enumerate(graph.node):
         for name in node.output:
             if name and (name in given or name in writers):
                 raise ModelError(f"{path}: {describe(node)} writes {name!r}, which is written already")
-            writers[name] = place
-    ordered = True
-    for place, node in enumerate(graph.node):
+            writers[name] = i
+    is_sorted = True
+    for i, node in enumerate(graph.node):
         for name in node.input:
             if name not in given and name not in writers:
                 raise ModelError(f"{path}: {describe(node)} reads {name!r}, which nothing writes")
-            ordered = ordered and (name in given or writers[name] < place)
+            is_sorted = is_sorted and (name in given or writers[name] < i)
     for output in graph.output:
         if output.name not in given and output.name not in writers:
             raise ModelError(f"{path}: output {output.name!r} is written by no node")
-    if not ordered:
-        _sort(path, graph, writers)
+    if not is_sorted:
+        _sort(path, graph)
 
 
-def _sort(path: Path, graph: onnx.GraphProto, writers: dict[str, int]) -> None:
+def _sort(path: Path, graph: onnx.GraphProto) -> None:
     """Puts writers before readers, otherwise in the order of the file."""
-    needs = [{writers[n] for n in {*node.input, *_captures(node)} if n and n in writers} for node in graph.node]
-    readers: dict[int, list[int]] = defaultdict(list)
-    for place, before in enumerate(needs):
-        for other in before:
-            readers[other].append(place)
-    ready = [place for place, before in enumerate(needs) if not before]
-    order: list[int] = []
-    while ready:
-        place = heapq.heappop(ready)
-        order.append(place)
-        for reader in readers[place]:
-            needs[reader].discard(place)
-            if not needs[reader]:
-                heapq.heappush(ready, reader)
+    order = topological_order(graph.node)
     if len(order) != len(graph.node):
-        stuck = next(graph.node[i] for i, before in enumerate(needs) if before)
+        stuck = graph.node[min(set(range(len(graph.node))) - set(order))]
         raise ModelError(f"{path}: {describe(stuck)} is part of a cycle or waits for one")
-    nodes = [graph.node[i] for i in order]
-    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
+    replace_nodes(graph, [graph.node[i] for i in order])
 
 
 def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Writes a model whole or not at all. External data stays where it is; for another folder it is copied.
+    """Writes a model completely or not at all. External data is copied when the output is in another folder.
 
     Raises:
         ArgumentError: when the output cannot be written, or is the input.
@@ -312,40 +224,12 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> None:
     except (EncodeError, ValueError) as error:
         raise ModelError(f"{path} would exceed the 2 GB of a protobuf: store the weights as external data") from error
     try:
-        with temporary_file(path.parent) as new, Bringing(new) as bringing:
-            for copy in copied_data(model, path, source):
-                bringing.stage(copy)
+        with temporary_file(path.parent) as new, DataCopier(new) as copier:
+            for copy in data_to_copy(model, path, source):
+                copier.stage(copy)
             new.write(data)
-            bringing.publish()
+            copier.publish()
             check_external(path, model)
             new.replace(path)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def with_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:
-    """A copy of a model with other nodes, which may be its own."""
-    copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
-    del found.graph.node[:]
-    found.graph.node.extend(copies)
-    return found
-
-
-def domain_of(node: onnx.NodeProto) -> str:
-    """A node's domain, the standard one by its short name."""
-    return "" if node.domain == "ai.onnx" else str(node.domain)
-
-
-def describe(node: onnx.NodeProto) -> str:
-    """A node in words: its operator and name. It may be one of a broken model, without outputs."""
-    operator = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    if node.name:
-        return f"{operator} node {node.name!r}"
-    return f"the {operator} node that writes {node.output[0]!r}" if node.output else f"a nameless {operator} node"
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the standard domain."""
-    return int(next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads among others of their tensors (attribute packed): the function body without the library and the operator with it,
-against the formula in fp64, and the operator bit for bit against itself on tensors of its own heads.
+"""Attribute ``packed``: the function body and the operator read heads from a tensor that holds others.
+
+Both are compared with the formula in fp64, and the operator bit for bit with itself on unpacked tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function, packed_function
-from stof.graph.model_graph import DOMAIN
+from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
+from stof.graph.index import DOMAIN
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.runtime.library import LibraryError, Op, has_packed
 from stof.site import EmptyRows, Layout
@@ -87,7 +88,7 @@ def function_of(problem: Problem, layouts: tuple[str, ...], opset: int, others: 
         helper.np_dtype_to_tensor_dtype(problem.q.dtype),
     )
     variants = [own, *(replace(own, expression=f"q - k <= {i}") for i in range(others))]
-    return packed_function(make_function(variants, opset), layouts, layouts)
+    return add_packed_inputs(make_attention_function(variants, opset), layouts, layouts)
 
 
 def session(

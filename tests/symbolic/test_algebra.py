@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of the interpreter: conditions by cases, what limits decide, sizes by name, floats that hold integers."""
+"""The algebra: conditions by cases, limits of indices, named sizes, floats that hold integers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stof.symbolic import Cond, Int, integer, var
 from stof.symbolic.algebra.conditions import all_of, decide, equal, less_equal, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
 from stof.symbolic.algebra.domain import Domain, divisions
-from stof.symbolic.algebra.float_arithmetic import floor
-from stof.symbolic.algebra.piecewise import cases, reads_input, to_int
-from stof.symbolic.algebra.terms import FALSE, TRUE, Real, of_atom, real, size
-from stof.symbolic.dimension_names import dimension
+from stof.symbolic.algebra.float_arithmetic import floor_quotient
+from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_int
+from stof.symbolic.algebra.terms import FALSE, TRUE, Real, dim, of_atom, real
+from stof.symbolic.dimension_names import parse_dimension
 from stof.symbolic.rules.elementwise import div
 
-Q, K, S, T = var("q"), var("k"), size("S"), size("T")
+Q, K, S, T = var("q"), var("k"), dim("S"), dim("T")
 ONE = integer(1)
 CAUSAL, NEAR = less_equal(K, Q), less_equal(Q - K, integer(4))
 
@@ -43,16 +43,16 @@ def test_products_and_sums_of_conditions_become_and_and_or() -> None:
 
 def test_a_float_mask_has_one_case_for_each_value() -> None:
     mask = Real("select", (CAUSAL, Real("select", (NEAR, real(0.0), real(-2.0))), real(-2.0)))
-    found = {x: c for c, x in cases(mask)}
+    found = {x: c for c, x in split_cases(mask)}
     assert found[0.0] == all_of([CAUSAL, NEAR])
     assert found[-2.0] == negate(found[0.0])
 
 
 def test_a_difference_of_reads_is_not_taken_for_zero_or_one() -> None:
     one, other = (of_atom("read", "ids", (var("b"), x)) for x in (Q, K))
-    (only,) = cases(Real("int", (one - other,)))
+    (only,) = split_cases(Real("int", (one - other,)))
     assert only == (TRUE, Real("int", (one - other,)))
-    assert len(cases(Real("int", (one * other,)))) == 2
+    assert len(split_cases(Real("int", (one * other,)))) == 2
     assert reads_input(Real("int", (one,)))
     assert not reads_input(Real("int", (Q,)))
 
@@ -86,7 +86,7 @@ def _named(value: Int) -> Int:
     for monomial, coefficient in value.terms:
         product = integer(coefficient)
         for atom in monomial:
-            product = product * size(str(atom.args[0]))
+            product = product * dim(str(atom.args[0]))
         total = total + product
     return total
 
@@ -106,23 +106,23 @@ def test_numbers_times_polynomials_and_their_quotients(number: int) -> None:
 
 def test_a_size_may_be_0() -> None:
     """Row q of the queries behind an empty past is position q, so ``q + P < 1`` holds for the first one."""
-    q, past = var("q"), size("P")
+    q, past = var("q"), dim("P")
     assert less_equal(q + past, integer(0)) not in (TRUE, FALSE)
     assert less_equal(q, q + past) == TRUE
     assert less_equal(q + ONE, q - past) == FALSE
 
 
 def test_names_of_sizes_that_are_sums() -> None:
-    assert dimension("past + sequence") == size("past") + size("sequence")
-    assert dimension("2*s0 - 1") == size("s0") * integer(2) - ONE
-    assert dimension("unk__12") == size("unk__12")
-    assert dimension("floor(n/2) + 1") == size("floor(n/2) + 1")
+    assert parse_dimension("past + sequence") == dim("past") + dim("sequence")
+    assert parse_dimension("2*s0 - 1") == dim("s0") * integer(2) - ONE
+    assert parse_dimension("unk__12") == dim("unk__12")
+    assert parse_dimension("floor(n/2) + 1") == dim("floor(n/2) + 1")
 
 
 def test_the_floor_of_a_quotient_of_positions() -> None:
     quotient = Real("div", (Real("int", (Q,)), real(4.0)))
-    assert floor(quotient) == Real("int", (of_atom("div", Q, 4),))
-    assert floor(Real("div", (Real("int", (Q - K,)), real(4.0)))) is None  # may be negative
+    assert floor_quotient(quotient) == Real("int", (of_atom("div", Q, 4),))
+    assert floor_quotient(Real("div", (Real("int", (Q - K,)), real(4.0)))) is None  # may be negative
     assert isinstance(CAUSAL, Cond)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of weights and of exponentials beside a sink's column, and a weak mask that tells forbidden keys apart."""
+"""Masks of weights and of exponentials together with a sink, and weak masks of different strength."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every spelling of attention that exporters write, as text: found, read rightly, and equal after the rewrite."""
+"""Every spelling of attention that exporters write, as text: found, described correctly, equal after the rewrite."""
 
 from __future__ import annotations
 

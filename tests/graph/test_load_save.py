@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading files that are no models, models that cannot be read, and writing whole files or none."""
+"""Loading refuses broken files with a reason; saving writes a whole file or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from attention_forms import PLAIN, model
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import ArgumentError, ModelError
-from stof.graph.model_graph import GraphIndex, load, save
+from stof.graph.index import GraphIndex
+from stof.graph.load_save import load, save
 
 BODY = "%kt\ns1 = MatMul (q, kt)\np = Softmax (s1)\nout = MatMul (p, v)"
 
@@ -44,7 +45,7 @@ def test_no_onnx_file(tmp_path: Path, data: bytes) -> None:
         load(written(tmp_path, data))
 
 
-def test_every_truncation_is_told(tmp_path: Path) -> None:
+def test_every_truncation_is_reported(tmp_path: Path) -> None:
     graph = model(PLAIN, "float[a,b,c,d] out", BODY)
     del graph.opset_import[1]
     data = graph.SerializeToString()
@@ -109,22 +110,22 @@ def test_domains_and_edges(tmp_path: Path) -> None:
 def test_nodes_and_constants_that_contradict_themselves(tmp_path: Path) -> None:
     good = model(PLAIN, "float[a,b,c,d] out", BODY)
 
-    def told(words: str, change: Callable[[onnx.GraphProto], object]) -> None:
+    def refused(words: str, change: Callable[[onnx.GraphProto], object]) -> None:
         graph = onnx.ModelProto()
         graph.CopyFrom(good)
         change(graph.graph)
         with pytest.raises(ModelError, match=words):
             load(written(tmp_path, graph.SerializeToString()))
 
-    told("has 1 inputs, but MatMul of opset 18 has 2", lambda g: g.node[1].input.pop())
-    told("has 2 outputs, but Softmax of opset 18 has 1", lambda g: g.node[2].output.append("more"))
-    told("has no attribute 'to', which Cast needs", lambda g: g.node.append(helper.make_node("Cast", ["q"], ["c"])))
+    refused("has 1 inputs, but MatMul of opset 18 has 2", lambda g: g.node[1].input.pop())
+    refused("has 2 outputs, but Softmax of opset 18 has 1", lambda g: g.node[2].output.append("more"))
+    refused("has no attribute 'to', which Cast needs", lambda g: g.node.append(helper.make_node("Cast", ["q"], ["c"])))
     weight = numpy_helper.from_array(np.zeros((2, 3), np.float32), "w")
     weight.dims[0] = 4
-    told(r"'w' of shape \[4, 3\] holds 6 elements, expected 12", lambda g: g.initializer.append(weight))
+    refused(r"'w' of shape \[4, 3\] holds 6 elements, expected 12", lambda g: g.initializer.append(weight))
     half = helper.make_tensor("w", TensorProto.FLOAT16, [3], [1.0, 2.0, 3.0])
     half.dims[0] = -1
-    told(r"'w' has shape \[-1\]", lambda g: g.initializer.append(half))
+    refused(r"'w' has shape \[-1\]", lambda g: g.initializer.append(half))
     half.dims[0] = 3
     good.graph.initializer.append(half)
     assert load(written(tmp_path, good.SerializeToString())) == good

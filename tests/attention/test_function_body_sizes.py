@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofAttention beside the library: every layout, policy and role of operands, with sizes of 0 and 1."""
+"""The function body of StofAttention against the library: every layout, policy and operand role, with sizes 0 and 1."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import stof
-from stof.attention.function_body import OP, Variant, make_function, packed_function
-from stof.graph.model_graph import DOMAIN
+from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
+from stof.graph.index import DOMAIN
 from stof.site import EmptyRows, Layout
 
 D, DV = 8, 5
@@ -131,7 +131,7 @@ def model_of(call: Call, feed: dict[str, np.ndarray], fixed: bool) -> onnx.Model
     return helper.make_model(
         helper.make_graph([node], "g", values, outputs),
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 1)],
-        functions=[make_function([variant], 18, call.lse)],
+        functions=[make_attention_function([variant], 18, call.lse)],
         ir_version=9,
     )
 
@@ -181,7 +181,7 @@ def test_heads_among_others(layouts: tuple[str, ...]) -> None:
 
     model = model_of(call, wide(2, 3, 7), fixed=False)
     model.graph.node[0].attribute.append(helper.make_attribute("packed", packed))
-    function = packed_function(model.functions[0], layouts, layouts)
+    function = add_packed_inputs(model.functions[0], layouts, layouts)
     model.functions[0].CopyFrom(function)
     body, library = (session(model, library=x) for x in (False, True))
     for B, S, T in SIZES:

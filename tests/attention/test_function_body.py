@@ -11,8 +11,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from stof.attention.function_body import OP, Variant, make_function
-from stof.graph.model_graph import DOMAIN, all_nodes
+from stof.attention.function_body import OP, Variant, make_attention_function
+from stof.graph.index import DOMAIN, all_nodes
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference, reference_lse
 from stof.site import EmptyRows, Layout
 
@@ -45,7 +45,7 @@ def run_body(problem: Problem, opset: int, lse: bool = False, others: int = 0) -
     model = helper.make_model(
         helper.make_graph([node], "g", inputs, outputs),
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)],
-        functions=[make_function(variants, opset, lse)],
+        functions=[make_attention_function(variants, opset, lse)],
         ir_version=8,
     )
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -126,7 +126,7 @@ def test_branches_read_no_attribute() -> None:
     """TensorRT's parser takes references to attributes in the branches of an If for 0."""
     masks = ("abs(q - k) <= 3", "k <= q", "abs(q - k) <= 5")
     variants = [Variant(m, (Layout.BSN,) * 4, True, EmptyRows.ZERO, 0, 0.0, ("pad",), TensorProto.FLOAT) for m in masks]
-    function = make_function(variants, 18)
+    function = make_attention_function(variants, 18)
     top = {a.ref_attr_name for n in function.node for a in n.attribute if a.ref_attr_name}
     assert top == set(function.attribute) == {"mask_id", "scale", "num_heads", "kv_num_heads"}
     branches = [a.g for n in function.node for a in n.attribute if a.HasField("g")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""External data of every kind of tensor is found, checked and copied; places and names that are made to hurt are refused."""
+"""External data of every kind of tensor is found, checked and copied; hostile locations and file names are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stof import cli
 from stof.errors import ModelError
 from stof.graph import external_data
 from stof.graph.external_data import external_files
-from stof.graph.model_graph import load, save
+from stof.graph.load_save import load, save
 
 ATTENTION = """
     at2 = Constant <value = int64 {2}> ()

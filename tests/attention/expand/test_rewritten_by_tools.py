@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs that other tools rewrote: ONNX Runtime's optimizers and quantizers, onnxscript's fusions."""
+"""Graphs rewritten by other tools: ONNX Runtime's optimizers and quantizers, onnxscript's fusions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index arithmetic as exporters spell it, and what it says: bits, quotients that truncate, squares, slices, assignments."""
+"""Masks from index arithmetic of exporters: bits, truncated quotients, squares, slices, assignments."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_row_assigned_from_the_end(row: int) -> None:
 
 
 @pytest.mark.parametrize("vectors", [False, True])
-def test_what_is_drawn_at_random_has_no_value(vectors: bool) -> None:
+def test_random_tensors_have_no_value(vectors: bool) -> None:
     graph = model(
         "bool training",
         "float[4] kept, float[4] dropped, float[4] chosen, float[4] drawn",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in local functions: inlined and replaced, whatever else is a function stays one."""
+"""Local functions that contain attention are inlined and replaced; other functions stay."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onnx import helper, parser
 
 import stof
 from stof.errors import ModelError
+from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
-from stof.graph.model_graph import DOMAIN
 from stof.options import Options
 
 # Functions in functions, attributes with and without defaults, a function called twice.
@@ -184,7 +184,7 @@ def called_in_turn(levels: int) -> onnx.ModelProto:
     return found
 
 
-def test_a_cycle_is_told_from_depth() -> None:
+def test_a_cycle_is_reported_as_such_and_not_as_depth() -> None:
     """Many levels are no recursion, and a cycle is named as soon as it closes."""
     # Attention calls a function itself: that is the last level.
     assert "Softmax" in {n.op_type for n in inline(called_in_turn(63), {("", "Softmax")}).graph.node}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files declare in ways of their own: dimensions of -1, initializers among the inputs."""
+"""Loads unusual declarations: dimensions of -1, and initializers among the inputs."""
 
 from __future__ import annotations
 

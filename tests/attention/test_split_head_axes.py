@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads in two axes, [B, G, R, S, D] beside keys [B, G, 1, T, D] that R heads share: grouped queries without repeated keys."""
+"""Heads in two axes: queries [B, G, R, S, D] and keys [B, G, 1, T, D], grouped queries without repeated keys."""
 
 from __future__ import annotations
 

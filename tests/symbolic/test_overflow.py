@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that are computed in types which do not hold every integer: exact where they do, left alone where they may not."""
+"""Masks computed in types that do not hold every integer: lifted where exact, left alone where they may overflow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention cores written otherwise: masked by products, masked again after the softmax, channels first, heads in the batch."""
+"""Unusual spellings: masks by products, masks again after the softmax, channels first, heads in the batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What single operators make of constants, beside what a runtime makes of them."""
+"""Rules of single operators on constants agree with a runtime."""
 
 from __future__ import annotations
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows a tensor through movement operators, and says where each of its axes lies in the source tensor.
+
+An axis of a tensor is an ordered product of *atoms*: axes of the source tensor, or factors of them. Transpose permutes
+axes, Reshape regroups atoms, Expand adds a broadcast atom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+from onnx import TensorProto
+
+from stof.errors import UnsupportedError
+from stof.graph.index import GraphIndex, describe, is_standard
+from stof.symbolic import Int, Symbolic, integer
+from stof.symbolic.rules.dropout import may_drop
+
+ONE = integer(1)
+MOVES = frozenset({"Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Identity", "Flatten"})
+CASTS = frozenset({"Cast", "CastLike"})
+_MAX_PATH = 24  # nodes
+_FLOAT_WIDTHS: dict[int, int] = {TensorProto.FLOAT16: 1, TensorProto.BFLOAT16: 1, TensorProto.FLOAT: 2}
+
+
+@dataclass(frozen=True)
+class AxisAtom:
+    """A factor of an axis of the source."""
+
+    axis: int  # -1: broadcast
+    part: int  # which factor of the axis, from the outermost; which broadcast atom
+    size: Int
+
+
+Axes = tuple[tuple[AxisAtom, ...], ...]
+
+
+@dataclass(frozen=True)
+class MovePath:
+    """The nodes from a source tensor to a MatMul operand, and the constant factor by which they scale it."""
+
+    source: str
+    nodes: tuple[onnx.NodeProto, ...]  # in order of execution
+    scale: float = 1.0
+
+
+def is_move(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node only moves its first input's elements: a view, or a cast to the same type."""
+    if not is_standard(node):
+        return False
+    if node.op_type in CASTS:
+        dtype = symbolic.dtype(node.output[0])
+        return dtype != 0 and dtype == symbolic.dtype(node.input[0])
+    return node.op_type in MOVES
+
+
+def move_paths(index: GraphIndex, symbolic: Symbolic, tensor: str) -> list[MovePath]:
+    """The paths to an operand from every tensor behind movements and scalar factors, shortest first.
+
+    Casts to a wider float are passed as well: they lose nothing, and the op computes in fp32 anyway.
+    """
+    found = [MovePath(tensor, ())]
+    while len(found) <= _MAX_PATH:
+        last = found[-1]
+        node = index.producer(last.source)
+        if node is None:
+            break
+        if is_move(symbolic, node) or _is_widening_cast(symbolic, node):
+            found.append(MovePath(node.input[0], (node, *last.nodes), last.scale))
+            continue
+        factor = scalar_factor(symbolic, node)
+        if factor is None:
+            break
+        found.append(MovePath(factor[0], last.nodes, last.scale * factor[1]))
+    return found
+
+
+def _is_widening_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    if node.op_type not in CASTS or not is_standard(node):
+        return False
+    source, result = (_FLOAT_WIDTHS.get(symbolic.dtype(n), 0) for n in (node.input[0], node.output[0]))
+    return bool(0 < source < result)
+
+
+def is_float_cast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node casts between the float types of the op."""
+    if node.op_type not in CASTS or not is_standard(node):
+        return False
+    return all(symbolic.dtype(n) in _FLOAT_WIDTHS for n in (node.input[0], node.output[0]))
+
+
+def is_identity(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node of the standard domain is an Identity, or a Dropout of inference.
+
+    Raises:
+        UnsupportedError: for a Dropout that drops.
+    """
+    if node.op_type == "Dropout" and may_drop(node, symbolic.constant):
+        raise UnsupportedError(
+            f"{describe(node)} may drop elements: its training_mode is not known to be false, nor its ratio to be 0"
+        )
+    return node.op_type in ("Identity", "Dropout")
+
+
+def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float] | None:
+    """(x, c) of a Mul or Div of x by one number that does not change x's shape."""
+    if not is_standard(node) or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+        return None
+    for i in (1, 0) if node.op_type == "Mul" else (1,):
+        number = symbolic.uniform(node.input[i])
+        if number is None:
+            continue
+        shape, other = symbolic.shape(node.output[0]), symbolic.shape(node.input[1 - i])
+        own = symbolic.shape(node.input[i])
+        scalar = own is not None and all(d == ONE for d in own) and (other is None or len(own) <= len(other))
+        if not scalar and (shape is None or shape != other):
+            continue
+        if node.op_type == "Div":
+            return (node.input[0], 1.0 / number) if number != 0 else None
+        return (node.input[1 - i], number)
+    return None
+
+
+def trace_axes(symbolic: Symbolic, path: MovePath) -> Axes | None:
+    """The axes of the path's last tensor as atoms of its source; None where a movement is not understood."""
+    shape = symbolic.shape(path.source)
+    if shape is None:
+        return None
+    axes: Axes = tuple((AxisAtom(a, 0, d),) for a, d in enumerate(shape))
+    for node in path.nodes:
+        result = symbolic.shape(node.output[0])
+        if result is None:
+            return None
+        moved = _apply_move(symbolic, node, axes, result)
+        if moved is None:
+            return None
+        axes = moved
+    return axes
+
+
+def _apply_move(symbolic: Symbolic, node: onnx.NodeProto, axes: Axes, result: tuple[Int, ...]) -> Axes | None:
+    if node.op_type == "Identity" or node.op_type in CASTS:
+        return axes
+    if node.op_type == "Transpose":
+        perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(axes)))[::-1])
+        return tuple(axes[p] for p in perm)
+    if node.op_type == "Expand":
+        if len(result) < len(axes) or may_broadcast(symbolic, node):
+            return None
+        padded: Axes = ((),) * (len(result) - len(axes)) + axes
+        broadcasts = len({a.part for group in axes for a in group if a.axis == -1})
+        grown = []
+        for group, size in zip(padded, result, strict=True):
+            if size_of(group) == size:
+                grown.append(group)
+            elif size_of(group) == ONE:
+                grown.append((AxisAtom(-1, broadcasts, size),))
+                broadcasts += 1
+            else:
+                return None
+        return tuple(grown)
+    return _regroup(axes, result)
+
+
+def may_broadcast(symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether an Expand meets two sizes of different names: at run time one of them may be 1 and broadcast."""
+    own, value = symbolic.shape(node.input[0]), symbolic.value(node.input[1])
+    wanted = None if value is None else value.elements()
+    if own is None or wanted is None:
+        return True
+    pairs = zip(reversed(own), reversed(wanted), strict=False)
+    return any(ONE not in (size, other) and size != other for size, other in pairs)
+
+
+def size_of(group: Sequence[AxisAtom]) -> Int:
+    total = ONE
+    for atom in group:
+        total = total * atom.size
+    return total
+
+
+def _regroup(axes: Axes, result: tuple[Int, ...]) -> Axes | None:
+    """Reshape: the same atoms in the same order, grouped otherwise; an atom may be split in two."""
+    pending = [a for group in axes for a in group if a.size != ONE]
+    grouped: list[tuple[AxisAtom, ...]] = []
+    for size in result:
+        group: list[AxisAtom] = []
+        while size_of(group) != size:
+            if not pending:
+                return None
+            rest = size.divide(size_of(group))
+            if rest is None:
+                return None
+            atom = pending.pop(0)
+            if rest.divide(atom.size) is not None:
+                group.append(atom)
+                continue
+            lower = atom.size.divide(rest)
+            if lower is None or atom.axis < 0:
+                return None
+            grouped = [tuple(renumber(g, atom, 1)) for g in grouped]
+            group, pending = (renumber(g, atom, 1) for g in (group, pending))
+            group.append(replace(atom, size=rest))
+            pending.insert(0, AxisAtom(atom.axis, atom.part + 1, lower))
+        grouped.append(tuple(group))
+    return tuple(grouped) if not pending else None
+
+
+def renumber(group: Sequence[AxisAtom], atom: AxisAtom, by: int) -> list[AxisAtom]:
+    """The atoms, with ``by`` added to the part of those that follow ``atom`` in the same axis."""
+    return [replace(a, part=a.part + by) if a.axis == atom.axis and a.part > atom.part else a for a in group]

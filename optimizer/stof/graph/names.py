@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fresh names for nodes, tensors and rows of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import onnx
+
+from stof.graph.index import all_nodes
+
+
+def _with_suffix(name: str, number: int) -> str:
+    return f"{name}_{number}"
+
+
+class FreshNames:
+    """Makes names that are not taken: the wanted name, else ``name_2``, ``name_3`` and so on.
+
+    Args:
+        taken: names that must not be made.
+        numbered: makes the candidate from the wanted name and a number.
+    """
+
+    def __init__(self, taken: Iterable[str] = (), numbered: Callable[[str, int], str] = _with_suffix) -> None:
+        self._taken = set(taken)
+        self._numbered = numbered
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._taken
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Marks names as taken."""
+        self._taken.update(names)
+
+    def make(self, wanted: str) -> str:
+        """A name like ``wanted`` that is not taken; marks it as taken."""
+        name, number = wanted, 1
+        while name in self._taken:
+            number += 1
+            name = self._numbered(wanted, number)
+        self._taken.add(name)
+        return name
+
+
+def name_nodes(model: onnx.ModelProto) -> None:
+    """Gives every node of the main graph and its subgraphs a name of its own: TensorRT identifies layers by name."""
+    nodes = list(all_nodes(model.graph.node))
+    names = FreshNames(n.name for n in nodes)
+    seen: set[str] = set()
+    for node in nodes:
+        if not node.name or node.name in seen:
+            node.name = names.make(node.name or f"{node.op_type}_{node.output[0] if node.output else ''}")
+        seen.add(node.name)
