@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtimes"))
 import prepare
 
 import build
-from stof.mask.to_onnx import Builder, Sizes, mask_nodes
+from stof.graph.node_builder import Builder
+from stof.mask.to_onnx import Sizes, mask_nodes
 
 LENGTH = 128  # of the model whose mask is a table
 BLOCK = 16

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.graph.model_graph import DOMAIN
-from stof.mask.to_onnx import Builder, Sizes, mask_nodes
+from stof.graph.node_builder import Builder
+from stof.mask.to_onnx import Sizes, mask_nodes
 from stof.site import EmptyRows, Layout
 
 OP = "StofAttention"

@@ -16,7 +16,7 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph.model_graph import GraphIndex, describe, domain_of, node_tensors, opset_of, with_nodes
-from stof.mask.to_onnx import Builder
+from stof.graph.node_builder import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
