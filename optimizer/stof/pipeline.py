@@ -28,7 +28,8 @@ from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
 from stof.fusion.decide.selection import Selection
 from stof.graph.external_data import check_room, copied_data, external_files, read_constants
 from stof.graph.model_graph import DOMAIN, all_nodes, load, save
-from stof.mask.families import picture, window
+from stof.mask.expression import MaskExpression
+from stof.mask.families import picture
 from stof.options import Options
 from stof.plan import ChainPlan, Plan, SitePlan
 from stof.plan import load as load_plan
@@ -232,16 +233,17 @@ def _sites_again(graph: onnx.ModelProto) -> list[SiteReport]:
 
 
 def _pictures(report: Report, rewrites: list[Rewrite]) -> None:
-    tried: set[str] = set()
+    tried: set[MaskExpression] = set()
     for rewrite in rewrites:
         mask = rewrite.mask
-        if not mask.expression or window(mask.expression) == (-1, -1):
+        by_document = mask.expression.vectors & {"segment_q", "segment_k"}
+        if mask.expression.window() == (-1, -1):
             continue  # every tile is full, or a bias says which are not
-        if mask.expression not in tried and "segment_" not in mask.expression and len(report.pictures) < 6:
+        if mask.expression not in tried and not by_document and len(report.pictures) < 6:
             tried.add(mask.expression)
             length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
             with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
-                report.pictures[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)
+                report.pictures[mask.expression.text] = picture(mask.expression, tables_of(mask), length or 0)
 
 
 def _verify_and_write(
@@ -340,7 +342,7 @@ def _failure(report: Report, rewrites: list[Rewrite]) -> str:
     failures = report.verification.failures
     sites = report.verification.faulty_sites()
     if sites:
-        masks = {r.site.name: r.mask.expression for r in rewrites}
+        masks = {r.site.name: r.mask.expression.text for r in rewrites}
         first = next(c for c in failures if c.site == sites[0])
         return (
             f"verification failed at site {sites[0]!r} (mask {masks.get(sites[0], '')!r}): error {first.difference:.3e}, "

@@ -9,7 +9,7 @@ import pytest
 from attention_forms import PLAIN, assert_equivalent, model, rewrite
 from onnx import numpy_helper
 
-from stof.mask.relative_bias.distance_table import by_distance, shorten, spread, table_of
+from stof.mask.relative_bias.distance_table import shorten, spread, table_of, tabulate
 from stof.site import RelativeBias
 
 BEFORE = """%kt
@@ -125,7 +125,7 @@ def test_dense_to_table_and_back() -> None:
     for S, T, past in ((50, 50, 0), (9, 60, 51)):
         dense = spread(bias, S, T, past).astype(np.float64)
         allowed = rng.random((1, 3, S, T)) < 0.8
-        found = by_distance(dense, allowed, past)
+        found = tabulate(dense, allowed, past)
         assert found is not None
         wanted = dense[:, :, :, :][allowed]
         kept = shorten(found.copy(), fixed=True)
@@ -134,7 +134,7 @@ def test_dense_to_table_and_back() -> None:
         assert np.array_equal(np.broadcast_to(again, dense.shape)[allowed], wanted)
         dense[0, 1, 3, 5] += 1
         allowed[0, 1, 3, 5] = allowed[0, 1, 2, 4] = True
-        assert by_distance(dense, allowed, past) is None
+        assert tabulate(dense, allowed, past) is None
 
 
 def test_a_table_that_still_changes_at_its_end_is_none() -> None:

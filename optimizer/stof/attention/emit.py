@@ -156,7 +156,7 @@ def _replace(
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not use keep their place with the role `unused`.
     attributes = {
-        "mask": variant.expression,
+        "mask": variant.expression.text,
         "mask_id": number,
         "scale": site.scale,
         "softcap": site.softcap,

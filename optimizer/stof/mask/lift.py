@@ -19,9 +19,19 @@ from onnx import TensorProto
 from stof.errors import UnsupportedError
 from stof.mask.document_ids import in_order
 from stof.mask.families import describe
-from stof.mask.printer import B, H, K, Names, Q, print_condition
+from stof.mask.from_condition import B, GraphNames, H, K, Q, to_expression
 from stof.mask.tables import band_of, with_bands
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, OperandView, RuntimeOperand, TermKind
+from stof.site import (
+    AttentionSite,
+    EmptyRows,
+    LiftedMask,
+    MaskNote,
+    MaskTerm,
+    NoteReason,
+    OperandView,
+    RuntimeOperand,
+    TermKind,
+)
 from stof.symbolic import Cond, Int, Real, Symbolic, SymTensor
 from stof.symbolic.algebra.conditions import all_of, any_of, negate
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
@@ -44,7 +54,10 @@ _PAD_TYPES = _NUMBER_TYPES | {TensorProto.BOOL, TensorProto.UINT8, TensorProto.F
 SOFT_FORBID = -1e4
 UNDERFLOW = -1e3  # exp of it is 0 in fp32 and fp64
 FLOOR = -LOWEST[TensorProto.FLOAT]
-MAY_FORBID = "a bias may forbid as well; a row without any key may differ"
+MAY_FORBID = MaskNote(NoteReason.BIAS_MAY_FORBID, "a bias may forbid as well; a row without any key may differ")
+_DIFFERENT_STRENGTHS = MaskNote(
+    NoteReason.DIFFERENT_STRENGTHS, "masks of different strength are added; a row without any key may differ"
+)
 _WEAK = -1e8  # what forbids less does not hide the scores that it is added to
 
 
@@ -58,7 +71,7 @@ class _TermMask:
     allowed: Cond
     fills: tuple[float, ...]
     bias: bool
-    note: str = ""
+    note: MaskNote | None = None
     by_data: bool = False
     most: float = 0.0  # the largest number that is known to be added
 
@@ -93,7 +106,7 @@ def lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm] = (
 def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -> LiftedMask:
     tables: dict[str, np.ndarray] = {}
     terms = [
-        _TermMask(TRUE, (), True, f"{term.tensor} stays a bias", by_data=True)
+        _TermMask(TRUE, (), True, _stays_bias(term), by_data=True)
         if term in kept
         else _lift_term(symbolic, site, term, tables)
         for term in site.terms
@@ -110,13 +123,13 @@ def _lift(symbolic: Symbolic, site: AttentionSite, kept: Collection[MaskTerm]) -
     _check_raised(site, terms)
     allowed = in_order(symbolic, banded(t.allowed for t in terms))
     operands: dict[str, RuntimeOperand] = {}
-    names = Names(
+    names = GraphNames(
         _size_names(site),
         lambda tensor, indices, boolean: _operand(symbolic, operands, tensor, indices, boolean),
         lambda name: _table(symbolic, tables, name),
     )
-    expression = print_condition(allowed, names)
-    notes = [t.note for t in terms if t.note]
+    expression = to_expression(allowed, names)
+    notes = [t.note for t in terms if t.note is not None]
     fills = [f for t in terms for f in t.fills]
     if any(t.bias for t in terms) and any(math.isfinite(f) for f in fills):
         notes.append(MAY_FORBID)
@@ -202,15 +215,22 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
     found = read_term(symbolic, site, term, tables)
     if found.allowed == TRUE:
         return found
-    names = Names(_size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n))
+    names = GraphNames(
+        _size_names(site), lambda *read: _operand(symbolic, {}, *read), lambda n: _table(symbolic, tables, n)
+    )
     try:
-        print_condition(_domain(site).simplify(found.allowed), names)
+        to_expression(_domain(site).simplify(found.allowed), names)
     except UnsupportedError as error:
         if term.kind is not TermKind.ADD and not _is_only_mask(symbolic, site, term):
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error
         fills = () if term.kind is TermKind.ADD else found.fills
-        return _TermMask(TRUE, fills, True, f"{term.tensor} stays a bias: {error}", by_data=True)
+        return _TermMask(TRUE, fills, True, _stays_bias(term, error), by_data=True)
     return found
+
+
+def _stays_bias(term: MaskTerm, reason: object = "") -> MaskNote:
+    text = f"{term.tensor} stays a bias{f': {reason}' if reason else ''}"
+    return MaskNote(NoteReason.STAYS_BIAS, text, term.tensor)
 
 
 def _is_only_mask(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
@@ -234,7 +254,7 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
     most = 5 if term.windows or term.groups else 4
     if tensor is None or shape is None or len(shape) > most:
         if term.kind is TermKind.ADD and shape is not None and len(shape) <= most:
-            return _TermMask(TRUE, (), True, f"{term.tensor} stays a bias: {symbolic.reason(term.tensor)}")
+            return _TermMask(TRUE, (), True, _stays_bias(term, symbolic.reason(term.tensor)))
         raise UnsupportedError(
             f"mask tensor {term.tensor!r} cannot be evaluated from shapes and model inputs: "
             f"{symbolic.reason(term.tensor) or 'its shape is unknown'}"
@@ -276,7 +296,7 @@ def _additive(symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, table
     allowed = min(allowed, other, key=lambda c: len(str(c)))
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
-    note = f"{term.tensor} stays a bias" if bias else ""
+    note = _stays_bias(term) if bias else None
     kept = [(c, x) for c, x in split if c not in dropping]
     by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
     most = max((_most(x, term.scale) for _, x in kept), default=0.0)
@@ -457,7 +477,7 @@ def _replaced(site: AttentionSite, terms: Sequence[_TermMask]) -> bool:
 
 
 def empty_rows(
-    site: AttentionSite, fills: Sequence[float], notes: list[str], terms: Sequence[_TermMask] = ()
+    site: AttentionSite, fills: Sequence[float], notes: list[MaskNote], terms: Sequence[_TermMask] = ()
 ) -> EmptyRows:
     """What a row without a key gives in the graph, from the values that forbid; doubts are added to ``notes``."""
     if (
@@ -476,7 +496,7 @@ def empty_rows(
     # Two tensors that are added forbid some pairs twice: those are lower than the others.
     added = sum(t.kind is TermKind.ADD for t in site.terms)
     if len(set(finite)) > 1 or len(finite) < len(fills) or (added > 1 and len(finite) > 1):
-        notes.append("masks of different strength are added; a row without any key may differ")
+        notes.append(_DIFFERENT_STRENGTHS)
     if all(t.kind is not TermKind.ADD for t in site.terms) or (terms and _replaced(site, terms)):
         return EmptyRows.MEAN  # every score of the row was replaced by the same number
     # The lowest finite number of fp32 and bf16 absorbs any score that is added to it; -1e9 those up to 32 (half

@@ -24,7 +24,7 @@ def equals_in_strength(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask
     Raises:
         UnsupportedError: when one of the latter is no additive term, which could stay a bias.
     """
-    if not mask.expression or site.row_guard is not None or site.pair_guard is not None:
+    if mask.expression.allows_all or site.row_guard is not None or site.pair_guard is not None:
         return []
     fills = {t: _fills(symbolic, site, t) for t in site.terms if t not in mask.bias}
     weakest = max((f for own in fills.values() for f in own if math.isfinite(f)), default=-math.inf)

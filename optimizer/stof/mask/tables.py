@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stof.mask.printer import K, Q, band_condition
+from stof.mask.from_condition import K, Q, band_condition
 from stof.symbolic import Cond, Int
 from stof.symbolic.algebra.conditions import all_of, any_of, children, negate
 

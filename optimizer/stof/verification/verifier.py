@@ -13,7 +13,6 @@ a site runs in the site's own type on rounded inputs.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,8 @@ from stof.execution.inputs import Case, Counts, InputMaker, Padding
 from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import BF16, HALF, Twins, holds
-from stof.mask.check.run_masks import read_by
+from stof.mask.check.run_masks import tensors_by_role
+from stof.mask.expression import MaskExpression
 from stof.site import EmptyRows, Layout, TermKind
 from stof.verification.compare import (
     Comparison,
@@ -78,14 +78,16 @@ class Verification:
         return list(dict.fromkeys(c.site for c in self.failures if c.site))
 
 
-def cases(expressions: Sequence[str], tokens: float = np.inf, last: int = 2) -> list[Case]:
+def cases(expressions: Sequence[MaskExpression], tokens: float = np.inf, last: int = 2) -> list[Case]:
     """Sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side.
 
     The first and the last always run, others as far as time allows; long ones of batch 2 become batch 1 where they have more
     than so many ``tokens``. The last case has ``last`` rows.
     """
-    numbers = [int(n) for e in expressions for n in re.findall(r"\d+", e)]
-    most = max([n for n in numbers if n <= _LONGEST - 60], default=16)
+    numbers = [n for e in expressions for n in e.literals]
+    # Inputs that are longer than a stored table do not run.
+    default = 0 if any(e.tables for e in expressions) else 16
+    most = max([n for n in numbers if n <= _LONGEST - 60], default=default)
     above = most + 37 if (most + 37) % 2 else most + 38
     batch = 2 if 2 * above <= tokens else 1
     return [
@@ -158,7 +160,7 @@ class Verifier:
         self.budget = budget
         self.deadline = time.monotonic() + budget
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
-        read = read_by((r.site, r.mask) for r in rewrites)
+        read = tensors_by_role((r.site, r.mask) for r in rewrites)
         fused = scopes[0].prepared.base.graph
         self.maker = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
         # A mask of -10000 takes digits from the scores of a row that is all padding, which the operator leaves them.
@@ -425,7 +427,7 @@ class Verifier:
         for name in wanted:
             model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
         try:
-            maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
+            maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
             feeds = maker.draw(self.cases[0], np.random.default_rng(0))
             feeds = _widened(feeds) if widened else feeds
             found = sessions.make(twin(model), optimized=False, library=False).run(wanted, feeds)
@@ -478,7 +480,7 @@ class Verifier:
             while node.op_type != OP:  # the layout was converted
                 node = writers[node.input[0]]
             mask = attributes_of(node).get("mask", "")
-            if mask != rewrite.mask.expression:
+            if mask != rewrite.mask.expression.text:
                 # Windows longer than any input that is tried show nowhere else.
                 detail = f"the node's mask is {mask!r}"
                 found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))

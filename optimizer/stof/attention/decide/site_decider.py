@@ -16,10 +16,12 @@ from stof.attention.emit import Rewrite
 from stof.attention.split_bias_masks import parted
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.execution.inputs import evaluate
-from stof.mask.accept import accept
+from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
-from stof.mask.empty_rows.policy import check_rows
+from stof.mask.empty_rows.policy import check_empty_rows
 from stof.mask.empty_rows.row_prover import RowProver
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.mask_strength import equals_in_strength
 from stof.mask.relative_bias.lift import with_relative_bias
@@ -140,6 +142,9 @@ class Chooser:
             VerifyError: for a stated mask that is not the graph's.
             ModelError: when the plan replaces a site that cannot be.
         """
+        return with_or_without_guard(site, self._choose)
+
+    def _choose(self, site: AttentionSite) -> Choice:
         entry = self.plan.of(site.name) if self.plan else None
         row = SiteReport(
             site.name, False, "", site.form, index=site.index, heads=_heads(site), head_size=site.head_size
@@ -154,11 +159,12 @@ class Chooser:
             site = parted(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             if entry is None or not entry.empty_rows:
-                mask = self.prover.settled(site, mask)
-            row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
+                mask = self.prover.simplify_empty_rows(site, mask)
+            notes = tuple(map(str, mask.notes))
+            row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
             step = Step.CHECK
-            accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
-            row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
+            accept(self.checker, site, mask, ignore_empty_rows=self.options.ignore_empty_rows)
+            row = replace(row, notes=(*notes, *_granted(self.checker.find_binary_inputs(site, mask))))
             step = Step.KERNEL
             if reasons := self.target.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -168,7 +174,7 @@ class Chooser:
                 raise UnsupportedError(reason)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
-                return self.choose(site.unguarded)
+                raise
             if entry is not None:
                 raise ModelError(
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
@@ -189,7 +195,7 @@ class Chooser:
             predicted_gain=gain,
             length=shown.length,
         )
-        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
+        plan = SitePlan(site.name, True, mask.expression.text, mask.empty_rows.value, hints, gain and round(gain, 3))
         tensorrt = self.target.name == "tensorrt"
         return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
 
@@ -237,7 +243,7 @@ class Chooser:
         if not weaker:
             return mask
         try:
-            check_rows(self.checker, site, mask)
+            check_empty_rows(self.checker, site, mask)
         except UnsupportedError:
             return lift(self.symbolic, site, weaker)
         return mask
@@ -248,7 +254,7 @@ class Chooser:
         except UnsupportedError:
             mask = None
         # A mask that was edited, or stated when the plan was made, counts as stated.
-        if mask is None or mask.expression != entry.mask:
+        if mask is None or not _is_text_of(entry.mask, mask.expression):
             return state(self.symbolic, site, entry.mask, self.checker)
         return mask
 
@@ -275,6 +281,13 @@ class Chooser:
 
 
 _NO_OPERAND = Operand("", Layout.BHSD)
+
+
+def _is_text_of(text: str, expression: MaskExpression) -> bool:
+    try:
+        return MaskExpression.parse(text) == expression
+    except MaskSyntaxError:
+        return False
 
 
 def _unplaced(site: AttentionSite) -> AttentionSite:

@@ -67,8 +67,8 @@ def check_guard(index: GraphIndex, symbolic: Symbolic, site: AttentionSite, mask
         raise GuardError(f"{site.row_guard!r} zeroes rows by a mask that cannot be lifted: {error}") from error
     if found.bias or not _same(found, mask):
         raise GuardError(
-            f"{site.row_guard!r} zeroes the rows without a key in {found.expression or 'True'!r}, the scores have "
-            f"{mask.expression or 'True'!r}"
+            f"{site.row_guard!r} zeroes the rows without a key in '{found.expression}', the scores have "
+            f"'{mask.expression}'"
         )
 
 
@@ -104,8 +104,8 @@ def _check_pairs(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guar
         )
     if not _same(found, mask):
         raise UnsupportedError(
-            f"{guard.tensor!r} keeps the attention weights of {found.expression or 'True'!r}, the scores are masked by "
-            f"{mask.expression or 'True'!r}; expected the same mask before and after the softmax"
+            f"{guard.tensor!r} keeps the attention weights of '{found.expression}', the scores are masked by "
+            f"'{mask.expression}'; expected the same mask before and after the softmax"
         )
 
 

@@ -61,7 +61,7 @@ _COMPUTING: dict[str, Bound] = {
 }
 
 
-class Magnitudes:
+class ValueBounds:
     """Bounds of the tensors of one graph.
 
     Args:
