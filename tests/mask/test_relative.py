@@ -128,7 +128,7 @@ def test_dense_to_table_and_back() -> None:
         found = tabulate(dense, allowed, past)
         assert found is not None
         wanted = dense[:, :, :, :][allowed]
-        kept = shorten(found.copy(), fixed=True)
+        kept = shorten(found.copy(), is_fixed=True)
         assert kept is not None
         again = spread(RelativeBias((), *kept.shape, kept.astype(np.float32).tobytes()), S, T, past)
         assert np.array_equal(np.broadcast_to(again, dense.shape)[allowed], wanted)
@@ -139,9 +139,9 @@ def test_dense_to_table_and_back() -> None:
 
 def test_a_table_that_still_changes_at_its_end_is_none() -> None:
     table = np.arange(101.0)[None, :]
-    assert shorten(table.copy(), fixed=False) is None
+    assert shorten(table.copy(), is_fixed=False) is None
     table[:, :33], table[:, 68:] = -1, 1  # 33 equal ones on each side
-    kept = shorten(table.copy(), fixed=False)
+    kept = shorten(table.copy(), is_fixed=False)
     assert kept is not None
     assert kept.shape == (1, 37)
 

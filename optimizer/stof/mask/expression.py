@@ -195,9 +195,10 @@ class MaskExpression:
     def evaluate(self, values: Mapping[str, Any]) -> Any:
         """The condition for index arrays, sizes and operands by name; the result broadcasts as the arrays do.
 
-        ``pad`` and boolean tables are arrays of booleans. Table indices must be in range.
+        Arrays are NumPy's; ``pad`` and boolean tables hold booleans. Table indices must be in range.
         """
-        return self.as_function(values)(*(values.get(n) for n in ("b", "h", "q", "k")))
+        wide = {n: v.astype(np.int64) if getattr(v, "dtype", np.bool_) != np.bool_ else v for n, v in values.items()}
+        return self.as_function(wide)(*(wide.get(n) for n in ("b", "h", "q", "k")))
 
     def as_function(self, values: Mapping[str, Any]) -> Callable[[Any, Any, Any, Any], Any]:
         """The expression as a function of (b, h, q, k), for sizes and operands by name.

@@ -95,6 +95,8 @@ class _Parser:
         self.operands = dict(_VECTORS)
         self.takes_any_table = tables is None
         for name, table in (tables or {}).items():
+            if not is_table_name(name):
+                continue
             self.operands[name] = _Operand(table.ndim, table.dtype == np.bool_)
 
     def parse(self) -> Node:
