@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto
 
 from stof.mask.evaluate import allowed_by_term, is_not_zero
-from stof.mask.lift import LOWEST, forbids_softly
+from stof.mask.strength import LOWEST, forbids_softly
 from stof.site import MaskTerm, TermKind
 
 _TYPES = {np.float16: TensorProto.FLOAT16, np.float32: TensorProto.FLOAT, np.float64: TensorProto.DOUBLE}

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case
-from stof.mask.lift import LOWEST, forbids_softly
+from stof.mask.strength import forbidding_limit, forbids_softly
 from stof.runtime.library import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
 
@@ -52,7 +51,7 @@ def is_not_zero(value: np.ndarray) -> np.ndarray:
 def _allowed_by_sum(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
     """The pairs that numbers allow which are added to scores."""
     scaled = value.astype(np.float64) * term.scale
-    limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
+    limit = forbidding_limit(dtype)
     others = value[is_not_zero(value)]
     soft = bool(others.size) and forbids_softly([float(others.min()), float(others.max())], term.scale)
     allowed: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))

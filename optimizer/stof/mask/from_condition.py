@@ -32,7 +32,7 @@ from stof.mask.expression_nodes import (
     print_node,
 )
 from stof.symbolic.algebra import terms
-from stof.symbolic.algebra.conditions import all_of, any_of, children, less_equal
+from stof.symbolic.algebra.conditions import all_of, any_of, children
 from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, integer, var
 
 _WIDEST = 1 << 20  # largest constant in a band that is recognized as one
@@ -289,9 +289,8 @@ class _Translator:
                 return Call(atom.kind, tuple(self.integer(a) for a in atom.args if isinstance(a, Int)))
             case "div" | "mod":
                 value, divisor = atom.args
-                assert isinstance(value, Int)
-                assert isinstance(divisor, int)
-                return Binary("//" if atom.kind == "div" else "%", self.integer(value), Constant(divisor))
+                if isinstance(value, Int) and isinstance(divisor, int):
+                    return Binary("//" if atom.kind == "div" else "%", self.integer(value), Constant(divisor))
             case "read":
                 return self.read(atom.args[0], atom.args[1], boolean=False)
             case "table":
@@ -364,13 +363,3 @@ def _collect(value: object, operators: list[str], inputs: list[str]) -> None:
     elif isinstance(value, tuple):
         for arg in value:
             _collect(arg, operators, inputs)
-
-
-def band_condition(low: int | None, high: int | None) -> Cond:
-    """The condition low <= q - k <= high; None is no limit."""
-    sides = []
-    if low is not None:
-        sides.append(less_equal(integer(low), Q - K))
-    if high is not None:
-        sides.append(less_equal(Q - K, integer(high)))
-    return all_of(sides)

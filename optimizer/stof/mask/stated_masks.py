@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from stof.errors import ArgumentError, UnsupportedError, VerifyError
 from stof.mask.check.checker import MaskChecker
+from stof.mask.empty_rows.from_fills import policy_from_fills
 from stof.mask.evaluate import BiasedMaskError
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.families import describe
-from stof.mask.lift import empty_rows, lift
+from stof.mask.lift import lift
 from stof.site import AttentionSite, LiftedMask, RuntimeOperand, tables_of
 from stof.symbolic import Symbolic
 
@@ -63,7 +64,7 @@ def _check(site: AttentionSite, mask: LiftedMask, checker: MaskChecker, *, is_op
     """
     if is_opaque:
         # Lifting saw too little of the values that forbid.
-        mask = replace(mask, empty_rows=empty_rows(site, checker.fills(site, mask), []))
+        mask = replace(mask, empty_rows=policy_from_fills(site, checker.fills(site, mask)))
     if is_opaque and mask.bias:
         try:
             without = replace(mask, bias=(), notes=())

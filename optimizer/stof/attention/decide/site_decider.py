@@ -20,10 +20,10 @@ from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.policy import check_empty_rows
 from stof.mask.empty_rows.row_prover import RowProver
+from stof.mask.equal_strength import find_equal_strength
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
-from stof.mask.mask_strength import equals_in_strength
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.stated_masks import state
 from stof.options import CHAIN, Options
@@ -237,8 +237,8 @@ class Chooser:
         mask = lift(self.symbolic, site)
         if self.options.ignore_empty_rows:
             return mask
-        if rivals := equals_in_strength(self.symbolic, site, mask):
-            return lift(self.symbolic, site, rivals)
+        if equals := find_equal_strength(self.symbolic, site, mask):
+            return lift(self.symbolic, site, equals)
         weaker = weaker_terms(self.symbolic, site)
         if not weaker:
             return mask

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.graph.node_builder import Builder
-from stof.mask.lift import LOWEST
+from stof.mask.strength import LOWEST
 from stof.symbolic import Int, Symbolic
 
 _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})

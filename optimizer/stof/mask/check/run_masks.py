@@ -19,7 +19,7 @@ from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
 from stof.graph.model_graph import GraphIndex
-from stof.mask.lift import LOWEST
+from stof.mask.strength import LOWEST
 from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic
 

@@ -13,7 +13,8 @@ from stof.errors import UnsupportedError
 from stof.execution.inputs import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
-from stof.mask.lift import UNDERFLOW, read_term
+from stof.mask.lift import read_term
+from stof.mask.strength import UNDERFLOW
 from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.symbolic import Symbolic
 

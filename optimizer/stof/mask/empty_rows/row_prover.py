@@ -17,7 +17,7 @@ import numpy as np
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.key_proof import leaves_a_key
 from stof.mask.empty_rows.value_bounds import ValueBounds
-from stof.mask.lift import FLOOR
+from stof.mask.strength import FLOOR
 from stof.site import AttentionSite, EmptyRows, LiftedMask, NoteReason, TermKind
 
 
