@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 from generated.families import FAMILIES, draw
 from stof.graph.node_builder import Builder
-from stof.mask.expression import CAUSAL, EVERY_PAIR, MaskExpression
+from stof.mask.expression import CAUSAL, EVERY_PAIR, PADDING, MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, K, Name, Q
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.families import describe, picture
@@ -437,6 +437,14 @@ def test_every_pair_is_one_value() -> None:
     assert len({CAUSAL, MaskExpression.parse("k<=q"), MaskExpression.parse("(k) <= (q)")}) == 1
 
 
+def test_both() -> None:
+    either = MaskExpression.parse("k <= q or k <= 3")
+    assert (either & PADDING).text == "(k <= q or k <= 3) and pad[b, k]"
+    assert (EVERY_PAIR & PADDING) == (PADDING & EVERY_PAIR) == PADDING
+    assert (CAUSAL & PADDING & either).conjuncts == (*CAUSAL.conjuncts, *PADDING.conjuncts, *either.conjuncts)
+    assert EVERY_PAIR & EVERY_PAIR == EVERY_PAIR
+
+
 def test_substitution() -> None:
     mask = MaskExpression.parse("k <= q and -k // 2 != T - 2 and pad[b, k]")
     assert mask.substitute({"k": Q}).text == "q <= q and -q // 2 != T - 2 and pad[b, q]"
@@ -477,6 +485,8 @@ def text_readers(source: str, *, holds_masks: bool) -> list[str]:
 
 
 def test_only_the_parser_reads_mask_text() -> None:
+    for path in (ROOT / "tools").glob("*.py"):
+        assert not text_readers(path.read_text(), holds_masks=False), path
     scanned = 0
     for path in sorted((ROOT / "optimizer/stof").rglob("*.py")):
         source = path.read_text()

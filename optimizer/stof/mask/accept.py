@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from stof.errors import GuardError, UnsupportedError
 from stof.mask.check.checker import MaskChecker
-from stof.mask.empty_rows.policy import check_empty_rows
+from stof.mask.empty_rows.check_empty_rows import check_empty_rows
 from stof.mask.empty_rows.row_guard import check_guard
 from stof.mask.expression import MaskExpression
 from stof.site import AttentionSite, LiftedMask

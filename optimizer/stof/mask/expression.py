@@ -18,9 +18,11 @@ from stof.graph.node_builder import Builder
 from stof.mask.expression_nodes import (
     TRUE,
     VECTORS,
+    B,
     Binary,
     Call,
     Constant,
+    H,
     K,
     Lookup,
     Name,
@@ -133,6 +135,10 @@ class MaskExpression:
             for n in self.nodes
         )
 
+    def __and__(self, other: MaskExpression) -> MaskExpression:
+        """The pairs that both allow."""
+        return _all_of((*self.conjuncts, *other.conjuncts))
+
     def window(self) -> tuple[int, int] | None:
         """(left_window_size, right_window_size) in the terms of ONNX Attention-25, -1 for unbounded; None if no window.
 
@@ -232,6 +238,7 @@ class MaskExpression:
 
 EVERY_PAIR = MaskExpression()
 CAUSAL = MaskExpression(Binary("<=", K, Q))
+PADDING = MaskExpression(Lookup("pad", (B, K)))
 _FROM_QUERY, _FROM_KEY = Binary("-", Q, K), Binary("-", K, Q)
 
 
@@ -297,11 +304,13 @@ def _operation(node: Node) -> Callable[..., Any]:
             return lambda _, left, right: apply(left, right)
         case Call(name=name):
             return lambda names, *arguments: names[name](*arguments)
-        case Lookup():
-            return lambda names, *indices: _look_up(node, names[node.name], indices)
+        case Lookup(name=name):
+            # An axis of size 1 serves every batch or head.
+            may_share = [index in (B, H) for index in node.indices]
+            return lambda names, *indices: _look_up(names[name], indices, may_share)
     raise AssertionError(node)
 
 
-def _look_up(node: Lookup, array: Any, indices: Sequence[Any]) -> Any:
+def _look_up(array: Any, indices: Sequence[Any], may_share: Sequence[bool]) -> Any:
     sizes = array.shape
-    return array[tuple(0 if node.reads_one_element(a, sizes[a]) else index for a, index in enumerate(indices))]
+    return array[tuple(0 if may_share[a] and sizes[a] == 1 else index for a, index in enumerate(indices))]

@@ -140,10 +140,6 @@ class Lookup(Node):
         """Whether it reads the key padding mask."""
         return self.name == "pad"
 
-    def reads_one_element(self, axis: int, size: int) -> bool:
-        """Whether an axis has one element for all batches or heads: ``b`` and ``h`` read element 0 of it."""
-        return size == 1 and self.indices[axis] in (Name("b"), Name("h"))
-
 
 TRUE, FALSE = Truth(True), Truth(False)
 B, H, Q, K = (Name(n) for n in INDICES)

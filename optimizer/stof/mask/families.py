@@ -7,18 +7,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from stof.mask.expression import MaskExpression
-from stof.mask.expression_nodes import B, Binary, Call, Constant, K, Lookup, Q
+from stof.mask.expression import PADDING, MaskExpression
+from stof.mask.expression_nodes import Binary, Call, Constant, K, Q
 from stof.runtime.library import Mask
 
 _TILES = 16  # rows and columns of a picture
 _DISTANCE = Call("abs", (Binary("-", Q, K),))
-_PADDING = Lookup("pad", (B, K))
 
 
 def describe(expression: MaskExpression) -> str:
     """The family's name: "dense", "causal", "window(64, 64)", "causal window(511, 0)", "table", "general"."""
-    return _family(expression) + (" + padding" if _PADDING in expression.conjuncts else "")
+    return _family(expression) + (" + padding" if PADDING.root in expression.conjuncts else "")
 
 
 def _family(expression: MaskExpression) -> str:

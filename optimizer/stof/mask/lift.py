@@ -3,7 +3,7 @@
 
 Each tensor that is added to the scores, or that selects them, is evaluated symbolically at (b, h, q, k) and split into
 cases. An entry forbids when it is -inf, at or below half of its type's lowest finite value, or the only value besides
-0 and at most -1e4 (design: additive masks). What is neither 0 nor forbidding is a bias and stays one.
+0 and at most -1e4. What is neither 0 nor forbidding is a bias and stays one.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
             return []
         strongest = min((strongest, *fills))
         shape = symbolic.shape(term.tensor) or ()
-        flat = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
-        if term.kind is TermKind.ADD and flat and fills and min(fills) > ABSORBING:
+        is_row = len(shape) >= 2 and all(d.constant == 1 for d in shape[1:-1])
+        if term.kind is TermKind.ADD and is_row and fills and min(fills) > ABSORBING:
             found.append(term)
     return found if strongest <= ABSORBING else []
 
@@ -231,9 +231,9 @@ def _is_only_mask(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bo
     Then -inf may be added in its place, and a fully masked row gives what the fill gives.
     """
     others = [t for t in site.terms if t != term]
-    opaque = all(t.kind is TermKind.ADD and symbolic.value(t.tensor) is None for t in others)
-    infinite = term.fill is not None and math.isinf(term.fill)
-    return opaque and not term.zeroes and (infinite or site.terms[-1] == term)
+    are_opaque = all(t.kind is TermKind.ADD and symbolic.value(t.tensor) is None for t in others)
+    is_infinite = term.fill is not None and math.isinf(term.fill)
+    return are_opaque and not term.zeroes and (is_infinite or site.terms[-1] == term)
 
 
 def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: dict[str, np.ndarray]) -> _TermMask:
@@ -266,36 +266,38 @@ def read_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: d
 def _read_additive(
     symbolic: Symbolic, term: MaskTerm, value: Real, dtype: int, tables: dict[str, np.ndarray]
 ) -> _TermMask:
-    split: list[tuple[Cond, float | Real]] = []
+    entries: list[tuple[Cond, float | Real]] = []
     for cond, x in cases(value):
         if isinstance(x, Real) and x.kind == "table":
-            split.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
+            entries.extend((all_of([cond, c]), y) for c, y in _table_cases(symbolic, x, dtype, tables))
         else:
             number = settled(x) if isinstance(x, Real) else x
-            split.append((cond, x if number is None else held(number, dtype)))
+            entries.append((cond, x if number is None else held(number, dtype)))
     limit = forbidding_limit(dtype)
-    numbers = [x for _, x in split if isinstance(x, float) and x != 0]
-    soft = len(numbers) + sum(x == 0 for _, x in split) == len(split) and forbids_softly(numbers, term.scale)
+    numbers = [x for _, x in entries if isinstance(x, float) and x != 0]
+    is_soft = len(numbers) + sum(x == 0 for _, x in entries) == len(entries) and forbids_softly(numbers, term.scale)
 
     def forbids(x: float) -> bool:
-        return x <= limit or (soft and x < 0)
+        return x <= limit or (is_soft and x < 0)
 
-    dropped = [(c, held(x * term.scale, dtype)) for c, x in split if isinstance(x, float) and forbids(x * term.scale)]
-    bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in split)
-    if any(isinstance(x, float) and math.isnan(x) for _, x in split):
+    forbidden = [
+        (c, held(x * term.scale, dtype)) for c, x in entries if isinstance(x, float) and forbids(x * term.scale)
+    ]
+    has_bias = any(not isinstance(x, float) or (x != 0 and not forbids(x * term.scale)) for _, x in entries)
+    if any(isinstance(x, float) and math.isnan(x) for _, x in entries):
         raise UnsupportedError(f"mask tensor {term.tensor!r} has NaN entries")
-    allowed = negate(any_of(c for c, _ in dropped))
-    # The cases exclude each other and leave nothing out: the allowed ones are the negation of the dropped ones, often shorter.
-    dropping = {c for c, _ in dropped}
-    other = any_of(c for c, _ in split if c not in dropping)
+    allowed = negate(any_of(c for c, _ in forbidden))
+    # The cases exclude each other and leave nothing out, so those that allow are the same condition, often shorter.
+    forbidding = {c for c, _ in forbidden}
+    other = any_of(c for c, _ in entries if c not in forbidding)
     allowed = min(allowed, other, key=lambda c: len(str(c)))
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
-    note = _stays_bias(term) if bias else None
-    kept = [(c, x) for c, x in split if c not in dropping]
+    note = _stays_bias(term) if has_bias else None
+    kept = [(c, x) for c, x in entries if c not in forbidding]
     by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
     largest = max((_largest_stored(x, term.scale) for _, x in kept), default=0.0)
-    return _TermMask(allowed, tuple(x for _, x in dropped), bias, note, bias and by_data, max(largest, 0.0))
+    return _TermMask(allowed, tuple(x for _, x in forbidden), has_bias, note, has_bias and by_data, max(largest, 0.0))
 
 
 def _largest_stored(value: float | Real, scale: float) -> float:
@@ -327,7 +329,7 @@ def _check_biases(site: AttentionSite, terms: Sequence[_TermMask]) -> None:
 def _table_cases(
     symbolic: Symbolic, read: Real, dtype: int, tables: dict[str, np.ndarray]
 ) -> list[tuple[Cond, float | Real]]:
-    """A look-up into a constant float mask: forbidden entries as a boolean table or, where they are one, a band."""
+    """The cases of a look-up into a constant float mask: what it allows is a band where it can be, else a boolean table."""
     name, indices = read.args[:2]
     assert isinstance(name, str)
     assert isinstance(indices, tuple)
@@ -335,8 +337,8 @@ def _table_cases(
     limit = forbidding_limit(dtype)
     rest = array[array > limit]
     values = set(np.unique(rest[rest != 0]).tolist()) if rest.size < 1 << 24 else set()
-    soft = bool(values) and max(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
-    forbidden = (array <= limit) | (soft & (array <= SOFT_FORBID))
+    is_soft = bool(values) and max(values) <= SOFT_FORBID and not bool(np.any(array <= limit))
+    forbidden = (array <= limit) | (is_soft & (array <= SOFT_FORBID))
     if not forbidden.any():
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
@@ -346,8 +348,8 @@ def _table_cases(
         derived = f"{name} allows"
         tables[derived] = kept
         cond = Cond("table", (derived, indices))
-    plain = bool(np.all(array[kept] == 0))
-    return [(cond, 0.0 if plain else read), (negate(cond), fill)]
+    is_mask_only = bool(np.all(array[kept] == 0))
+    return [(cond, 0.0 if is_mask_only else read), (negate(cond), fill)]
 
 
 def _size_names(site: AttentionSite) -> dict[str, str]:

@@ -17,6 +17,7 @@ from stof.mask.expression_nodes import (
     Binary,
     Call,
     Constant,
+    H,
     K,
     Lookup,
     Name,
@@ -134,7 +135,7 @@ class _Emitter:
         flat = ""
         for axis, position in enumerate(indices):
             size = builder.add("Gather", [shape, builder.constant(axis)])
-            if node.indices[axis] in (Name("b"), Name("h")):  # an axis of size 1 serves every batch or head
+            if node.indices[axis] in (B, H):  # an axis of size 1 serves every batch or head
                 last = builder.add("Sub", [size, builder.constant(1)])
                 position = builder.add("Min", [position, last])
             flat = builder.add("Add", [builder.add("Mul", [flat, size]), position]) if flat else position

@@ -18,7 +18,7 @@ from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.execution.inputs import evaluate
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
-from stof.mask.empty_rows.policy import check_empty_rows
+from stof.mask.empty_rows.check_empty_rows import check_empty_rows
 from stof.mask.empty_rows.row_prover import RowProver
 from stof.mask.equal_strength import find_equal_strength
 from stof.mask.expression import MaskExpression

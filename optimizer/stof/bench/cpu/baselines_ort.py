@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from stof.bench.core.runner import Runner, Unavailable, require
 from stof.bench.cpu.problem import Problem
-from stof.mask.expression import CAUSAL
+from stof.mask.expression import CAUSAL, PADDING
 from stof.runtime import library
 
 _OPSET = 20
@@ -178,8 +178,8 @@ def attributes(problem: Problem) -> dict[str, int | float | str]:
     roles = sorted(problem.case.tables)
     if problem.case.pad:
         roles = ["pad", *roles]
-    terms = " and ".join([t for t in (problem.case.mask, "pad[b, k]" if problem.case.pad else "") if t])
-    return {"mask": terms, "scale": problem.scale, "operands": " ".join(roles)}
+    expression = problem.case.expression & PADDING if problem.case.pad else problem.case.expression
+    return {"mask": expression.text, "scale": problem.scale, "operands": " ".join(roles)}
 
 
 def operands(problem: Problem) -> dict[str, np.ndarray]:
