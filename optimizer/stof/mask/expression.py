@@ -127,7 +127,7 @@ class MaskExpression:
         return any(isinstance(n, Unary) and isinstance(n.operand, Lookup) and n.operand.is_padding for n in self.nodes)
 
     def indexes_table(self, operand: str) -> bool:
-        """Whether a table is looked up at what a run-time operand says."""
+        """Whether a run-time operand is part of an index of a table."""
         return any(
             isinstance(n, Lookup)
             and n.is_table
@@ -160,7 +160,7 @@ class MaskExpression:
 
         def combine(node: Node, sides: Sequence[Node]) -> Node:
             if isinstance(node, Binary) and not is_leaf(node):
-                return _simplified(node.symbol, *sides)
+                return _simplify(node.symbol, *sides)
             return TRUE if reads_runtime(node) else node
 
         def is_leaf(node: Node) -> bool:
@@ -265,7 +265,7 @@ def _smaller(one: int | None, other: int | None) -> int | None:
     return other if one is None else one if other is None else min(one, other)
 
 
-def _simplified(symbol: str, left: Node, right: Node) -> Node:
+def _simplify(symbol: str, left: Node, right: Node) -> Node:
     if TRUE in (left, right):
         return TRUE if symbol == "or" else right if left == TRUE else left
     return Binary(symbol, left, right)

@@ -19,9 +19,9 @@ VECTORS = ("pad", "segment_q", "segment_k", "lengths")  # run-time operands
 COMPARISONS = ("<=", ">=", "==", "!=", "<", ">")
 FUNCTIONS = {"abs": 1, "min": 2, "max": 2}  # name -> number of arguments
 
-# Binding strength; an operand that binds less than its place asks for stands in parentheses.
+# Operator precedence; an operand that binds less than its place asks for stands in parentheses.
 OR, AND, NOT, COMPARE, SUM, PRODUCT, UNARY, ATOM = range(8)
-LEVELS = {
+PRECEDENCE = {
     **{"or": OR, "and": AND, "+": SUM, "-": SUM, "*": PRODUCT, "//": PRODUCT, "%": PRODUCT},
     **dict.fromkeys(COMPARISONS, COMPARE),
 }
@@ -29,7 +29,7 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Node:
-    """A part of an expression. ``level`` is its binding strength."""
+    """A part of an expression. ``precedence`` is that of its operator."""
 
     @property
     def children(self) -> tuple[Node, ...]:
@@ -37,8 +37,8 @@ class Node:
         return ()
 
     @property
-    def level(self) -> int:
-        """The binding strength."""
+    def precedence(self) -> int:
+        """The precedence; that of an atom is the highest."""
         return ATOM
 
 
@@ -49,7 +49,7 @@ class Constant(Node):
     value: int
 
     @property
-    def level(self) -> int:
+    def precedence(self) -> int:
         """That of ``-`` where it is negative."""
         return ATOM if self.value >= 0 else UNARY
 
@@ -81,7 +81,7 @@ class Unary(Node):
         return (self.operand,)
 
     @property
-    def level(self) -> int:
+    def precedence(self) -> int:
         """That of the symbol."""
         return NOT if self.symbol == "not" else UNARY
 
@@ -100,9 +100,9 @@ class Binary(Node):
         return (self.left, self.right)
 
     @property
-    def level(self) -> int:
+    def precedence(self) -> int:
         """That of the symbol."""
-        return LEVELS[self.symbol]
+        return PRECEDENCE[self.symbol]
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ def _print(node: Node, texts: Sequence[str]) -> str:
             return f"-{_within(node.operand, texts[0], ATOM)}"
         case Binary():
             # Operators associate to the left; comparisons do not chain.
-            left = _within(node.left, texts[0], SUM if node.level == COMPARE else node.level)
-            return f"{left} {node.symbol} {_within(node.right, texts[1], node.level + 1)}"
+            left = _within(node.left, texts[0], SUM if node.precedence == COMPARE else node.precedence)
+            return f"{left} {node.symbol} {_within(node.right, texts[1], node.precedence + 1)}"
         case Call():
             return f"{node.name}({_list(node, texts)})"
         case Lookup():
@@ -230,8 +230,8 @@ def _print(node: Node, texts: Sequence[str]) -> str:
     raise AssertionError(node)
 
 
-def _within(node: Node, text: str, level: int) -> str:
-    return text if node.level >= level else f"({text})"
+def _within(node: Node, text: str, precedence: int) -> str:
+    return text if node.precedence >= precedence else f"({text})"
 
 
 def _list(node: Call | Lookup, texts: Sequence[str]) -> str:

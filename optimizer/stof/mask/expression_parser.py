@@ -19,9 +19,9 @@ from stof.mask.expression_nodes import (
     COMPARISONS,
     FUNCTIONS,
     INDICES,
-    LEVELS,
     NOT,
     OR,
+    PRECEDENCE,
     PRODUCT,
     SIZES,
     SUM,
@@ -156,13 +156,13 @@ class _Parser:
             case Lookup():
                 return self.operands[node.name].is_condition
             case Binary():
-                return node.level <= COMPARE
+                return node.precedence <= COMPARE
             case Unary():
                 return node.symbol == "not"
         return isinstance(node, Truth)
 
     def expression(self, lowest: int) -> Node:
-        """What operators of a binding strength of at least ``lowest`` make."""
+        """What operators of a precedence of at least ``lowest`` make."""
         # The highest operator that may follow: what binds more was read with an operand.
         if lowest <= NOT and self.take("not"):
             self.enter()
@@ -171,22 +171,22 @@ class _Parser:
         else:
             left, highest = self.unary(), PRODUCT
         while (symbol := self.operator(lowest, highest)) is not None:
-            level = LEVELS[symbol]
-            right = self.divisor() if symbol in ("//", "%") else self.operand(level)
+            precedence = PRECEDENCE[symbol]
+            right = self.divisor() if symbol in ("//", "%") else self.operand(precedence)
             left = self.binary(symbol, left, right)
-            highest = AND if level == COMPARE else level  # comparisons do not chain
+            highest = AND if precedence == COMPARE else precedence  # comparisons do not chain
         return left
 
     def operator(self, lowest: int, highest: int) -> str | None:
-        """Reads a binary operator of a binding strength in this range."""
-        return next((s for s in _SYMBOLS if lowest <= LEVELS[s] <= highest and self.take(s)), None)
+        """Reads a binary operator of a precedence in this range."""
+        return next((s for s in _SYMBOLS if lowest <= PRECEDENCE[s] <= highest and self.take(s)), None)
 
-    def operand(self, level: int) -> Node:
+    def operand(self, precedence: int) -> Node:
         """The right operand of an operator."""
-        return self.unary() if level == PRODUCT else self.expression(level + 1)
+        return self.unary() if precedence == PRODUCT else self.expression(precedence + 1)
 
     def binary(self, symbol: str, left: Node, right: Node) -> Node:
-        wants_condition = LEVELS[symbol] < COMPARE
+        wants_condition = PRECEDENCE[symbol] < COMPARE
         found, wanted = ("an integer", "a condition") if wants_condition else ("a condition", "an integer")
         for side in (left, right):
             self.expect(side, f"{found} where {wanted} is expected", is_condition=wants_condition)

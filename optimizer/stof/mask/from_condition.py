@@ -216,7 +216,7 @@ class _Translator:
             case "table" | "untable":
                 found = self.table(cond.args[0], cond.args[1])
                 return found if cond.kind == "table" else Unary("not", found)
-        raise UnsupportedError(f"the mask depends on {_words(cond)}")
+        raise UnsupportedError(f"the mask depends on {_explain(cond)}")
 
     def junction(self, cond: Cond) -> Node:
         """An "and" or "or": the bands of all that depends on q - k together, then the rest by text."""
@@ -295,7 +295,7 @@ class _Translator:
                 return self.read(atom.args[0], atom.args[1], boolean=False)
             case "table":
                 return self.table(atom.args[0], atom.args[1])
-        raise UnsupportedError(f"the mask depends on {_words(atom)}")
+        raise UnsupportedError(f"the mask depends on {_explain(atom)}")
 
     def read(self, tensor: object, indices: object, *, boolean: bool) -> Lookup:
         """An element of a run-time vector."""
@@ -317,13 +317,13 @@ class _Translator:
 
 def _begins_with_padding(node: Node) -> bool:
     """Whether the first word of a condition's text reads the padding."""
-    while isinstance(node, Binary) and node.left.level >= node.level:
+    while isinstance(node, Binary) and node.left.precedence >= node.precedence:
         node = node.left
     return isinstance(node, Lookup) and node.is_padding
 
 
-def _words(value: object) -> str:
-    """What has no place in an expression, for people: the operators in the way and the model inputs behind them."""
+def _explain(value: object) -> str:
+    """A phrase about a value that no expression has: its operators without a rule, and the model inputs that they read."""
     operators, inputs = list[str](), list[str]()
     _collect(value, operators, inputs)
     what = " and ".join(dict.fromkeys(operators)) or str(value)[:100]

@@ -294,9 +294,9 @@ def _read_additive(
     if allowed == FALSE:
         raise UnsupportedError(f"mask tensor {term.tensor!r} forbids every pair")
     note = _stays_bias(term) if has_bias else None
-    kept = [(c, x) for c, x in entries if c not in forbidding]
-    by_data = any(reads_input(x) for _, x in kept) or (len(kept) > 1 and any(reads_input(c) for c, _ in kept))
-    largest = max((_largest_stored(x, term.scale) for _, x in kept), default=0.0)
+    rest = [(c, x) for c, x in entries if c not in forbidding]
+    by_data = any(reads_input(x) for _, x in rest) or (len(rest) > 1 and any(reads_input(c) for c, _ in rest))
+    largest = max((_largest_stored(x, term.scale) for _, x in rest), default=0.0)
     return _TermMask(allowed, tuple(x for _, x in forbidden), has_bias, note, has_bias and by_data, max(largest, 0.0))
 
 
@@ -342,13 +342,13 @@ def _table_cases(
     if not forbidden.any():
         return [(TRUE, read)]
     fill = float(array[forbidden].min())
-    kept = ~forbidden
-    cond = band_of(kept, indices)
+    allowed = ~forbidden
+    cond = band_of(allowed, indices)
     if cond is None:
         derived = f"{name} allows"
-        tables[derived] = kept
+        tables[derived] = allowed
         cond = Cond("table", (derived, indices))
-    is_mask_only = bool(np.all(array[kept] == 0))
+    is_mask_only = bool(np.all(array[allowed] == 0))
     return [(cond, 0.0 if is_mask_only else read), (negate(cond), fill)]
 
 

@@ -48,11 +48,11 @@ def _allows_usual_keys(site: AttentionSite, mask: LiftedMask) -> bool:
     interpreter = _Interpreter(site, mask, past)
     usual = (nodes.Q, Constant(0), Binary("-", Name("T"), Constant(1)))
     try:
-        own, *others = (interpreter.condition(mask.expression.substitute({"k": key}).root) for key in usual)
+        at_own, *at_ends = (interpreter.condition(mask.expression.substitute({"k": key}).root) for key in usual)
     except _UnprovenError:
         return False
     # The first and the last key are there wherever any is.
-    found = [all_of([less_equal(Q, last), own]), *others]
+    found = [all_of([less_equal(Q, last), at_own]), *at_ends]
     return domain.simplify(any_of(domain.simplify(c) for c in found)) == TRUE
 
 

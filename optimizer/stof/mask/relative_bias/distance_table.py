@@ -21,8 +21,8 @@ def tabulate(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray | 
     table = np.full((H, 2 * radius + 1), np.nan)
     for b in range(B):
         for h in range(H):
-            kept = allowed[b, h]
-            table[h, entry[kept]] = added[b, h][kept]
+            pairs = allowed[b, h]
+            table[h, entry[pairs]] = added[b, h][pairs]
     found = table[:, entry]
     if not np.array_equal(np.broadcast_to(found, added.shape)[allowed], added[allowed]):
         return None

@@ -51,14 +51,14 @@ def _make_table(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> 
     table = tabulate(added, allowed, past)
     if table is None or not np.isfinite(table[~np.isnan(table)]).all():
         return mask
-    kept = shorten(table, is_fixed)
-    if kept is None or (not is_fixed and kept.shape[1] // 2 > radius):
+    shortened = shorten(table, is_fixed)
+    if shortened is None or (not is_fixed and shortened.shape[1] // 2 > radius):
         return mask
-    bias = RelativeBias(terms, kept.shape[0], kept.shape[1], kept.astype(np.float32).tobytes())
+    bias = RelativeBias(terms, shortened.shape[0], shortened.shape[1], shortened.astype(np.float32).tobytes())
     names = ", ".join(dict.fromkeys(t.tensor for t in terms))
     tensors = {t.tensor for t in terms}
     notes = [n for n in mask.notes if n.reason is not NoteReason.STAYS_BIAS or n.tensor not in tensors]
-    notes.append(MaskNote(NoteReason.BIAS_TABLE, f"{names} becomes a table of {kept.shape[1]} distances"))
+    notes.append(MaskNote(NoteReason.BIAS_TABLE, f"{names} becomes a table of {shortened.shape[1]} distances"))
     others = tuple(t for t in mask.bias if t not in terms)
     found = replace(mask, bias=others, relative=bias, notes=tuple(notes))
     try:

@@ -38,15 +38,15 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
     if not isinstance(value, Real):
         return None
     limit = forbidding_limit(symbolic.dtype(term.tensor))
-    # What the mask forbids is nowhere read; of what is left, one formula must hold everywhere.
-    kept = [x for _, x in cases(value) if not (isinstance(x, float) and x * term.scale <= limit)]
-    if len(kept) != 1:
+    # Forbidden pairs do not count; for all others one formula must hold.
+    formulas = [x for _, x in cases(value) if not (isinstance(x, float) and x * term.scale <= limit)]
+    if len(formulas) != 1:
         return None
-    if isinstance(kept[0], float):
+    if isinstance(formulas[0], float):
         return 0
-    if kept[0].kind != "table":
+    if formulas[0].kind != "table":
         return None
-    indices = kept[0].args[1]
+    indices = formulas[0].args[1]
     assert isinstance(indices, tuple)
     rows = [i for i in indices if i.constant is None and not _is_head(i)]
     try:
