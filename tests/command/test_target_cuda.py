@@ -76,9 +76,8 @@ def site(size: int = 64, dtype: int = 10, heads: int = 12, nodes: tuple[str, ...
 
 def gain(mask: str, length: int, capability: int = 90, **settings: Any) -> float:
     fused = settings.pop("fused", False)
-    return cuda.predict(
-        site(**settings), LiftedMask(MaskExpression.parse(mask)), length, cuda.device_of(capability), fused
-    ).gain
+    lifted = LiftedMask(MaskExpression.parse(mask))
+    return cuda.predict(site(**settings), lifted, length, cuda.device_of(capability), fused).gain
 
 
 def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,10 +100,9 @@ def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pyte
 def test_every_device_has_a_prediction(capability: int) -> None:
     device = cuda.device_of(capability)
     assert device.capability <= max(capability, 80)
+    window = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
     for length in (128, 2048, 8192):
-        assert (
-            cuda.predict(site(), LiftedMask(MaskExpression.parse("abs(q - k) <= 64")), length, device, False).gain > 1
-        )
+        assert cuda.predict(site(), window, length, device, False).gain > 1
 
 
 def test_predictions_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
