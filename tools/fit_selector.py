@@ -34,12 +34,13 @@ import numpy as np
 
 from stof.bench.gpu.cases import mask as named_mask
 from stof.files import write_text
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import Binary, Constant, K, Q
 from stof.runtime.library import LibraryError, Mask
 
 HERE = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
-_RESIDUES = re.compile(r"abs\(q - k\) <= (\d+) and \(q - k\) % (\d+) == 0")
 LAUNCH = 2.0  # microseconds that every kernel takes beside its busiest worker
 UNSURE = 0.012  # by how much more a kernel may take and be chosen one time in e
 MOVED = 0.001  # what costs' other ratios count beside the regret
@@ -147,6 +148,16 @@ class Point:
         return (4 * B * G * T * self.head) >> 20
 
 
+def _dilation(mask: str) -> tuple[int, int] | None:
+    """The width w and the dilation m of ``abs(q - k) <= w and (q - k) % m == 0``; None for any other mask."""
+    expression = MaskExpression.parse(mask)
+    match expression.conjuncts:
+        case (window, Binary("==", Binary("%", left, Constant(m)), Constant(0))) if left == Binary("-", Q, K):
+            width, right = MaskExpression(window).window() or (0, -1)
+            return (width, m) if width == right else None
+    return None
+
+
 def points_of(path: Path, head: int) -> Iterator[Point]:
     """The points of a file that have times of kernels."""
     for record in json.loads(path.read_text()):
@@ -158,10 +169,10 @@ def points_of(path: Path, head: int) -> Iterator[Point]:
             continue
         expression, tables = named_mask(record["mask_name"], shape["T"])
         sizes = (shape["B"], shape["H"], shape["G"], shape["S"], shape["T"])
-        apart = _RESIDUES.fullmatch(expression)
+        apart = _dilation(expression)
         if apart is not None and shape["H"] == shape["G"]:  # plugins/core/ops/attention_residues.cc
-            m = int(apart[2])
-            expression = f"abs(q - k) <= {int(apart[1]) // m}"
+            width, m = apart
+            expression = f"abs(q - k) <= {width // m}"
             sizes = (shape["B"] * shape["H"], m, m, shape["S"] // m, shape["T"] // m)
         yield Point(f"{record['mask_name']} {sizes}", sizes, head, expression, tables, us)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stof.mask.expression import EVERY_PAIR, MaskExpression
 from stof.symbolic.algebra.terms import Int
 
 # A mask value up to this forbids: beside an allowed score its exponential is 0. Exporters write -10000 (it fits fp16) or less;
@@ -221,16 +222,36 @@ class RelativeBias:
     data: bytes
 
 
+class NoteReason(enum.Enum):
+    """Why a mask has a note."""
+
+    STAYS_BIAS = enum.auto()  # a tensor stays an additive bias
+    BIAS_MAY_FORBID = enum.auto()  # a bias may leave a row without a key
+    DIFFERENT_STRENGTHS = enum.auto()  # masks that are added forbid with different numbers
+    BIAS_TABLE = enum.auto()  # biases become a table by distance
+
+
+@dataclass(frozen=True)
+class MaskNote:
+    """A line about a mask for the report."""
+
+    reason: NoteReason
+    text: str
+    tensor: str = ""  # the one that it is about
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True)
 class LiftedMask:
     """The mask of one site as an expression, with what it reads at run time.
 
-    ``expression`` is the printed form ("" = every pair). ``tables`` maps table names to constants
-    (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias`` lists the terms that stay an
-    additive bias, ``relative`` those that became a table by distance.
+    ``tables`` maps table names to constants (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias``
+    lists the terms that stay an additive bias, ``relative`` those that became a table by distance.
     """
 
-    expression: str
+    expression: MaskExpression = EVERY_PAIR
     operands: tuple[RuntimeOperand, ...] = ()
     tables: tuple[tuple[str, str, tuple[int, ...], bytes], ...] = ()
     bias: tuple[MaskTerm, ...] = ()
@@ -239,7 +260,7 @@ class LiftedMask:
     empty_rows: EmptyRows = EmptyRows.ZERO
     family: str = ""  # "window(64, 64)", "causal", ...
     density: float | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[MaskNote, ...] = ()
 
 
 def tables_of(mask: LiftedMask) -> dict[str, np.ndarray]:

@@ -436,7 +436,7 @@ def test_masks_that_are_lifted() -> None:
     for name, mask in expected.items():
         inputs, body, _ = FORMS[name]
         _, (found,) = rewrite(model(inputs, "float out", body))
-        assert found.mask.expression == mask, name
+        assert found.mask.expression.text == mask, name
 
 
 HALF = """

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.graph.index import DOMAIN, all_nodes
+from stof.mask.expression import MaskExpression
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference, reference_lse
 from stof.site import EmptyRows, Layout
 
@@ -22,7 +23,7 @@ def run_body(problem: Problem, opset: int, lse: bool = False, others: int = 0) -
     attributes = problem.attributes()
     heads = {"num_heads": problem.q.shape[1], "kv_num_heads": problem.k.shape[1]}
     variant = Variant(
-        problem.mask,
+        MaskExpression.parse(problem.mask),
         (Layout.BHSD,) * 4,
         heads["num_heads"] != heads["kv_num_heads"],
         problem.empty_rows,
@@ -41,7 +42,7 @@ def run_body(problem: Problem, opset: int, lse: bool = False, others: int = 0) -
     results = ["y", "lse"] if lse else ["y"]
     node = helper.make_node(OP, names, results, domain=DOMAIN, mask_id=others, scale=scale, **heads)
     outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in results]
-    variants = [*(replace(variant, expression=f"q - k <= {i}") for i in range(others)), variant]
+    variants = [*(replace(variant, expression=MaskExpression.parse(f"q - k <= {i}")) for i in range(others)), variant]
     model = helper.make_model(
         helper.make_graph([node], "g", inputs, outputs),
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)],
@@ -125,7 +126,10 @@ def test_no_key_at_all() -> None:
 def test_branches_read_no_attribute() -> None:
     """TensorRT's parser takes references to attributes in the branches of an If for 0."""
     masks = ("abs(q - k) <= 3", "k <= q", "abs(q - k) <= 5")
-    variants = [Variant(m, (Layout.BSN,) * 4, True, EmptyRows.ZERO, 0, 0.0, ("pad",), TensorProto.FLOAT) for m in masks]
+    variants = [
+        Variant(MaskExpression.parse(m), (Layout.BSN,) * 4, True, EmptyRows.ZERO, 0, 0.0, ("pad",), TensorProto.FLOAT)
+        for m in masks
+    ]
     function = make_attention_function(variants, 18)
     top = {a.ref_attr_name for n in function.node for a in n.attribute if a.ref_attr_name}
     assert top == set(function.attribute) == {"mask_id", "scale", "num_heads", "kv_num_heads"}

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 import stof
 from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
 from stof.graph.index import DOMAIN
+from stof.mask.expression import MaskExpression
 from stof.site import EmptyRows, Layout
 
 D, DV = 8, 5
@@ -127,7 +128,9 @@ def model_of(call: Call, feed: dict[str, np.ndarray], fixed: bool) -> onnx.Model
     attributes |= {"query_offset": int(call.offset), "scale": 0.4, "mask_id": 0, "results": "lse" if call.lse else ""}
     node = helper.make_node(OP, list(feed), names, domain=DOMAIN, **attributes)
     roles = tuple(call.roles)
-    variant = Variant(call.mask, call.layouts, H != G, call.policy, int(call.offset), 0.0, roles, dtype)
+    variant = Variant(
+        MaskExpression.parse(call.mask), call.layouts, H != G, call.policy, int(call.offset), 0.0, roles, dtype
+    )
     return helper.make_model(
         helper.make_graph([node], "g", values, outputs),
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 1)],

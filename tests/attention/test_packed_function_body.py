@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 import stof
 from stof.attention.function_body import OP, Variant, add_packed_inputs, make_attention_function
 from stof.graph.index import DOMAIN
+from stof.mask.expression import MaskExpression
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.runtime.library import LibraryError, Op, has_packed
 from stof.site import EmptyRows, Layout
@@ -78,7 +79,7 @@ def function_of(problem: Problem, layouts: tuple[str, ...], opset: int, others: 
     roles = tuple(str(problem.attributes()["operands"]).split())
     query, key, value, output = (Layout(layout) for layout in layouts)
     own = Variant(
-        problem.mask,
+        MaskExpression.parse(problem.mask),
         (query, key, value, output),
         grouped,
         problem.empty_rows,
@@ -87,7 +88,7 @@ def function_of(problem: Problem, layouts: tuple[str, ...], opset: int, others: 
         roles,
         helper.np_dtype_to_tensor_dtype(problem.q.dtype),
     )
-    variants = [own, *(replace(own, expression=f"q - k <= {i}") for i in range(others))]
+    variants = [own, *(replace(own, expression=MaskExpression.parse(f"q - k <= {i}")) for i in range(others))]
     return add_packed_inputs(make_attention_function(variants, opset), layouts, layouts)
 
 

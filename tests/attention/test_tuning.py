@@ -10,6 +10,7 @@ import pytest
 
 from stof.attention.decide import tune as tuning
 from stof.attention.decide.tune import Tuner
+from stof.mask.expression import MaskExpression
 from stof.runtime.cuda import DeviceInfo
 from stof.runtime.library import LibraryError
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, TermKind
@@ -26,7 +27,7 @@ def _site() -> AttentionSite:
     )  # fmt: skip
 
 
-MASK = LiftedMask("abs(q - k) <= 64")
+MASK = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
 
 
 class Bench:
@@ -89,7 +90,7 @@ def test_what_was_measured_is_not_measured_again(tuner) -> None:
     # Another mask, batch, length or size is another problem.
     third = Bench(_flat(model=10, old=30, two=8, four=9))
     other = tuner(third)
-    other.tune(_site(), LiftedMask("k <= q"), 1, [512])
+    other.tune(_site(), LiftedMask(MaskExpression.parse("k <= q")), 1, [512])
     other.tune(_site(), MASK, 2, [512])
     other.tune(replace(_site(), head_size=128), MASK, 1, [512])
     other.tune(_site(), MASK, 1, [4096, 512])

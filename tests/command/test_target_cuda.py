@@ -19,6 +19,7 @@ from stof.attention.decide import cost_cuda as cuda
 from stof.attention.decide import targets
 from stof.attention.decide import tune as tuning
 from stof.fusion.decide import measured as judge
+from stof.mask.expression import MaskExpression
 from stof.runtime.cuda import DeviceInfo
 from stof.runtime.library import LibraryError
 from stof.site import AttentionSite, Layout, LiftedMask, Operand
@@ -75,7 +76,8 @@ def site(size: int = 64, dtype: int = 10, heads: int = 12, nodes: tuple[str, ...
 
 def gain(mask: str, length: int, capability: int = 90, **settings: Any) -> float:
     fused = settings.pop("fused", False)
-    return cuda.predict(site(**settings), LiftedMask(mask), length, cuda.device_of(capability), fused).gain
+    lifted = LiftedMask(MaskExpression.parse(mask))
+    return cuda.predict(site(**settings), lifted, length, cuda.device_of(capability), fused).gain
 
 
 def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +100,9 @@ def test_without_a_device_the_oldest_one_is_predicted_for(put: Put, capsys: pyte
 def test_every_device_has_a_prediction(capability: int) -> None:
     device = cuda.device_of(capability)
     assert device.capability <= max(capability, 80)
+    window = LiftedMask(MaskExpression.parse("abs(q - k) <= 64"))
     for length in (128, 2048, 8192):
-        assert cuda.predict(site(), LiftedMask("abs(q - k) <= 64"), length, device, False).gain > 1
+        assert cuda.predict(site(), window, length, device, False).gain > 1
 
 
 def test_predictions_follow_what_is_skipped_and_what_the_runtime_fuses() -> None:
@@ -144,7 +147,7 @@ def test_what_is_measured_is_written_and_planned(
     calls = []
 
     def measure(site: AttentionSite, mask: LiftedMask, batch: int, length: int, kernel: str) -> float:
-        calls.append((mask.expression, batch, length, kernel))
+        calls.append((mask.expression.text, batch, length, kernel))
         return {"": 10.0, "sm80": 12.0, "sm90-64x64x4": 7.0}[kernel]
 
     device = DeviceInfo("NVIDIA H100", 90)

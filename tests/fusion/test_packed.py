@@ -25,6 +25,7 @@ from stof.fusion.regions import Graph
 from stof.fusion.search.cost import Machine
 from stof.fusion.translate import Chain
 from stof.graph.index import DOMAIN
+from stof.mask.expression import CAUSAL
 from stof.options import Options
 from stof.site import EmptyRows, Layout
 from stof.symbolic import Symbolic
@@ -44,7 +45,7 @@ def finish(b: Builder, *outputs: str, grouped: bool = False, layout: Layout = La
     """The model with the function of its calls."""
     model = b.model(*outputs)
     model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    variant = Variant("k <= q", (layout,) * 4, grouped, EmptyRows.ZERO, 0, 0.0, (), b.dtype)
+    variant = Variant(CAUSAL, (layout,) * 4, grouped, EmptyRows.ZERO, 0, 0.0, (), b.dtype)
     model.functions.append(make_attention_function([variant], b.opset))
     return model
 

@@ -113,10 +113,10 @@ def judge_far(one: Spec) -> Verdict:
         return verdict
     past = sizes["P"] if sites[0].query_offset else 0
     check_lifted(mask, drawn, {**sizes, "P": past}, {**feeds, **computed(case, mask, feeds)})
-    verdict.lifted = mask.expression
+    verdict.lifted = mask.expression.text
     verdict.lengths.append((sizes["S"], sizes["T"], sizes["P"]))
-    if mask.bias and not mask.expression:
-        verdict.reason = f"bias: {'; '.join(mask.notes)}"
+    if mask.bias and mask.expression.allows_all:
+        verdict.reason = f"bias: {'; '.join(map(str, mask.notes))}"
     return verdict
 
 

@@ -18,9 +18,9 @@ from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.prepare import prepare
 from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
-from stof.mask.accept import accept, or_unguarded
-from stof.mask.check.checker import MaskChecker
-from stof.mask.lift import lift
+from stof.mask.accept import accept, with_or_without_guard
+from stof.mask.check.checker import MaskChecker, MaskMismatchError
+from stof.mask.lift import MAY_FORBID, lift
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.site import AttentionSite, LiftedMask, tables_of
 from stof.symbolic import Symbolic
@@ -125,21 +125,21 @@ def judge(case: Case, mask: Mask, rng: random.Random, *, body: bool = False, opt
 def _lifted(
     model: onnx.ModelProto, symbolic: Symbolic, site: AttentionSite, verdict: Verdict, seen: set[int]
 ) -> Rewrite | None:
-    def settled(one: AttentionSite) -> Rewrite:
+    def accepted(one: AttentionSite) -> Rewrite:
         verdict.caught = False
         checker = MaskChecker(model, symbolic)
         found = with_relative_bias(checker, one, lift(symbolic, one))
         try:
             accept(checker, one, found)
         except UnsupportedError as error:
-            verdict.caught = "differs" in str(error)
+            verdict.caught = isinstance(error, MaskMismatchError)
             raise
         finally:
-            seen.update(checker.seen)
+            seen.update(checker.compared_lengths)
         return Rewrite(one, found)
 
     try:
-        rewrite = or_unguarded(site, settled)
+        rewrite = with_or_without_guard(site, accepted)
     except UnsupportedError as error:
         verdict.reason = str(error)
         return None
@@ -147,9 +147,9 @@ def _lifted(
     if reasons := why_not(rewrite.site, found):
         verdict.reason = "no kernel: " + "; ".join(reasons)
         return None
-    verdict.lifted = found.expression
-    if (found.bias or found.relative is not None) and not found.expression:
-        verdict.reason = f"bias: {'; '.join(found.notes)}"
+    verdict.lifted = found.expression.text
+    if (found.bias or found.relative is not None) and found.expression.allows_all:
+        verdict.reason = f"bias: {'; '.join(map(str, found.notes))}"
     return rewrite
 
 
@@ -281,13 +281,13 @@ def check_lifted(mask: LiftedMask, drawn: np.ndarray, sizes: dict[str, int], fee
     for operand in mask.operands:
         array = operand.laid(feeds[operand.tensor])
         operands[operand.role] = array != 0 if operand.role == "pad" else array.astype(np.int64)
-    found = oracle.evaluate(mask.expression, sizes, operands)
+    found = oracle.evaluate(mask.expression.text, sizes, operands)
     # What a bias forbids (a finite one: by much) may be left to it.
     wrong = drawn & ~found if mask.bias or mask.relative is not None else found != drawn
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise Fault(
-            "lifted", f"{mask.expression!r} {'allows' if found[where] else 'forbids'} (b, h, q, k) = {where} at {sizes}"
+            "lifted", f"'{mask.expression}' {'allows' if found[where] else 'forbids'} (b, h, q, k) = {where} at {sizes}"
         )
 
 
@@ -305,7 +305,7 @@ def _check_outputs(
     empty = ~drawn.any(-1)
     half = case.form.half
     for rows, name in ((~empty, "rows with keys"), (empty, "rows without a key")):
-        if rows is empty and any("a bias may forbid as well" in n for n in rewrite.mask.notes):
+        if rows is empty and MAY_FORBID in rewrite.mask.notes:
             continue  # the pipeline's verification decides about these
         a, b = out[rows].astype(np.float64), mine[rows].astype(np.float64)
         if not np.array_equal(np.isnan(a), np.isnan(b)):

@@ -23,7 +23,7 @@ from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.prepare import prepare
 from stof.attention.find import find_sites
 from stof.errors import StofError, UnsupportedError
-from stof.mask.accept import accept, or_unguarded
+from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative_bias.lift import with_relative_bias
@@ -146,7 +146,7 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     sites, _ = find_sites(prepared.model, symbolic, prepared.materialized)
     checker = MaskChecker(prepared.model, symbolic)
 
-    def settled(site: AttentionSite) -> Rewrite:
+    def accepted(site: AttentionSite) -> Rewrite:
         mask = with_relative_bias(checker, site, lift(symbolic, site))
         accept(checker, site, mask)
         return Rewrite(site, mask)
@@ -154,14 +154,14 @@ def _optimized(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, tuple[st
     rewrites = []
     for site in sites:
         try:
-            found = or_unguarded(site, settled)
+            found = with_or_without_guard(site, accepted)
         except UnsupportedError:
             continue
         if not why_not(found.site, found.mask):
             rewrites.append(found)
     if not rewrites:
         return None, ()
-    masks = tuple(r.mask.expression for r in rewrites)
+    masks = tuple(r.mask.expression.text for r in rewrites)
     return emit(prepared.expand_for([r.site for r in rewrites]), symbolic, rewrites), masks
 
 

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from stof.attention.emit import Rewrite, emit
 from stof.attention.find import find_sites
 from stof.errors import UnsupportedError
-from stof.mask.accept import accept, or_unguarded
+from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
 from stof.mask.lift import lift
 from stof.mask.relative_bias.lift import with_relative_bias
@@ -108,12 +108,12 @@ def rewrite(graph: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Rewrite]]:
     assert not findings, findings
     checker = MaskChecker(graph, symbolic)
 
-    def settled(site: AttentionSite) -> Rewrite:
+    def accepted(site: AttentionSite) -> Rewrite:
         mask = with_relative_bias(checker, site, lift(symbolic, site))
-        accept(checker, site, mask, rows=False)
+        accept(checker, site, mask, ignore_empty_rows=True)
         return Rewrite(site, mask)
 
-    rewrites = [or_unguarded(site, settled) for site in found]
+    rewrites = [with_or_without_guard(site, accepted) for site in found]
     return emit(graph, symbolic, rewrites), rewrites
 
 

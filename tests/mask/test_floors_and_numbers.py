@@ -220,6 +220,6 @@ def test_a_scale_that_is_a_little_wrong_is_seen_beside_such_a_fill(
 def test_rows_without_a_key_that_are_wrong_are_seen_beside_such_a_fill(
     rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stof.mask.lift.empty_rows", lambda *_: EmptyRows(rows))
+    monkeypatch.setattr("stof.mask.lift.policy_from_fills", lambda *_: EmptyRows(rows))
     with pytest.raises(VerifyError):
         test_digits_that_a_fill_takes_are_no_difference(-65504.0, tmp_path)

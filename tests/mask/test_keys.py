@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from stof.mask.empty_rows.key_proof import leaves_a_key
+from stof.mask.expression import MaskExpression
 from stof.runtime.library import Mask
 from stof.site import AttentionSite, Layout, LiftedMask, Operand, OperandView, RuntimeOperand
 from stof.symbolic import Int, dim, integer
@@ -35,7 +36,7 @@ def mask(expression: str, *, same: bool = True, **tables: np.ndarray) -> LiftedM
     """An expression with what it reads; ``same``: the queries' segments are the keys' tensor."""
     tensors = {"pad": "mask", "segment_q": "ids" if same else "other_ids", "segment_k": "ids", "lengths": "counts"}
     return LiftedMask(
-        expression,
+        MaskExpression.parse(expression),
         operands=tuple(RuntimeOperand(r, t, OperandView.SAME) for r, t in tensors.items() if r in expression),
         tables=tuple((n, str(a.dtype), a.shape, a.tobytes()) for n, a in tables.items()),
     )

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from stof.graph.index import GraphIndex
-from stof.mask.empty_rows.value_bounds import Magnitudes
+from stof.mask.empty_rows.value_bounds import ValueBounds
 from stof.symbolic import Symbolic
 
 HALF, SINGLE = np.float16, np.float32
@@ -33,7 +33,7 @@ def graph(body: str, inputs: str = INPUTS, **tables: np.ndarray) -> onnx.ModelPr
 
 def bound(model: onnx.ModelProto, folder: Path | None = None) -> float:
     """That of ``out``."""
-    return Magnitudes(GraphIndex(model.graph), Symbolic(model), folder).of("out")
+    return ValueBounds(GraphIndex(model.graph), Symbolic(model), folder).of("out")
 
 
 TABLE = np.arange(-6, 6, dtype=SINGLE).reshape(4, 3)

@@ -12,6 +12,7 @@ import pytest
 from stof import cli
 from stof.errors import UnsupportedError
 from stof.mask.accept import check_work
+from stof.mask.expression import MaskExpression
 from stof.runtime.library import LibraryError, Op
 
 LONGEST = 1 << 22
@@ -53,10 +54,10 @@ def test_the_library_refuses_a_run_that_would_not_end(terms: int, length: int, f
 )
 def test_what_may_be_written(terms: int, queries: int | None, keys: int | None, fits: bool) -> None:
     if fits:
-        check_work(repeated(terms), queries, keys)
+        check_work(MaskExpression.parse(repeated(terms)), queries, keys)
     else:
         with pytest.raises(UnsupportedError, match=f"its mask has {4 * terms - 1} nodes"):
-            check_work(repeated(terms), queries, keys)
+            check_work(MaskExpression.parse(repeated(terms)), queries, keys)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,9 @@ def test_what_may_be_written(terms: int, queries: int | None, keys: int | None, 
 )
 def test_nodes_are_counted_as_the_library_does(text: str, nodes: int) -> None:
     most = 129 // (nodes + 1)  # copies with "or" between them that have no more than 128 nodes
-    check_work(" or ".join([text] * most), None, None)
+    check_work(MaskExpression.parse(" or ".join([text] * most)), None, None)
     with pytest.raises(UnsupportedError, match=f"its mask has {(most + 1) * (nodes + 1) - 1} nodes"):
-        check_work(" or ".join([text] * (most + 1)), None, None)
+        check_work(MaskExpression.parse(" or ".join([text] * (most + 1))), None, None)
 
 
 @pytest.mark.parametrize(("length", "replaced"), [("S", False), (40, True)])

@@ -9,7 +9,7 @@ import pytest
 from attention_forms import PLAIN, assert_equivalent, model, rewrite
 from onnx import numpy_helper
 
-from stof.mask.relative_bias.distance_table import by_distance, shorten, spread, table_of
+from stof.mask.relative_bias.distance_table import shorten, spread, table_of, tabulate
 from stof.site import RelativeBias
 
 BEFORE = """%kt
@@ -125,23 +125,23 @@ def test_dense_to_table_and_back() -> None:
     for S, T, past in ((50, 50, 0), (9, 60, 51)):
         dense = spread(bias, S, T, past).astype(np.float64)
         allowed = rng.random((1, 3, S, T)) < 0.8
-        found = by_distance(dense, allowed, past)
+        found = tabulate(dense, allowed, past)
         assert found is not None
         wanted = dense[:, :, :, :][allowed]
-        kept = shorten(found.copy(), fixed=True)
+        kept = shorten(found.copy(), is_fixed=True)
         assert kept is not None
         again = spread(RelativeBias((), *kept.shape, kept.astype(np.float32).tobytes()), S, T, past)
         assert np.array_equal(np.broadcast_to(again, dense.shape)[allowed], wanted)
         dense[0, 1, 3, 5] += 1
         allowed[0, 1, 3, 5] = allowed[0, 1, 2, 4] = True
-        assert by_distance(dense, allowed, past) is None
+        assert tabulate(dense, allowed, past) is None
 
 
 def test_a_table_that_still_changes_at_its_end_is_none() -> None:
     table = np.arange(101.0)[None, :]
-    assert shorten(table.copy(), fixed=False) is None
+    assert shorten(table.copy(), is_fixed=False) is None
     table[:, :33], table[:, 68:] = -1, 1  # 33 equal ones on each side
-    kept = shorten(table.copy(), fixed=False)
+    kept = shorten(table.copy(), is_fixed=False)
     assert kept is not None
     assert kept.shape == (1, 37)
 

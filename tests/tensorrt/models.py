@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtimes"))
 import prepare
 
 import build
-from stof.mask.to_onnx import Builder, Sizes, mask_nodes
+from stof.graph.node_builder import Builder
+from stof.mask.expression import MaskExpression
+from stof.mask.to_onnx import ScoreSizes
 
 LENGTH = 128  # of the model whose mask is a table
 BLOCK = 16
@@ -54,8 +56,9 @@ def masked(
     ids = graph.input[0].name
     shape = builder.add("Shape", [ids])
     batch, length = (builder.add("Gather", [shape, builder.constant(i)]) for i in (0, 1))
-    sizes = Sizes(batch, builder.constant(4), length, length, builder.constant(0))
-    allowed = mask_nodes(builder, expression, sizes, {**{n: n for n in tables}, **(vectors or {})})
+    sizes = ScoreSizes(batch, builder.constant(4), length, length, builder.constant(0))
+    operands = {**{n: n for n in tables}, **(vectors or {})}
+    allowed = MaskExpression.parse(expression, tables).to_onnx(builder, sizes, operands)
     zero, minus = (builder.constant(x, np.float32) for x in (0.0, -np.inf))
     added = builder.add("Where", [allowed, zero, minus])
     if not vectors:  # else it has an axis of batches

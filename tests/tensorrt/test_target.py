@@ -21,10 +21,17 @@ from stof.attention.decide.cost_tensorrt import leave, why_not
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.index import all_nodes
 from stof.graph.names import name_nodes
+from stof.mask.expression import MaskExpression
 from stof.options import Options
 from stof.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 
 HALF, FULL = TensorProto.FLOAT16, TensorProto.FLOAT
+
+
+def lifted(text: str, *arguments: Any, **named: Any) -> LiftedMask:
+    return LiftedMask(MaskExpression.parse(text), *arguments, **named)
+
+
 PAD = (RuntimeOperand("pad", "mask"),)
 BIAS = (MaskTerm(TermKind.ADD, "bias"),)
 
@@ -39,21 +46,21 @@ def site(**settings: Any) -> AttentionSite:
 @pytest.mark.parametrize(
     ("settings", "mask", "density", "left"),
     [
-        ({}, LiftedMask(""), 1.0, "dense,"),
-        ({}, LiftedMask("pad[b, k]", PAD), 1.0, "dense with a mask"),
-        ({}, LiftedMask("pad[b, k]", PAD, bias=BIAS), 1.0, "dense with a mask"),
-        ({"kv_num_heads": 2}, LiftedMask(""), 1.0, "dense,"),
-        ({}, LiftedMask("k <= q"), 0.5, "causal,"),
-        ({"dtype": TensorProto.BFLOAT16}, LiftedMask("k <= q"), 0.5, "causal,"),
-        ({}, LiftedMask("abs(q - k) <= 4096"), 1.0, "dense with a mask"),  # at the lengths in use it forbids nothing
-        ({}, LiftedMask("k <= q and pad[b, k]", PAD), 0.5, ""),
-        ({}, LiftedMask("k <= q", bias=BIAS), 0.5, ""),
-        ({}, LiftedMask("abs(q - k) <= 64"), 0.1, ""),
-        ({}, LiftedMask("table0[q, k]", tables=(("table0", "bool", (4, 4), b"\1" * 16),)), 1.0, ""),
-        ({}, LiftedMask("segment_q[b, q] == segment_k[b, k]", (RuntimeOperand("segment_q", "ids"),)), 1.0, ""),
-        ({"softcap": 50.0}, LiftedMask(""), 1.0, ""),
-        ({"sink": "logits"}, LiftedMask("k <= q"), 0.5, ""),
-        ({"dtype": FULL}, LiftedMask(""), 1.0, ""),
+        ({}, lifted(""), 1.0, "dense,"),
+        ({}, lifted("pad[b, k]", PAD), 1.0, "dense with a mask"),
+        ({}, lifted("pad[b, k]", PAD, bias=BIAS), 1.0, "dense with a mask"),
+        ({"kv_num_heads": 2}, lifted(""), 1.0, "dense,"),
+        ({}, lifted("k <= q"), 0.5, "causal,"),
+        ({"dtype": TensorProto.BFLOAT16}, lifted("k <= q"), 0.5, "causal,"),
+        ({}, lifted("abs(q - k) <= 4096"), 1.0, "dense with a mask"),  # at the lengths in use it forbids nothing
+        ({}, lifted("k <= q and pad[b, k]", PAD), 0.5, ""),
+        ({}, lifted("k <= q", bias=BIAS), 0.5, ""),
+        ({}, lifted("abs(q - k) <= 64"), 0.1, ""),
+        ({}, lifted("table0[q, k]", tables=(("table0", "bool", (4, 4), b"\1" * 16),)), 1.0, ""),
+        ({}, lifted("segment_q[b, q] == segment_k[b, k]", (RuntimeOperand("segment_q", "ids"),)), 1.0, ""),
+        ({"softcap": 50.0}, lifted(""), 1.0, ""),
+        ({"sink": "logits"}, lifted("k <= q"), 0.5, ""),
+        ({"dtype": FULL}, lifted(""), 1.0, ""),
     ],
 )
 def test_what_tensorrt_fuses_is_left(settings: dict[str, Any], mask: LiftedMask, density: float, left: str) -> None:
@@ -63,31 +70,31 @@ def test_what_tensorrt_fuses_is_left(settings: dict[str, Any], mask: LiftedMask,
 
 
 def test_what_no_kernel_takes() -> None:
-    assert why_not(site(), LiftedMask("pad[b, k]", PAD)) == []
-    assert "multiples of 8 up to 256" in why_not(site(head_size=20), LiftedMask(""))[0]
-    assert "multiples of 8 up to 256" in why_not(site(value_head_size=264), LiftedMask(""))[0]
-    assert why_not(site(head_size=256, value_head_size=136), LiftedMask("")) == []
-    assert why_not(site(dtype=FULL, head_size=20), LiftedMask("")) == []
-    assert "at most 256" in why_not(site(dtype=FULL, head_size=257), LiftedMask(""))[0]
-    double = why_not(site(dtype=TensorProto.DOUBLE), LiftedMask(""))[0]
+    assert why_not(site(), lifted("pad[b, k]", PAD)) == []
+    assert "multiples of 8 up to 256" in why_not(site(head_size=20), lifted(""))[0]
+    assert "multiples of 8 up to 256" in why_not(site(value_head_size=264), lifted(""))[0]
+    assert why_not(site(head_size=256, value_head_size=136), lifted("")) == []
+    assert why_not(site(dtype=FULL, head_size=20), lifted("")) == []
+    assert "at most 256" in why_not(site(dtype=FULL, head_size=257), lifted(""))[0]
+    double = why_not(site(dtype=TensorProto.DOUBLE), lifted(""))[0]
     assert "element type DOUBLE, expected FLOAT or FLOAT16 or BFLOAT16" in double
     documents = (RuntimeOperand("segment_q", "ids"), RuntimeOperand("segment_k", "ids"))
-    assert why_not(site(), LiftedMask("segment_q[b, q] == segment_k[b, k]", documents)) == []
-    assert why_not(site(), LiftedMask("k <= q and (k < 3 or pad[b, k]) and k < lengths[b]", PAD)) == []
-    other = LiftedMask("segment_q[b, q] == 1", (RuntimeOperand("depths", "ids"),))
+    assert why_not(site(), lifted("segment_q[b, q] == segment_k[b, k]", documents)) == []
+    assert why_not(site(), lifted("k <= q and (k < 3 or pad[b, k]) and k < lengths[b]", PAD)) == []
+    other = lifted("segment_q[b, q] == 1", (RuntimeOperand("depths", "ids"),))
     assert "the mask reads depths at run time" in why_not(site(), other)[0]
-    wide = LiftedMask("table0[q, k]", tables=(("table0", "int64", (1 << 12, 1 << 12), b""),))
+    wide = lifted("table0[q, k]", tables=(("table0", "int64", (1 << 12, 1 << 12), b""),))
     assert "table0 of the mask has 134217728 bytes" in why_not(site(), wide)[0]
-    packed = LiftedMask("table0[q, k]", tables=(("table0", "bool", (1 << 12, 1 << 12), b""),))
+    packed = lifted("table0[q, k]", tables=(("table0", "bool", (1 << 12, 1 << 12), b""),))
     assert why_not(site(), packed) == []
 
 
 def test_constants_of_several_tables() -> None:
     tables = (("table0", "bool", (2, 5), bytes([1, 0, 0, 1, 0, 1, 0, 1, 0, 1])), ("table1", "uint8", (1,), b"\7"))
-    mask = LiftedMask("table0[q, k] or table1[q] == 1", tables=tables)
+    mask = lifted("table0[q, k] or table1[q] == 1", tables=tables)
     # The first entry is the one of docs/guide/tensorrt.md.
     assert constants_attribute(mask, ("pad", "table0", "table1")) == {"constants": "4 bool 2x5 qQI=;5 uint8 1 Bw=="}
-    assert constants_attribute(LiftedMask("k <= q"), ("pad",)) == {}
+    assert constants_attribute(lifted("k <= q"), ("pad",)) == {}
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64"])
@@ -96,7 +103,7 @@ def test_constants_hold_the_table(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(3).integers(0, 2, shape).astype(dtype)
     if dtype in ("int32", "int64"):
         array = array * -70000
-    mask = LiftedMask("table0[q]", tables=(("table0", dtype, shape, array.tobytes()),))
+    mask = lifted("table0[q]", tables=(("table0", dtype, shape, array.tobytes()),))
     place, kind, sizes, data = constants_attribute(mask, ("pad", "unused", "table0"))["constants"].split(" ")
     assert place == "5"
     raw = np.frombuffer(base64.b64decode(data, validate=True), np.uint8)

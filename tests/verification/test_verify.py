@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof import cli
 from stof.attention.site_checks import cases
 from stof.execution.inputs import Padding
+from stof.mask.expression import MaskExpression
 from stof.verification.verifier import Verifier, suspects
 
 
@@ -56,7 +57,7 @@ def test_a_search_that_ends_early_says_so() -> None:
 
 def test_cases_exceed_the_window_and_are_padded_on_both_sides() -> None:
     for tokens in (math.inf, 100):
-        found = cases(["abs(q - k) <= 64 and pad[b, k]"], tokens)
+        found = cases([MaskExpression.parse("abs(q - k) <= 64 and pad[b, k]")], tokens)
         assert {c.padding for c in found if c.length > 65} == {Padding.NONE, Padding.LEFT, Padding.RIGHT}
         assert any(c.length < 64 for c in found)
         assert found[-1].batch == 2

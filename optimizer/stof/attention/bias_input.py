@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.graph.editor import Editor
-from stof.mask.lift import LOWEST
+from stof.mask.strength import LOWEST
 from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 

@@ -155,7 +155,7 @@ def _replace_site(
     layouts = [layout.value for layout in variant.layouts]
     # Slots that this variant does not read have the role `unused`.
     attributes = {
-        "mask": variant.expression,
+        "mask": variant.expression.text,
         "mask_id": number,
         "scale": site.scale,
         "softcap": site.softcap,

@@ -12,7 +12,9 @@ from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
-from stof.mask.to_onnx import Builder, Sizes, mask_nodes
+from stof.graph.node_builder import Builder
+from stof.mask.expression import MaskExpression
+from stof.mask.to_onnx import ScoreSizes
 from stof.site import EmptyRows, Layout
 
 OP = "StofAttention"
@@ -22,7 +24,7 @@ OP = "StofAttention"
 class Variant:
     """What the body of a call depends on, except ``scale`` and head counts, which it reads as attributes."""
 
-    expression: str
+    expression: MaskExpression
     layouts: tuple[Layout, Layout, Layout, Layout]
     grouped: bool  # key heads may be fewer than query heads
     empty_rows: EmptyRows
@@ -258,7 +260,7 @@ class _Weights:
         v, b = self.variant, self.builder
         shape = b.add("Shape", [scores])
         B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
-        sizes = Sizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
+        sizes = ScoreSizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
         if v.softcap > 0:
             cap = b.constant(v.softcap, np.float32)
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
@@ -268,24 +270,24 @@ class _Weights:
         weights = self._weights(scores, masked, sizes, operands, minus)
         return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
 
-    def _masked(self, scores: str, sizes: Sizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
+    def _masked(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
         """The scores with their biases, and -inf where the mask forbids."""
         v, b = self.variant, self.builder
         if "bias" in operands:
             scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
         if "relative_bias" in operands:
             scores = b.add("Add", [scores, self._relative(operands["relative_bias"], sizes)])
-        if not v.expression:
+        if v.expression.allows_all:
             return scores, scores
-        return scores, b.add("Where", [mask_nodes(b, v.expression, sizes, operands), scores, minus])
+        return scores, b.add("Where", [v.expression.to_onnx(b, sizes, operands), scores, minus])
 
-    def _weights(self, scores: str, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+    def _weights(self, scores: str, masked: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> str:
         v, b = self.variant, self.builder
         if "sink" in operands:
             return self._beside_sink(masked, operands["sink"], sizes)
         weights = b.add("Softmax", [masked], axis=-1)
         biased = "bias" in operands or "relative_bias" in operands
-        if (not v.expression and not biased) or v.empty_rows is EmptyRows.NAN:
+        if (v.expression.allows_all and not biased) or v.empty_rows is EmptyRows.NAN:
             return weights
         empty = b.add("Equal", [b.reduce_max(masked, -1), minus])
         if v.empty_rows is EmptyRows.ZERO:
@@ -296,7 +298,7 @@ class _Weights:
             fill = b.add("Softmax", [scores], axis=-1)
         return b.add("Where", [empty, fill, weights])
 
-    def _relative(self, table: str, sizes: Sizes) -> str:
+    def _relative(self, table: str, sizes: ScoreSizes) -> str:
         """[H or 1, S, T] from a table [H or 1, L] by the distance of key and query."""
         b = self.builder
         table = b.add("Cast", [table], to=TensorProto.FLOAT)
@@ -309,7 +311,7 @@ class _Weights:
         entry = b.add("Add", [b.add("Min", [b.add("Max", [distance, low]), radius]), radius])
         return b.add("Gather", [table, entry], axis=1)
 
-    def _beside_sink(self, scores: str, sink: str, sizes: Sizes) -> str:
+    def _beside_sink(self, scores: str, sink: str, sizes: ScoreSizes) -> str:
         """The weights of a softmax over a row's scores and its head's sink, without the sink's weight."""
         b = self.builder
         weights = b.add("Softmax", [self._with_column(scores, self._logits(sink), sizes)], axis=-1)
@@ -320,12 +322,12 @@ class _Weights:
         b = self.builder
         return b.unsqueeze(b.add("Cast", [sink], to=TensorProto.FLOAT), [0, 2, 3])
 
-    def _with_column(self, scores: str, column: str, sizes: Sizes) -> str:
+    def _with_column(self, scores: str, column: str, sizes: ScoreSizes) -> str:
         b = self.builder
         column = b.add("Expand", [column, _shape(b, sizes.B, sizes.H, sizes.S, [1])])
         return b.add("Concat", [scores, column], axis=-1)
 
-    def _lse(self, masked: str, sizes: Sizes, operands: dict[str, str], minus: str) -> str:
+    def _lse(self, masked: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> str:
         """The LSE of each row [B, H, S], over its scores and its sink; -inf for a fully masked row without a sink.
 
         Without a sink, a column of -inf is used: some runtimes refuse a maximum over zero keys.

@@ -23,7 +23,8 @@ from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.graph.external_data import read_constants
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
-from stof.mask.families import picture, window
+from stof.mask.expression import MaskExpression
+from stof.mask.families import picture
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.site import Finding, tables_of
@@ -122,7 +123,7 @@ class AttentionRewrite(OpRewrite[tuple[Scope, ...], AttentionDecisions]):
         failures = verification.failures
         sites = verification.faulty_sites()
         if sites:
-            masks = {r.site.name: r.mask.expression for r in decided.rewrites}
+            masks = {r.site.name: r.mask.expression.text for r in decided.rewrites}
             first = next(c for c in failures if c.site == sites[0])
             return (
                 f"verification failed at site {sites[0]!r} (mask {masks.get(sites[0], '')!r}): error "
@@ -173,16 +174,17 @@ def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
 def _pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
     """A drawing of each distinct mask, by its text."""
     found: dict[str, list[str]] = {}
-    tried: set[str] = set()
+    tried: set[MaskExpression] = set()
     for rewrite in rewrites:
         mask = rewrite.mask
-        if not mask.expression or window(mask.expression) == (-1, -1):
+        by_document = mask.expression.vectors & {"segment_q", "segment_k"}
+        if mask.expression.window() == (-1, -1):
             continue  # every tile is full, or a bias says which are not
-        if mask.expression not in tried and "segment_" not in mask.expression and len(found) < _MOST_PICTURES:
+        if mask.expression not in tried and not by_document and len(found) < _MOST_PICTURES:
             tried.add(mask.expression)
             length = rewrite.site.dims[3].constant if rewrite.site.dims[2] == rewrite.site.dims[3] else 0
             with suppress(Exception):  # a picture is decoration; a mask of fixed size may not stretch to its length
-                found[mask.expression] = picture(mask.expression, tables_of(mask), length or 0)
+                found[mask.expression.text] = picture(mask.expression, tables_of(mask), length or 0)
     return found
 
 

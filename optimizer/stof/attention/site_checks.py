@@ -7,7 +7,6 @@ own nodes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,8 @@ from stof.attention.site_comparison import attributes_of, compare_site, rounded
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.inputs import Case, Counts, InputMaker, Padding
-from stof.mask.check.run_masks import read_by
+from stof.mask.check.run_masks import tensors_by_role
+from stof.mask.expression import MaskExpression
 from stof.site import EmptyRows, Layout, TermKind
 from stof.verification.fp64_reference import in_double
 from stof.verification.perturb import Noisy
@@ -32,14 +32,16 @@ from stof.verification.verifier import WITHOUT_KEYS
 _LONGEST = 700
 
 
-def cases(expressions: Sequence[str], tokens: float = np.inf, last: int = 2) -> list[Case]:
+def cases(expressions: Sequence[MaskExpression], tokens: float = np.inf, last: int = 2) -> list[Case]:
     """Sets of inputs: lengths below and above every window, odd ones, batch 2 with padding on either side.
 
     The first and the last always run, others as far as time allows; long ones of batch 2 become batch 1 where they have more
     than so many ``tokens``. The last case has ``last`` rows.
     """
-    numbers = [int(n) for e in expressions for n in re.findall(r"\d+", e)]
-    most = max([n for n in numbers if n <= _LONGEST - 60], default=16)
+    numbers = [n for e in expressions for n in e.literals]
+    # Inputs that are longer than a stored table do not run.
+    default = 0 if any(e.tables for e in expressions) else 16
+    most = max([n for n in numbers if n <= _LONGEST - 60], default=default)
     above = most + 37 if (most + 37) % 2 else most + 38
     batch = 2 if 2 * above <= tokens else 1
     return [
@@ -72,7 +74,7 @@ class AttentionChecks(SiteChecks):
         self.sites = tuple(r.site.name for r in rewrites)
         self.types = frozenset(r.site.dtype for r in rewrites)
         added = frozenset(t.tensor for r in rewrites for t in r.mask.by_data if t.kind is TermKind.ADD)
-        read = read_by((r.site, r.mask) for r in rewrites)
+        read = tensors_by_role((r.site, r.mask) for r in rewrites)
         fused = scopes[0].prepared.base.graph
         self.inputs = InputMaker(self.working, self.symbolic, *read, added=added, fused=fused)
         self.may_carry_nan = any(r.mask.operands or r.mask.by_data for r in rewrites)
@@ -113,7 +115,7 @@ class AttentionChecks(SiteChecks):
         for name in wanted:
             model.graph.output.append(helper.make_tensor_value_info(name, scope.symbolic.dtype(name), None))
         try:
-            maker = InputMaker(scope.prepared.model, scope.symbolic, *read_by((r.site, r.mask) for r in some))
+            maker = InputMaker(scope.prepared.model, scope.symbolic, *tensors_by_role((r.site, r.mask) for r in some))
             captured = run(model, wanted, maker.draw(case, np.random.default_rng(0)))
         except VerifyError:
             raise
@@ -181,7 +183,7 @@ class AttentionChecks(SiteChecks):
             while node.op_type != OP:  # the layout was converted
                 node = writers[node.input[0]]
             mask = attributes_of(node).get("mask", "")
-            if mask != rewrite.mask.expression:
+            if mask != rewrite.mask.expression.text:
                 # Windows longer than any input that is tried show nowhere else.
                 detail = f"the node's mask is {mask!r}"
                 found.append(Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, detail))

@@ -14,7 +14,7 @@ from stof.errors import UnsupportedError
 from stof.fusion.translate import Chain
 from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN, describe, domain_of
-from stof.mask.to_onnx import Builder
+from stof.graph.node_builder import Builder
 from stof.symbolic import Int, Symbolic
 
 OP = "StofChain"

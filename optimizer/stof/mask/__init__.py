@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks: from graph nodes to expressions, and back to nodes."""
+"""Masks: lifted from graph nodes to expressions, checked by execution, and written as nodes again."""

@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of query and key masks leave: the graph's by the numbers in their tensors, lifted ones by their expression."""
+"""The pairs of query and key that masks allow: the graph's by the numbers in their tensors, lifted ones by their expression."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import numpy as np
-from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case
-from stof.mask.lift import LOWEST, forbids_softly
+from stof.mask.strength import forbidding_limit, forbids_softly
 from stof.runtime.library import LibraryError, Mask
 from stof.site import AttentionSite, LiftedMask, MaskTerm, TermKind, tables_of
 
 
-def kept_by(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
-    """Where the tensor of a term, of an ONNX element type, leaves a pair allowed."""
+class BiasedMaskError(UnsupportedError):
+    """A tensor that was taken for a mask adds numbers that do not forbid."""
+
+
+def allowed_by_term(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+    """The pairs that the tensor of a term allows; ``dtype`` is its ONNX element type in the graph."""
     if term.kind is TermKind.KEEP:
         return value.astype(bool)
     if term.kind is TermKind.DROP:
         return ~value.astype(bool)
-    if (ends := _both(value)) is not None:
-        allowed: np.ndarray = _left_by(term, ends[0], dtype)[ends[1].view(np.uint8)]
+    if (pair := _two_numbers(value)) is not None:
+        numbers, is_second = pair
+        allowed: np.ndarray = _allowed_by_sum(term, numbers, dtype)[is_second.view(np.uint8)]
         return allowed
-    return _left_by(term, value, dtype)
+    return _allowed_by_sum(term, value, dtype)
 
 
-def _both(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def _two_numbers(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """The two numbers of a tensor that holds no others, as most masks do, and where the second one is."""
     if not value.size:
         return None
@@ -38,36 +42,34 @@ def _both(value: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def is_not_zero(value: np.ndarray) -> np.ndarray:
-    """Where a tensor is not 0."""
+    """The elements of a tensor that are not 0, as booleans."""
     # NumPy compares numbers in half precision ten times as slowly as their bits, of which the first is the sign.
     found: np.ndarray = (value.view(np.uint16) << 1 if value.dtype == np.float16 else value) != 0
     return found
 
 
-def _left_by(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
-    """Where numbers that are added leave a pair allowed."""
+def _allowed_by_sum(term: MaskTerm, value: np.ndarray, dtype: int) -> np.ndarray:
+    """The pairs that numbers allow which are added to scores."""
     scaled = value.astype(np.float64) * term.scale
-    limit = -LOWEST.get(dtype, LOWEST[TensorProto.FLOAT]) / 2
+    limit = forbidding_limit(dtype)
     others = value[is_not_zero(value)]
     soft = bool(others.size) and forbids_softly([float(others.min()), float(others.max())], term.scale)
-    kept: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))
-    return kept
+    allowed: np.ndarray = ~((scaled <= limit) | (soft & (scaled < 0)))
+    return allowed
 
 
-def check_no_bias(term: MaskTerm, value: np.ndarray, kept: np.ndarray, case: Case) -> None:
-    """Refuses a term that a mask takes the place of: what neither forbids nor is 0 would be lost with the tensor.
+def check_no_bias(term: MaskTerm, value: np.ndarray, allowed: np.ndarray, case: Case) -> None:
+    """Refuses a term that adds more than a mask does: what neither forbids nor is 0 would be lost with the tensor.
 
     Raises:
-        UnsupportedError: naming the first such number.
+        BiasedMaskError: naming the first such number.
     """
-    if term.kind is TermKind.ADD and (added := kept & is_not_zero(value)).any():
+    if term.kind is TermKind.ADD and (added := allowed & is_not_zero(value)).any():
         entry = value[added][0]
-        raise UnsupportedError(
-            f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids"
-        )
+        raise BiasedMaskError(f"mask tensor {term.tensor!r} adds {entry} at {case}, expected 0 or a value that forbids")
 
 
-def allowed_by(
+def allowed_by_mask(
     site: AttentionSite, mask: LiftedMask, feeds: Mapping[str, np.ndarray], shape: tuple[int, int, int, int]
 ) -> tuple[np.ndarray, int]:
     """The pairs [B, H, S, T] that a lifted mask allows for what it reads, and the past length P.
@@ -86,7 +88,7 @@ def allowed_by(
             )
         runtime[operand.role] = (array != 0) if operand.role == "pad" else array.astype(np.int64)
     try:
-        return Mask(mask.expression or "True", tables_of(mask)).evaluate(*shape, P, runtime), P
+        return Mask(mask.expression.text, tables_of(mask)).evaluate(*shape, P, runtime), P
     except LibraryError as error:
         sizes = ", ".join(f"{name} = {n}" for name, n in zip("BHST", shape, strict=True))
-        raise UnsupportedError(f"mask {mask.expression!r} cannot be evaluated at {sizes}: {error}") from error
+        raise UnsupportedError(f"mask '{mask.expression}' cannot be evaluated at {sizes}: {error}") from error

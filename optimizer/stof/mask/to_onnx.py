@@ -1,74 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask expressions as standard ONNX nodes, for function bodies and for generated tests.
-
-The grammar of docs/reference/mask-format.md is a subset of Python's, so Python's parser reads it; every node kind that is
-not in the grammar is refused.
-"""
+"""Mask expressions as standard ONNX nodes, for function bodies and for generated tests."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from stof.errors import ModelError
+from stof.graph.node_builder import Builder
+from stof.mask.expression_nodes import (
+    SIZES,
+    B,
+    Binary,
+    Call,
+    Constant,
+    H,
+    K,
+    Lookup,
+    Name,
+    Node,
+    Truth,
+    Unary,
+    fold,
+)
 
-_COMPARE = {
-    ast.Lt: "Less",
-    ast.LtE: "LessOrEqual",
-    ast.Gt: "Greater",
-    ast.GtE: "GreaterOrEqual",
-    ast.Eq: "Equal",
+_OPERATORS = {
+    "and": "And",
+    "or": "Or",
+    "<": "Less",
+    "<=": "LessOrEqual",
+    ">": "Greater",
+    ">=": "GreaterOrEqual",
+    "==": "Equal",
+    "+": "Add",
+    "-": "Sub",
+    "*": "Mul",
+    "%": "Mod",  # of integers it takes the divisor's sign, as ours does
 }
-
-
-@dataclass
-class Builder:
-    """Collects nodes; names are unique within a prefix."""
-
-    opset: int
-    prefix: str
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    count: int = 0
-
-    def name(self) -> str:
-        """A fresh tensor name."""
-        self.count += 1
-        return f"{self.prefix}{self.count}"
-
-    def add(self, op: str, inputs: Sequence[str], **attributes: Any) -> str:
-        """Appends a node with one output and returns that."""
-        out = self.name()
-        self.nodes.append(helper.make_node(op, list(inputs), [out], name=out, **attributes))
-        return out
-
-    def constant(self, value: object, dtype: type | np.dtype = np.int64) -> str:
-        """A Constant node."""
-        return self.add("Constant", [], value=numpy_helper.from_array(np.asarray(value, dtype)))
-
-    def unsqueeze(self, tensor: str, axes: Sequence[int]) -> str:
-        """Unsqueeze, with axes as an input (opset 13 and later)."""
-        return self.add("Unsqueeze", [tensor, self.constant(list(axes))])
-
-    def reduce_max(self, tensor: str, axis: int) -> str:
-        """ReduceMax along one axis that stays."""
-        return self.reduce("ReduceMax", tensor, axis)
-
-    def reduce(self, op: str, tensor: str, axis: int) -> str:
-        """A reduction, ReduceSum excepted, along one axis that stays: an attribute below opset 18, an input from there."""
-        if self.opset >= 18:
-            return self.add(op, [tensor, self.constant([axis])], keepdims=1)
-        return self.add(op, [tensor], axes=[axis], keepdims=1)
+_KEY_PADDING = Lookup("pad", (B, K))
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Names of int64 scalars."""
+class ScoreSizes:
+    """Names of int64 scalars: the sizes of the scores [B, H, S, T], and the past length P."""
 
     B: str
     H: str
@@ -77,117 +54,88 @@ class Sizes:
     P: str
 
 
-def mask_nodes(builder: Builder, expression: str, sizes: Sizes, operands: Mapping[str, str]) -> str:
-    """Nodes that compute the mask as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
-
-    ``operands`` maps roles (``pad``, ``table0``, ...) to tensors. Opset 13 or later.
+def emit_mask(builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
+    """Nodes that compute a condition as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
 
     Raises:
-        ModelError: when the text is outside the grammar.
+        ModelError: when an operand is missing.
     """
-    try:
-        tree = ast.parse(expression, mode="eval")
-    except (SyntaxError, RecursionError, ValueError) as error:
-        raise ModelError(f"mask expression {expression[:80]!r} does not parse: {error}") from None
-    return _Emitter(builder, sizes, operands).visit(tree.body)
+    # The padding vector gets its axes by one Unsqueeze, without indices.
+    return fold(root, _Emitter(builder, sizes, operands).emit, lambda node: node == _KEY_PADDING)
 
 
 class _Emitter:
-    def __init__(self, builder: Builder, sizes: Sizes, operands: Mapping[str, str]) -> None:
+    def __init__(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> None:
         self.builder = builder
         self.sizes = sizes
         self.operands = operands
-        self.indices: dict[str, str] = {}
+        self.ranges: dict[str, str] = {}  # indices as tensors
 
-    def visit(self, node: ast.expr) -> str:
+    def emit(self, node: Node, inputs: Sequence[str]) -> str:
+        """The tensor of a node, from those of its children."""
+        builder = self.builder
         match node:
-            case ast.BoolOp():
-                op = "And" if isinstance(node.op, ast.And) else "Or"
-                result = self.visit(node.values[0])
-                for value in node.values[1:]:
-                    result = self.builder.add(op, [result, self.visit(value)])
-                return result
-            case ast.UnaryOp(op=ast.Not()):
-                return self.builder.add("Not", [self.visit(node.operand)])
-            case ast.UnaryOp(op=ast.USub()):
-                return self.builder.add("Neg", [self.visit(node.operand)])
-            case ast.Compare(ops=[op], comparators=[right]):
-                return self.compare(op, self.visit(node.left), self.visit(right))
-            case ast.BinOp():
-                return self.binary(node)
-            case ast.Constant(value=bool()):
-                return self.builder.constant(node.value, np.bool_)
-            case ast.Constant(value=int()):
-                return self.builder.constant(node.value)
-            case ast.Name():
-                return self.index(node.id)
-            case ast.Call(func=ast.Name(id=name)) if name in ("abs", "min", "max"):
-                return self.builder.add(name.capitalize(), [self.visit(a) for a in node.args])
-            case ast.Subscript(value=ast.Name(id=name)):
-                axes = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-                return self.lookup(name, axes)
-        raise ModelError(f"mask expression holds {ast.dump(node)[:80]}, which is not in the grammar")
+            case Constant():
+                return builder.constant(node.value)
+            case Truth():
+                return builder.constant(node.value, np.bool_)
+            case Name():
+                return self.index(node.name)
+            case Unary():
+                return builder.add("Not" if node.symbol == "not" else "Neg", inputs)
+            case Binary():
+                return self.binary(node.symbol, inputs)
+            case Call():
+                return builder.add(node.name.capitalize(), inputs)
+            case Lookup():
+                return self.lookup(node, inputs)
+        raise AssertionError(node)
 
-    def compare(self, op: ast.cmpop, left: str, right: str) -> str:
-        if isinstance(op, ast.NotEq):
-            return self.builder.add("Not", [self.builder.add("Equal", [left, right])])
-        return self.builder.add(_COMPARE[type(op)], [left, right])
-
-    def binary(self, node: ast.BinOp) -> str:
-        left, right = self.visit(node.left), self.visit(node.right)
-        match node.op:
-            case ast.Add():
-                return self.builder.add("Add", [left, right])
-            case ast.Sub():
-                return self.builder.add("Sub", [left, right])
-            case ast.Mult():
-                return self.builder.add("Mul", [left, right])
-            case ast.Mod():  # integer Mod takes the divisor's sign, as ours does
-                return self.builder.add("Mod", [left, right])
-            case ast.FloorDiv():  # integer Div truncates; without the remainder it is exact
-                rest = self.builder.add("Mod", [left, right])
-                return self.builder.add("Div", [self.builder.add("Sub", [left, rest]), right])
-        raise ModelError(f"mask expression holds operator {type(node.op).__name__}, which is not in the grammar")
+    def binary(self, symbol: str, inputs: Sequence[str]) -> str:
+        if symbol == "!=":
+            return self.builder.add("Not", [self.builder.add("Equal", inputs)])
+        if symbol == "//":  # integer Div truncates; without the remainder it is exact
+            rest = self.builder.add("Mod", inputs)
+            return self.builder.add("Div", [self.builder.add("Sub", [inputs[0], rest]), inputs[1]])
+        return self.builder.add(_OPERATORS[symbol], inputs)
 
     def index(self, name: str) -> str:
-        if name in ("S", "T", "P"):
+        if name in SIZES:
             return str(getattr(self.sizes, name))
-        if name in self.indices:
-            return self.indices[name]
-        if name not in ("b", "h", "q", "k"):
-            raise ModelError(f"mask expression reads {name!r}, expected b, h, q, k, S, T or P")
+        if name not in self.ranges:
+            self.ranges[name] = self.range(name)
+        return self.ranges[name]
+
+    def range(self, name: str) -> str:
+        """All values of an index, with axes that broadcast to the scores."""
+        builder = self.builder
         limit, axes = {
             "b": (self.sizes.B, [1, 2, 3]),
             "h": (self.sizes.H, [1, 2]),
             "q": (self.sizes.S, [1]),
             "k": (self.sizes.T, [0]),
         }[name]
-        builder = self.builder
         result = builder.add("Range", [builder.constant(0), limit, builder.constant(1)])
         if name == "q":
             result = builder.add("Add", [result, self.sizes.P])
-        result = builder.unsqueeze(result, axes)
-        self.indices[name] = result
-        return result
+        return builder.unsqueeze(result, axes)
 
-    def lookup(self, name: str, axes: Sequence[ast.expr]) -> str:
+    def lookup(self, node: Lookup, indices: Sequence[str]) -> str:
         builder = self.builder
-        if name not in self.operands:
-            raise ModelError(f"mask expression reads {name!r}, which is no operand")
-        tensor = self.operands[name]
-        if name == "pad":
+        if node.name not in self.operands:
+            raise ModelError(f"mask expression reads {node.name!r}, which is no operand")
+        tensor = self.operands[node.name]
+        if node.is_padding:
             tensor = builder.add("Cast", [tensor], to=TensorProto.BOOL)
-        words = [a.id if isinstance(a, ast.Name) else "" for a in axes]
-        if name == "pad" and words == ["b", "k"]:
+        if node == _KEY_PADDING:
             return builder.unsqueeze(tensor, [1, 2])
-        if name.startswith("segment") or name == "lengths":
+        if not node.is_padding and not node.is_table:
             tensor = builder.add("Cast", [tensor], to=TensorProto.INT64)
         shape = builder.add("Shape", [tensor])
         flat = ""
-        for i, axis in enumerate(axes):
-            size = builder.add("Gather", [shape, builder.constant(i)])
-            position = self.visit(axis)
-            if words[i] in ("b", "h"):  # an axis of size 1 serves every batch or head
+        for axis, position in enumerate(indices):
+            size = builder.add("Gather", [shape, builder.constant(axis)])
+            if node.indices[axis] in (B, H):  # an axis of size 1 serves every batch or head
                 last = builder.add("Sub", [size, builder.constant(1)])
                 position = builder.add("Min", [position, last])
             flat = builder.add("Add", [builder.add("Mul", [flat, size]), position]) if flat else position

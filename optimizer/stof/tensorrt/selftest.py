@@ -16,6 +16,7 @@ from stof.attention.tensorrt_constants import constants_attribute
 from stof.errors import StofError
 from stof.files import temporary_folder
 from stof.graph.index import DOMAIN
+from stof.mask.expression import MaskExpression
 from stof.runtime.attention_reference import Problem, assert_close, random_problem, reference
 from stof.site import EmptyRows, Layout, LiftedMask
 from stof.tensorrt.build import BuildOptions, build_engine
@@ -57,8 +58,9 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     arrays = problem.inputs()
     names = ["query", "key", "value", *roles]
     tables = [n for n in roles if n.startswith("table")]
+    expression = MaskExpression.parse(problem.mask, {n: problem.operands[n] for n in tables})
     mask = LiftedMask(
-        problem.mask,
+        expression,
         tables=tuple((n, str(a.dtype), a.shape, a.tobytes()) for n in tables for a in [problem.operands[n]]),
     )
     attributes = {
@@ -81,7 +83,7 @@ def model_of(problem: Problem) -> onnx.ModelProto:
     node = helper.make_node(OP, names, ["output"], "attention", domain=DOMAIN, **attributes)
     grouped = heads["num_heads"] != heads["kv_num_heads"]
     variant = Variant(
-        problem.mask,
+        expression,
         (Layout.BHSD,) * 4,
         grouped,
         problem.empty_rows,

@@ -35,10 +35,10 @@ class Prediction:
 
 def tile_density(mask: LiftedMask, heads: int, length: int, tile: tuple[int, int] = _TILE) -> float:
     """The share of tiles (query rows × keys) that the static part of a mask leaves to compute, at S = T = ``length``."""
-    if not mask.expression:
+    if mask.expression.allows_all:
         return 1.0
     try:
-        parsed = Mask(mask.expression, tables_of(mask))
+        parsed = Mask(mask.expression.text, tables_of(mask))
         return parsed.block_mask(1, heads, length, length, *tile).tile_density(length)
     except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
         return 1.0

@@ -71,7 +71,7 @@ def predict(site: AttentionSite, mask: LiftedMask, length: int, device: Device, 
     rate = device.single if not halves else device.half if site.head_size <= 128 else device.wide
     rate *= _SHORT if density < _FEW else 1.0
     own = _OWN + max(density, 1e-6) * flops / rate * 1e-6
-    masked = bool(mask.expression or mask.bias)
+    masked = not mask.expression.allows_all or bool(mask.bias)
     if fused:
         dense = device.runtime_single if not halves else device.biased if masked else device.flash
         return Prediction(length, density, (_LAUNCH + flops / dense * 1e-6) / own)

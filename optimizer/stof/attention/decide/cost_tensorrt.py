@@ -13,7 +13,7 @@ import math
 import numpy as np
 from onnx import TensorProto
 
-from stof.mask.families import window
+from stof.mask.expression import CAUSAL
 from stof.site import AttentionSite, LiftedMask
 
 _HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
@@ -37,11 +37,11 @@ def leave(site: AttentionSite, mask: LiftedMask, density: float) -> str:
     """
     if site.dtype not in _HALVES or site.softcap > 0 or site.sink is not None:
         return ""
-    expression = mask.expression
+    window = mask.expression.window()
     read = {o.role for o in mask.operands}
-    if read <= {"pad"} and (window(expression) == (-1, -1) or (density >= _FULL and not mask.tables)):
-        kind = "dense" if not expression else "dense with a mask as a tensor"
-    elif expression == "k <= q" and not mask.bias and mask.relative is None:
+    if read <= {"pad"} and (window == (-1, -1) or (density >= _FULL and not mask.tables)):
+        kind = "dense" if mask.expression.allows_all else "dense with a mask as a tensor"
+    elif mask.expression == CAUSAL and not mask.bias and mask.relative is None:
         kind = "causal"
     else:
         return ""

@@ -17,12 +17,14 @@ from stof.attention.report import KEY, SiteReport, Step
 from stof.attention.split_mask_sums import split_terms
 from stof.errors import ArgumentError, GuardError, ModelError, UnsupportedError
 from stof.execution.inputs import evaluate
-from stof.mask.accept import accept
+from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
-from stof.mask.empty_rows.policy import check_rows
+from stof.mask.empty_rows.check_empty_rows import check_empty_rows
 from stof.mask.empty_rows.row_prover import RowProver
+from stof.mask.equal_strength import find_equal_strength
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
-from stof.mask.mask_strength import equals_in_strength
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.stated_masks import state
 from stof.options import CHAIN, Options
@@ -135,6 +137,9 @@ class SiteDecider:
             VerifyError: for a stated mask that is not the graph's.
             ModelError: when the plan replaces a site that cannot be.
         """
+        return with_or_without_guard(site, self._decide)
+
+    def _decide(self, site: AttentionSite) -> Choice:
         entry = self._entry(site)
         row = SiteReport(
             site.name, False, "", site.form, index=site.index, heads=_heads(site), head_size=site.head_size
@@ -149,11 +154,12 @@ class SiteDecider:
             site = split_terms(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             if entry is None or not entry.empty_rows:
-                mask = self.prover.settled(site, mask)
-            row = replace(row, mask=mask.expression, family=mask.family, notes=mask.notes)
+                mask = self.prover.simplify_empty_rows(site, mask)
+            notes = tuple(map(str, mask.notes))
+            row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
             step = Step.CHECK
-            accept(self.checker, site, mask, rows=not self.options.ignore_empty_rows)
-            row = replace(row, notes=(*mask.notes, *_granted(self.checker.assumes(site, mask))))
+            accept(self.checker, site, mask, ignore_empty_rows=self.options.ignore_empty_rows)
+            row = replace(row, notes=(*notes, *_granted(self.checker.find_binary_inputs(site, mask))))
             step = Step.KERNEL
             if reasons := self.target.why_not(site, mask):
                 raise UnsupportedError("no kernel: " + "; ".join(reasons))
@@ -163,7 +169,7 @@ class SiteDecider:
                 raise UnsupportedError(reason)
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
-                return self.decide(site.unguarded)
+                raise
             if entry is not None:
                 raise ModelError(
                     f"the plan replaces site {site.name!r}, which cannot be: {error}; set its replace to false"
@@ -184,7 +190,7 @@ class SiteDecider:
             predicted_gain=gain,
             length=shown.length,
         )
-        plan = SitePlan(site.name, True, mask.expression, mask.empty_rows.value, hints, gain and round(gain, 3))
+        plan = SitePlan(site.name, True, mask.expression.text, mask.empty_rows.value, hints, gain and round(gain, 3))
         tensorrt = self.target.name == "tensorrt"
         return Choice(row, plan, Rewrite(site, mask, hints, tensorrt, self.options.allow_tf32))
 
@@ -230,13 +236,13 @@ class SiteDecider:
         mask = lift(self.symbolic, site)
         if self.options.ignore_empty_rows:
             return mask
-        if rivals := equals_in_strength(self.symbolic, site, mask):
-            return lift(self.symbolic, site, rivals)
+        if equals := find_equal_strength(self.symbolic, site, mask):
+            return lift(self.symbolic, site, equals)
         weaker = weaker_terms(self.symbolic, site)
         if not weaker:
             return mask
         try:
-            check_rows(self.checker, site, mask)
+            check_empty_rows(self.checker, site, mask)
         except UnsupportedError:
             return lift(self.symbolic, site, weaker)
         return mask
@@ -247,7 +253,7 @@ class SiteDecider:
         except UnsupportedError:
             mask = None
         # A mask that was edited, or stated when the plan was made, counts as stated.
-        if mask is None or mask.expression != entry.mask:
+        if mask is None or not _is_text_of(entry.mask, mask.expression):
             return state(self.symbolic, site, entry.mask, self.checker)
         return mask
 
@@ -271,6 +277,13 @@ class SiteDecider:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
         return tuple(sorted({least, (least + most) // 4 if least < most else least, most}))
+
+
+def _is_text_of(text: str, expression: MaskExpression) -> bool:
+    try:
+        return MaskExpression.parse(text) == expression
+    except MaskSyntaxError:
+        return False
 
 
 _NO_OPERAND = Operand("", Layout.BHSD)

@@ -124,7 +124,7 @@ def _left_out(site: AttentionSite, mask: LiftedMask) -> bool:
 def _problem(site: AttentionSite, mask: LiftedMask) -> dict[str, object]:
     return {
         "op": "StofAttention",
-        "mask": mask.expression,
+        "mask": mask.expression.text,
         "tables": [[n, t, list(s), hashlib.sha256(data).hexdigest()] for n, t, s, data in mask.tables],
         "operands": sorted(o.role for o in mask.operands),
         "empty_rows": mask.empty_rows.value,
@@ -145,7 +145,7 @@ def time_kernel(site: AttentionSite, mask: LiftedMask, batch: int, length: int, 
     tables = tables_of(mask)
     roles = [*(o.role for o in mask.operands), *tables]
     attributes: dict[str, int | float | str] = {
-        "mask": mask.expression,
+        "mask": mask.expression.text,
         "scale": float(site.scale),
         "softcap": float(site.softcap),
         "layout": "BHSD",

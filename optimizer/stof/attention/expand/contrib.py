@@ -26,7 +26,7 @@ from stof.attention.expand.primitives import (
 )
 from stof.attention.expand.working_copy import FusedNode
 from stof.errors import UnsupportedError
-from stof.mask.to_onnx import Builder
+from stof.graph.node_builder import Builder
 from stof.symbolic import Int, integer
 
 _FILL = -10000.0  # mask_filter_value where the node has none

@@ -25,7 +25,7 @@ from stof.attention.expand.primitives import (
 )
 from stof.attention.expand.working_copy import FusedNode
 from stof.errors import UnsupportedError
-from stof.mask.to_onnx import Builder
+from stof.graph.node_builder import Builder
 from stof.symbolic import Int
 
 _ATTRIBUTES = (

@@ -10,8 +10,8 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
-from stof.mask.lift import LOWEST
-from stof.mask.to_onnx import Builder
+from stof.graph.node_builder import Builder
+from stof.mask.strength import LOWEST
 from stof.symbolic import Int, Symbolic
 
 _FLOATS = frozenset({int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)})

@@ -16,8 +16,8 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
+from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_with_nodes
-from stof.mask.to_onnx import Builder
 from stof.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stof.mask.expression import MaskExpression
+
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _RANDOM_BLOCK = 64
 _RANDOM_FILL = 0.1
@@ -27,6 +29,11 @@ class Case:
     D: int
     tables: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
     pad: bool = False  # a padding vector is an operand, as in exported models; here it keeps every key
+
+    @property
+    def expression(self) -> MaskExpression:
+        """The mask as a value."""
+        return MaskExpression.parse(self.mask, self.tables)
 
     @property
     def shape(self) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from stof.bench.core.grids import Case
 from stof.bench.core.runner import Runner, Unavailable, require
 from stof.bench.cpu import baselines_ort
 from stof.bench.cpu.problem import Problem
+from stof.mask.expression import CAUSAL
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _sdpa(kind: str) -> Callable[[Problem, int], Runner]:
         torch = _torch(threads)
         q, k, v = (torch.from_numpy(x) for x in (problem.q, problem.k, problem.v))
         options: dict[str, Any] = {"enable_gqa": True} if problem.case.G != problem.case.H else {}
-        if problem.case.mask == "k <= q":
+        if problem.case.expression == CAUSAL:
             if kind == "float":
                 raise Unavailable("causal is its own flag, timed under the boolean mask")
             options["is_causal"] = True
@@ -70,33 +70,6 @@ def _sdpa(kind: str) -> Callable[[Problem, int], Runner]:
     return build
 
 
-class _ToPredicate(ast.NodeTransformer):
-    """The expression with elementwise operators, as a FlexAttention mask_mod needs them."""
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
-        found = node.values[0]
-        for value in node.values[1:]:
-            found = ast.BinOp(found, operator, value)
-        return found
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.op, ast.Not):
-            return ast.UnaryOp(ast.Invert(), node.operand)
-        return node
-
-
-def predicate(expression: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """The mask expression as a function of index tensors (b, h, q, k)."""
-    tree = _ToPredicate().visit(ast.parse(f"lambda b, h, q, k: {expression}", mode="eval"))
-    code = compile(ast.fix_missing_locations(tree), "<mask>", "eval")
-    # The grammar is parsed by the library before it comes here: names, integers and operators only.
-    found: Callable[..., Any] = eval(code, {"__builtins__": {}, "abs": abs, **names})
-    return found
-
-
 def _flex(problem: Problem, threads: int) -> Runner:
     torch = _torch(threads)
     flex = require("torch.nn.attention.flex_attention")
@@ -106,7 +79,7 @@ def _flex(problem: Problem, threads: int) -> Runner:
     block = None
     if case.mask:
         tables = {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in case.tables.items()}
-        allowed = predicate(case.mask, {**tables, "S": case.S, "T": case.S, "P": 0})
+        allowed = case.expression.as_function({**tables, "S": case.S, "T": case.S, "P": 0})
         block = flex.create_block_mask(allowed, None, None, case.S, case.S, device="cpu")
     compiled = torch.compile(flex.flex_attention)
     options = {"block_mask": block, "scale": problem.scale, "enable_gqa": case.G != case.H}
@@ -124,7 +97,7 @@ def _openvino(problem: Problem, threads: int) -> Runner:
     if case.G != case.H:
         raise Unavailable("not timed with shared key heads")
     feeds = [problem.q, problem.k, problem.v]
-    causal = case.mask == "k <= q"
+    causal = case.expression == CAUSAL
     if problem.allowed is not None and not causal:
         feeds.append(problem.additive)
     inputs = [operators.parameter(list(x.shape), np.float32) for x in feeds]

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 
 from stof.bench.core.runner import Runner, Unavailable, require
 from stof.bench.cpu.problem import Problem
+from stof.mask.expression import CAUSAL, PADDING
 from stof.runtime import library
 
 _OPSET = 20
@@ -125,7 +126,7 @@ def multi_head(problem: Problem, threads: int) -> Runner:
         raise Unavailable("cannot express shared key heads")
     feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
     inputs = ["q", "k", "v"]
-    causal = case.mask == "k <= q"
+    causal = case.expression == CAUSAL
     if _no_empty_mask(problem) and not causal:
         feeds["mask"] = problem.additive
         inputs += ["", "", "mask"]
@@ -138,12 +139,10 @@ def multi_head(problem: Problem, threads: int) -> Runner:
 def group_query(problem: Problem, threads: int) -> Runner:
     """com.microsoft GroupQueryAttention, causal, with local_window_size where the mask is a window."""
     case = problem.case
-    size = -1
-    if case.mask != "k <= q":
-        head, _, width = case.mask.partition("k <= q and q - k <= ")
-        if head or not width.isdigit():
-            raise Unavailable("expresses causal masks and causal windows only")
-        size = int(width) + 1
+    window = case.expression.window()
+    if window is None or window[1] != 0:
+        raise Unavailable("expresses causal masks and causal windows only")
+    size = window[0] + 1 if window[0] >= 0 else -1
     feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
     feeds["lengths"] = np.full([case.B], case.S - 1, np.int32)
     feeds["total"] = np.array(case.S, np.int32)
@@ -165,7 +164,7 @@ def standard(opset: int) -> Any:
     def build(problem: Problem, threads: int) -> Runner:
         case = problem.case
         feeds = {"q": problem.q, "k": problem.k, "v": problem.v}
-        causal = case.mask == "k <= q"
+        causal = case.expression == CAUSAL
         if problem.allowed is not None and not causal:
             feeds["mask"] = problem.allowed
         node = helper.make_node("Attention", list(feeds), ["y"], is_causal=int(causal))
@@ -179,8 +178,8 @@ def attributes(problem: Problem) -> dict[str, int | float | str]:
     roles = sorted(problem.case.tables)
     if problem.case.pad:
         roles = ["pad", *roles]
-    terms = " and ".join([t for t in (problem.case.mask, "pad[b, k]" if problem.case.pad else "") if t])
-    return {"mask": terms, "scale": problem.scale, "operands": " ".join(roles)}
+    expression = problem.case.expression & PADDING if problem.case.pad else problem.case.expression
+    return {"mask": expression.text, "scale": problem.scale, "operands": " ".join(roles)}
 
 
 def operands(problem: Problem) -> dict[str, np.ndarray]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
 from typing import Any
 
 from stof.bench.core.runner import Unavailable, require
-from stof.bench.cpu.baselines import predicate
 from stof.bench.gpu.baselines_torch import block_mask
 from stof.bench.gpu.candidate import Candidate, once, window
 from stof.bench.gpu.problem import TILE, Problem
@@ -65,7 +63,7 @@ def mask_function(problem: Problem) -> Any:
     case = problem.case
     cute = require("cutlass.cute")
     sizes = {"S": case.S, "T": case.T, "P": case.P, "abs": lambda x: cute.where(x >= 0, x, -x)}
-    decide = predicate(case.mask, sizes)
+    decide = case.expression.as_function(sizes)
     offset = case.P
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -73,7 +71,7 @@ def mask_function(problem: Problem) -> Any:
         return decide(b, h, q + offset, k)
 
     # What its cache of compiled kernels takes for the function's identity, which is otherwise its source.
-    used = [f"{name} = {sizes[name]}" for name in "STP" if re.search(rf"\b{name}\b", case.mask)]
+    used = [f"{name} = {sizes[name]}" for name in "STP" if name in case.expression.reads]
     allowed.__cute_hash__ = hashlib.sha256(f"{case.mask}, {used}, {offset}".encode()).hexdigest()
     return allowed
 

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from stof.bench.core.runner import Unavailable, require
 from stof.bench.gpu.candidate import Candidate, need_dense, need_scores, window
 from stof.bench.gpu.problem import Problem
+from stof.mask.expression import CAUSAL
 from stof.runtime import library
 
 ELEMENT = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -147,7 +148,7 @@ def multi_head(problem: Problem, stream: Any) -> Candidate:
     case = problem.case
     if case.G != case.H:
         raise Unavailable("cannot express shared key heads")
-    causal = case.mask == "k <= q"
+    causal = case.expression == CAUSAL
     names = ["q", "k", "v"]
     if case.mask and not causal:
         need_dense(problem)
@@ -208,7 +209,7 @@ def attention_23(problem: Problem, stream: Any) -> Candidate:
     """ai.onnx Attention of opset 23 with a boolean mask; causal by its own attribute."""
     case = problem.case
     need_scores(problem)
-    causal = case.mask == "k <= q"
+    causal = case.expression == CAUSAL
     masked = bool(case.mask) and not causal
     if masked:
         need_dense(problem)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +44,7 @@ class Peer:
 
 def window(case: Case) -> tuple[int, int] | None:
     """(keys to the left, to the right) of a mask that is a window around the query; -1 is no end."""
-    if not case.mask:
-        return -1, -1
-    if case.mask == "k <= q":
-        return -1, 0
-    if found := re.fullmatch(r"abs\(q - k\) <= (\d+)", case.mask):
-        return int(found[1]), int(found[1])
-    if found := re.fullmatch(r"k <= q and q - k <= (\d+)", case.mask):
-        return int(found[1]), 0
-    return None
+    return case.expression.window()
 
 
 def need_dense(problem: Problem) -> None:

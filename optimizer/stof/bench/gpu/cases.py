@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stof.mask.expression import MaskExpression
+
 _BLOCK = 64  # of BigBird's random part and of S2
 _RANDOM_BLOCK = 128  # of the masks of random blocks
 GRIDS = ("masks", "paper", "long", "decode", "bits")
@@ -31,6 +33,11 @@ class Case:
     D: int
     dtype: str  # float16 or bfloat16
     tables: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+
+    @property
+    def expression(self) -> MaskExpression:
+        """The mask as a value."""
+        return MaskExpression.parse(self.mask, self.tables)
 
     @property
     def P(self) -> int:

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.mask.expression import MaskExpression
+
 _LOWEST = -65504.0
-_LOCAL = re.compile(r"abs\(q - k\) <= (\d+)")
 
 
 def by_hand(optimized: onnx.ModelProto) -> onnx.ModelProto:
@@ -86,10 +86,11 @@ def _packed(nodes: list[onnx.NodeProto], prefix: str, name: str, layout: str) ->
 
 def _bias(mask: str, pad: str, output: str) -> list[onnx.NodeProto]:
     """[B, 1, S, T] of 0 and the lowest fp16 number, from padding [B, T] of any type."""
-    terms = [t for t in mask.split(" and ") if t != "pad[b, k]"]
-    windows = [_LOCAL.fullmatch(t) for t in terms]
-    if not all(windows):
+    window = MaskExpression.parse(mask).window()
+    if window is None or window[0] != window[1]:
         raise ValueError(f"no bias by hand for the mask {mask!r}")
+    # Without a window the comparison is with what no distance exceeds.
+    width = window[0] if window[0] >= 0 else 1 << 40
 
     def node(kind: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
         return helper.make_node(kind, inputs, [f"{output}/{name}"], f"{output}/{name}_node", **attributes)
@@ -113,17 +114,9 @@ def _bias(mask: str, pad: str, output: str) -> list[onnx.NodeProto]:
         node("Unsqueeze", [at + "positions", at + "column_axis"], "queries"),
         node("Sub", [at + "queries", at + "positions"], "distance"),
         node("Abs", [at + "distance"], "away"),
+        constant("width", np.array(width, np.int64)),
+        node("LessOrEqual", [at + "away", at + "width"], "near"),
+        node("And", [at + "keys", at + "near"], "allowed"),
     ]
-    for i, window in enumerate([w for w in windows if w] or [None]):
-        # Without a window the comparison is with what no distance exceeds.
-        width = int(window[1]) if window else 1 << 40
-        found += [
-            constant(f"width{i}", np.array(width, np.int64)),
-            node("LessOrEqual", [at + "away", at + f"width{i}"], f"near{i}"),
-            node("And", [at + (f"and{i - 1}" if i else "keys"), at + f"near{i}"], f"and{i}"),
-        ]
-    last = f"{at}and{max(1, len(terms)) - 1}"
-    found.append(
-        helper.make_node("Where", [last, at + "allowed_value", at + "forbidden_value"], [output], f"{output}_node")
-    )
-    return found
+    choices = [at + "allowed", at + "allowed_value", at + "forbidden_value"]
+    return [*found, helper.make_node("Where", choices, [output], f"{output}_node")]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from stof.bench.core.runner import require
-from stof.bench.cpu.baselines import predicate
 from stof.bench.gpu.cases import Case
 from stof.runtime.library import BlockMask, Mask
 
@@ -96,7 +95,8 @@ class Problem:
         """The mask as a function of index tensors (b, h, q, k); q counts from P."""
         case = self.case
         tables = {n: self.torch.from_numpy(np.ascontiguousarray(t)).to(self.device) for n, t in case.tables.items()}
-        return predicate(case.mask or "k == k", {**tables, "S": case.S, "T": case.T, "P": case.P})
+        decide = case.expression.as_function({**tables, "S": case.S, "T": case.T, "P": case.P})
+        return decide if case.mask else lambda _b, _h, _q, k: k == k
 
     @cached_property
     def by_head(self) -> bool:

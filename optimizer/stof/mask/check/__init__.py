@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check by execution: a lifted mask beside the tensors of its graph."""
+"""The check by execution: compares a lifted mask with the tensors of its graph."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask tensors run by themselves: the subgraph that makes them is cut out of the model and run at concrete sizes, on inputs that
-are drawn for it. Edges through Shape carry no data: they are fed.
+"""Runs mask tensors by themselves, at concrete sizes and on drawn inputs.
+
+The subgraph that makes them is cut out of the model. Edges through Shape carry no data, so shapes are fed.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -18,44 +18,45 @@ from stof.execution.session_process import create_session, has_onnxruntime
 from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
-from stof.graph.index import GraphIndex, producer_indices
-from stof.mask.lift import LOWEST
+from stof.graph.index import GraphIndex
+from stof.mask.strength import LOWEST
 from stof.site import AttentionSite, LiftedMask, MaskTerm
 from stof.symbolic import Int, Symbolic
 
 _VECTOR_TYPES = frozenset({TensorProto.BOOL, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64})
-_SECONDS = 60.0  # that a run may take; it takes a few milliseconds
+_SECONDS = 60.0  # limit of a run, which takes a few milliseconds
 
 
-class DoesNotRun(UnsupportedError):
+class DoesNotRunError(UnsupportedError):
     """The subgraph that makes a mask cannot be run at a length."""
 
 
-def read_by(
+def tensors_by_role(
     masks: Iterable[tuple[AttentionSite, LiftedMask]],
 ) -> tuple[frozenset[str], dict[str, Int], frozenset[str], frozenset[str], frozenset[str]]:
-    """The tensors that masks read, for :class:`InputMaker`: as padding, numbers of keys, segments, padding that is true, and
-    those of which they look up tables.
+    """The tensors that masks read, by role, as :class:`InputMaker` takes them.
+
+    Padding, numbers of keys (with the key lengths), segments, padding that is true where a key is none, table indices.
     """
     masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
-    forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and "not pad[" in m.expression}
+    forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and m.expression.forbids_padding}
     pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
     limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
     segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
-    looking = {o.tensor for _, m in masks for o in m.operands if re.search(rf"table\d+\[[^]]*{o.role}\[", m.expression)}
-    return pads, limits, segments, frozenset(forbidding), frozenset(looking)
+    indexing = {o.tensor for _, m in masks for o in m.operands if m.expression.indexes_table(o.role)}
+    return pads, limits, segments, frozenset(forbidding), frozenset(indexing)
 
 
 def score_sizes(site: AttentionSite, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """The sizes of a site's scores.
+    """The sizes B, H, S, T of a site's scores.
 
     Raises:
-        DoesNotRun: when one of them is negative, as strides and slices of short inputs can make it.
+        DoesNotRunError: when one of them is negative, as strides and slices of short inputs can make it.
     """
     B, H, S, T = (evaluate(d, sizes) for d in site.dims)
     if min(B, H, S, T) < 0:
-        raise DoesNotRun(f"scores of shape [{B}, {H}, {S}, {T}]")
+        raise DoesNotRunError(f"scores of shape [{B}, {H}, {S}, {T}]")
     return B, H, S, T
 
 
@@ -68,28 +69,28 @@ class MaskRunner:
         self.index = GraphIndex(model.graph)
         self._initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {i.name for i in model.graph.input} - set(self._initializers)
-        self._places = producer_indices(model.graph.node)
+        self._node_index = {o: i for i, n in enumerate(model.graph.node) for o in n.output if o}
 
     def vectors(self, site: AttentionSite) -> list[str]:
         """The model inputs of rank 2, integer or boolean, on whose data the mask tensors of a site depend."""
         found = []
-        for name in self.behind(site):
+        for name in self.sources_of(site):
             shape = self.symbolic.shape(name) if name in self.inputs else None
             if shape is not None and len(shape) == 2 and self.symbolic.dtype(name) in _VECTOR_TYPES:
                 found.append(name)
         return sorted(found)
 
     def _float_vectors(self, site: AttentionSite) -> frozenset[str]:
-        """Float inputs of rank 2 behind a site's masks: padding, too, and only 0 and 1 show what a mask makes of it."""
+        """Float inputs of rank 2 behind a site's masks. They are padding, too: only 0 and 1 show what a mask makes of them."""
         return frozenset(
             name
-            for name in self.behind(site) & self.inputs
+            for name in self.sources_of(site) & self.inputs
             if (shape := self.symbolic.shape(name)) is not None
             and len(shape) == 2
             and self.symbolic.dtype(name) in LOWEST
         )
 
-    def behind(self, site: AttentionSite) -> set[str]:
+    def sources_of(self, site: AttentionSite) -> set[str]:
         """The tensors on whose data the mask tensors of a site depend."""
         seen: set[str] = set()
         pending = [t.tensor for t in site.terms]
@@ -122,9 +123,9 @@ class MaskRunner:
         Raises:
             UnsupportedError: when they cannot be made.
         """
-        pads, limits, segments, forbidding, looking = read_by([(site, mask)])
+        pads, limits, segments, forbidding, indexing = tensors_by_role([(site, mask)])
         pads |= self._float_vectors(site)
-        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, looking, index=self.index)
+        maker = InputMaker(self.model, self.symbolic, pads, limits, segments, forbidding, indexing, index=self.index)
         try:
             return maker.draw(case, np.random.default_rng(seed)), maker.sizes(case)
         except (ValueError, MemoryError) as error:
@@ -143,20 +144,20 @@ class MaskRunner:
         """The tensors of terms as they broadcast to [B, H, S, T].
 
         Raises:
-            DoesNotRun: when they cannot be run at these sizes, or broadcast to another shape.
+            DoesNotRunError: when they cannot be run at these sizes, or broadcast to another shape.
         """
         batch = score_sizes(site, sizes)[0]
         found = self.run([t.tensor for t in terms], feeds, sizes)
         try:
             return [t.spread(a, batch) for t, a in zip(terms, found, strict=True)]
         except ValueError as error:
-            raise DoesNotRun(f"a mask does not broadcast to the scores: {error}") from error
+            raise DoesNotRunError(f"a mask does not broadcast to the scores: {error}") from error
 
     def run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
         """Tensors of the model, of what is fed.
 
         Raises:
-            DoesNotRun: when a runtime cannot compute them.
+            DoesNotRunError: when a runtime cannot compute them.
             UnsupportedError: when what they depend on is not known.
         """
         nodes, given, used = self._cut(tensors, feeds, sizes)
@@ -181,7 +182,7 @@ class MaskRunner:
             words = f"the subgraph of mask {names[0]!r} does not end within {_SECONDS:.0f} s"
             raise UnsupportedError(words) from None
         except Exception as error:  # whatever the runtime raises: the mask cannot be confirmed
-            raise DoesNotRun(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
+            raise DoesNotRunError(f"the subgraph of mask {names[0]!r} does not run: {error}") from error
         by_name = dict(zip(names, results, strict=True))
         return [by_name[n] for n in tensors]
 
@@ -213,8 +214,8 @@ class MaskRunner:
                 given[name] = np.array([evaluate(e, sizes) for e in elements if isinstance(e, Int)], np.int64)
             else:
                 pending.extend(node.input)
-        places = sorted({self._places[n] for n in needed if n in self._places})
-        nodes = [self.model.graph.node[i] for i in places]
+        indices = sorted({self._node_index[n] for n in needed if n in self._node_index})
+        nodes = [self.model.graph.node[i] for i in indices]
         return [n for n in nodes if n.op_type != "Shape"], given, used
 
 

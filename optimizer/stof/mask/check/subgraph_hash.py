@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors are computed alike: layers that each make their own copy of a mask have it checked once."""
+"""Numbers for tensors that are computed alike, so that a mask that every layer makes anew is checked once."""
 
 from __future__ import annotations
 
-import onnx
-
-from stof.graph.index import GraphIndex, is_standard, subgraphs
+from stof.graph.index import GraphIndex, subgraphs
 from stof.symbolic import Symbolic
 
 
-class Signatures:
-    """Numbers for tensors; equal ones for tensors that equal operators make of equal tensors."""
+class SubgraphHashes:
+    """Gives equal numbers to tensors that equal operators make of equal tensors."""
 
     def __init__(self, index: GraphIndex, symbolic: Symbolic) -> None:
         self.index = index
@@ -31,13 +29,9 @@ class Signatures:
         if node is None or subgraphs(node):
             return ("named", tensor)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-        if node.op_type == "Shape" and is_standard(node):
+        if node.op_type == "Shape" and node.domain in ("", "ai.onnx"):
             shape = self.symbolic.shape(node.input[0])
-            # Sizes alone count, whatever tensor has them.
+            # A shape is the same whatever tensor has it.
             return ("named", tensor) if shape is None else ("shape", shape, attributes)
         inputs = tuple(self.of(n) if n else -1 for n in node.input)
-        return (node.domain, node.op_type, attributes, inputs, self._place(node, tensor))
-
-    @staticmethod
-    def _place(node: onnx.NodeProto, tensor: str) -> int:
-        return list(node.output).index(tensor)
+        return (node.domain, node.op_type, attributes, inputs, list(node.output).index(tensor))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries without an allowed key: what the graph gives them, and proofs that there is none."""
+"""Fully masked rows: the policy that a graph has for them, and proofs that there are none."""

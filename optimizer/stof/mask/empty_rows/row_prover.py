@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are proven to have a key: what a row without one gives need not be prepared for.
+"""Proofs that no row is fully masked, which save kernels the search for such rows.
 
-Kernels cannot know before a run that a bias is -inf nowhere in a row, or that padding leaves each query a key: where such rows
-take all keys (``mean``, ``all``) they look for them, on CUDA with a second launch for each node. Where mask and biases are
-proven to leave every row a key, the scores alone can take it: all of them are -inf then, of which the graph's softmax makes NaN.
+Kernels cannot know before a run that no row of a bias is all -inf, or that padding leaves each query a key. Where fully masked
+rows take all keys (``mean``, ``all``), kernels search for them, on CUDA with a second launch for each node. Where mask and biases
+leave every row a key, a row can only be all -inf by its scores. The graph's softmax gives NaN for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 from stof.mask.check.checker import MaskChecker
 from stof.mask.empty_rows.key_proof import leaves_a_key
-from stof.mask.empty_rows.value_bounds import Magnitudes
-from stof.mask.lift import FLOOR, MAY_FORBID
-from stof.site import AttentionSite, EmptyRows, LiftedMask, TermKind
+from stof.mask.empty_rows.value_bounds import ValueBounds
+from stof.mask.strength import FLOOR
+from stof.site import AttentionSite, EmptyRows, LiftedMask, NoteReason, TermKind
 
 
 class RowProver:
-    """Proves it for the sites of one model.
+    """Proves for the sites of one model that no row is fully masked.
 
     Args:
         checker: of the model's masks.
@@ -30,30 +30,31 @@ class RowProver:
     """
 
     def __init__(self, checker: MaskChecker, folder: Path | None = None) -> None:
-        self.magnitudes = Magnitudes(checker.index, checker.symbolic, folder)
-        self.proven: dict[tuple[object, ...], bool] = {}  # layers share their masks
+        self.bounds = ValueBounds(checker.index, checker.symbolic, folder)
+        self._proven: dict[tuple[object, ...], bool] = {}  # layers share their masks
 
-    def settled(self, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
-        """The mask; with what the graph makes of a row of -inf for its empty rows where no other can be one."""
-        told = not (mask.bias or mask.relative or mask.operands)  # the kernels see it themselves
-        # Below a floor a row of -inf is one of equal scores, and stays that.
-        if told or site.floored or mask.empty_rows not in (EmptyRows.MEAN, EmptyRows.ALL):
+    def simplify_empty_rows(self, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
+        """The mask with the cheaper policy ``zero`` or ``nan`` where it is proven that no row is fully masked."""
+        # Kernels see from a static mask alone which rows are fully masked.
+        is_static = not (mask.bias or mask.relative or mask.operands)
+        # Under a floor a row of -inf becomes one of equal scores.
+        if is_static or site.floored or mask.empty_rows not in (EmptyRows.MEAN, EmptyRows.ALL):
             return mask
         key = (mask, site.dims, site.query_offset)
-        if key not in self.proven:
-            self.proven[key] = self._finite(mask) and leaves_a_key(site, mask)
-        if not self.proven[key]:
+        if key not in self._proven:
+            self._proven[key] = self._has_finite_biases(mask) and leaves_a_key(site, mask)
+        if not self._proven[key]:
             return mask
-        notes = tuple(n for n in mask.notes if n != MAY_FORBID)
+        notes = tuple(n for n in mask.notes if n.reason is not NoteReason.BIAS_MAY_FORBID)
         return replace(mask, empty_rows=EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN, notes=notes)
 
-    def _finite(self, mask: LiftedMask) -> bool:
+    def _has_finite_biases(self, mask: LiftedMask) -> bool:
         """Whether the biases of a mask and their sum, which is fp32 where there are several, are finite everywhere."""
         total = 0.0
         for term in mask.bias:
             if term.kind is not TermKind.ADD:  # a selection becomes -inf
                 return False
-            total += self.magnitudes.of(term.tensor) * abs(term.scale)
+            total += self.bounds.of(term.tensor) * abs(term.scale)
         if mask.relative is not None:
             table = np.frombuffer(mask.relative.data, np.float32)
             total += float(np.abs(table).max(initial=0.0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on the absolute values of a graph's tensors, found by walking from constants: what is bounded is finite.
+"""Bounds on the absolute values of a graph's tensors, computed from its constants: a bounded tensor is finite.
 
-A bias that is finite leaves no query without a key. The bound decides whether a sum, a product or a cast on the way may overflow
-in the type that the graph has there. What a caller may feed has none, initializers that are graph inputs among it.
+A finite bias leaves no row fully masked. Bounds show whether a sum, a product or a cast on the way may overflow in its type.
+Graph inputs have no bound, nor have initializers that a caller may override.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.graph.external_data import ITEM_SIZES, location_of
-from stof.graph.index import GraphIndex, is_standard
-from stof.mask.lift import LOWEST
+from stof.graph.index import GraphIndex
+from stof.mask.strength import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.overflow import value_range
 from stof.symbolic.facts import dtype_kind
@@ -61,7 +61,7 @@ _COMPUTING: dict[str, Bound] = {
 }
 
 
-class Magnitudes:
+class ValueBounds:
     """Bounds of the tensors of one graph.
 
     Args:
@@ -94,11 +94,11 @@ class Magnitudes:
         node = self.index.producer(tensor)
         if node is None:
             found = self._constant(tensor)
-        elif not is_standard(node):
+        elif node.domain not in ("", "ai.onnx"):
             found = math.inf
         else:
             found = self._computed(node, kind, -LOWEST[dtype] if kind == "f" else -math.inf)
-        return min(found, self._whole(tensor, dtype)) if kind == "i" else found
+        return min(found, self._integer_bound(tensor, dtype)) if kind == "i" else found
 
     def _constant(self, name: str) -> float:
         tensor = self.constants.get(name)
@@ -106,11 +106,11 @@ class Magnitudes:
 
     def _stored(self, tensor: onnx.TensorProto) -> float:
         if tensor.data_location != TensorProto.EXTERNAL:
-            return _most(numpy_helper.to_array(tensor))
-        return math.inf if self.folder is None else _most_of_external(tensor, self.folder)
+            return _largest(numpy_helper.to_array(tensor))
+        return math.inf if self.folder is None else _largest_of_external(tensor, self.folder)
 
-    def _whole(self, tensor: str, dtype: int) -> float:
-        """A bound of integers, which wrap around and are never infinite."""
+    def _integer_bound(self, tensor: str, dtype: int) -> float:
+        """A bound of an integer tensor: by its type, or by its value as a function of sizes. Integers are never infinite."""
         info = np.iinfo(helper.tensor_dtype_to_np_dtype(dtype))
         value = self.symbolic.value(tensor)
         # Values are whole numbers without a type. Unsigned ones leave theirs at 0, wherever something is taken away.
@@ -133,7 +133,7 @@ class Magnitudes:
                 return max(self.of(inputs[0]), filled)
             case "Constant":
                 array = self.symbolic.constant(node.output[0])
-                return math.inf if array is None else _most(array)
+                return math.inf if array is None else _largest(array)
             case "ConstantOfShape":
                 value = next((a.t for a in node.attribute if a.name == "value"), None)
                 return 0.0 if value is None else self._stored(value)
@@ -153,7 +153,7 @@ def _rounded(bound: float, most: float) -> float:
     return min(bound * (1 + _RELATIVE) + _ABSOLUTE, most) if bound <= most else math.inf
 
 
-def _most(array: np.ndarray) -> float:
+def _largest(array: np.ndarray) -> float:
     """The largest absolute value of an array; inf where an element is infinite or NaN, or where there are no numbers."""
     if array.dtype.kind in "OSUc":
         return math.inf
@@ -166,8 +166,8 @@ def _most(array: np.ndarray) -> float:
     return most
 
 
-def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
-    """The same of external data, of which some is in memory at a time."""
+def _largest_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
+    """The largest absolute value of external data, read in chunks; inf where it cannot be read."""
     count = math.prod(tensor.dims)
     if count == 0:
         return 0.0
@@ -182,4 +182,4 @@ def _most_of_external(tensor: onnx.TensorProto, folder: Path) -> float:
         mapped = np.memmap(path, dtype, "r", place.offset, (count,))
     except (KeyError, OSError, TypeError, ValueError):
         return math.inf
-    return _most(mapped)
+    return _largest(mapped)

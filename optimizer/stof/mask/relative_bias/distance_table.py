@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables by the distance of key and query, made from dense biases and spread to them again."""
+"""Tables by the distance of key and query: made from dense biases, and spread to them again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy as np
 
 from stof.site import RelativeBias
 
-_CONSTANT = 32  # entries at the end of a table that must be equal to be taken for all that follow
+_CONSTANT = 32  # so many equal entries at the end of a table stand for all distances beyond
 
 
-def by_distance(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray | None:
+def tabulate(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray | None:
     """The values of [B, H, S, T] by k - q, NaN where no pair is allowed: [H or 1, 2 R + 1], R the largest distance.
 
     None where two allowed pairs of one head and distance differ.
@@ -21,8 +21,8 @@ def by_distance(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray
     table = np.full((H, 2 * radius + 1), np.nan)
     for b in range(B):
         for h in range(H):
-            kept = allowed[b, h]
-            table[h, entry[kept]] = added[b, h][kept]
+            pairs = allowed[b, h]
+            table[h, entry[pairs]] = added[b, h][pairs]
     found = table[:, entry]
     if not np.array_equal(np.broadcast_to(found, added.shape)[allowed], added[allowed]):
         return None
@@ -30,10 +30,10 @@ def by_distance(added: np.ndarray, allowed: np.ndarray, past: int) -> np.ndarray
     return table[:1] if same else table
 
 
-def shorten(table: np.ndarray, fixed: bool) -> np.ndarray | None:
-    """Without the constant ends, odd length kept; distances that no pair has get their neighbour's value.
+def shorten(table: np.ndarray, is_fixed: bool) -> np.ndarray | None:
+    """The table without its constant ends, of odd length. Distances that no pair has get their neighbour's value.
 
-    None where the values still change at the end of the table.
+    ``is_fixed``: no distance beyond the table occurs. None where the values still change at the end of another table.
     """
     radius = table.shape[1] // 2
     known = np.flatnonzero(~np.isnan(table).all(axis=0))
@@ -56,7 +56,7 @@ def shorten(table: np.ndarray, fixed: bool) -> np.ndarray | None:
         least -= 1
     # Where pairs end before the table does, the mask ends them, whatever the length.
     seen = max(abs(low - radius), abs(high - radius))
-    if not fixed and seen == radius and least > radius - _CONSTANT:
+    if not is_fixed and seen == radius and least > radius - _CONSTANT:
         return None
     return table[:, radius - least : radius + least + 1]
 

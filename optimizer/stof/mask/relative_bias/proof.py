@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is proven of a bias before it becomes a table by distance: that it reads k - q alone, and where it stops changing.
+"""Proofs that a bias depends on k - q alone, and from which distance on it is constant.
 
-Running a bias shows its values at some lengths; only its formula says what it does at others. The formula is walked: queries
-and keys may stand in it as multiples of their difference, batches, sizes and data not at all. Then the rows of the stored table
-that it looks up are computed for every distance that the operator takes.
+Running a bias shows its values at some lengths; only its formula shows the others. In the formula queries and keys must stand as
+multiples of their difference; batches, sizes and data must not occur. Then the rows of the stored table that it looks up are
+computed for every distance that the operator takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 
-from stof.mask.lift import LOWEST, element
+from stof.mask.lift import element_of_pair
+from stof.mask.strength import forbidding_limit
 from stof.site import AttentionSite, MaskTerm, TermKind
 from stof.symbolic import Cond, Int, Real, Symbolic
 from stof.symbolic.algebra.piecewise import split_cases
@@ -24,7 +25,7 @@ _CHUNK = 1 << 19
 _HUGE = float(1 << 53)
 
 
-class _Unproven(Exception):
+class _UnprovenError(Exception):
     """The formula has a part of which nothing is known here."""
 
 
@@ -33,24 +34,24 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
     tensor = symbolic.value(term.tensor)
     if tensor is None or term.kind is not TermKind.ADD or term.windows:
         return None
-    value = element(tensor, site, term)
+    value = element_of_pair(tensor, site, term)
     if not isinstance(value, Real):
         return None
-    least = -LOWEST.get(symbolic.dtype(term.tensor), LOWEST[1]) / 2
-    # What the mask forbids is nowhere read; of what is left, one formula must hold everywhere.
-    kept = [x for _, x in split_cases(value) if not (isinstance(x, float) and x * term.scale <= least)]
-    if len(kept) != 1:
+    limit = forbidding_limit(symbolic.dtype(term.tensor))
+    # Forbidden pairs do not count; for all others one formula must hold.
+    formulas = [x for _, x in split_cases(value) if not (isinstance(x, float) and x * term.scale <= limit)]
+    if len(formulas) != 1:
         return None
-    if isinstance(kept[0], float):
+    if isinstance(formulas[0], float):
         return 0
-    if kept[0].kind != "table":
+    if formulas[0].kind != "table":
         return None
-    indices = kept[0].args[1]
+    indices = formulas[0].args[1]
     assert isinstance(indices, tuple)
     rows = [i for i in indices if i.constant is None and not _is_head(i)]
     try:
         return max((_last_change(row) for row in rows), default=0)
-    except _Unproven:
+    except _UnprovenError:
         return None
 
 
@@ -65,7 +66,7 @@ def _last_change(index: Int) -> int:
     for sign in (1, -1):
         before: int | None = None
         for distances in _chunks():
-            found = np.broadcast_to(_int(index, sign * distances), distances.shape)
+            found = np.broadcast_to(_evaluate_int(index, sign * distances), distances.shape)
             if before is not None and found[0] != before:
                 far = max(far, int(distances[0]))
             changes = np.flatnonzero(found[1:] != found[:-1])
@@ -80,96 +81,92 @@ def _chunks() -> Iterator[np.ndarray]:
         yield np.arange(start, min(start + _CHUNK, _FARTHEST + 1), dtype=np.int64)
 
 
-def _int(value: Int, distance: np.ndarray) -> np.ndarray:
+def _evaluate_int(value: Int, distance: np.ndarray) -> np.ndarray:
     total: np.ndarray = np.zeros(1, np.int64)
-    places = {"k": 0, "q": 0}
+    factors = {"k": 0, "q": 0}
     for monomial, coefficient in value.terms:
         name = monomial[0].args[0] if len(monomial) == 1 and monomial[0].kind == "var" else None
-        if isinstance(name, str) and name in places:
-            places[name] += coefficient
+        if isinstance(name, str) and name in factors:
+            factors[name] += coefficient
             continue
         product = np.full(1, coefficient, np.int64)
         for atom in monomial:
-            product = product * _atom(atom, distance)
+            product = product * _evaluate_atom(atom, distance)
         total = total + product
-    if places["k"] != -places["q"]:
-        raise _Unproven
-    return total + places["k"] * distance if places["k"] else total
+    if factors["k"] != -factors["q"]:
+        raise _UnprovenError
+    return total + factors["k"] * distance if factors["k"] else total
 
 
-def _atom(atom: Atom, distance: np.ndarray) -> np.ndarray:
+def _evaluate_atom(atom: Atom, distance: np.ndarray) -> np.ndarray:
     args = atom.args
     match atom.kind:
         case "abs":
-            return np.asarray(np.abs(_int(_as_int(args[0]), distance)))
+            return np.asarray(np.abs(_evaluate_int(_as_int(args[0]), distance)))
         case "min" | "max":
-            both = [_int(_as_int(a), distance) for a in args]
+            both = [_evaluate_int(_as_int(a), distance) for a in args]
             return np.asarray(np.minimum(*both) if atom.kind == "min" else np.maximum(*both))
         case "div" | "mod":
             divisor = args[1] if isinstance(args[1], int) else _as_int(args[1]).constant
             if not divisor or divisor < 0:
-                raise _Unproven
-            left = _int(_as_int(args[0]), distance)
+                raise _UnprovenError
+            left = _evaluate_int(_as_int(args[0]), distance)
             return np.asarray(left // divisor if atom.kind == "div" else left % divisor)
         case "select":
-            yes, no = (_int(_as_int(a), distance) for a in args[1:])
-            return np.where(_cond(args[0], distance), yes, no)
+            yes, no = (_evaluate_int(_as_int(a), distance) for a in args[1:])
+            return np.where(_evaluate_condition(args[0], distance), yes, no)
         case "bool":
-            return np.asarray(_cond(args[0], distance), np.int64)
+            return np.asarray(_evaluate_condition(args[0], distance), np.int64)
         case "trunc":
-            real = np.nan_to_num(_real(args[0], distance), nan=0.0, posinf=_HUGE, neginf=-_HUGE)
+            real = np.nan_to_num(_evaluate_real(args[0], distance), nan=0.0, posinf=_HUGE, neginf=-_HUGE)
             return np.asarray(np.trunc(np.clip(real, -_HUGE, _HUGE)), np.int64)
-    raise _Unproven
+    raise _UnprovenError
 
 
 def _as_int(value: object) -> Int:
     if not isinstance(value, Int):
-        raise _Unproven
+        raise _UnprovenError
     return value
 
 
-def _cond(value: object, distance: np.ndarray) -> np.ndarray:
+def _evaluate_condition(value: object, distance: np.ndarray) -> np.ndarray:
     if not isinstance(value, Cond):
-        raise _Unproven
+        raise _UnprovenError
     match value.kind:
         case "true":
             return np.ones(1, np.bool_)
         case "false":
             return np.zeros(1, np.bool_)
         case "le":
-            return np.asarray(_int(_as_int(value.args[0]), distance) <= 0)
+            return np.asarray(_evaluate_int(_as_int(value.args[0]), distance) <= 0)
         case "eq":
-            return np.asarray(_int(_as_int(value.args[0]), distance) == 0)
+            return np.asarray(_evaluate_int(_as_int(value.args[0]), distance) == 0)
         case "ne":
-            return np.asarray(_int(_as_int(value.args[0]), distance) != 0)
+            return np.asarray(_evaluate_int(_as_int(value.args[0]), distance) != 0)
         case "and" | "or":
-            parts = [_cond(c, distance) for c in value.args]
-            join = np.logical_and if value.kind == "and" else np.logical_or
-            found = parts[0]
-            for part in parts[1:]:
-                found = join(found, part)
-            return found
-    raise _Unproven
+            unite = np.logical_and if value.kind == "and" else np.logical_or
+            return np.asarray(reduce(unite, (_evaluate_condition(c, distance) for c in value.args)))
+    raise _UnprovenError
 
 
-def _real(value: object, distance: np.ndarray) -> np.ndarray:
+def _evaluate_real(value: object, distance: np.ndarray) -> np.ndarray:
     if not isinstance(value, Real):
-        raise _Unproven
+        raise _UnprovenError
     args = value.args
     with np.errstate(all="ignore"):
         match value.kind:
             case "const":
                 return np.full(1, float(args[0]))  # type: ignore[arg-type]
             case "int":
-                return np.asarray(_int(_as_int(args[0]), distance), np.float64)
+                return np.asarray(_evaluate_int(_as_int(args[0]), distance), np.float64)
             case "add":
-                return np.asarray(_real(args[0], distance) + _real(args[1], distance))
+                return np.asarray(_evaluate_real(args[0], distance) + _evaluate_real(args[1], distance))
             case "sub":
-                return np.asarray(_real(args[0], distance) - _real(args[1], distance))
+                return np.asarray(_evaluate_real(args[0], distance) - _evaluate_real(args[1], distance))
             case "mul":
-                return np.asarray(_real(args[0], distance) * _real(args[1], distance))
+                return np.asarray(_evaluate_real(args[0], distance) * _evaluate_real(args[1], distance))
             case "div":
-                return np.asarray(_real(args[0], distance) / _real(args[1], distance))
+                return np.asarray(_evaluate_real(args[0], distance) / _evaluate_real(args[1], distance))
             case "opaque" if args[0] == "Log" and len(args) == 2:
-                return np.asarray(np.log(_real(args[1], distance)))
-    raise _Unproven
+                return np.asarray(np.log(_evaluate_real(args[1], distance)))
+    raise _UnprovenError

@@ -1,22 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of the interpreter as text of docs/reference/mask-format.md, in a canonical form.
+"""Mask expressions from the interpreter's conditions, in a canonical form.
 
-Whatever depends on ``q - k`` alone is a set of integers; it is computed as one and printed as the fewest bands, so that
-equal windows of different exporters print equally.
+Whatever depends on ``q - k`` alone is a set of integers. It is computed as one and written as the fewest bands, so that
+equal windows of different exporters give equal expressions.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.symbolic.algebra.conditions import all_of, any_of, children, less_equal
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, var
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import (
+    FALSE,
+    TRUE,
+    Binary,
+    Call,
+    Constant,
+    Lookup,
+    Name,
+    Node,
+    Unary,
+    join,
+    negative,
+    print_node,
+)
+from stof.symbolic.algebra import terms
+from stof.symbolic.algebra.conditions import all_of, any_of, children
+from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, integer, var
 
 _WIDEST = 1 << 20  # largest constant in a band that is recognized as one
 _DEGREE = 2  # of a polynomial in q - k: its values stay below 2^63
@@ -25,11 +42,11 @@ _ROW, _COLUMN = Atom("var", ("q",)), Atom("var", ("k",))
 
 
 @dataclass
-class Names:
-    """How sizes and reads of a graph are called in the expression. Filled while printing."""
+class GraphNames:
+    """The names that an expression has for sizes and tensors of a graph. ``tables`` grows while one is made."""
 
     sizes: dict[str, str]  # dimension name -> S, T or P
-    # (tensor, indices, boolean) -> role, axis of positions
+    # (tensor, indices, boolean) -> role, axis of positions or None
     operand: Callable[[str, tuple[Int, ...], bool], tuple[str, int | None]]
     constant: Callable[[str], np.ndarray]  # array of a constant tensor
     tables: dict[str, np.ndarray] = field(default_factory=dict)  # table name -> array
@@ -62,7 +79,7 @@ def _difference(value: Int) -> list[int] | None:
 
 
 def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
-    """An integer over all d = q - k, when it is a function of d."""
+    """An integer over all d = q - k; None where it depends on more than that."""
     rest: list[tuple[tuple[Atom, ...], int]] = []
     total = np.zeros_like(d)
     for monomial, coefficient in value.terms:
@@ -79,15 +96,14 @@ def _band_values(value: Int, d: np.ndarray) -> np.ndarray | None:
     return None if found is None else total + sum(c * d**n for n, c in enumerate(found) if c)
 
 
-def _band(cond: Cond, d: np.ndarray) -> np.ndarray | None:
-    """A condition over all d, when it is a function of d alone."""
+def _holds_at(cond: Cond, d: np.ndarray) -> np.ndarray | None:
+    """Where a condition holds, over all d = q - k; None where it depends on more than that."""
     if cond.kind in ("true", "false"):
         return np.full(d.shape, cond.kind == "true")
     if cond.kind in ("and", "or"):
-        parts = [_band(c, d) for c in children(cond)]
-        if any(p is None for p in parts):
+        known = [held for c in children(cond) if (held := _holds_at(c, d)) is not None]
+        if len(known) < len(children(cond)):
             return None
-        known = [p for p in parts if p is not None]
         stacked = np.stack(known)
         return np.asarray(stacked.all(0) if cond.kind == "and" else stacked.any(0))
     if cond.kind in ("le", "eq", "ne"):
@@ -120,95 +136,108 @@ def _int_reach(value: Int) -> int:
     return total
 
 
-def _bands_text(cond: Cond) -> list[str] | None:
-    """The bands of a condition on q - k as texts to be joined by "or"; [] when it always holds."""
-    if _band(cond, np.zeros(1, np.int64)) is None:
+def _bands(cond: Cond) -> list[Node] | None:
+    """The bands of a condition on q - k, to be joined by "or"; [] where it always holds, None where it is no such condition."""
+    if _holds_at(cond, np.zeros(1, np.int64)) is None:
         return None
     reach = _reach(cond) + 2
     if reach > _WIDEST:
         return None
     d = np.arange(-reach, reach + 1, dtype=np.int64)
-    held = _band(cond, d)
+    held = _holds_at(cond, d)
     assert held is not None
     edges = np.flatnonzero(np.diff(np.concatenate([[0], held.astype(np.int8), [0]])))
-    texts = []
+    found = []
     for first, last in zip(edges[::2], edges[1::2], strict=True):
         low = None if first == 0 else int(d[first])  # q - k >= low
         high = None if last == len(d) else int(d[last - 1])  # q - k <= high
         if low is None and high is None:
             return []
-        texts.append(_band_text(low, high))
-    return texts or ["False"]
+        found.append(_band(low, high))
+    return found or [FALSE]
 
 
-def _band_text(low: int | None, high: int | None) -> str:
+def _band(low: int | None, high: int | None) -> Node:
+    """Low <= q - k <= high, in the spelling that reads best. One of the ends is given."""
+    query, key = Name("q"), Name("k")
     if low is not None and high is not None and low == -high:
-        return f"abs(q - k) <= {high}" if high else "q == k"
-    parts = []
+        return _at_most(Call("abs", (Binary("-", query, key),)), high) if high else Binary("==", query, key)
+    sides = []
     if low is not None:
-        parts.append("k <= q" if low == 0 else f"k - q <= {-low}" if low < 0 else f"k <= q - {low}")
+        sides.append(_ordered(key, query, low))
     if high is not None:
-        parts.append("q <= k" if high == 0 else f"q - k <= {high}" if high > 0 else f"q <= k - {-high}")
-    return " and ".join(parts)
+        sides.append(_ordered(query, key, -high))
+    return join("and", sides)
 
 
-def print_condition(cond: Cond, names: Names) -> str:
-    """The expression's text; empty when it always holds."""
-    return "" if cond == TRUE else _Printer(names).condition(cond)[0]
+def _ordered(first: Node, second: Node, distance: int) -> Node:
+    """``first`` stands at least so far before ``second``."""
+    if distance == 0:
+        return Binary("<=", first, second)
+    if distance < 0:
+        return _at_most(Binary("-", first, second), -distance)
+    return Binary("<=", first, Binary("-", second, Constant(distance)))
 
 
-class _Printer:
-    """Texts with their binding strength: 0 or, 1 and, 2 not, 3 comparison, 4 sum, 5 product, 6 unary, 7 atom."""
+def _at_most(left: Node, most: int) -> Node:
+    return Binary("<=", left, Constant(most))
 
-    def __init__(self, names: Names) -> None:
+
+def to_expression(cond: Cond, names: GraphNames) -> MaskExpression:
+    """The expression of a condition on (b, h, q, k).
+
+    Raises:
+        UnsupportedError: for what the grammar has no word for, with the operators and inputs that it depends on.
+    """
+    return MaskExpression(_Translator(names).condition(cond))
+
+
+class _Translator:
+    def __init__(self, names: GraphNames) -> None:
         self.names = names
 
-    def condition(self, cond: Cond) -> tuple[str, int]:
-        if cond == TRUE:
-            return "True", 7
-        if cond == FALSE:
-            return "False", 7
-        bands = _bands_text(cond)
+    def condition(self, cond: Cond) -> Node:
+        if cond in (terms.TRUE, terms.FALSE):
+            return TRUE if cond == terms.TRUE else FALSE
+        bands = _bands(cond)
         if bands is not None:
-            return _join(" or ", 0, [(t, 1 if " and " in t else 3) for t in bands]) if bands else ("True", 7)
-        if cond.kind in ("and", "or"):
-            return self._junction(cond)
+            return join("or", bands) if bands else TRUE
         match cond.kind:
+            case "and" | "or":
+                return self.junction(cond)
             case "le":
-                return self._comparison(cond, "<=")
+                return self.comparison(cond, "<=")
             case "eq":
-                return self._comparison(cond, "==")
+                return self.comparison(cond, "==")
             case "ne":
-                return self._not_equal(cond)
+                return self.not_equal(cond)
             case "read" | "unread":
-                return self._truth(cond.args[0], cond.args[1], holds=cond.kind == "read")
+                return self.truth(cond.args[0], cond.args[1], holds=cond.kind == "read")
             case "table" | "untable":
-                text = self._table(cond.args[0], cond.args[1])
-                return (text, 7) if cond.kind == "table" else (f"not {text}", 2)
-        raise UnsupportedError(f"the mask depends on {_words(cond)}")
+                found = self.table(cond.args[0], cond.args[1])
+                return found if cond.kind == "table" else Unary("not", found)
+        raise UnsupportedError(f"the mask depends on {_explain(cond)}")
 
-    def _junction(self, cond: Cond) -> tuple[str, int]:
-        join = all_of if cond.kind == "and" else any_of
+    def junction(self, cond: Cond) -> Node:
+        """An "and" or "or": the bands of all that depends on q - k together, then the rest by text."""
+        unite = all_of if cond.kind == "and" else any_of
         d = np.zeros(1, np.int64)
-        banded = [c for c in children(cond) if _band(c, d) is not None]
-        others = [c for c in children(cond) if _band(c, d) is None]
-        texts = sorted(self.condition(c) for c in others)
-        if banded:
-            merged = join(banded)
-            bands = _bands_text(merged)
-            if bands is None:
-                texts = sorted(self.condition(c) for c in children(cond))
-            elif bands == [] and cond.kind == "or":
-                return "True", 7
-            elif bands and cond.kind == "and":
-                texts.insert(0, _join(" or ", 0, [(t, 1 if " and " in t else 3) for t in bands]))
-            elif bands:
-                texts = [(t, 1 if " and " in t else 3) for t in bands if t != "False"] + texts
-        # Padding last: it is what a reader looks for least.
-        texts.sort(key=lambda t: t[0].startswith("pad["))
-        return _join(f" {cond.kind} ", 1 if cond.kind == "and" else 0, texts)
+        banded = [c for c in children(cond) if _holds_at(c, d) is not None]
+        bands = _bands(unite(banded)) if banded else []
+        if bands is None:  # too wide to be computed
+            banded = []
+        elif banded and not bands and cond.kind == "or":
+            return TRUE
+        found = sorted((self.condition(c) for c in children(cond) if c not in banded), key=print_node)
+        if bands and cond.kind == "and":
+            found.insert(0, join("or", bands))
+        elif bands:
+            found = [b for b in bands if b != FALSE] + found
+        found.sort(key=_begins_with_padding)  # last: it is what a reader looks for least
+        return join(cond.kind, found)
 
-    def _comparison(self, cond: Cond, symbol: str) -> tuple[str, int]:
+    def comparison(self, cond: Cond, symbol: str) -> Node:
+        """An integer compared with 0, without negative terms: they stand on the other side."""
         value = cond.args[0]
         assert isinstance(value, Int)
         left = Int(tuple((m, c) for m, c in value.terms if c > 0 and m != ()))
@@ -217,87 +246,84 @@ class _Printer:
             left = left + integer(value.offset)
         else:
             right = right + integer(-value.offset)
-        return f"{self.integer(left)[0]} {symbol} {self.integer(right)[0]}", 3
+        return Binary(symbol, self.integer(left), self.integer(right))
 
-    def _not_equal(self, cond: Cond) -> tuple[str, int]:
+    def not_equal(self, cond: Cond) -> Node:
         value = cond.args[0]
         assert isinstance(value, Int)
         atom = value.atom
         if atom is not None and atom.kind == "read":  # a 0/1 vector
-            return self._truth(atom.args[0], atom.args[1], holds=True)
-        return self._comparison(cond, "!=")
+            return self.truth(atom.args[0], atom.args[1], holds=True)
+        return self.comparison(cond, "!=")
 
-    def _truth(self, tensor: object, indices: object, *, holds: bool) -> tuple[str, int]:
-        text = self._read(tensor, indices, boolean=True)
-        if not text.startswith("pad"):
-            return f"{text} {'!=' if holds else '=='} 0", 3
-        return (text, 7) if holds else (f"not {text}", 2)
+    def truth(self, tensor: object, indices: object, *, holds: bool) -> Node:
+        """Whether an element of a vector is (not) 0."""
+        found = self.read(tensor, indices, boolean=True)
+        if not found.is_padding:
+            return Binary("!=" if holds else "==", found, Constant(0))
+        return found if holds else Unary("not", found)
 
-    def integer(self, value: Int) -> tuple[str, int]:
-        if not value.terms:
-            return "0", 7
-        terms = sorted(value.terms, key=lambda t: (t[0] == (), t[1] < 0, [a.key for a in t[0]]))
-        text = ""
-        for monomial, coefficient in terms:
-            size = abs(coefficient)
+    def integer(self, value: Int) -> Node:
+        """A sum: positive terms first, the constant last."""
+        total: Node | None = None
+        for monomial, coefficient in sorted(value.terms, key=lambda t: (t[0] == (), t[1] < 0, [a.key for a in t[0]])):
             factors = [self.atom(a) for a in monomial]
-            if size != 1 or not factors:
-                factors.insert(0, (str(size), 7))
-            body = " * ".join(t if level >= 6 or len(factors) == 1 else f"({t})" for t, level in factors)
-            if len(factors) == 1 and factors[0][1] < 5:
-                body = f"({body})"
-            sign = "-" if coefficient < 0 else "+"
-            text += f" {sign} {body}" if text else (f"-{body}" if sign == "-" else body)
-        return text, 4 if len(terms) > 1 or terms[0][1] < 0 else 5 if " " in text else 7
+            if abs(coefficient) != 1 or not factors:
+                factors.insert(0, Constant(abs(coefficient)))
+            if total is None and coefficient < 0:
+                factors[0] = negative(factors[0])
+            product = reduce(lambda left, right: Binary("*", left, right), factors)
+            total = product if total is None else Binary("-" if coefficient < 0 else "+", total, product)
+        return Constant(0) if total is None else total
 
-    def atom(self, atom: Atom) -> tuple[str, int]:
+    def atom(self, atom: Atom) -> Node:
         match atom.kind:
             case "var":
-                return str(atom.args[0]), 7
+                return Name(str(atom.args[0]))
             case "size":
                 name = str(atom.args[0])
                 if name not in self.names.sizes:
                     raise UnsupportedError(f"the mask depends on dimension {name!r}, which is neither S, T nor past")
-                return self.names.sizes[name], 7
+                return Name(self.names.sizes[name])
             case "abs" | "min" | "max":
-                inner = ", ".join(self.integer(a)[0] for a in atom.args if isinstance(a, Int))
-                return f"{atom.kind}({inner})", 7
+                return Call(atom.kind, tuple(self.integer(a) for a in atom.args if isinstance(a, Int)))
             case "div" | "mod":
                 value, divisor = atom.args
-                assert isinstance(value, Int)
-                text, level = self.integer(value)
-                symbol = "//" if atom.kind == "div" else "%"
-                return f"{text if level >= 5 else f'({text})'} {symbol} {divisor}", 5
+                if isinstance(value, Int) and isinstance(divisor, int):
+                    return Binary("//" if atom.kind == "div" else "%", self.integer(value), Constant(divisor))
             case "read":
-                return self._read(atom.args[0], atom.args[1], boolean=False), 7
+                return self.read(atom.args[0], atom.args[1], boolean=False)
             case "table":
-                return self._table(atom.args[0], atom.args[1]), 7
-        raise UnsupportedError(f"the mask depends on {_words(atom)}")
+                return self.table(atom.args[0], atom.args[1])
+        raise UnsupportedError(f"the mask depends on {_explain(atom)}")
 
-    def _read(self, tensor: object, indices: object, *, boolean: bool) -> str:
+    def read(self, tensor: object, indices: object, *, boolean: bool) -> Lookup:
+        """An element of a run-time vector."""
         assert isinstance(tensor, str)
         assert isinstance(indices, tuple)
-        role, place = self.names.operand(tensor, indices, boolean)
-        return f"{role}[b]" if place is None else f"{role}[b, {self.integer(indices[place])[0]}]"
+        role, axis = self.names.operand(tensor, indices, boolean)
+        positions = () if axis is None else (self.integer(indices[axis]),)
+        return Lookup(role, (Name("b"), *positions))
 
-    def _table(self, tensor: object, indices: object) -> str:
+    def table(self, tensor: object, indices: object) -> Lookup:
+        """An element of a constant, without its axes of size 1."""
         assert isinstance(tensor, str)
         assert isinstance(indices, tuple)
         array = self.names.constant(tensor)
         axes = [a for a, n in enumerate(array.shape) if n != 1]
         name = self.names.table(np.ascontiguousarray(array.reshape([array.shape[a] for a in axes])))
-        return f"{name}[{', '.join(self.integer(indices[a])[0] for a in axes)}]"
+        return Lookup(name, tuple(self.integer(indices[a]) for a in axes))
 
 
-def _join(joint: str, level: int, texts: Iterable[tuple[str, int]]) -> tuple[str, int]:
-    found = list(texts)
-    if len(found) == 1:
-        return found[0]
-    return joint.join(t if own > level or (own == level and level == 1) else f"({t})" for t, own in found), level
+def _begins_with_padding(node: Node) -> bool:
+    """Whether the first word of a condition's text reads the padding."""
+    while isinstance(node, Binary) and node.left.precedence >= node.precedence:
+        node = node.left
+    return isinstance(node, Lookup) and node.is_padding
 
 
-def _words(value: object) -> str:
-    """What could not be printed, for people: the operators in the way and the model inputs behind them."""
+def _explain(value: object) -> str:
+    """A phrase about a value that no expression has: its operators without a rule, and the model inputs that they read."""
     operators, inputs = list[str](), list[str]()
     _collect(value, operators, inputs)
     what = " and ".join(dict.fromkeys(operators)) or str(value)[:100]
@@ -337,13 +363,3 @@ def _collect(value: object, operators: list[str], inputs: list[str]) -> None:
     elif isinstance(value, tuple):
         for arg in value:
             _collect(arg, operators, inputs)
-
-
-def band_condition(low: int | None, high: int | None) -> Cond:
-    """Low <= q - k <= high."""
-    parts = []
-    if low is not None:
-        parts.append(less_equal(integer(low), Q - K))
-    if high is not None:
-        parts.append(less_equal(Q - K, integer(high)))
-    return all_of(parts)

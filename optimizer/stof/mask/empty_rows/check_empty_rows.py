@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a query without an allowed key gives in the graph, found by running its masks.
+"""The values that fully masked rows get in the graph, found by running its masks.
 
-A mask that is added to another has levels: a key that one of them forbids still stands above a key that both forbid, and a
-row in which every key is forbidden attends to the highest. The op knows four answers (docs/reference/operators.md); a graph
-that has another is left alone.
+Where masks are added, a key that one of them forbids scores higher than a key that both forbid. A fully masked row attends to
+the keys of the highest score. The op has four policies (docs/reference/operators.md); a graph that has another is left alone.
 """
 
 from __future__ import annotations
@@ -13,66 +12,68 @@ import numpy as np
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case, Counts, Padding
 from stof.mask.check.checker import MaskChecker
-from stof.mask.check.sizes import counted, lengths, uneven
-from stof.mask.lift import UNDERFLOW, read_term
-from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm
+from stof.mask.check.sizes import cases_of_counts, cases_of_cross_attention, choose_lengths
+from stof.mask.lift import read_term
+from stof.mask.strength import UNDERFLOW
+from stof.site import AttentionSite, EmptyRows, LiftedMask, MaskTerm, NoteReason
 from stof.symbolic import Symbolic
 
-_SCORE = 32.0  # as large as scores may be and vanish
+_SCORE = 32.0  # the largest score that -1e9 absorbs
 
 
-def check_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
-    """Compares what rows without a key give with what the op gives, where several masks forbid.
+def check_empty_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> None:
+    """Compares fully masked rows of graph and op, where several masks forbid.
 
     Raises:
-        UnsupportedError: when a padded input shows a row of another kind.
+        UnsupportedError: when a padded input shows a row of another policy.
     """
-    # One mask alone has one level; a guard gives zeros whatever the levels are.
+    # One mask alone gives equal scores; a guard gives zeros whatever the scores are.
     forbidding = [t for t in site.terms if t not in mask.bias or _forbids(checker.symbolic, site, t)]
-    summed = any("different strength" in n for n in mask.notes)  # within one tensor
-    if not summed and len(forbidding) < 2:
+    differs = any(n.reason is NoteReason.DIFFERENT_STRENGTHS for n in mask.notes)  # within one tensor, too
+    if not differs and len(forbidding) < 2:
         return
     guarded = site.zeroed or site.row_guard is not None or site.pair_guard is not None
-    if not mask.expression or guarded or site.sink is not None:
+    if mask.expression.allows_all or guarded or site.sink is not None:
         return
     key = checker.key(site, mask)
-    if key in checker.rows:
+    if key in checker.checked_rows:
         return
     # What is computed from activations is no larger than scores are.
     known = tuple(t for t in site.terms if checker.symbolic.value(t.tensor) is not None)
-    most = lengths(mask.expression)[-1]
-    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT), *uneven(site, most)]
-    # Rows of two levels can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
+    most = choose_lengths(mask.expression.literals)[-1]
+    cases = [Case(3, most, Padding.LEFT), Case(3, most, Padding.RIGHT), Case(3, 7, Padding.LEFT)]
+    cases += cases_of_cross_attention(site, most)
+    # Rows of two scores can be rare: many paddings of short inputs, some of which leave a block or a band without a key.
     # Without padding it is the length, and that of the past, that can leave a row without a key.
     if mask.operands:
         cases += [Case(12, n, side) for n in (7, 12, 17, 26) for side in (Padding.LEFT, Padding.RIGHT)]
     else:
         cases += [Case(1, n, Padding.NONE, other) for n in range(1, 33) for other in _queries(site)]
-    cases += counted(mask, 4, (7, 12, 17))
+    cases += cases_of_counts(mask, 4, (7, 12, 17))
     for seed, case in enumerate(cases):
         try:
-            values, allowed = checker.terms(site, mask, known, case, seed)
+            values, allowed = checker.run_terms(site, mask, known, case, seed)
         except UnsupportedError:
             if case.other or case.counts is not Counts.USUAL:  # no valid pair of lengths, or number of keys
                 continue
             raise
-        levels, others = (_levels(known, values, allowed.shape, score) for score in (0.0, _SCORE))
+        low, high = (_masked_scores(known, values, allowed.shape, score) for score in (0.0, _SCORE))
         if site.floored:
-            levels, others = (np.maximum(x, np.finfo(np.float32).min) for x in (levels, others))
+            low, high = (np.maximum(x, np.finfo(np.float32).min) for x in (low, high))
         empty = ~allowed.any(axis=-1)
-        for row, other in zip(levels[empty], others[empty], strict=True):
-            found = _kind(row, other, site.nan_guard)
+        for row, other in zip(low[empty], high[empty], strict=True):
+            found = _policy_of(row, other, site.nan_guard)
             if found is not mask.empty_rows:
                 words = "another mixture of values" if found is None else repr(found.value)
                 raise UnsupportedError(
                     f"a query without any key gives {words} in the graph, where masks of different strength are added, and "
                     f"{mask.empty_rows.value!r} in the operator; --empty-rows ignore accepts that"
                 )
-    checker.rows.add(key)
+    checker.checked_rows.add(key)
 
 
 def _forbids(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> bool:
-    """Whether a term that stays a bias has numbers that forbid: it tells keys apart that another mask forbids, too."""
+    """Whether a term that stays a bias forbids: it may tell keys apart that another mask forbids, too."""
     try:
         return bool(read_term(symbolic, site, term, {}).fills)
     except UnsupportedError:
@@ -87,21 +88,23 @@ def _queries(site: AttentionSite) -> list[tuple[tuple[str, int], ...]]:
     return [(), *(((str(atom.args[0]), n),) for n in (1, 2, 7))]
 
 
-def _levels(terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float) -> np.ndarray:
-    """Equal scores after all masks, fp32 [B, H, S, T]."""
-    levels = np.full(shape, score, np.float32)
+def _masked_scores(
+    terms: tuple[MaskTerm, ...], values: list[np.ndarray], shape: tuple[int, ...], score: float
+) -> np.ndarray:
+    """Scores that are all equal, after all masks: fp32 [B, H, S, T]."""
+    scores = np.full(shape, score, np.float32)
     with np.errstate(over="ignore"):
         for term, value in zip(terms, values, strict=True):
-            levels = term.apply(levels, value)
-    return levels
+            scores = term.apply(scores, value)
+    return scores
 
 
-def _kind(row: np.ndarray, other: np.ndarray, nan_guard: bool) -> EmptyRows | None:
-    """What a row of scores 0 after all masks gives; ``other`` is the same of larger scores."""
+def _policy_of(row: np.ndarray, other: np.ndarray, nan_guard: bool) -> EmptyRows | None:
+    """The policy that a row of masked scores shows, None for none; ``other`` is the same row of larger scores."""
     top = row.max()
     if np.isneginf(top):
         return EmptyRows.ZERO if nan_guard else EmptyRows.NAN
-    vanishing = row == other  # beside the mask, or replaced by it
+    vanishing = row == other  # the mask absorbs or replaces the score
     if vanishing[row == top].all():
         return EmptyRows.MEAN if bool(np.all(row == top)) else None
     # Scores keep their differences; ordinary biases among the masks only add to them.
