@@ -15,9 +15,12 @@ from test_products import bias_gelu, bias_residual, forms, packed_gate, rows_and
 
 from stof.errors import UnsupportedError
 from stof.fusion.check import check_chain
-from stof.fusion.gemm import Product
-from stof.fusion.regions import Graph, Left, chain_of
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.gemm import FusedGemm
+from stof.fusion.policy import ChainPolicy
+from stof.fusion.regions import build_chain
 from stof.fusion.search.measure import Timer
+from stof.fusion.translate import RefusedRegion
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.runtime import library as runtime
@@ -35,17 +38,17 @@ def alone(b: Builder) -> onnx.ModelProto:
     return b.model(b.add("MatMul", _input(b), b.weight(K, N)))
 
 
-def found_in(model: onnx.ModelProto) -> tuple[Graph, Product | Left]:
-    graph = Graph(model, Symbolic(model), forms=forms, on_cpu=True)
-    found = chain_of(graph, range(len(graph.nodes)))
-    assert isinstance(found, (Product, Left))
+def found_in(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegion]:
+    graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms, has_cpu_gemm=True))
+    found = build_chain(graph, range(len(graph.nodes)))
+    assert isinstance(found, (FusedGemm, RefusedRegion))
     return graph, found
 
 
 @pytest.mark.parametrize("make", [alone, bias_gelu, bias_residual, packed_gate, two_weights, rows_and_numbers])
 def test_products_by_constants_are_templates(make: Make) -> None:
     graph, found = found_in(make(Builder(FLOAT)))
-    assert isinstance(found, Product), found
+    assert isinstance(found, FusedGemm), found
     check_chain(found, graph.nodes, graph.symbolic, 20)
 
 
@@ -67,7 +70,7 @@ def _narrow(b: Builder) -> onnx.ModelProto:
 )
 def test_what_stays_with_the_runtime(make: Make, words: str) -> None:
     _, found = found_in(make(Builder(FLOAT)))
-    assert isinstance(found, Left)
+    assert isinstance(found, RefusedRegion)
     assert words in found.reason
 
 
@@ -89,7 +92,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
         asked.append(len(places))
-        return 1e-3 * (len(places) - sum(isinstance(c, Product) for c in chains) / 2)
+        return 1e-3 * (len(places) - sum(isinstance(c, FusedGemm) for c in chains) / 2)
 
     def in_turns(
         self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object, over: object
@@ -97,7 +100,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.in_turns", in_turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", in_turns)
     return asked
 
 
@@ -150,10 +153,10 @@ def test_measurements_choose_them_and_the_model_computes_the_same(tmp_path: Path
 
 def test_products_of_other_sizes_are_measured_by_themselves(tmp_path: Path) -> None:
     model = layers(tmp_path / "model.onnx")
-    graph = Graph(model, Symbolic(model), forms=forms, on_cpu=True)
+    graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms, has_cpu_gemm=True))
     products = [i for i, n in enumerate(graph.nodes) if n.op_type == "MatMul"]
-    assert graph.factors(products[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
-    assert Graph(model, Symbolic(model), forms=forms).factors(products) == ()
+    assert graph.weight_shapes(products[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
+    assert FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms)).weight_shapes(products) == ()
 
 
 @pytest.mark.parametrize("options", [Options(tune=60.0, products=False), Options(chains="on")])
@@ -189,10 +192,10 @@ class Clock:
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many turns for each as go into the time, each candidate's own least time, and five turns where there is none."""
-    monkeypatch.setattr("stof.fusion.search.measure._TURNS", 3.0)
+    monkeypatch.setattr("stof.fusion.search.measure._INTERLEAVED_SECONDS", 3.0)
     model = bias_gelu(Builder(FLOAT))
     graph, product = found_in(model)
-    assert isinstance(product, Product)
+    assert isinstance(product, FusedGemm)
     clock = Clock()
     timer = Timer(graph, {"B": 1, "S": 5}, clock=clock)
     places, outputs = range(len(graph.nodes)), [o.name for o in model.graph.output]
@@ -234,7 +237,7 @@ def test_what_is_near_to_the_original_has_to_have_taken_turns(
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.in_turns", turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", turns)
     model = bias_gelu(Builder(FLOAT))
     onnx.save(model, tmp_path / "model.onnx")
     report = optimize(tmp_path / "model.onnx", options=Options(tune=60.0, verify=False))

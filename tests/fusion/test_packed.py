@@ -17,13 +17,14 @@ from onnx import helper, numpy_helper
 
 import stof
 from stof.attention.function_body import OP, Variant, make_function
-from stof.fusion.apply import Verdict, apply_chains
-from stof.fusion.decide.predicted import Predicted
-from stof.fusion.merge_matmuls import merged
-from stof.fusion.packed_qkv import Heads, packed
-from stof.fusion.regions import Graph
-from stof.fusion.search.cost import Machine
-from stof.fusion.translate import Chain
+from stof.fusion.apply import apply_chains
+from stof.fusion.decide.decision import ChainDecision
+from stof.fusion.decide.predicted import PredictedDecider
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
+from stof.fusion.packed_qkv import PackedHeads, read_packed_heads
+from stof.fusion.search.cost import MachineModel
+from stof.fusion.translate import FusedChain
 from stof.graph.model_graph import DOMAIN
 from stof.options import Options
 from stof.site import EmptyRows, Layout
@@ -120,7 +121,7 @@ def test_a_split_goes(groups: int, opset: int, axis: int) -> None:
     wide = product(b, b.input("x", ["B", "S", K]), W + 2 * own)
     q, k, v = split(b, wide, W, own, own, axis=axis)
     model = finish(b, attention(b, q, k, v, groups), grouped=groups != H)
-    found = packed(model)
+    found = read_packed_heads(model)
     total = H + 2 * groups
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[0, total, H, total, H + groups, total]]
@@ -131,7 +132,7 @@ def test_a_split_goes(groups: int, opset: int, axis: int) -> None:
     assert before is not None
     assert after is not None
     assert after[2].constant == before[2].constant == W
-    assert packed(found) is found
+    assert read_packed_heads(found) is found
 
 
 def test_widths_as_a_node_go_with_it() -> None:
@@ -139,7 +140,7 @@ def test_widths_as_a_node_go_with_it() -> None:
     widths = b.add("Constant", value_ints=[W, W, W])
     parts = b.add("Split", product(b, b.input("x", ["B", "S", K]), 3 * W), widths, outputs=3, axis=-1)
     model = finish(b, attention(b, *parts))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     same(model, found)
 
@@ -147,7 +148,7 @@ def test_widths_as_a_node_go_with_it() -> None:
 def test_equal_parts_by_number() -> None:
     b = Builder(FLOAT)
     parts = b.add("Split", product(b, b.input("x", ["B", "S", K]), 3 * W), outputs=3, axis=-1, num_outputs=3)
-    found = packed(finish(b, attention(b, *parts)))
+    found = read_packed_heads(finish(b, attention(b, *parts)))
     assert ops(found) == {"MatMul": 1, OP: 1}
     same(finish(b, b.nodes[-1].output[0]), found)
 
@@ -158,7 +159,7 @@ def test_a_split_of_a_split() -> None:
     _, both, key = split(b, wide, W, 3 * W, W)
     value, query, _ = split(b, both, W, W, W)
     model = finish(b, attention(b, query, key, value))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[2 * H, 5 * H, 4 * H, 5 * H, H, 5 * H]]
     same(model, found)
@@ -181,7 +182,7 @@ def test_what_others_read_stays(reader: str) -> None:
         then = helper.make_graph([helper.make_node("Neg", [k], ["branch"])], "then", [], [result])
         outputs.append(b.add("If", chosen, then_branch=then, else_branch=then))
     model = finish(b, *outputs)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found)["Split"] == 1
     assert numbers(found) == [[0, 12, 4, 12, 8, 12]]
     same(model, found)
@@ -199,7 +200,7 @@ def test_other_calls_get_the_attribute_too() -> None:
     branch = helper.make_graph(inner.nodes, "branch", [], [onnx.ValueInfoProto(name=result)])
     z = b.add("If", b.input("chosen", [], onnx.TensorProto.BOOL), then_branch=branch, else_branch=branch)
     model = finish(b, y, plain, z)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, 12, 4, 12, 8, 12], [0, 4, 0, 4, 0, 4]]
     then = next(a.g for n in found.graph.node for a in n.attribute if a.name == "then_branch")
     assert [list(a.ints) for n in then.node for a in n.attribute if a.name == "packed"] == [[0, 4, 0, 4, 0, 4]]
@@ -232,7 +233,7 @@ def test_what_stays(why: str) -> None:
         del b.nodes[-1].attribute[:]
         b.nodes[-1].attribute.extend(kept)
     model = finish(b, y)
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
 
 
 # ---- heads that views brought into other layouts ----
@@ -266,14 +267,14 @@ def test_heads_in_other_layouts(layout: str, how: str, opset: int, batch: int | 
     wide = product(b, b.input("x", [batch, "S", K]), TOTAL * D)
     q, k, v = (heads_of(b, wide, first, H, layout, how) for first in (H, 0, 2 * H))
     model = finish(b, attention(b, q, k, v, layouts=layout), layout=Layout(layout))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[H, TOTAL, 0, TOTAL, 2 * H, TOTAL]]
     assert not numbers(model)  # which stays as it was
     (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
     assert layouts == f"BSN BSN BSN {layout}"
     same(model, found)
-    assert packed(found) is found
+    assert read_packed_heads(found) is found
 
 
 def test_an_input_that_is_computed_keeps_its_layout() -> None:
@@ -281,7 +282,7 @@ def test_an_input_that_is_computed_keeps_its_layout() -> None:
     wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
     q, k, v = (heads_of(b, wide, first, H, "BSHD", "slice") for first in (0, H, 2 * H))
     model = finish(b, attention(b, b.add("Sin", q), b.add("Cos", k), v, layouts="BSHD"), layout=Layout.BSHD)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, H, 0, H, 2 * H, TOTAL]]
     (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
     assert layouts == "BSHD BSHD BSN BSHD"
@@ -295,7 +296,7 @@ def test_one_head() -> None:
     key, value = (heads_of(b, wide, first, 1, "BHSD", "slice") for first in (3, 5))
     query = heads_of(b, wide, 8, H, "BHSD", "slice")
     model = finish(b, attention(b, query, key, value, 1, "BHSD"), grouped=True, layout=Layout.BHSD)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[8, TOTAL, 3, TOTAL, 5, TOTAL]]
     same(model, found)
 
@@ -315,7 +316,7 @@ def test_one_head_of_all(layout: str, size: int) -> None:
         if attribute.name == "num_heads":
             attribute.i = 1
     model = finish(b, b.nodes[-1].output[0], layout=Layout(layout))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, 3, 1, 3, 2, 3]]
     same(model, found)
 
@@ -332,7 +333,7 @@ def test_rows_that_may_be_repeated_stay(to: str) -> None:
     shape = [size, b.ints(1), b.ints(1)] if to == "batches" else [b.ints(1), size, b.ints(1)]
     parts = [b.add("Expand", p, b.add("Concat", *shape, axis=0)) for p in parts]
     model = finish(b, attention(b, *parts))
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
 
 
 def test_only_so_many_steps_are_looked_at() -> None:
@@ -342,8 +343,8 @@ def test_only_so_many_steps_are_looked_at() -> None:
     for _ in range(20):
         parts = [b.add("Transpose", p, perm=[0, 2, 1, 3]) for p in parts]
     model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
-    assert packed(model) is model
-    same(model, packed(model))
+    assert read_packed_heads(model) is model
+    same(model, read_packed_heads(model))
 
 
 @pytest.mark.parametrize("how", ["raises", "wrong"])
@@ -356,7 +357,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
     def broken(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.ModelProto:
         if how == "raises":
             raise RuntimeError("a fault")
-        found = packed(model, symbolic)
+        found = read_packed_heads(model, symbolic)
         assert found is not model
         for call in found.graph.node:
             for attribute in call.attribute:
@@ -364,7 +365,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
                     attribute.ints[4] = 0  # queries for values
         return found
 
-    monkeypatch.setattr("stof.fusion.apply.packed", broken)
+    monkeypatch.setattr("stof.fusion.apply.read_packed_heads", broken)
     onnx.save(_dense_model(), tmp_path / "model.onnx")
     settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
     report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))
@@ -448,7 +449,7 @@ def test_calls_share_their_layouts(where: str) -> None:
             b.add("If", b.input("chosen", [], onnx.TensorProto.BOOL), then_branch=branch, else_branch=branch)
         )
     model = finish(b, *outputs, layout=Layout.BSHD)
-    found = packed(model)
+    found = read_packed_heads(model)
     if where == "branch":
         assert found is model
         return
@@ -486,18 +487,18 @@ def test_heads_that_lie_otherwise_stay(why: str) -> None:
         parts = [b.add("Concat", b.add("Slice", p, b.ints(0), b.ints(2), b.ints(2)), p, axis=2) for p in parts]
         parts = [b.add("Slice", p, b.ints(0), b.ints(H), b.ints(2)) for p in parts]
     model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
     assert all(np.isfinite(y).all() for y in run(model, True))
 
 
 def test_heads_of_a_part() -> None:
-    assert Heads(0, 4, 4).within(64, 32, 128) == Heads(8, 4, 16)
-    assert Heads(2, 4, 8).within(64, 64, 192) == Heads(10, 4, 24)
-    assert Heads(0, 4, 4).within(4, 32, 128) is None
-    assert Heads(0, 4, 4).within(0, 32, 100) is None
-    assert Heads(0, 4, 4).within(0, 30, 120) is None
-    assert Heads(0, 4, 4).within(0, 0, 0) is None
-    assert Heads(0, 1, 1).within(0, 1, 1 << 17) is None
+    assert PackedHeads(0, 4, 4).within(64, 32, 128) == PackedHeads(8, 4, 16)
+    assert PackedHeads(2, 4, 8).within(64, 64, 192) == PackedHeads(10, 4, 24)
+    assert PackedHeads(0, 4, 4).within(4, 32, 128) is None
+    assert PackedHeads(0, 4, 4).within(0, 32, 100) is None
+    assert PackedHeads(0, 4, 4).within(0, 30, 120) is None
+    assert PackedHeads(0, 4, 4).within(0, 0, 0) is None
+    assert PackedHeads(0, 1, 1).within(0, 1, 1 << 17) is None
 
 
 # ---- keys and values of several layers ----
@@ -531,19 +532,20 @@ def test_keys_and_values_of_all_layers_are_one_product(groups: int) -> None:
         asked.append((len(products), apart))
         return True
 
-    together, splits = merged(model, Symbolic(model), merges, packs=True)
+    merged = merge_matmuls(model, Symbolic(model), merges, reads_packed_heads=True)
+    together, splits = merged.model, merged.splits
     assert asked == [(6, False)]
     assert not splits
     assert ops(together) == {"MatMul": 4, "Concat": 1, "Constant": 1, "Split": 1, OP: 3, "Add": 3}
-    found = packed(together)
+    found = read_packed_heads(together)
     assert ops(found) == {"MatMul": 4, "Concat": 1, OP: 3, "Add": 3}
     total = 6 * groups
     wanted = [[0, H, 2 * i * groups, total, (2 * i + 1) * groups, total] for i in range(3)]
     assert numbers(found) == wanted
     same(model, together, 2e-2, T=7)
     same(model, found, 2e-2, T=7)
-    assert merged(model, Symbolic(model), always, packs=False) == (model, frozenset())
-    assert merged(model, Symbolic(model), lambda *_: False, packs=True) == (model, frozenset())
+    assert merge_matmuls(model, Symbolic(model), always, reads_packed_heads=False) == MergedMatmuls(model)
+    assert merge_matmuls(model, Symbolic(model), lambda *_: False, reads_packed_heads=True) == MergedMatmuls(model)
 
 
 def test_the_product_stands_where_the_first_one_stood() -> None:
@@ -555,8 +557,8 @@ def test_the_product_stands_where_the_first_one_stood() -> None:
     second = product(b, x, W, 2)
     y = attention(b, y, first, second)
     model = finish(b, attention(b, y, product(b, x, W, 3), product(b, x, W, 4)))
-    together, _ = merged(model, Symbolic(model), always, packs=True)
-    found = packed(together)
+    together = merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True).model
+    found = read_packed_heads(together)
     assert [n.op_type for n in found.graph.node] == ["Gelu", "Concat", "MatMul", "Relu", OP, OP]
     same(model, found, 2e-2)
 
@@ -585,9 +587,10 @@ def test_products_that_others_read_stay_alone(reader: str) -> None:
     else:
         results.append(b.add("Relu", other))
     model = finish(b, *results[1:])
-    together, splits = merged(model, Symbolic(model), always, packs=True)
+    merged = merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True)
+    together, splits = merged.model, merged.splits
     assert not splits
-    found = packed(together)
+    found = read_packed_heads(together)
     assert "Split" not in ops(found)
     assert ops(found)["MatMul"] == 4  # two queries, one of four, and the other
     same(model, found, 2e-2)
@@ -600,11 +603,11 @@ def test_a_group_that_has_no_common_head_size_stays() -> None:
     z = attention(b, y, product(b, x, W, 1), product(b, x, W // 2, 2))
     v = product(b, x, W + H, 4)
     model = finish(b, z, attention(b, y, product(b, x, W, 3), v))
-    assert merged(model, Symbolic(model), always, packs=True) == (model, frozenset())
+    assert merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True) == MergedMatmuls(model)
 
 
-def _judge(shapes: dict[str, tuple[int, int]]) -> Predicted:
-    return Predicted(Options(target="cuda", shapes=shapes, products=False), Machine.cuda(2.6e12, 620e12))
+def _judge(shapes: dict[str, tuple[int, int]]) -> PredictedDecider:
+    return PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MachineModel.cuda(2.6e12, 620e12))
 
 
 @pytest.mark.parametrize(("size", "gains"), [((1, 128), True), ((8, 512), True), ((64, 65536), False)])
@@ -617,7 +620,7 @@ def test_many_products_gain_by_what_they_take(size: tuple[int, int], gains: bool
     model = finish(b, attention(b, y, own[3], own[0]))
     products = [n for n in model.graph.node if n.op_type == "MatMul"]
     judge = _judge({n: (v, v) for n, v in zip("BS", size, strict=True)})
-    assert judge.merges(model, Symbolic(model), products, False) == gains
+    assert judge.should_merge(model, Symbolic(model), products, False) == gains
 
 
 def test_without_a_chain_for_three_the_others_are_one() -> None:
@@ -627,12 +630,12 @@ def test_without_a_chain_for_three_the_others_are_one() -> None:
     three = [b.add("Add", b.add("MatMul", y, factor(b, W, W, i)), b.weight(W, seed=i + 7)) for i in range(3)]
     model = finish(b, *three)
 
-    def judge(graph: Graph, chain: Chain, key: object, left: int) -> Verdict:
+    def judge(graph: FusionGraph, chain: FusedChain, key: object, left: int) -> ChainDecision:
         """Every region but those that take products apart."""
-        own = graph.site(chain.region.places)
+        own = graph.with_leading_matmuls(chain.region.node_indices)
         if any(graph.nodes[p].op_type in ("Split", "MatMul") for p in own):
-            return Verdict((), "no")
-        return Verdict(((0, len(own)),))
+            return ChainDecision((), "no")
+        return ChainDecision(((0, len(own)),))
 
     made = apply_chains(model, judge, merges=always, packs=True)
     assert made.replaced
@@ -646,7 +649,7 @@ def test_what_attention_reads_needs_no_chain_to_be_one() -> None:
     b = Builder(HALF)
     _, results = layers(b, 3)
     model = finish(b, results[-1])
-    made = apply_chains(model, lambda *_: Verdict((), "no"), merges=always, packs=True)
+    made = apply_chains(model, lambda *_: ChainDecision((), "no"), merges=always, packs=True)
     assert not made.replaced
     assert ops(made.model)["MatMul"] == 4
     assert len(numbers(made.model)) == 3

@@ -12,7 +12,8 @@ import onnx
 import pytest
 
 from stof.errors import ArgumentError
-from stof.fusion.decide.selection import Decided, Selection
+from stof.fusion.decide.decision import ChainDecision
+from stof.fusion.decide.selection import Selection
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.plan import ChainPlan, parse
@@ -110,11 +111,11 @@ def test_a_plan_of_another_model() -> None:
 def test_the_users_word_goes_first() -> None:
     plan = (ChainPlan("a", "Add Mul", ((0, 2),)),)
     assert Selection().of_chain(0, "a") is None
-    assert Selection(planned=plan).of_chain(0, "a") == Decided(((0, 2),))
-    assert Selection(planned=plan).of_chain(1, "b") == Decided((), "not in the plan")
-    assert Selection(skip=("a",), planned=plan).of_chain(0, "a") == Decided((), "left out by --skip")
+    assert Selection(planned=plan).of_chain(0, "a") == ChainDecision(((0, 2),))
+    assert Selection(planned=plan).of_chain(1, "b") == ChainDecision((), "not in the plan")
+    assert Selection(skip=("a",), planned=plan).of_chain(0, "a") == ChainDecision((), "left out by --skip")
     assert Selection(only=("1",)).of_chain(1, "b") is None
-    assert Selection(only=("1",)).of_chain(0, "a") == Decided((), "not among --only")
+    assert Selection(only=("1",)).of_chain(0, "a") == ChainDecision((), "not among --only")
 
 
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from stof.bench.core.results import Record
 from stof.execution.inputs import Case, InputMaker, Padding
-from stof.fusion.apply import operators
-from stof.fusion.regions import Graph, find_chains, settled
-from stof.fusion.search.cost import Analytical, Site, frequent_start
-from stof.fusion.search.engine import Cost, Limits, exhaustive, search
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.regions import find_chains, retranslate_chains
+from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
+from stof.fusion.search.engine import Cost, SearchLimits, exhaustive, search
 from stof.fusion.search.measure import Timer
-from stof.fusion.search.space import Scheme, Space, expanded, unfused
-from stof.fusion.translate import Chain
+from stof.fusion.search.space import FusionScheme, SchemeSpace, expand, unfused_scheme
+from stof.fusion.translate import FusedChain
 from stof.graph.external_data import read_constants
 from stof.graph.model_graph import load
 
@@ -86,9 +86,9 @@ def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) ->
     read_constants(path, model)
     from stof.symbolic import Symbolic
 
-    graph = Graph(model, Symbolic(model))
-    chains = settled(graph, find_chains(graph)[0])
-    words = [tuple(operators(graph, c.region.places).split()) for c in chains]
+    graph = FusionGraph(model, Symbolic(model))
+    chains = retranslate_chains(graph, find_chains(graph)[0])
+    words = [tuple(graph.operator_names(c.region.node_indices).split()) for c in chains]
     counts = Counter(w[i:j] for w in words for i in range(len(w)) for j in range(i + 2, len(w) + 1))
     sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
     times = Counter(c.description.text for c in chains)
@@ -97,33 +97,33 @@ def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) ->
         if chain.description.text in seen:
             continue
         seen.add(chain.description.text)
-        site = Site(graph, chain.region.places)
-        cost: Cost = _measured(site, Timer(graph, sizes)) if measured else Analytical(site, sizes)
+        site = SegmentedRegion(graph, chain.region.node_indices)
+        cost: Cost = _measured(site, Timer(graph, sizes)) if measured else AnalyticalCost(site, sizes)
         yield _line(site, cost, own, counts, times[chain.description.text], seed)
 
 
-def cut_sites(graph: Graph) -> list[Site]:
+def cut_sites(graph: FusionGraph) -> list[SegmentedRegion]:
     """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
     found = []
     seen = set()
-    for chain in settled(graph, find_chains(graph)[0]):
+    for chain in retranslate_chains(graph, find_chains(graph)[0]):
         if chain.description.text in seen:
             continue
         seen.add(chain.description.text)
-        around = {q for p in chain.region.places for q in (*graph.before(p), *graph.after(p))}
+        around = {q for p in chain.region.node_indices for q in (*graph.producers(p), *graph.consumers(p))}
         near = {q for q in around if graph.nodes[q].op_type in ("MatMul", "Gemm")}
-        places = tuple(sorted({*chain.region.places, *near}))
+        places = tuple(sorted({*chain.region.node_indices, *near}))
         for start in range(0, len(places), _STEP):
-            site = Site(graph, places[start : start + _WINDOW])
+            site = SegmentedRegion(graph, places[start : start + _WINDOW])
             if LEAST <= site.space().count() <= MOST:
                 found.append(site)
     return found
 
 
-def drawn_costs(space: Space, seed: int) -> Cost:
+def drawn_costs(space: SchemeSpace, seed: int) -> Cost:
     """A cost of each segment and setting that has no order that a search could follow."""
     values = random.Random(seed)
-    segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.valid(s)]
+    segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.is_valid(s)]
     known = {(s, x): values.uniform(0.2, 1.0) * (s[1] - s[0]) ** 0.8 for s in segments for x in space.settings_of(s)}
     return lambda segment, setting: known[segment, setting]
 
@@ -137,11 +137,11 @@ def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iter
     build = load_module("models/build.py")
     for name in names:
         model = build.load_graph(name)
-        graph = Graph(model, Symbolic(model))
+        graph = FusionGraph(model, Symbolic(model))
         sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
         for site in cut_sites(graph):
-            words = tuple(graph.nodes[p].op_type for p in site.places)
-            line = _line(site, Analytical(site, sizes), words, Counter(), 1, seed, MOST + 1)
+            words = tuple(graph.nodes[p].op_type for p in site.node_indices)
+            line = _line(site, AnalyticalCost(site, sizes), words, Counter(), 1, seed, MOST + 1)
             yield replace(line, graph=name)
             drawn = _line(site, drawn_costs(site.space(), seed), words, Counter(), 1, seed, MOST + 1)
             yield replace(drawn, graph=name, cost="drawn")
@@ -161,7 +161,7 @@ def summary(found: Sequence[Line]) -> str:
 
 
 def _line(
-    site: Site,
+    site: SegmentedRegion,
     cost: Cost,
     words: tuple[str, ...],
     counts: Counter[tuple[str, ...]],
@@ -178,7 +178,7 @@ def _line(
         return known[key]
 
     start = time.perf_counter()
-    found = search(space, kept, [tuple(frequent_start(space, words, counts))], Limits(schemes=most, seed=seed))
+    found = search(space, kept, [tuple(frequent_start(space, words, counts))], SearchLimits(schemes=most, seed=seed))
     took = time.perf_counter() - start
     total = space.count()
     generator = random.Random(seed)
@@ -187,7 +187,7 @@ def _line(
         " ".join(words),
         times,
         total,
-        _total(kept, unfused(len(words))),
+        _total(kept, unfused_scheme(len(words))),
         found.cost,
         _total(kept, _greedy(space, kept)),
         min(samples),
@@ -197,11 +197,11 @@ def _line(
     )
 
 
-def _measured(site: Site, timer: Timer) -> Cost:
+def _measured(site: SegmentedRegion, timer: Timer) -> Cost:
     def cost(segment: tuple[int, int], setting: tuple[int, ...]) -> float:
-        places = site.places[segment[0] : segment[1]]
+        places = site.node_indices[segment[0] : segment[1]]
         chain = site.chain(segment) if len(places) > 1 else None
-        chains = [chain] if isinstance(chain, Chain) else []
+        chains = [chain] if isinstance(chain, FusedChain) else []
         try:
             return timer.seconds(places, chains, site.graph.outputs(places))
         except Exception:  # a part that does not run by itself is no candidate
@@ -210,26 +210,26 @@ def _measured(site: Site, timer: Timer) -> Cost:
     return cost
 
 
-def _total(cost: Cost, scheme: Scheme) -> float:
+def _total(cost: Cost, scheme: FusionScheme) -> float:
     return sum(cost(s, ()) for s in scheme)
 
 
-def _random(space: Space, generator: random.Random) -> Scheme:
+def _random(space: SchemeSpace, generator: random.Random) -> FusionScheme:
     """A scheme with ends drawn one after another among those that are valid."""
     found = []
     start, count = 0, len(space.kinds)
     while start < count:
-        end = generator.choice([e for e in range(start + 1, count + 1) if space.valid((start, e))])
+        end = generator.choice([e for e in range(start + 1, count + 1) if space.is_valid((start, e))])
         found.append((start, end))
         start = end
     return tuple(found)
 
 
-def _greedy(space: Space, cost: Cost) -> Scheme:
+def _greedy(space: SchemeSpace, cost: Cost) -> FusionScheme:
     """Merges that gain most, one by one, until none gains."""
-    scheme = unfused(len(space.kinds))
+    scheme = unfused_scheme(len(space.kinds))
     while True:
-        best = min(expanded(space, scheme), key=lambda s: _total(cost, s), default=scheme)
+        best = min(expand(space, scheme), key=lambda s: _total(cost, s), default=scheme)
         if _total(cost, best) >= _total(cost, scheme):
             return scheme
         scheme = best

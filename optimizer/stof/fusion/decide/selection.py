@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user says of chains: --only and --skip with ``chain:`` before a name, number or pattern, and plans."""
+"""The user's decisions about chains: --only and --skip with ``chain:`` before a name, number or pattern, and plans."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from stof.errors import ArgumentError
+from stof.fusion.decide.decision import ChainDecision
 from stof.options import CHAIN, Options
 from stof.plan import ChainPlan
 
 
 @dataclass(frozen=True)
-class Decided:
-    """The user's word on a region: the parts of it that become chains, none with a reason."""
-
-    segments: tuple[tuple[int, int], ...]
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Selection:
-    """Which chains may be replaced, and how a plan has them. ``planned`` is None where no plan speaks of chains."""
+    """Which chains may be replaced, and what a plan decides. ``planned`` is None where no plan decides about chains."""
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -37,11 +30,11 @@ class Selection:
         return Selection(only, skip, None if planned is None else tuple(planned))
 
     def check(self, names: Sequence[str], words: Sequence[str]) -> None:
-        """Refuses names of chains that the model does not have.
+        """Refuses patterns and plans that name no chain of the model.
 
         Args:
-            names: of all chains, in order.
-            words: the operators of each.
+            names: the names of all chains, in order.
+            words: the operators of each chain.
 
         Raises:
             ArgumentError: naming the option or the entry of the plan.
@@ -65,18 +58,18 @@ class Selection:
             if any(end > len(entry.operators.split()) for _, end in entry.segments):
                 raise ArgumentError(f"the plan's chain {entry.chain!r} has segments beyond its operators")
 
-    def of_chain(self, number: int, name: str) -> Decided | None:
-        """The user's word on a chain; None where there is none."""
+    def of_chain(self, number: int, name: str) -> ChainDecision | None:
+        """The user's decision about a chain; None where there is none."""
         if self.only and not any(_matches(p, number, name) for p in self.only):
-            return Decided((), "not among --only")
+            return ChainDecision((), "not among --only")
         if any(_matches(p, number, name) for p in self.skip):
-            return Decided((), "left out by --skip")
+            return ChainDecision((), "left out by --skip")
         if self.planned is None:
             return None
         entry = next((e for e in self.planned if e.chain == name), None)
         if entry is None:
-            return Decided((), "not in the plan")
-        return Decided(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
+            return ChainDecision((), "not in the plan")
+        return ChainDecision(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
 
 
 def _matches(pattern: str, number: int, name: str) -> bool:
