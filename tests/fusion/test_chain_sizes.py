@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import CHAINS, HALF, Builder, N, activations, means
-from test_products import CASES as MATMUL_OPS
-from test_products import whole
+from test_gemm_cuda import CASES as GEMMS
+from test_gemm_cuda import whole
 
 import stof
 from stof.execution.inputs import Case, InputMaker, Padding
@@ -130,7 +130,7 @@ def test_chains(make: Callable[[Builder], onnx.ModelProto], tensorrt: bool) -> N
     assert choices == ((2 if tensorrt else 1) if make is several_ranks else 0)
 
 
-@pytest.mark.parametrize("make", MATMUL_OPS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("make", GEMMS, ids=lambda m: m.__name__)
 def test_products(make: Callable[[Builder], onnx.ModelProto]) -> None:
     model = make(Builder(HALF))
     graph, product = whole(model)

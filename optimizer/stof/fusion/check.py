@@ -167,8 +167,8 @@ def evaluate_gemm(chain: FusedGemm, text: str, given: Sequence[np.ndarray]) -> l
     """What StofGemm computes, in fp64. ``text`` describes the epilogue, ``given`` are all inputs."""
     left, *right = (x.astype(np.float64) for x in given[: chain.operand_count])
     rows = left.reshape(-1, left.shape[-1])
-    halves = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
-    outputs = [rows @ h for h in halves]
+    weights = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
+    outputs = [rows @ w for w in weights]
     count, width = outputs[0].shape
     shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
     further = [x.reshape(shapes[how]) for x, how in zip(given[chain.operand_count :], chain.reads, strict=True)]

@@ -121,10 +121,10 @@ class _GemmTranslator:
         left, right = self._shape(first.input[0]), self._shape(first.input[1])
         is_two_halves = right[1] == shape[-1] * integer(2)
         if shape[:-1] != left[:-1] or not (is_two_halves or right[1] == shape[-1]):
-            raise UnsupportedError(f"{name!r} is not of the shape of the product")
+            raise UnsupportedError(f"{name!r} does not have the shape of the matmul")
         pair = len(self.matmuls) if len(self.matmuls) == 2 else int(is_two_halves)
         if len(self.matmuls) == 2 and is_two_halves:
-            raise UnsupportedError("two products, each twice as wide as what comes out")
+            raise UnsupportedError("two matmuls, each twice as wide as the output")
         index, ranges = _element_index(shape)
         producers = {o: n for n in self.others for o in n.output if o}
         builder = TermBuilder(self.symbolic, producers, (_N, shape[-1]), ranges)
@@ -135,7 +135,7 @@ class _GemmTranslator:
         terms = _EpilogueTerms(self, list(builder.inputs), builder.pool, (index, shape), pair)
         term = terms.copy_term(root)
         if self.pool.terms[term][0] == "read" and self.constants is None:
-            raise UnsupportedError("a product alone: nothing to fuse")
+            raise UnsupportedError("a matmul alone: nothing to fuse")
         text = describe_chain(
             self.pool,
             [(_M, "x0.0"), (_N, "x0.1")],
@@ -155,10 +155,10 @@ class _GemmTranslator:
         if len(self.region.outputs) != 1:
             raise UnsupportedError(f"{len(self.region.outputs)} outputs, expected one")
         if not 1 <= len(self.matmuls) <= 2:
-            raise UnsupportedError(f"{len(self.matmuls)} products, expected one or two")
+            raise UnsupportedError(f"{len(self.matmuls)} matmuls, expected one or two")
         first, last = self.matmuls[0], self.matmuls[-1]
         if first.input[0] != last.input[0] or self._shape(first.input[1]) != self._shape(last.input[1]):
-            raise UnsupportedError("products of different left sides, or of factors of different shapes")
+            raise UnsupportedError("matmuls of different left operands, or of weights of different shapes")
         for node in self.others:
             if kind_of_node(node) not in ("elementwise", "moving"):
                 raise UnsupportedError(f"{describe(node)} is neither element-wise nor moves elements")
@@ -166,19 +166,19 @@ class _GemmTranslator:
     def _check_weights(self, kind: int, weights: Sequence[str], inner: Int, columns: Int) -> None:
         if self.constants is None:
             if kind not in HALF:
-                raise UnsupportedError("products in fp32 stay with the runtime")
+                raise UnsupportedError("matmuls in fp32 stay with the runtime")
             if any(size.constant is None or size.constant % _ALIGNMENT for size in (inner, columns)):
                 raise UnsupportedError(
-                    f"factors of {inner} by {columns}, expected multiples of {_ALIGNMENT}: slow otherwise"
+                    f"weights of {inner} by {columns}, expected multiples of {_ALIGNMENT}: slow otherwise"
                 )
             return
         if kind != TensorProto.FLOAT:
-            raise UnsupportedError("products in half precision stay with the runtime on the CPU")
+            raise UnsupportedError("matmuls in half precision stay with the runtime on the CPU")
         if any(w not in self.constants for w in weights):
-            raise UnsupportedError("a factor is no constant, so that it would be packed in every run")
+            raise UnsupportedError("a weight is not constant: it would be packed in every run")
         if columns.constant is None or columns.constant < _FEWEST_COLUMNS:
             raise UnsupportedError(
-                f"factors of {inner} by {columns}, expected {_FEWEST_COLUMNS} columns: slow otherwise"
+                f"weights of {inner} by {columns}, expected {_FEWEST_COLUMNS} columns: slow otherwise"
             )
 
     def _shape(self, name: str) -> Shape:
@@ -218,7 +218,7 @@ class _EpilogueTerms:
         if term not in self.memo:
             op, args = self.source.terms[term]
             if op in REDUCTIONS or op == "below":
-                raise UnsupportedError("an epilogue has no reductions, and chooses by no axis")
+                raise UnsupportedError("an epilogue has no reductions, and no select on an axis")
             if op == "num":
                 self.memo[term] = self.owner.pool.make(op, *args)
             elif op == "read":
@@ -238,14 +238,14 @@ class _EpilogueTerms:
         offset = indices[-1] - var(_N)
         second_half = self.pair == 1 and offset == self.shape[-1]
         if indices[:-1] != self.index[:-1] or not (offset == _ZERO or second_half):
-            raise UnsupportedError(f"{name!r} is read at another place than its own")
+            raise UnsupportedError(f"{name!r} is read at another position than its own")
         pool = self.owner.pool
         read = pool.make("read", written[name] + second_half, (var(_M), var(_N)))
         node = self.owner.matmuls[written[name]]
         if len(node.input) < 3 or not node.input[2]:
             return read
         if self.pair == 1:
-            raise UnsupportedError(f"{describe(node)} has a bias of both halves")
+            raise UnsupportedError(f"{describe(node)} has a bias for both halves of its columns")
         shape = self.owner._shape(node.input[2])
         bias_index = tuple(
             _ZERO if d == _ONE else i for d, i in zip(shape, indices[-len(shape) :] if shape else (), strict=True)
@@ -270,4 +270,6 @@ class _EpilogueTerms:
         rows = self.index[:-1]
         if (shape, indices) in ((self.shape[:-1], rows), ((*self.shape[:-1], _ONE), (*rows, _ZERO))):
             return "m"
-        raise UnsupportedError(f"{name!r} of shape [{', '.join(map(str, shape))}] goes along neither rows nor columns")
+        raise UnsupportedError(
+            f"{name!r} of shape [{', '.join(map(str, shape))}] is broadcast along neither rows nor columns"
+        )

@@ -20,7 +20,7 @@ from stof.symbolic import Symbolic, integer, var
 
 INPUTS = 3  # query, key and value
 _MOST_HEADS = 65536  # of a tensor: docs/reference/operators.md
-_MOST_MOVERS = 16  # from a product to attention; exports have up to five
+_MOST_MOVERS = 16  # from a matmul to attention; exports have up to five
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def build_chain(graph: FusionGraph, node_indices: Collection[int]) -> FusedChain
 def _build_chain(graph: FusionGraph, region: Region) -> FusedChain | RefusedRegion:
     indices = region.node_indices
     if graph.policy.epilogue_forms is None and _has_matmul(graph, indices):
-        return RefusedRegion(indices, "products stay by themselves")
+        return RefusedRegion(indices, "matmuls are not fused here")
     if _kernel_count(graph, indices) < 2 and not _is_worthwhile_alone(graph, indices):
         return RefusedRegion(indices, "one operator alone: nothing to fuse")
     try:

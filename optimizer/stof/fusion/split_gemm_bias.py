@@ -59,10 +59,10 @@ def split_gemm_bias(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.Mo
 def rejoin_gemm_bias(model: onnx.ModelProto, gemms: SplitGemms) -> onnx.ModelProto:
     """A copy with Gemm in place of MatMul and Add where both are left; where rows were flattened, they stay."""
     read = {n for node in model.graph.node for n in node_tensors(node).difference(node.output)}
-    products = {n.output[0] for n in model.graph.node if n.op_type == "MatMul"} & {
+    matmuls = {n.output[0] for n in model.graph.node if n.op_type == "MatMul"} & {
         n for n, own in gemms.items() if len(own) == 1
     }
-    pairs = {n for node in model.graph.node if node.op_type == "Add" for n in node.input if n in products}
+    pairs = {n for node in model.graph.node if node.op_type == "Add" for n in node.input if n in matmuls}
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         name = next((n for n in node.input if n in pairs), "") if node.op_type == "Add" else ""
@@ -85,16 +85,11 @@ def _is_flattened_and_restored(before: onnx.NodeProto, after: list[onnx.NodeProt
     if before.op_type != "Reshape" or len(after) != 1 or after[0].op_type != "Reshape":
         return False
     given, flat = symbolic.shape(before.input[0]), symbolic.shape(before.output[0])
-    product, restored = symbolic.shape(after[0].input[0]), symbolic.shape(after[0].output[0])
-    if given is None or flat is None or product is None or restored is None:
+    matmul, restored = symbolic.shape(after[0].input[0]), symbolic.shape(after[0].output[0])
+    if given is None or flat is None or matmul is None or restored is None:
         return False
     rows = len(restored) - 1
-    if (
-        len(given) <= rows
-        or flat[-1].constant is None
-        or restored[-1:] != product[-1:]
-        or given[:rows] != restored[:-1]
-    ):
+    if len(given) <= rows or flat[-1].constant is None or restored[-1:] != matmul[-1:] or given[:rows] != restored[:-1]:
         return False
     width = 1
     for size in given[rows:]:

@@ -66,7 +66,7 @@ class PredictedDecider:
             costs = [AnalyticalCost(region, s, self.machine, norms) for s in self.sizes]
             baseline = [ort_baseline_seconds(graph, region.node_indices, s, self.machine) for s in self.sizes]
             if min(baseline) <= 0.0:
-                return ChainDecision((), "ONNX Runtime computes it with the product before it")
+                return ChainDecision((), "ONNX Runtime fuses it with the matmul before it")
             # Matmuls take the same time in both, which is no gain.
             matmuls = [c.matmul_seconds() for c in costs]
             candidates = list(zip(baseline, matmuls, costs, strict=True))

@@ -213,12 +213,12 @@ def _odd(b: Builder) -> onnx.ModelProto:
     ("make", "words"),
     [
         (_wide, "stay with the runtime"),
-        (_odd, "factors of 8 by 7"),
+        (_odd, "weights of 8 by 7"),
         (_transposed, "neither rows nor columns"),
         (_normalized, "neither element-wise nor moves"),
         (_read_twice, "2 outputs"),
         (_of_batches, "neither rows nor columns"),
-        (_other_sides, "different left sides"),
+        (_other_sides, "different left operands"),
         (_alone, "nothing to fuse"),
     ],
 )

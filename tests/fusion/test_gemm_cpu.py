@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
-from test_products import bias_gelu, bias_residual, forms, packed_gate, rows_and_numbers, two_weights
+from test_gemm_cuda import bias_gelu, bias_residual, forms, packed_gate, rows_and_numbers, two_weights
 
 from stof.errors import UnsupportedError
 from stof.fusion.check import check_chain
@@ -210,16 +210,16 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return session(self, *given)
 
     monkeypatch.setattr(ort.InferenceSession, "run", run)
-    assert timer.in_turns(places, [[], [product]], outputs) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [product]], outputs) == [0.25, 0.125]
     # Both are warmed up; a turn takes 0.375 s, the first one 0.625: eight of them go into three seconds.
     assert order == [0, 1] + 4 * [0, 1, 1, 0]
     order.clear()
     known.clear()
-    assert timer.in_turns(places, [[], [product]], outputs, lambda: True) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [product]], outputs, lambda: True) == [0.25, 0.125]
     assert order == [0, 1] + 2 * [0, 1, 1, 0] + [0, 1]
     monkeypatch.setattr("stof.fusion.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
-        timer.in_turns(places, [[], [product]], outputs)
+        timer.interleaved_seconds(places, [[], [product]], outputs)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
