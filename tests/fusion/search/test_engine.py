@@ -11,7 +11,7 @@ from functools import lru_cache
 import pytest
 
 import build
-from stof.bench.cpu.search import GRAPHS, MOST, cut_sites
+from stof.bench.cpu.search import GRAPHS, MOST, cut_regions
 from stof.execution.inputs import Case, InputMaker, Padding
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
@@ -27,7 +27,7 @@ def sites() -> list[tuple[SegmentedRegion, SchemeSpace, dict[str, int]]]:
     for name in GRAPHS:
         graph = FusionGraph(build.load_graph(name), Symbolic(build.load_graph(name)))
         sizes = InputMaker(graph.model, graph.symbolic, frozenset()).sizes(Case(2, 128, Padding.NONE))
-        found += [(site, site.space(), sizes) for site in cut_sites(graph)]
+        found += [(site, site.space(), sizes) for site in cut_regions(graph)]
     return found
 
 

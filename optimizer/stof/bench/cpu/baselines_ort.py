@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.bench.core.runner import Runner, Unavailable, require
-from stof.bench.cpu.problem import Problem
+from stof.bench.core.candidate import Runner, Unavailable, require
+from stof.bench.cpu.problem import CpuProblem
 from stof.runtime import library
 
 _OPSET = 20
@@ -43,7 +43,7 @@ def bound(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any
 
 
 def _runner(
-    problem: Problem,
+    problem: CpuProblem,
     nodes: Sequence[onnx.NodeProto],
     feeds: Mapping[str, np.ndarray],
     threads: int,
@@ -76,11 +76,11 @@ def _runner(
     return Runner(lambda: found.run_with_iobinding(binding), output, keep=(found, binding))
 
 
-def _no_empty_mask(problem: Problem) -> bool:
+def _no_empty_mask(problem: CpuProblem) -> bool:
     return bool(problem.case.mask)
 
 
-def exported(problem: Problem, threads: int) -> Runner:
+def exported(problem: CpuProblem, threads: int) -> Runner:
     """MatMul - Mul - Add - Softmax - MatMul, as exporters write it; the mask is a ready [1, 1, S, S] input."""
     case = problem.case
     feeds = {"q": problem.q, "k": problem.k, "v": problem.v}
@@ -118,7 +118,7 @@ def exported(problem: Problem, threads: int) -> Runner:
     return _runner(problem, nodes, feeds, threads, packed=False, constants=constants)
 
 
-def multi_head(problem: Problem, threads: int) -> Runner:
+def multi_head(problem: CpuProblem, threads: int) -> Runner:
     """com.microsoft MultiHeadAttention with attention_bias; causal by its own attribute, dense without a bias."""
     case = problem.case
     if case.G != case.H:
@@ -135,7 +135,7 @@ def multi_head(problem: Problem, threads: int) -> Runner:
     return _runner(problem, [node], feeds, threads, packed=True, domains=[("com.microsoft", 1)])
 
 
-def group_query(problem: Problem, threads: int) -> Runner:
+def group_query(problem: CpuProblem, threads: int) -> Runner:
     """com.microsoft GroupQueryAttention, causal, with local_window_size where the mask is a window."""
     case = problem.case
     size = -1
@@ -162,7 +162,7 @@ def group_query(problem: Problem, threads: int) -> Runner:
 def standard(opset: int) -> Any:
     """ai.onnx Attention of opset 23 or 24 with a boolean mask; causal by its own attribute, dense without a mask."""
 
-    def build(problem: Problem, threads: int) -> Runner:
+    def build(problem: CpuProblem, threads: int) -> Runner:
         case = problem.case
         feeds = {"q": problem.q, "k": problem.k, "v": problem.v}
         causal = case.mask == "k <= q"
@@ -174,7 +174,7 @@ def standard(opset: int) -> Any:
     return build
 
 
-def attributes(problem: Problem) -> dict[str, int | float | str]:
+def attributes(problem: CpuProblem) -> dict[str, int | float | str]:
     """The attributes of StofAttention for a problem."""
     roles = sorted(problem.case.tables)
     if problem.case.pad:
@@ -183,7 +183,7 @@ def attributes(problem: Problem) -> dict[str, int | float | str]:
     return {"mask": terms, "scale": problem.scale, "operands": " ".join(roles)}
 
 
-def operands(problem: Problem) -> dict[str, np.ndarray]:
+def operands(problem: CpuProblem) -> dict[str, np.ndarray]:
     """Its inputs by role."""
     found = {"q": problem.q, "k": problem.k, "v": problem.v}
     if problem.case.pad:
@@ -192,7 +192,7 @@ def operands(problem: Problem) -> dict[str, np.ndarray]:
     return found
 
 
-def stof_in_ort(problem: Problem, threads: int) -> Runner:
+def stof_in_ort(problem: CpuProblem, threads: int) -> Runner:
     """StofAttention as ONNX Runtime runs it."""
     feeds = operands(problem)
     tables = [onnx.numpy_helper.from_array(feeds.pop(name), name) for name in sorted(problem.case.tables)]
@@ -202,7 +202,7 @@ def stof_in_ort(problem: Problem, threads: int) -> Runner:
     return _runner(problem, [node], feeds, threads, packed=False, constants=tables, domains=[("stof", 1)])
 
 
-def stof_alone(problem: Problem, threads: int) -> Runner:
+def stof_alone(problem: CpuProblem, threads: int) -> Runner:
     """The same function through the library's C ABI, with its own threads."""
     op = library.Op("StofAttention", attributes(problem))
     inputs = list(operands(problem).values())

@@ -16,11 +16,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.bench.core import measure
+from stof.bench.core.candidate import Unavailable, require
 from stof.bench.core.results import Record, store
-from stof.bench.core.runner import Unavailable, require
 from stof.bench.cpu.baselines_ort import bound, session
 from stof.bench.cpu.memory import peak
-from stof.bench.cpu.profile import Call, profile, rest_seconds
+from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
 from stof.options import Options
 from stof.terminal import say
 
@@ -128,7 +128,7 @@ def _openvino(path: Path, feeds: Mapping[str, np.ndarray], threads: int) -> Call
 
 
 def _site_calls(
-    optimized: Path, calls: list[Call], threads: int
+    optimized: Path, calls: list[NodeCall], threads: int
 ) -> list[tuple[Callable[[], object], int, tuple[Any, ...]]]:
     """Every distinct StofAttention of the model as a model of its own: (call, how many sites, what to keep)."""
     model = onnx.load(str(optimized), load_external_data=False)

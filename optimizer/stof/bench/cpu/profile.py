@@ -18,7 +18,7 @@ _SUFFIX = "_kernel_time"
 
 
 @dataclass(frozen=True)
-class Call:
+class NodeCall:
     """One node's run: operator, seconds, and (type, shape) of its inputs and outputs."""
 
     name: str
@@ -43,14 +43,14 @@ def tensors(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def profile(
     model: str, feeds: Mapping[str, np.ndarray], threads: int, *, stof: bool, runs: int = 3
-) -> list[list[Call]]:
+) -> list[list[NodeCall]]:
     """The nodes of ``runs`` warm runs."""
     with temporary_folder() as folder:
         found = session(model, threads, stof=stof, profile=str(folder / "run"))
         for _ in range(runs + 1):
             found.run(None, dict(feeds))
         events = json.loads(Path(found.end_profiling()).read_text())
-    calls: list[list[Call]] = [[]]
+    calls: list[list[NodeCall]] = [[]]
     for event in events:
         if event.get("cat") == "Session" and event["name"] == "model_run":
             calls.append([])
@@ -58,13 +58,13 @@ def profile(
             arguments = event["args"]
             shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
             name = event["name"].removesuffix(_SUFFIX)
-            calls[-1].append(Call(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
+            calls[-1].append(NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
     # An event of a run is written when the run ends, after those of its nodes.
     full = [c for c in calls if c]
     return full[1:]
 
 
-def rest_seconds(runs: list[list[Call]], S: int, T: int) -> tuple[float, float]:
+def rest_seconds(runs: list[list[NodeCall]], S: int, T: int) -> tuple[float, float]:
     """Seconds outside attention and in attention, of the run with the least outside."""
     split = []
     for calls in runs:

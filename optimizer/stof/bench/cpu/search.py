@@ -38,11 +38,11 @@ _SAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Line:
+class SearchComparison:
     """One region: seconds of schemes by the same cost; ``enumerated`` is None where there are too many."""
 
     operators: str
-    times: int  # in the model
+    occurrences: int  # in the model
     schemes: int
     unfused: float
     found: float
@@ -73,13 +73,13 @@ class Line:
         """The line with every cost over the search's own."""
         best = "-" if self.enumerated is None else f"{self.enumerated / self.found:.3f}"
         return (
-            f"{self.times:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
+            f"{self.occurrences:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
             f"{self.greedy / self.found:6.3f}  random {self.sampled / self.found:6.3f}  enumerated {best:>6s}  "
             f"({self.compared} compared in {self.seconds:.2f} s)  {self.operators}"
         )
 
 
-def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[Line]:
+def compare_regions(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[SearchComparison]:
     """The different regions of a model. ``measured``: costs are times on this device, not the analytical model's."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     model = load(path)
@@ -91,18 +91,18 @@ def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) ->
     words = [tuple(graph.operator_names(c.region.node_indices).split()) for c in chains]
     counts = Counter(w[i:j] for w in words for i in range(len(w)) for j in range(i + 2, len(w) + 1))
     sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
-    times = Counter(c.description.text for c in chains)
+    occurrences = Counter(c.description.text for c in chains)
     seen: set[str] = set()
     for chain, own in zip(chains, words, strict=True):
         if chain.description.text in seen:
             continue
         seen.add(chain.description.text)
-        site = SegmentedRegion(graph, chain.region.node_indices)
-        cost: Cost = _measured(site, Timer(graph, sizes)) if measured else AnalyticalCost(site, sizes)
-        yield _line(site, cost, own, counts, times[chain.description.text], seed)
+        region = SegmentedRegion(graph, chain.region.node_indices)
+        cost: Cost = _measured_cost(region, Timer(graph, sizes)) if measured else AnalyticalCost(region, sizes)
+        yield _compare(region, cost, own, counts, occurrences[chain.description.text], seed)
 
 
-def cut_sites(graph: FusionGraph) -> list[SegmentedRegion]:
+def cut_regions(graph: FusionGraph) -> list[SegmentedRegion]:
     """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
     found = []
     seen = set()
@@ -112,15 +112,15 @@ def cut_sites(graph: FusionGraph) -> list[SegmentedRegion]:
         seen.add(chain.description.text)
         around = {q for p in chain.region.node_indices for q in (*graph.producers(p), *graph.consumers(p))}
         near = {q for q in around if graph.nodes[q].op_type in ("MatMul", "Gemm")}
-        places = tuple(sorted({*chain.region.node_indices, *near}))
-        for start in range(0, len(places), _STEP):
-            site = SegmentedRegion(graph, places[start : start + _WINDOW])
-            if LEAST <= site.space().count() <= MOST:
-                found.append(site)
+        node_indices = tuple(sorted({*chain.region.node_indices, *near}))
+        for start in range(0, len(node_indices), _STEP):
+            region = SegmentedRegion(graph, node_indices[start : start + _WINDOW])
+            if LEAST <= region.space().count() <= MOST:
+                found.append(region)
     return found
 
 
-def drawn_costs(space: SchemeSpace, seed: int) -> Cost:
+def random_costs(space: SchemeSpace, seed: int) -> Cost:
     """A cost of each segment and setting that has no order that a search could follow."""
     values = random.Random(seed)
     segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.is_valid(s)]
@@ -128,7 +128,7 @@ def drawn_costs(space: SchemeSpace, seed: int) -> Cost:
     return lambda segment, setting: known[segment, setting]
 
 
-def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[Line]:
+def compare_spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[SearchComparison]:
     """The enumerable spaces of stored graphs, each by the analytical cost and by costs drawn at random."""
     from stof.bench.gpu.variants import load_module
     from stof.symbolic import Symbolic
@@ -139,15 +139,17 @@ def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iter
         model = build.load_graph(name)
         graph = FusionGraph(model, Symbolic(model))
         sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
-        for site in cut_sites(graph):
-            words = tuple(graph.nodes[p].op_type for p in site.node_indices)
-            line = _line(site, AnalyticalCost(site, sizes), words, Counter(), 1, seed, MOST + 1)
+        for region in cut_regions(graph):
+            words = tuple(graph.nodes[p].op_type for p in region.node_indices)
+            line = _compare(region, AnalyticalCost(region, sizes), words, Counter(), 1, seed, MOST + 1)
             yield replace(line, graph=name)
-            drawn = _line(site, drawn_costs(site.space(), seed), words, Counter(), 1, seed, MOST + 1)
-            yield replace(drawn, graph=name, cost="drawn")
+            random_comparison = _compare(
+                region, random_costs(region.space(), seed), words, Counter(), 1, seed, MOST + 1
+            )
+            yield replace(random_comparison, graph=name, cost="drawn")
 
 
-def summary(found: Sequence[Line]) -> str:
+def summary(found: Sequence[SearchComparison]) -> str:
     """How often the search is as good as enumeration, and what others' best costs are over its own."""
     equal = [math.isclose(x.enumerated or 0.0, x.found, rel_tol=1e-9) for x in found if x.enumerated is not None]
     means = {
@@ -160,16 +162,16 @@ def summary(found: Sequence[Line]) -> str:
     )
 
 
-def _line(
-    site: SegmentedRegion,
+def _compare(
+    region: SegmentedRegion,
     cost: Cost,
     words: tuple[str, ...],
     counts: Counter[tuple[str, ...]],
-    times: int,
+    occurrences: int,
     seed: int,
     most: int = 4096,
-) -> Line:
-    space = site.space()
+) -> SearchComparison:
+    space = region.space()
     known: dict[object, float] = {}
 
     def kept(*key: object) -> float:
@@ -183,9 +185,9 @@ def _line(
     total = space.count()
     generator = random.Random(seed)
     samples = (_total(kept, _random(space, generator)) for _ in range(_SAMPLES))
-    return Line(
+    return SearchComparison(
         " ".join(words),
-        times,
+        occurrences,
         total,
         _total(kept, unfused_scheme(len(words))),
         found.cost,
@@ -197,13 +199,13 @@ def _line(
     )
 
 
-def _measured(site: SegmentedRegion, timer: Timer) -> Cost:
+def _measured_cost(region: SegmentedRegion, timer: Timer) -> Cost:
     def cost(segment: tuple[int, int], setting: tuple[int, ...]) -> float:
-        places = site.node_indices[segment[0] : segment[1]]
-        chain = site.chain(segment) if len(places) > 1 else None
+        node_indices = region.node_indices[segment[0] : segment[1]]
+        chain = region.chain(segment) if len(node_indices) > 1 else None
         chains = [chain] if isinstance(chain, FusedChain) else []
         try:
-            return timer.seconds(places, chains, site.graph.outputs(places))
+            return timer.seconds(node_indices, chains, region.graph.outputs(node_indices))
         except Exception:  # a part that does not run by itself is no candidate
             return math.inf if chains else 0.0
 

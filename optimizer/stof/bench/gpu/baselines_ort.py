@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.bench.core.runner import Unavailable, require
-from stof.bench.gpu.candidate import Candidate, need_dense, need_scores, window
-from stof.bench.gpu.problem import Problem
+from stof.bench.core.candidate import Unavailable, require
+from stof.bench.gpu.device_runner import DeviceRunner, need_dense, need_scores, window
+from stof.bench.gpu.problem import GpuProblem
 from stof.runtime import library
 
 ELEMENT = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -65,7 +65,7 @@ def unsynchronized() -> Any:
 class _Graph:
     """A model of a few nodes; ``inputs`` gives the device tensors of a set by name, ``host`` are small inputs on the CPU."""
 
-    problem: Problem
+    problem: GpuProblem
     nodes: Sequence[onnx.NodeProto]
     inputs: Callable[[int], dict[str, Any]]
     packed: bool  # output is [B, S, H·D]
@@ -83,7 +83,7 @@ def _element(tensor: Any) -> int:
     return int(names[str(tensor.dtype).removeprefix("torch.")])
 
 
-def _candidate(graph: _Graph, stream: Any) -> Candidate:
+def _candidate(graph: _Graph, stream: Any) -> DeviceRunner:
     ort = require("onnxruntime")
     problem, case = graph.problem, graph.problem.case
     torch = problem.torch
@@ -128,21 +128,21 @@ def _candidate(graph: _Graph, stream: Any) -> Candidate:
         bindings.clear()
         graph.release()
 
-    return Candidate(
+    return DeviceRunner(
         lambda i: found.run_with_iobinding(bindings[i][0], options), output, bind, release, keep=(found, options)
     )
 
 
-def _packed(problem: Problem, i: int) -> dict[str, Any]:
+def _packed(problem: GpuProblem, i: int) -> dict[str, Any]:
     q, k, v = (x.reshape(x.shape[0], x.shape[1], -1) for x in problem.sets("BSHD")[i])
     return {"q": q, "k": k, "v": v}
 
 
-def _plain(problem: Problem, i: int) -> dict[str, Any]:
+def _plain(problem: GpuProblem, i: int) -> dict[str, Any]:
     return dict(zip("qkv", problem.sets()[i], strict=True))
 
 
-def multi_head(problem: Problem, stream: Any) -> Candidate:
+def multi_head(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """com.microsoft MultiHeadAttention with attention_bias; causal by its own attribute."""
     case = problem.case
     if case.G != case.H:
@@ -163,7 +163,7 @@ def multi_head(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, [node], inputs, packed=True, domains=[(_MICROSOFT, 1)]), stream)
 
 
-def group_query(problem: Problem, stream: Any) -> Candidate:
+def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """com.microsoft GroupQueryAttention, causal, with local_window_size; one query reads a cache that holds the rest."""
     case = problem.case
     sides = window(case)
@@ -204,7 +204,7 @@ def group_query(problem: Problem, stream: Any) -> Candidate:
     return _candidate(graph, stream)
 
 
-def attention_23(problem: Problem, stream: Any) -> Candidate:
+def attention_23(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """ai.onnx Attention of opset 23 with a boolean mask; causal by its own attribute."""
     case = problem.case
     need_scores(problem)
@@ -222,7 +222,7 @@ def attention_23(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, [node], inputs, packed=False, opset=23), stream)
 
 
-def exported(problem: Problem, stream: Any) -> Candidate:
+def exported(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """MatMul - Mul - Add - Softmax - MatMul, as exporters write it; the mask is a ready input."""
     case = problem.case
     if case.G != case.H:
@@ -250,7 +250,7 @@ def exported(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, nodes, inputs, packed=False, constants=[scale]), stream)
 
 
-def own(problem: Problem, stream: Any) -> Candidate:
+def own(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """StofAttention as ONNX Runtime runs it."""
     case = problem.case
     tables = [numpy_helper.from_array(np.ascontiguousarray(case.tables[n]), n) for n in sorted(case.tables)]
@@ -262,7 +262,7 @@ def own(problem: Problem, stream: Any) -> Candidate:
     )
 
 
-def attributes(problem: Problem) -> dict[str, int | float | str]:
+def attributes(problem: GpuProblem) -> dict[str, int | float | str]:
     """The attributes of StofAttention for a problem."""
     case = problem.case
     return {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Lock:
+class DeviceLock:
     """A file that processes lock; without one, nothing is locked."""
 
     def __init__(self, path: Path | None = None) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import onnx
 
+from stof.bench.core.candidate import require
 from stof.bench.core.results import Record
-from stof.bench.core.runner import require
 from stof.bench.cpu.models import inputs
 from stof.bench.gpu.baselines_ort import session, unsynchronized
-from stof.bench.gpu.device_lock import Lock
-from stof.bench.gpu.timing import Timed, interleave
-from stof.bench.gpu.trace import Node, trace
+from stof.bench.gpu.device_lock import DeviceLock
+from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
+from stof.bench.gpu.trace import NodeRun, trace
 from stof.bench.gpu.variants import LABELS, assemble
 from stof.bench.gpu.worker_pool import now, versions
 from stof.files import temporary_folder
@@ -32,7 +32,7 @@ OWN = ("attention", "chains", "plain", "stof", "tool-stof")
 _TRACED = ("exported", "tool", "attention", "stof")
 
 
-class _Model:
+class _ModelVariant:
     """A variant with inputs and output on the device, replayed as a graph that the session itself captures."""
 
     def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
@@ -90,16 +90,16 @@ class _Model:
     def _run(self) -> None:
         self.session.run_with_iobinding(self.binding, self.options)
 
-    def timed(self) -> Timed:
+    def timed(self) -> CapturedLaunches:
         """A candidate; where the session replays its own graph, a launch of it is what is timed."""
-        found = Timed(lambda _: self._run(), 1, self.stream)
+        found = CapturedLaunches(lambda _: self._run(), 1, self.stream)
         if self.how == "enable_cuda_graph":
-            found.launch_by_itself()
+            found.use_own_graph()
         else:
             found.capture()
         return found
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NodeRun]:
         """Its nodes with their time on the device, without a captured graph."""
         bindings: dict[int, Any] = {}
 
@@ -113,10 +113,10 @@ class _Model:
 
 
 def point(
-    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: Lock | None = None
+    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: DeviceLock | None = None
 ) -> Record:
     """Times the variants of a folder that ``variants.prepare`` wrote; of other processes, those with the lock wait."""
-    lock = lock or Lock()
+    lock = lock or DeviceLock()
     torch: Any = require("torch")
     torch.set_grad_enabled(False)
     stream = torch.cuda.Stream()
@@ -133,13 +133,13 @@ def point(
     }
     with temporary_folder() as folder:
         kinds = assemble(prepared, folder)
-        models: dict[str, _Model] = {}
+        models: dict[str, _ModelVariant] = {}
         output = _output(folder / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _Model(folder / f"{kind}.onnx", shape, output, stream)
+                    model = _ModelVariant(folder / f"{kind}.onnx", shape, output, stream)
                     with lock.held():
                         model.start()
                 if kind != "exported":
@@ -155,7 +155,7 @@ def point(
                 missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
         with lock.held(), torch.cuda.stream(stream):
             timed = {kind: model.timed() for kind, model in models.items()}
-            timings = dict(zip(timed, interleave(list(timed.values()), rounds), strict=True))
+            timings = dict(zip(timed, interleave_launches(list(timed.values()), rounds), strict=True))
         record["us"] = {k: round(t.median * 1e6, 1) for k, t in timings.items()}
         record["spread_us"] = {k: [round(t.best * 1e6, 1), round(t.worst * 1e6, 1)] for k, t in timings.items()}
         others = [us for k, us in record["us"].items() if k not in OWN]
@@ -196,7 +196,7 @@ def _difference(expected: Any, found: Any) -> float:
     return float((found - expected).abs().max() / (expected.max() - expected.min()))
 
 
-def _sums(nodes: Sequence[Node], length: int) -> dict[str, Any]:
+def _sums(nodes: Sequence[NodeRun], length: int) -> dict[str, Any]:
     """Device time inside and outside of attention, that of StofAttention, and where nodes ran."""
     own = [n for n in nodes if n.call.op == "StofAttention"]
     inside = sum(n.device_seconds for n in nodes if n.call.touches(length, length))

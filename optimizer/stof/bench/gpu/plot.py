@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.core.candidate import require
 from stof.bench.core.results import Record, read
-from stof.bench.core.runner import require
 from stof.bench.gpu import summary
 from stof.bench.gpu.cases import GRIDS
 from stof.files import write_bytes

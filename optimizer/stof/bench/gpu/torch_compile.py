@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from stof import strict_json
-from stof.bench.core.runner import require
-from stof.bench.gpu.device_lock import Lock
+from stof.bench.core.candidate import require
+from stof.bench.gpu.device_lock import DeviceLock
 from stof.files import write_text
 from stof.terminal import say
 
@@ -258,7 +258,7 @@ def _window(reach: int, length: int, device: str) -> Any:
     return flex.create_block_mask(allowed, None, None, length, length, device=device)
 
 
-def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Lock) -> dict[str, Any]:
+def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: DeviceLock) -> dict[str, Any]:
     """Compiles, compares with the same layers uncompiled, and times."""
     torch: Any = require("torch")
     timing = importlib.import_module("stof.bench.gpu.timing")
@@ -295,9 +295,9 @@ def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Loc
         compiled = time.monotonic() - begin
         with lock.held():
             torch.cuda.synchronize()
-            timed = timing.Timed(lambda _: run(), 1, stream)
+            timed = timing.CapturedLaunches(lambda _: run(), 1, stream)
             timed.capture()
-            result = timing.interleave([timed], rounds, 0)[0]
+            result = timing.interleave_launches([timed], rounds, 0)[0]
     return {
         "model": name if kind == "ModernBertModel" else f"paper-{name}",  # as the tables name it
         "shape": list(shape),
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="what processes that time in turns share")
     given = parser.parse_args(argv)
-    lock = Lock(given.lock or given.results / "device.lock")
+    lock = DeviceLock(given.lock or given.results / "device.lock")
     record = point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
     path = given.results / f"compiled-{given.model}-{given.batch}-{given.length}.json"
     write_text("results", path, [strict_json.dumps(record)])

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.bench.core.runner import require
-from stof.bench.cpu.profile import Call, tensors
+from stof.bench.core.candidate import require
+from stof.bench.cpu.profile import NodeCall, tensors
 from stof.files import temporary_folder
 
 _STEP = 5.0  # µs, of the search for the offset between the two clocks
@@ -22,15 +22,15 @@ _MATCHED = 0.98  # of the launches have to fall into a node
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRun:
     """A node's run: what it is, its provider, and the seconds that its kernels took on the device."""
 
-    call: Call
+    call: NodeCall
     provider: str
     device_seconds: float
 
 
-def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[Node]:
+def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[NodeRun]:
     """The nodes of one warm run.
 
     Args:
@@ -55,7 +55,7 @@ def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[Node]:
     return match(host, device)
 
 
-def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[Node]:
+def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[NodeRun]:
     """Joins the events of the last run in both profiles."""
     runs = [e for e in host if e.get("cat") == "Session" and e["name"] == "model_run"]
     first, last = runs[-1]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
@@ -107,6 +107,6 @@ def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[Node
         arguments = event["args"]
         shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
         name = event["name"].removesuffix("_kernel_time")
-        call = Call(name, arguments["op_name"], event["dur"] * 1e-6, *shapes)
-        result.append(Node(call, arguments.get("provider", ""), device_seconds))
+        call = NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes)
+        result.append(NodeRun(call, arguments.get("provider", ""), device_seconds))
     return result

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from stof.bench.core.runner import Unavailable, require
+from stof.bench.core.candidate import Unavailable, require
 from stof.bench.gpu.multi_head_by_hand import by_hand
 from stof.files import temporary_folder, write_bytes
 
