@@ -26,7 +26,7 @@ def test_the_layers_are_those_of_the_model(name: str) -> None:
     torch.set_grad_enabled(False)
     # Of ModernBERT, the first and the fourth layer attend everything, and the others less than that from 65 tokens on.
     layers, length = (4, 256) if name == "modernbert-base" else (2, 128)
-    kind, core, given, bias = compiled.made(name, (2, length), "cpu", torch.float32, MODELS, layers=layers)
+    kind, core, given, bias = compiled.build_model(name, (2, length), "cpu", torch.float32, MODELS, layers=layers)
     found = compiled._MODELS[kind](core, lambda f: f, given, bias)()
     core.set_attn_implementation("sdpa")
     if kind == "T5Model":

@@ -172,16 +172,16 @@ def _child(arguments: argparse.Namespace) -> None:
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
-    from stof.bench.cpu.attention import lines, point
+    from stof.bench.cpu.attention import describe_record, measure_point
     from stof.bench.cpu.baselines import CANDIDATES
 
     candidates = select(CANDIDATES, arguments.peers)
     for name in arguments.masks or cases.ATTENTION_MASKS:
         for length in arguments.lengths or cases.LENGTHS:
-            record = point(cases.attention_case(name, length), threads, candidates, arguments.rounds)
+            record = measure_point(cases.attention_case(name, length), threads, candidates, arguments.rounds)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
-            say(*lines(record))
+            say(*describe_record(record))
     return 0
 
 
@@ -214,19 +214,19 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
             say(str(folder))
             continue
         from stof.bench.gpu.device_lock import DeviceLock
-        from stof.bench.gpu.models import lines, point
+        from stof.bench.gpu.models import describe_record, measure_point
 
         traced = "quotient" not in arguments.without
-        record = point(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
+        record = measure_point(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
         store(arguments.results / "models-cuda.json", record)
-        say(*lines(record))
+        say(*describe_record(record))
         worst = max(worst, 3 if "stof" not in record["us"] else 0)
     return worst
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
-    from stof.bench.cpu.attention import lines, point
+    from stof.bench.cpu.attention import describe_record, measure_point
     from stof.bench.cpu.baselines import CANDIDATES
 
     candidates = select(CANDIDATES, ("stof", "ort-exported"))
@@ -234,10 +234,10 @@ def _sites(arguments: argparse.Namespace, threads: int) -> int:
     for case in cases.site_cases():
         if case.S not in arguments.lengths:
             continue
-        record = {**point(case, threads, candidates, arguments.rounds), "grid": "sites"}
+        record = {**measure_point(case, threads, candidates, arguments.rounds), "grid": "sites"}
         record["key"] = [case.name, case.mask, case.S, threads]
         store(arguments.results / "sites-cpu.json", record)
-        say(*lines(record))
+        say(*describe_record(record))
         own, other = (record["peers"][c.name].get("us") for c in candidates)
         slower += own is None or other is None or own > other
     say(f"{slower} site(s) slower than ONNX Runtime's own nodes" if slower else "no site is slower")

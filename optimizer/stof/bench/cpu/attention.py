@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One point of the attention grid: every candidate on the same inputs, checked, then timed in turns."""
+"""One point of the CPU attention grid: checks every candidate on the same inputs, then times them in turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stof.bench.cpu.problem import TOLERANCE, CpuProblem
 _RESERVE = 2 << 30
 
 
-def point(
+def measure_point(
     case: AttentionCase, threads: int, candidates: Sequence[CpuCandidate] = CANDIDATES, rounds: int = measure.ROUNDS
 ) -> Record:
     """Measures one case. Candidates that cannot run are listed with the reason."""
@@ -73,8 +73,8 @@ def _prepare(candidate: CpuCandidate, problem: CpuProblem, threads: int, rows: d
     return runner
 
 
-def lines(record: Record) -> list[str]:
-    """The record in words."""
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     machine, density = record["machine"], record["density"]
     found = [
         f"{record['key'][1]}, mask {record['mask']} (elements {density['element']:.1%}, tiles {density['tile']:.1%}), "

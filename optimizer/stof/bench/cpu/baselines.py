@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The candidates of the attention grid, by name, and those outside ONNX Runtime: torch and OpenVINO."""
+"""The candidates of the CPU attention grid, and the baselines outside of ONNX Runtime: torch and OpenVINO."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def session(model: bytes | str, threads: int, *, stof: bool = False, profile: st
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
-def bound(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any:
+def bind_inputs(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any:
     """The session's binding with inputs in place, so that a run copies nothing in or out."""
     ort = require("onnxruntime")
     binding = found.io_binding()
@@ -66,7 +66,7 @@ def _runner(
     model = helper.make_model(graph, opset_imports=opsets)
     model.ir_version = 9 if opset < 23 else 11
     found = session(model.SerializeToString(), threads, stof=any(d == "stof" for d, _ in domains))
-    binding = bound(found, feeds)
+    binding = bind_inputs(found, feeds)
 
     def output() -> np.ndarray:
         found.run_with_iobinding(binding)
@@ -184,7 +184,7 @@ def attributes(problem: CpuProblem) -> dict[str, int | float | str]:
 
 
 def operands(problem: CpuProblem) -> dict[str, np.ndarray]:
-    """Its inputs by role."""
+    """The inputs of StofAttention by role."""
     found = {"q": problem.q, "k": problem.k, "v": problem.v}
     if problem.case.pad:
         found["pad"] = problem.pad
@@ -193,7 +193,7 @@ def operands(problem: CpuProblem) -> dict[str, np.ndarray]:
 
 
 def stof_in_ort(problem: CpuProblem, threads: int) -> Runner:
-    """StofAttention as ONNX Runtime runs it."""
+    """StofAttention as a node of ONNX Runtime."""
     feeds = operands(problem)
     tables = [onnx.numpy_helper.from_array(feeds.pop(name), name) for name in sorted(problem.case.tables)]
     names = [*feeds, *[t.name for t in tables]]

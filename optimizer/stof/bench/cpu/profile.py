@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session's own profile: how long its nodes take, split into attention and the rest."""
+"""Times of a session's nodes by ONNX Runtime's profile, split into attention and the rest."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class NodeCall:
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
 
     def touches(self, S: int, T: int) -> bool:
-        """Whether a tensor of scores or mask goes in or out: four dimensions that end in S × T, or S × T alone."""
+        """Whether an input or output is scores or a mask: four dimensions that end in S × T, or S × T alone."""
         shapes = [shape for _, shape in (*self.inputs, *self.outputs)]
         if any(len(s) >= 4 and s[-2:] == (S, T) for s in shapes):
             return True
-        # Without a head axis it may be a mask, or by accident a matrix of weights, which only a product reads.
+        # Two dimensions may be a mask or, by accident, a weight matrix, which only a matmul reads.
         return self.op not in ("MatMul", "Gemm", "FusedMatMul") and any(s in ((S, T), (1, S, T)) for s in shapes)
 
 
-def tensors(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(type, shape) of what a profile says of inputs or outputs."""
+def tensor_shapes(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(type, shape) of the inputs or outputs in a profile's event."""
     return tuple((kind, tuple(shape)) for entry in found or () for kind, shape in entry.items())
 
 
@@ -56,10 +56,10 @@ def profile(
             calls.append([])
         elif event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
             arguments = event["args"]
-            shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
+            shapes = (tensor_shapes(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
             name = event["name"].removesuffix(_SUFFIX)
             calls[-1].append(NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
-    # An event of a run is written when the run ends, after those of its nodes.
+    # The event of a run follows those of its nodes.
     full = [c for c in calls if c]
     return full[1:]
 

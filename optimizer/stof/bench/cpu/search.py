@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for fusion schemes beside enumeration, random sampling and greedy merging, region by region of a model."""
+"""Compares the search for fusion schemes with enumeration, random sampling and greedy merging, region by region."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SAMPLES = 2000
 
 @dataclass(frozen=True)
 class SearchComparison:
-    """One region: seconds of schemes by the same cost; ``enumerated`` is None where there are too many."""
+    """Costs of the best schemes of one region; ``enumerated`` is None where there are too many schemes."""
 
     operators: str
     occurrences: int  # in the model
@@ -55,7 +55,7 @@ class SearchComparison:
     cost: str = "analytical"
 
     def record(self, number: int) -> Record:
-        """The line as a record of results/search.json; costs of others over the search's own."""
+        """The comparison as a record of results/search.json, with costs over that of the search."""
         return {
             "key": [self.graph, number, self.cost],
             "grid": "search",
@@ -70,7 +70,7 @@ class SearchComparison:
         }
 
     def text(self) -> str:
-        """The line with every cost over the search's own."""
+        """The comparison as text, with costs over that of the search."""
         best = "-" if self.enumerated is None else f"{self.enumerated / self.found:.3f}"
         return (
             f"{self.occurrences:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
@@ -80,7 +80,7 @@ class SearchComparison:
 
 
 def compare_regions(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[SearchComparison]:
-    """The different regions of a model. ``measured``: costs are times on this device, not the analytical model's."""
+    """Compares on the different regions of a model. ``measured``: costs are times on this device, not the cost model's."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     model = load(path)
     read_constants(path, model)
@@ -103,7 +103,7 @@ def compare_regions(path: Path, batch: int, length: int, measured: bool, seed: i
 
 
 def cut_regions(graph: FusionGraph) -> list[SegmentedRegion]:
-    """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
+    """Regions with the matmuls around them, cut to spaces that can be enumerated."""
     found = []
     seen = set()
     for chain in retranslate_chains(graph, find_chains(graph)[0]):
@@ -121,7 +121,7 @@ def cut_regions(graph: FusionGraph) -> list[SegmentedRegion]:
 
 
 def random_costs(space: SchemeSpace, seed: int) -> Cost:
-    """A cost of each segment and setting that has no order that a search could follow."""
+    """Random costs of segments and settings, without any order that a search could follow."""
     values = random.Random(seed)
     segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.is_valid(s)]
     known = {(s, x): values.uniform(0.2, 1.0) * (s[1] - s[0]) ** 0.8 for s in segments for x in space.settings_of(s)}
@@ -129,7 +129,7 @@ def random_costs(space: SchemeSpace, seed: int) -> Cost:
 
 
 def compare_spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[SearchComparison]:
-    """The enumerable spaces of stored graphs, each by the analytical cost and by costs drawn at random."""
+    """Compares on the enumerable spaces of stored graphs, each by the cost model and by random costs."""
     from stof.bench.gpu.variants import load_module
     from stof.symbolic import Symbolic
 
@@ -150,7 +150,7 @@ def compare_spaces(names: Sequence[str], batch: int, length: int, seed: int = 0)
 
 
 def summary(found: Sequence[SearchComparison]) -> str:
-    """How often the search is as good as enumeration, and what others' best costs are over its own."""
+    """How often the search is as good as enumeration, and the other methods' mean costs over its own."""
     equal = [math.isclose(x.enumerated or 0.0, x.found, rel_tol=1e-9) for x in found if x.enumerated is not None]
     means = {
         name: math.exp(sum(math.log(getattr(x, name) / x.found) for x in found) / max(1, len(found)))
@@ -217,7 +217,7 @@ def _total(cost: Cost, scheme: FusionScheme) -> float:
 
 
 def _random(space: SchemeSpace, generator: random.Random) -> FusionScheme:
-    """A scheme with ends drawn one after another among those that are valid."""
+    """A scheme whose segments end at random, one after another, where they are valid."""
     found = []
     start, count = 0, len(space.kinds)
     while start < count:
@@ -228,7 +228,7 @@ def _random(space: SchemeSpace, generator: random.Random) -> FusionScheme:
 
 
 def _greedy(space: SchemeSpace, cost: Cost) -> FusionScheme:
-    """Merges that gain most, one by one, until none gains."""
+    """The scheme after merging the segments that gain most, one by one, until none gains."""
     scheme = unfused_scheme(len(space.kinds))
     while True:
         best = min(expand(space, scheme), key=lambda s: _total(cost, s), default=scheme)

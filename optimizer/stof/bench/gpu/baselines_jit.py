@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 4 and cuDNN's flex attention, which compile their kernels through CuTe DSL when they are first called.
+"""FlashAttention 4 and cuDNN's flex attention, which compile kernels through CuTe DSL at their first call.
 
 Packages: flash-attn-4, nvidia-cudnn-frontend and nvidia-cutlass-dsl with its libraries for CUDA 13 (docs/guide/benchmarks.md).
 """
@@ -39,7 +39,7 @@ def flash4(problem: GpuProblem, stream: Any) -> DeviceRunner:
 
 
 def flash4_blocks(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """FlashAttention 4 with a list of blocks and a function of indices that decides the partial ones."""
+    """FlashAttention 4 with a block list, and a mask function for partial blocks."""
     case = problem.case
     if window(case) is not None:
         raise Unavailable("timed with its own masks")
@@ -79,7 +79,7 @@ def mask_function(problem: GpuProblem) -> Any:
 
 
 def cudnn_flex(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """cudnn.flex_attention: every query's keys as intervals; its plan is ready."""
+    """cudnn.flex_attention with each query's keys as intervals; the plan is made ahead."""
     try:
         # What another installation of the package under this name does not have.
         module = importlib.import_module("cudnn.flex_attention")

@@ -32,7 +32,10 @@ def session(
     fallback: bool = False,
     **provider: str,
 ) -> Any:
-    """A session on the CUDA provider, which queues its work on a torch stream; alone, or with the CPU for sizes of tensors."""
+    """A session on the CUDA provider that queues its work on a torch stream.
+
+    ``fallback``: nodes without a CUDA kernel run on the CPU; else such a model is refused.
+    """
     ort = require("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise Unavailable("onnxruntime has no CUDA provider here")
@@ -63,7 +66,10 @@ def unsynchronized() -> Any:
 
 @dataclass
 class _Graph:
-    """A model of a few nodes; ``inputs`` gives the device tensors of a set by name, ``host`` are small inputs on the CPU."""
+    """A model of a few nodes.
+
+    ``inputs`` gives the device tensors of a set by name; ``host`` are small inputs on the CPU.
+    """
 
     problem: GpuProblem
     nodes: Sequence[onnx.NodeProto]
@@ -73,7 +79,7 @@ class _Graph:
     domains: Sequence[tuple[str, int]] = ()
     constants: Sequence[onnx.TensorProto] = ()
     host: dict[str, np.ndarray] = field(default_factory=dict)
-    # Outputs beside y: the tensor of a set that takes them.
+    # Outputs beside y: the device tensors that take them, for each set.
     others: Callable[[int], dict[str, Any]] = lambda i: {}
     release: Callable[[], None] = lambda: None
 
@@ -186,7 +192,7 @@ def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
         _, k, v = problem.sets()[i]
         if cached:
             return {"present_k": k, "present_v": v}
-        # One pair is enough: they are written, never read.
+        # One pair for all sets: they are written, never read.
         if not present:
             present[0] = {"present_k": torch.empty_like(k), "present_v": torch.empty_like(v)}
         return present[0]
@@ -250,8 +256,8 @@ def exported(problem: GpuProblem, stream: Any) -> DeviceRunner:
     return _candidate(_Graph(problem, nodes, inputs, packed=False, constants=[scale]), stream)
 
 
-def own(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """StofAttention as ONNX Runtime runs it."""
+def stof_in_ort(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """StofAttention as a node of ONNX Runtime."""
     case = problem.case
     tables = [numpy_helper.from_array(np.ascontiguousarray(case.tables[n]), n) for n in sorted(case.tables)]
     node = helper.make_node("StofAttention", ["q", "k", "v", *[t.name for t in tables]], ["y"], domain="stof")

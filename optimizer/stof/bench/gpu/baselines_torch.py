@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's attention on the device: cuDNN, FlashAttention 2, the memory-efficient kernel, the plain chain, FlexAttention.
 
-The operators below scaled_dot_product_attention are called by themselves, so that it is known which one is timed.
+The operators below scaled_dot_product_attention are called directly: each candidate times one known kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def flash(problem: GpuProblem, stream: Any) -> DeviceRunner:
 
 
 def efficient(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """The memory-efficient kernel with the mask as a bias; shared key heads are repeated beforehand, at no charge."""
+    """The memory-efficient kernel with the mask as a bias; with GQA, key heads are repeated outside of the timing."""
     case = problem.case
     if window(case) == (-1, 0):
         raise Unavailable("causal has kernels of its own: cuDNN, flash")
@@ -85,7 +85,7 @@ def efficient(problem: GpuProblem, stream: Any) -> DeviceRunner:
 
 
 def math(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """Products and softmax as operators of their own."""
+    """Unfused matmuls and softmax."""
     case = problem.case
     if case.S > _LONGEST_MATH or case.S == 1:
         raise Unavailable(f"timed up to S = {_LONGEST_MATH}")
@@ -100,7 +100,7 @@ def math(problem: GpuProblem, stream: Any) -> DeviceRunner:
 
 
 def flex(problem: GpuProblem, stream: Any) -> DeviceRunner:
-    """FlexAttention, compiled for the very shape; its block mask is ready, made from the library's tiles."""
+    """FlexAttention, compiled for the shape; its block mask is made ahead from the library's tiles."""
     torch = problem.torch
     module = require("torch.nn.attention.flex_attention")
     case = problem.case

@@ -31,7 +31,7 @@ def _workspace() -> Any:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def own(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
+def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
     """The library through its C ABI, by a named kernel or by the one that its selector takes."""
     if "cuda" not in build_info()["backends"]:
         raise Unavailable(f"this build of the library has no CUDA kernels; {how_to_add(CUDA)}")
@@ -70,13 +70,13 @@ def each_kernel(problem: GpuProblem, stream: Any) -> list[tuple[str, DeviceRunne
     if problem.density.element > _FULL_ROWS:
         # One query after the other: a hundred times slower there.
         names = [name for name in names if name != "rows"]
-    return [(name, own(problem, stream, name)) for name in names]
+    return [(name, stof_alone(problem, stream, name)) for name in names]
 
 
 _USUAL = ("paper", "long", "decode")
 CANDIDATES: tuple[GpuCandidate, ...] = (
-    Candidate("stof", "stof", own, GRIDS),
-    Candidate("stof-ort", "stof in ONNX Runtime", baselines_ort.own, _USUAL),
+    Candidate("stof", "stof", stof_alone, GRIDS),
+    Candidate("stof-ort", "stof in ONNX Runtime", baselines_ort.stof_in_ort, _USUAL),
     Candidate("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, GRIDS),
     Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, GRIDS),
     Candidate("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient, _USUAL),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole fp16 model in ONNX Runtime's CUDA provider: its variants in turns, each as a captured graph."""
+"""Times the variants of a whole fp16 model in ONNX Runtime's CUDA provider in turns, each as a captured graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx
 
 from stof.bench.core.candidate import require
 from stof.bench.core.results import Record
-from stof.bench.cpu.models import inputs
+from stof.bench.cpu.models import random_feeds
 from stof.bench.gpu.baselines_ort import session, unsynchronized
 from stof.bench.gpu.device_lock import DeviceLock
 from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
@@ -33,7 +33,7 @@ _TRACED = ("exported", "tool", "attention", "stof")
 
 
 class _ModelVariant:
-    """A variant with inputs and output on the device, replayed as a graph that the session itself captures."""
+    """A variant with inputs and output in device memory; its session captures and replays a graph where it can."""
 
     def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
         self.torch: Any = require("torch")
@@ -53,14 +53,14 @@ class _ModelVariant:
             self.refused = str(reason)
 
     def start(self) -> None:
-        """The first runs, in which the session captures its graph."""
+        """Runs the session for the first times, in which it captures its graph."""
         if not self.refused:
             try:
                 self._first_runs()
                 return
             except Exception as reason:
                 self.refused = str(reason)
-        # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
+        # With nodes on the CPU, the session captures nothing. Launches that copy nothing can still be captured from outside.
         self.how = f"captured from outside ({' '.join(self.refused.split())[:120]})"
         self.session = self._session()
         self._first_runs()
@@ -77,7 +77,7 @@ class _ModelVariant:
     def bind(self, found: Any) -> Any:
         """A binding of a session of this model to the tensors on the device."""
         if not self._feeds:
-            feeds = inputs(found, *self._shape)
+            feeds = random_feeds(found, *self._shape)
             self._feeds = {n: self.torch.from_numpy(a).cuda() for n, a in feeds.items()}
         binding = found.io_binding()
         for name, tensor in self._feeds.items():
@@ -91,7 +91,7 @@ class _ModelVariant:
         self.session.run_with_iobinding(self.binding, self.options)
 
     def timed(self) -> CapturedLaunches:
-        """A candidate; where the session replays its own graph, a launch of it is what is timed."""
+        """The launches to time; one is a replay of the session's own graph where it has one."""
         found = CapturedLaunches(lambda _: self._run(), 1, self.stream)
         if self.how == "enable_cuda_graph":
             found.use_own_graph()
@@ -100,7 +100,7 @@ class _ModelVariant:
         return found
 
     def nodes(self) -> list[NodeRun]:
-        """Its nodes with their time on the device, without a captured graph."""
+        """The session's nodes with their time on the device, without a captured graph."""
         bindings: dict[int, Any] = {}
 
         def run(found: Any) -> None:
@@ -112,10 +112,10 @@ class _ModelVariant:
         return trace(lambda prefix: self._session(profile=prefix), run)
 
 
-def point(
+def measure_point(
     name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: DeviceLock | None = None
 ) -> Record:
-    """Times the variants of a folder that ``variants.prepare`` wrote; of other processes, those with the lock wait."""
+    """Times the variants in a folder that ``variants.prepare`` wrote, while other processes wait for the lock."""
     lock = lock or DeviceLock()
     torch: Any = require("torch")
     torch.set_grad_enabled(False)
@@ -230,8 +230,8 @@ def _quotient(record: Record) -> None:
         }
 
 
-def lines(record: Record) -> list[str]:
-    """The record in words."""
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     found = [
         f"{record['model']} fp16 B{record['shape']['B']} S{record['shape']['S']}, median of {record['rounds']} rounds"
     ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device time of every node of a session: the runtime's profile says when a node ran on the host, the profiler of the device
-(through torch) which kernels were launched when, and how long they took.
+"""Device time of every node of a session, joined from two profiles.
+
+ONNX Runtime's profile has the time of each node on the host; torch's profiler has the time of each launch and kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stof.bench.core.candidate import require
-from stof.bench.cpu.profile import NodeCall, tensors
+from stof.bench.cpu.profile import NodeCall, tensor_shapes
 from stof.files import temporary_folder
 
 _STEP = 5.0  # µs, of the search for the offset between the two clocks
@@ -56,7 +57,7 @@ def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[NodeRu
 
 
 def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[NodeRun]:
-    """Joins the events of the last run in both profiles."""
+    """Joins the events of the last run in both profiles by the launches' times; their clocks differ by an offset."""
     runs = [e for e in host if e.get("cat") == "Session" and e["name"] == "model_run"]
     first, last = runs[-1]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
     nodes = [
@@ -105,7 +106,7 @@ def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[Node
     result = []
     for event, device_seconds in zip(nodes, seconds, strict=True):
         arguments = event["args"]
-        shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
+        shapes = (tensor_shapes(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
         name = event["name"].removesuffix("_kernel_time")
         call = NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes)
         result.append(NodeRun(call, arguments.get("provider", ""), device_seconds))
