@@ -44,16 +44,15 @@ _FLOAT = int(TensorProto.FLOAT)
 class AxisRanges:
     """The positions for which a term is computed: least and largest value of each axis."""
 
-    of: tuple[tuple[str, Int, Int], ...]
+    axes: tuple[tuple[str, Int, Int], ...]
 
     def get(self, name: str) -> tuple[Int, Int]:
         """Least and largest value of one axis."""
-        return next((low, high) for axis, low, high in self.of if axis == name)
+        return next((low, high) for axis, low, high in self.axes if axis == name)
 
     def narrow(self, name: str, low: Int | None = None, high: Int | None = None) -> AxisRanges:
         """The same with another bound of one axis."""
-        index_range = tuple((a, low or x if a == name else x, high or y if a == name else y) for a, x, y in self.of)
-        return AxisRanges(index_range)
+        return AxisRanges(tuple((a, low or x, high or y) if a == name else (a, x, y) for a, x, y in self.axes))
 
 
 @dataclass
