@@ -22,13 +22,13 @@ RESULTS = Path("docs/results")
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
     try:
-        return run_command("stof-bench", lambda: _reported(_parser().parse_args(argv)))
+        return run_command("stof-bench", lambda: _run_with_errors_reported(_parser().parse_args(argv)))
     except KeyboardInterrupt:
         complain("stof-bench: interrupted")
         return 130
 
 
-def _reported(arguments: argparse.Namespace) -> int:
+def _run_with_errors_reported(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except (Unavailable, ValueError, KeyError) as error:
@@ -167,7 +167,7 @@ def _each_thread_count(arguments: argparse.Namespace) -> int:
 
 
 def _child(arguments: argparse.Namespace) -> None:
-    sys.exit(run_command("stof-bench", lambda: _reported(arguments)))
+    sys.exit(run_command("stof-bench", lambda: _run_with_errors_reported(arguments)))
 
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:

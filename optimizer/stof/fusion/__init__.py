@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused chains: regions of memory-bound operators, with or without matmuls, that one kernel computes.
 
-Each module imports only modules before it:
+A group of modules imports only from itself and from the groups before it:
 
-* description_format, description_parser, description_printer: the text of a chain (docs/reference/chain-format.md);
-  evaluate, work_bound: what it computes, and how much.
+* policy: what a target allows. description_format, description_parser, description_printer: the text of a chain
+  (docs/reference/chain-format.md). evaluate, work_bound: what it computes, and how much.
 * terms, gelu, element_ops, index_terms: the expressions of a chain.
-* translate, gemm: a region of the graph to a chain, to StofChain or StofGemm; function_body: to standard ONNX.
-* fusion_graph, regions: finds the regions. policy: what the target allows.
-* merge_matmuls, packed_qkv, split_gemm_bias: changes of the graph before that.
-* check, emit: compares a chain with what it replaces; writes its node.
-* search, decide, apply: the search for fusion schemes; who decides about a region; all steps in order.
+* translate, gemm: from a region of the graph to a chain. function_body, tensorrt_plugin: what its node needs.
+* merge_matmuls, packed_qkv, split_gemm_bias: changes of the graph that come first.
+* fusion_graph, regions: finds the regions. check, emit: compares a chain with what it replaces, and writes its node.
+* search: the search for fusion schemes. decide: which parts of a region become chains. apply: all steps in order.
 """

@@ -133,19 +133,19 @@ class _DescriptionPrinter:
         if op == "below":
             return f"select({args[0]} < {args[1]}, {', '.join(self.text(a, _COMPARISON) for a in operands)})"
         if op == "neg":
-            return _parenthesized(f"-{self.text(operands[0], _UNARY)}", _UNARY, level)
+            return _parenthesize(f"-{self.text(operands[0], _UNARY)}", _UNARY, level)
         if op in _BINARY:
             own = _SUM if op in ("add", "sub") else _PRODUCT
-            return _parenthesized(
+            return _parenthesize(
                 f"{self.text(operands[0], own)} {_BINARY[op]} {self.text(operands[1], own + 1)}", own, level
             )
         if op in _COMPARE:
             words = f"{self.text(operands[0], _SUM)} {_COMPARE[op]} {self.text(operands[1], _SUM)}"
-            return _parenthesized(words, _COMPARISON, level)
+            return _parenthesize(words, _COMPARISON, level)
         return f"{op}({', '.join(self.text(a, _COMPARISON) for a in operands)})"
 
 
-def _parenthesized(text: str, own: int, level: int) -> str:
+def _parenthesize(text: str, own: int, level: int) -> str:
     return f"({text})" if own < level else text
 
 

@@ -60,7 +60,7 @@ class _BranchBuilder:
         for node in nodes:
             if node.op_type == "Constant":
                 continue
-            found = self._lowered(node)
+            found = self._copy_node(node)
             for name, own in zip(node.output, found, strict=False):
                 self.names[name] = own
         return Branch(tuple(b.nodes), tuple(self.names[o] for o in self.chain.region.outputs))
@@ -76,12 +76,12 @@ class _BranchBuilder:
             self.names[name] = self.builder.constant(array, array.dtype)
         return self.names[name]
 
-    def _lowered(self, node: onnx.NodeProto) -> list[str]:
+    def _copy_node(self, node: onnx.NodeProto) -> list[str]:
         key = (domain_of(node), node.op_type)
         if key[0] or node.op_type == "SimplifiedLayerNormalization":
-            return self._contrib(node)
+            return self._lower_to_standard(node)
         if key[1] == "LayerNormalization" and self.builder.opset < 17:
-            return self._contrib(node)
+            return self._lower_to_standard(node)
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         del copy.input[:]
@@ -132,7 +132,7 @@ class _BranchBuilder:
                 return result
         raise UnsupportedError(f"size {size} is no input's")
 
-    def _contrib(self, node: onnx.NodeProto) -> list[str]:
+    def _lower_to_standard(self, node: onnx.NodeProto) -> list[str]:
         """A com.microsoft operator, or a norm that the opset lacks, as standard operators in fp32."""
         b = self.builder
         dtype = self.symbolic.dtype(node.output[0])
@@ -229,12 +229,12 @@ def make_function(
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
     if len(branches) > 1:
-        _forget_shapes(builder, names, bits)
+        _hide_shapes(builder, names, bits)
     else:
         builder.nodes += [
             helper.make_node("Identity", [n], [_branch_input(i)], name=_branch_input(i)) for i, n in enumerate(names)
         ]
-    results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
+    results = _select_branch(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
     nodes += [helper.make_node("Identity", [r], [y], name=y) for r, y in zip(results, outputs, strict=True)]
@@ -253,7 +253,7 @@ def _branch_input(i: int) -> str:
     return f"x{i}_as_it_comes"
 
 
-def _forget_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -> None:
+def _hide_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -> None:
     """Writes nodes that copy the inputs for the branches and hide their ranks from shape inference.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
@@ -263,8 +263,8 @@ def _forget_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -
     b = builder
     shapes = [b.add("Shape", [name]) for name in names]
     if for_tensorrt:
-        given = _graph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
-        other = _graph(b.opset, "other", lambda inner: [_range_of_unknown_length(inner, s) for s in shapes])
+        given = _make_subgraph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
+        other = _make_subgraph(b.opset, "other", lambda inner: [_range_of_unknown_length(inner, s) for s in shapes])
         targets = [b.name() for _ in names]
         condition = b.constant(True, np.bool_)
         b.nodes.append(
@@ -276,7 +276,7 @@ def _forget_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -
         b.nodes.append(helper.make_node("Reshape", [name, target], [_branch_input(i)], name=_branch_input(i)))
 
 
-def _graph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
+def _make_subgraph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
     """A branch that writes vectors of integers."""
     inner = Builder(opset, f"{name}_")
     infos = [helper.make_tensor_value_info(o, TensorProto.INT64, None) for o in make(inner)]
@@ -290,7 +290,7 @@ def _range_of_unknown_length(builder: Builder, vector: str) -> str:
     return builder.add("Squeeze", [builder.add("NonZero", [ones]), builder.constant([0])])
 
 
-def _select(
+def _select_branch(
     branches: Sequence[Branch], first: int, last: int, chosen: str | list[str], dtypes: Sequence[int], builder: Builder
 ) -> list[str]:
     """Adds nodes that select one of the branches [first, last); returns the names of their outputs.
@@ -315,7 +315,7 @@ def _select(
     graphs = []
     for start, end in parts:
         inner = Builder(builder.opset, f"s{start}_{end}_")
-        results = _select(branches, start, end, chosen, dtypes, inner)
+        results = _select_branch(branches, start, end, chosen, dtypes, inner)
         # Some runtimes refuse an output of a branch that no node of the branch writes.
         written = [inner.add("Identity", [r]) for r in results]
         infos = [helper.make_tensor_value_info(w, d, None) for w, d in zip(written, dtypes, strict=True)]

@@ -16,7 +16,7 @@ from onnx import helper
 
 from stof.execution.upcast import HALF
 from stof.fusion.element_ops import FREE, kind_of_node
-from stof.fusion.packed_qkv import INPUTS, heads_known, heads_read, is_attention
+from stof.fusion.packed_qkv import INPUTS, has_head_counts, heads_of_input, is_attention
 from stof.fusion.policy import Matmuls, MergeDecider
 from stof.graph.model_graph import domain_of, node_tensors, with_nodes
 from stof.symbolic import Symbolic
@@ -68,7 +68,7 @@ def merge_matmuls(
             found.setdefault(node.input[0], []).append(node)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | constant
     groups: dict[str, Matmuls] = {}
-    read = _readers(model) if reads_packed_heads and heads_known(model) else {}
+    read = _readers(model) if reads_packed_heads and has_head_counts(model) else {}
     for matmuls in found.values():
         is_qkv = len(matmuls) == QKV
         group: Matmuls = matmuls if is_qkv else _read_by_attention_only(matmuls, read, symbolic)
@@ -128,14 +128,14 @@ def _read_by_attention_only(group: Matmuls, read: Readers, symbolic: Symbolic) -
         return []
     for i, node in enumerate(own):
         for reader, number in read[node.output[0]]:
-            heads = heads_read(reader, number)
+            heads = heads_of_input(reader, number)
             if heads is None or heads.within(sum(widths[:i]), widths[i], sum(widths)) is None:
                 return []
     return own
 
 
 def _reads_heads(reader: onnx.NodeProto, number: int) -> bool:
-    return is_attention(reader) and 0 <= number < INPUTS and heads_read(reader, number) is not None
+    return is_attention(reader) and 0 <= number < INPUTS and heads_of_input(reader, number) is not None
 
 
 def _has_half_weights(group: Matmuls, symbolic: Symbolic) -> bool:

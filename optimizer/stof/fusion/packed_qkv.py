@@ -52,7 +52,7 @@ def is_attention(node: onnx.NodeProto) -> bool:
     return bool(node.domain == DOMAIN and node.op_type == OP)
 
 
-def heads_read(node: onnx.NodeProto, i: int) -> PackedHeads | None:
+def heads_of_input(node: onnx.NodeProto, i: int) -> PackedHeads | None:
     """The heads that StofAttention reads of its input ``i`` (0 query, 1 key, 2 value) in layout BSN; None in other layouts."""
     return _heads(node, i) if _layouts(node)[i] == "BSN" else None
 
@@ -73,7 +73,7 @@ def read_packed_heads(model: onnx.ModelProto, symbolic: Symbolic | None = None) 
     movers = {o: n for n in model.graph.node if _moves_heads(n) for o in n.output if o}
     if not any(is_attention(n) and not movers.keys().isdisjoint(n.input[:INPUTS]) for n in model.graph.node):
         return model
-    if not heads_known(model):
+    if not has_head_counts(model):
         return model
     sources = _HeadSources(symbolic or Symbolic(model), movers)
     own = [(index, n) for index, n in enumerate(model.graph.node) if is_attention(n)]
@@ -116,7 +116,7 @@ def _rewrite(
     return result
 
 
-def heads_known(model: onnx.ModelProto) -> bool:
+def has_head_counts(model: onnx.ModelProto) -> bool:
     """Whether all calls say how many heads they have: they share a function, which then reads the numbers of each."""
     return all(_heads(call, i) for call in _calls(model) for i in range(INPUTS))
 

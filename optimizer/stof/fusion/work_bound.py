@@ -49,7 +49,7 @@ def check_any_run(text: str) -> None:
     fixed = {name: size.number for name, size in axes.items() if size.input < 0}
     covered = [{a for d in out.dims for a in d} for out in parsed.outs]
     if all(n.op != "select" for n in _values(parsed)):  # a select may read at some positions only
-        covered += [_covered(read.indices, fixed) for read in _reads(parsed)]
+        covered += [_distinct_axes(read.indices, fixed) for read in _reads(parsed)]
     for names in covered:
         rest = [a for a in axes if a not in names]
         if all(a in fixed for a in rest) and math.prod(fixed[a] for a in rest) <= MOST_POSITIONS:
@@ -59,7 +59,7 @@ def check_any_run(text: str) -> None:
         raise UnsupportedError("it reduces rows that no input has as a whole: their length is not bounded")
 
 
-def _covered(indices: Sequence[AffineIndex], fixed: Mapping[str, int]) -> set[str]:
+def _distinct_axes(indices: Sequence[AffineIndex], fixed: Mapping[str, int]) -> set[str]:
     """Axes along which a read touches a different element at each position."""
     found: set[str] = set()
     for index in indices:

@@ -71,7 +71,7 @@ def _runner(
     def output() -> np.ndarray:
         found.run_with_iobinding(binding)
         result: np.ndarray = binding.copy_outputs_to_cpu()[0]
-        return problem.unpacked(result, case.H) if packed else result
+        return problem.unpack_heads(result, case.H) if packed else result
 
     return Runner(lambda: found.run_with_iobinding(binding), output, keep=(found, binding))
 
@@ -123,7 +123,7 @@ def multi_head(problem: CpuProblem, threads: int) -> Runner:
     case = problem.case
     if case.G != case.H:
         raise Unavailable("cannot express shared key heads")
-    feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
+    feeds = {name: problem.pack_heads(getattr(problem, name)) for name in ("q", "k", "v")}
     inputs = ["q", "k", "v"]
     causal = case.mask == "k <= q"
     if _no_empty_mask(problem) and not causal:
@@ -144,7 +144,7 @@ def group_query(problem: CpuProblem, threads: int) -> Runner:
         if head or not width.isdigit():
             raise Unavailable("expresses causal masks and causal windows only")
         size = int(width) + 1
-    feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
+    feeds = {name: problem.pack_heads(getattr(problem, name)) for name in ("q", "k", "v")}
     feeds["lengths"] = np.full([case.B], case.S - 1, np.int32)
     feeds["total"] = np.array(case.S, np.int32)
     node = helper.make_node(

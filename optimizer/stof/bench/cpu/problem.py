@@ -70,12 +70,12 @@ class CpuProblem(AttentionProblem):
         """Bytes of query, key, value and output."""
         return 2 * self.q.nbytes + self.k.nbytes + self.v.nbytes
 
-    def packed(self, array: np.ndarray) -> np.ndarray:
+    def pack_heads(self, array: np.ndarray) -> np.ndarray:
         """[B, H, S, D] as [B, S, H·D]."""
         b, h, s, d = array.shape
         return np.ascontiguousarray(array.transpose(0, 2, 1, 3)).reshape(b, s, h * d)
 
-    def unpacked(self, array: np.ndarray, heads: int) -> np.ndarray:
+    def unpack_heads(self, array: np.ndarray, heads: int) -> np.ndarray:
         """[B, S, H·D] as [B, H, S, D]."""
         b, s, n = array.shape
         found: np.ndarray = array.reshape(b, s, heads, n // heads).transpose(0, 2, 1, 3)

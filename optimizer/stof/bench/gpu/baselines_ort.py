@@ -57,7 +57,7 @@ def session(
     return ort.InferenceSession(model, options, providers=[("CUDAExecutionProvider", settings)])
 
 
-def unsynchronized() -> Any:
+def unsynchronized_run_options() -> Any:
     """Options of a run that returns when its work is queued."""
     options = require("onnxruntime").RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -108,7 +108,7 @@ def _candidate(graph: _Graph, stream: Any) -> DeviceRunner:
     opsets = [helper.make_opsetid("", graph.opset), *[helper.make_opsetid(d, v) for d, v in graph.domains]]
     model = helper.make_model(made, opset_imports=opsets, ir_version=9 if graph.opset < 23 else 11)
     found = session(model.SerializeToString(), stream, stof=any(d == "stof" for d, _ in graph.domains))
-    options = unsynchronized()
+    options = unsynchronized_run_options()
     bindings: list[tuple[Any, Any]] = []
 
     def bind() -> None:

@@ -12,7 +12,7 @@ import onnx
 from stof.bench.core.candidate import require
 from stof.bench.core.results import Record
 from stof.bench.cpu.models import random_feeds
-from stof.bench.gpu.baselines_ort import session, unsynchronized
+from stof.bench.gpu.baselines_ort import session, unsynchronized_run_options
 from stof.bench.gpu.device_lock import DeviceLock
 from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
 from stof.bench.gpu.trace import NodeRun, trace
@@ -43,7 +43,7 @@ class _ModelVariant:
         self._shape = shape
         self._feeds: dict[str, Any] = {}
         self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
-        self.options = unsynchronized()
+        self.options = unsynchronized_run_options()
         self.session: Any = None
         self.binding: Any = None
         self.refused = ""

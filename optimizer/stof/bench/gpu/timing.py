@@ -82,7 +82,7 @@ class CapturedLaunches:
     def replay(self) -> float:
         """Seconds a launch of one replay."""
         run = (lambda: self.call(0)) if self.graph is None else self.graph.replay
-        return self._between(run) / self.launches
+        return self._elapsed(run) / self.launches
 
     def _plain(self, launches: int) -> float:
         def run() -> None:
@@ -90,13 +90,13 @@ class CapturedLaunches:
                 self.call(self._next % self.sets)
                 self._next += 1
 
-        return self._between(run, cover=False) / launches
+        return self._elapsed(run, cover=False) / launches
 
     def plain(self) -> float:
         """Seconds a launch outside of a graph."""
         return self._plain(1 if self.slow else max(3, min(50, math.ceil(_SLICE / 2 / self._estimate))))
 
-    def _between(self, run: Callable[[], object], cover: bool = True) -> float:
+    def _elapsed(self, run: Callable[[], object], cover: bool = True) -> float:
         torch = self._torch
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):

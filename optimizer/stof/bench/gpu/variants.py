@@ -51,7 +51,7 @@ def weight_values(name: str, shape: Sequence[int]) -> np.ndarray:
 def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str] = tuple(LABELS)) -> dict[str, str]:
     """Writes ``folder/<kind>.onnx`` for inputs of shape [batch, length]; returns the kinds that failed, with reasons."""
     folder.mkdir(parents=True, exist_ok=True)
-    made: dict[str, onnx.ModelProto] = {"exported": _exported(name, shape[1])}
+    made: dict[str, onnx.ModelProto] = {"exported": _load_fp16_graph(name, shape[1])}
     missing: dict[str, str] = {}
     steps: dict[str, Callable[[], onnx.ModelProto]] = {
         "tool": lambda: _tool(made["exported"], name),
@@ -82,7 +82,7 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
     return missing
 
 
-def _exported(name: str, length: int) -> onnx.ModelProto:
+def _load_fp16_graph(name: str, length: int) -> onnx.ModelProto:
     """A stored graph in fp16 without its large weights, with the mask of this length where it has one."""
     converter = require("onnxruntime.transformers.float16")
     model = load_module("models/build.py").load_graph(name)

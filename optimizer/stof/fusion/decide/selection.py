@@ -42,13 +42,15 @@ class Selection:
         for option, patterns in (("--only", self.only), ("--skip", self.skip)):
             for pattern in patterns:
                 if not any(_matches(pattern, i, name) for i, name in enumerate(names)):
-                    raise ArgumentError(f"{option} {CHAIN + pattern!r} names no chain of the model; {_known(names)}")
+                    raise ArgumentError(
+                        f"{option} {CHAIN + pattern!r} names no chain of the model; {_list_names(names)}"
+                    )
         own = dict(zip(names, words, strict=True))
         for entry in self.planned or ():
             if entry.chain not in own:
                 raise ArgumentError(
                     f"the plan has chain {entry.chain!r}, which the model does not have: the plan is of another model or "
-                    f"made by another version; save it again; {_known(names)}"
+                    f"made by another version; save it again; {_list_names(names)}"
                 )
             if entry.operators != own[entry.chain]:
                 raise ArgumentError(
@@ -76,7 +78,7 @@ def _matches(pattern: str, number: int, name: str) -> bool:
     return pattern in (name, str(number)) or fnmatchcase(name, pattern) or fnmatchcase(str(number), pattern)
 
 
-def _known(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     if not names:
         return "it has none"
     shown = ", ".join(f"{i} {name!r}" for i, name in list(enumerate(names))[:4])
