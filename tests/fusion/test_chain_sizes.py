@@ -131,9 +131,9 @@ def test_chains(make: Callable[[Builder], onnx.ModelProto], tensorrt: bool) -> N
 
 
 @pytest.mark.parametrize("make", GEMMS, ids=lambda m: m.__name__)
-def test_products(make: Callable[[Builder], onnx.ModelProto]) -> None:
+def test_gemms(make: Callable[[Builder], onnx.ModelProto]) -> None:
     model = make(Builder(HALF))
-    graph, product = whole(model)
-    after = emit_chains(model, graph.symbolic, [product])
+    graph, matmul = whole(model)
+    after = emit_chains(model, graph.symbolic, [matmul])
     assert [n.op_type for n in after.graph.node] == ["StofGemm"]
     assert compare(model, after, 2e-2, library=False) >= 4

@@ -117,8 +117,8 @@ def test_a_branch_transposes_what_other_calls_give_with_other_axes() -> None:
     x = activations(b)
     split = b.add("Reshape", b.add("Mul", x, b.weight(N)), b.ints(0, 0, 4, N // 4))
     heads = b.add("Transpose", split, perm=[0, 2, 1, 3])
-    product = b.add("MatMul", heads, b.weight(N // 4, N // 4))
-    merged = b.add("Reshape", b.add("Transpose", product, perm=[0, 2, 1, 3]), b.ints(0, 0, N))
+    matmul = b.add("MatMul", heads, b.weight(N // 4, N // 4))
+    merged = b.add("Reshape", b.add("Transpose", matmul, perm=[0, 2, 1, 3]), b.ints(0, 0, N))
     normed = b.add("LayerNormalization", b.add("Add", x, merged), b.weight(N), b.weight(N))
     graph, chains = found(b.model(b.add("Transpose", normed, perm=[0, 2, 1])))
     assert len(chains) == 2

@@ -163,9 +163,9 @@ def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
     own = Cache(cache, "device", "build")
     for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5), ("2n", 0.1), ("2p", 0.4)):
         own.put(problem, config, seconds)
-    judge = MeasuredDecider(Options(), own, 0.0)
-    assert judge._decide([problem], 3, "", {"": ()}).segments == ((0, 3),)
-    assert judge._decide([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
+    decider = MeasuredDecider(Options(), own, 0.0)
+    assert decider._decide([problem], 3, "", {"": ()}).segments == ((0, 3),)
+    assert decider._decide([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
 
 
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

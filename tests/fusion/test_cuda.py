@@ -50,7 +50,7 @@ def test_what_the_runtime_leaves_apart_is_taken() -> None:
     assert chained(split_gate(Builder(HALF))) == ["replaced"]
 
 
-def test_a_bias_behind_a_product_costs_the_runtime_more_than_a_chain() -> None:
+def test_a_bias_behind_a_matmul_costs_the_runtime_more_than_a_chain() -> None:
     """MatMul and Add become Gemm in the runtime, which writes the bias to all rows first: a chain takes it with what follows."""
     b = Builder(HALF)
     assert chained(b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))) == ["replaced"]
@@ -110,10 +110,10 @@ def test_copies_for_a_measurement_compute_the_same() -> None:
     assert {a.name for a in many.graph.initializer} == {a.name for a in model.graph.initializer}
 
 
-def normed_product() -> onnx.ModelProto:
+def normed_matmul() -> onnx.ModelProto:
     b = Builder(HALF)
-    product = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
-    total = b.add("Add", product, b.input("residual", ["B", "S", 768]))
+    matmul = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
+    total = b.add("Add", matmul, b.input("residual", ["B", "S", 768]))
     normed = b.add("LayerNormalization", total, b.weight(768), b.weight(768), axis=-1)
     return b.model(b.add("MatMul", normed, b.weight(768, 768)), total)
 
@@ -121,9 +121,9 @@ def normed_product() -> onnx.ModelProto:
 LONG = Options(target="cuda", shapes={"B": (16, 16), "S": (2048, 2048)})
 
 
-def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> None:
+def test_a_norm_behind_a_matmul_that_takes_the_sum_is_a_chain_alone() -> None:
     """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
-    found = apply_chains(normed_product(), PredictedDecider(LONG, MachineModel.cuda(2.6e12, 620e12)), forms=_takes_all)
+    found = apply_chains(normed_matmul(), PredictedDecider(LONG, MachineModel.cuda(2.6e12, 620e12)), forms=_takes_all)
     assert [n.op_type for n in found.model.graph.node] == ["StofGemm", "StofChain", "MatMul"]
 
 
@@ -132,7 +132,7 @@ def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> No
 def test_norms_alone_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm_gains: bool, sum_gains: bool, target: str
 ) -> None:
-    """Each operator takes a second, what a product takes in with it nothing, a norm that gains half of one."""
+    """Each operator takes a second, an epilogue nothing, a norm that gains half a second."""
 
     def seconds(self: object, places: Sequence[int], chains: Sequence[FusedChain], outputs: object) -> float:
         total = float(len(places))
@@ -156,8 +156,8 @@ def test_norms_alone_are_measured(
     cache = Cache(tmp_path / "cache.sqlite", "device", "build")
     found = []
     for deadline in (60.0, 0.0):  # measured, then from the cache
-        judge = MeasuredDecider(options, cache, deadline, clock=lambda: 0.0)
-        made = apply_chains(normed_product(), judge, forms=_takes_all)
+        decider = MeasuredDecider(options, cache, deadline, clock=lambda: 0.0)
+        made = apply_chains(normed_matmul(), decider, forms=_takes_all)
         found.append([n.op_type for n in made.model.graph.node])
     norm_taken = norm_gains and target == "cuda"
     wanted = ["StofGemm"] if sum_gains else ["MatMul", "Add"]

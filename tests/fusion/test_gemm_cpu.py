@@ -46,7 +46,7 @@ def found_in(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRe
 
 
 @pytest.mark.parametrize("make", [alone, bias_gelu, bias_residual, packed_gate, two_weights, rows_and_numbers])
-def test_products_by_constants_are_templates(make: Make) -> None:
+def test_matmuls_by_constants_are_fused(make: Make) -> None:
     graph, found = found_in(make(Builder(FLOAT)))
     assert isinstance(found, FusedGemm), found
     check_chain(found, graph.nodes, graph.symbolic, 20)
@@ -87,7 +87,7 @@ def test_what_the_library_says_of_epilogues() -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many operators each measurement was of; a product of the library's saves half of one."""
+    """How many operators each measurement had; a matmul of the library saves half of one."""
     asked: list[int] = []
 
     def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
@@ -105,7 +105,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def layers(path: Path) -> onnx.ModelProto:
-    """Two layers whose last products differ in nothing but what they multiply by, and a product beside them."""
+    """Two layers whose last matmuls differ in their weights alone, and another matmul."""
     b = Builder(FLOAT)
     x = b.input("input", ["B", "S", N])
     for _ in range(2):
@@ -151,12 +151,12 @@ def test_measurements_choose_them_and_the_model_computes_the_same(tmp_path: Path
                 np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_products_of_other_sizes_are_measured_by_themselves(tmp_path: Path) -> None:
+def test_matmuls_of_other_sizes_are_measured_separately(tmp_path: Path) -> None:
     model = layers(tmp_path / "model.onnx")
     graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms, has_cpu_gemm=True))
-    products = [i for i, n in enumerate(graph.nodes) if n.op_type == "MatMul"]
-    assert graph.weight_shapes(products[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
-    assert FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms)).weight_shapes(products) == ()
+    matmuls = [i for i, n in enumerate(graph.nodes) if n.op_type == "MatMul"]
+    assert graph.weight_shapes(matmuls[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
+    assert FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms)).weight_shapes(matmuls) == ()
 
 
 @pytest.mark.parametrize("options", [Options(tune=60.0, products=False), Options(chains="on")])
@@ -168,7 +168,7 @@ def test_they_stay_where_nothing_was_measured_or_asked(tmp_path: Path, timed: li
     assert not [n for n in made.graph.node if n.op_type == "StofGemm"]
 
 
-def test_a_plan_gives_the_same_products_again(tmp_path: Path, timed: list[int]) -> None:
+def test_a_plan_gives_the_same_gemms_again(tmp_path: Path, timed: list[int]) -> None:
     path, plan = tmp_path / "model.onnx", tmp_path / "plan.json"
     layers(path)
     first = optimize(path, options=Options(tune=60.0, save_plan=plan))
@@ -190,12 +190,12 @@ class Clock:
         return self.now
 
 
-def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many turns for each as go into the time, each candidate's own least time, and five turns where there is none."""
     monkeypatch.setattr("stof.fusion.search.measure._INTERLEAVED_SECONDS", 3.0)
     model = bias_gelu(Builder(FLOAT))
-    graph, product = found_in(model)
-    assert isinstance(product, FusedGemm)
+    graph, matmul = found_in(model)
+    assert isinstance(matmul, FusedGemm)
     clock = Clock()
     timer = Timer(graph, {"B": 1, "S": 5}, clock=clock)
     places, outputs = range(len(graph.nodes)), [o.name for o in model.graph.output]
@@ -210,16 +210,16 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return session(self, *given)
 
     monkeypatch.setattr(ort.InferenceSession, "run", run)
-    assert timer.interleaved_seconds(places, [[], [product]], outputs) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [matmul]], outputs) == [0.25, 0.125]
     # Both are warmed up; a turn takes 0.375 s, the first one 0.625: eight of them go into three seconds.
     assert order == [0, 1] + 4 * [0, 1, 1, 0]
     order.clear()
     known.clear()
-    assert timer.interleaved_seconds(places, [[], [product]], outputs, lambda: True) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [matmul]], outputs, lambda: True) == [0.25, 0.125]
     assert order == [0, 1] + 2 * [0, 1, 1, 0] + [0, 1]
     monkeypatch.setattr("stof.fusion.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
-        timer.interleaved_seconds(places, [[], [product]], outputs)
+        timer.interleaved_seconds(places, [[], [matmul]], outputs)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])

@@ -109,7 +109,7 @@ def same(before: onnx.ModelProto, after: onnx.ModelProto, tolerance: float) -> N
 
 @pytest.mark.parametrize("make", CASES, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=["f16", "bf16"])
-def test_a_product_and_what_follows_it(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
+def test_a_matmul_and_its_epilogue(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
     graph, found = whole(make(Builder(dtype)))
     assert isinstance(found, FusedGemm), found
     pair, reads, text = CASES[make]
@@ -129,8 +129,8 @@ def test_the_search_takes_what_saves_a_pass(make: Callable[[Builder], onnx.Model
     same(model, made.model, 2e-2)
 
 
-def test_products_and_chains_in_one_model() -> None:
-    """A residual goes to the product or to the norm's chain; calls of several epilogues share a function."""
+def test_gemms_and_chains_in_one_model() -> None:
+    """A residual goes to the matmul or to the norm's chain; calls of several epilogues share a function."""
     b = Builder(HALF)
     x = b.input("input", ["B", "S", N])
     for i in range(2):
@@ -229,9 +229,7 @@ def test_what_no_epilogue_says(make: Callable[[Builder], onnx.ModelProto], words
 
 
 @pytest.mark.parametrize(("asked", "some"), [((), True), (("--products", "off"), False)])
-def test_the_command_leaves_products_to_the_runtime_if_asked(
-    tmp_path: Path, asked: tuple[str, ...], some: bool
-) -> None:
+def test_the_command_leaves_matmuls_to_the_runtime_if_asked(tmp_path: Path, asked: tuple[str, ...], some: bool) -> None:
     b = Builder(HALF)
     x = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 3072))
     path = tmp_path / "model.onnx"

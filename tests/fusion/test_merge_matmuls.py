@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products and their biases on a GPU: Gemm taken apart and put back, three products of one tensor as one."""
+"""Matmuls and their biases on a GPU: Gemm split and rejoined, three matmuls of one tensor merged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_bias_is_taken_apart_and_computes_the_same(flat: bool) -> None:
         assert not [n for n in again.graph.node if n.op_type == "Reshape"]
 
 
-def test_rows_of_heads_are_joined_before_the_product() -> None:
+def test_rows_of_heads_are_joined_before_the_matmul() -> None:
     b = Builder(FLOAT)
     x = b.input("input", ["B", "S", 4, K // 4])
     y = b.add("Gemm", b.add("Reshape", x, b.ints(-1, K)), b.weight(K, N), b.weight(N))
@@ -131,9 +131,9 @@ def _three(b: Builder, *, biased: bool = True) -> onnx.ModelProto:
     return b.model(*(b.add("Add", y, b.weight(N, seed=i + 3)) if biased else y for i, y in enumerate(found)))
 
 
-def test_three_products_of_one_tensor() -> None:
+def test_three_matmuls_of_one_tensor() -> None:
     model = _three(Builder(FLOAT))
-    # Halves alone are worth it.
+    # In fp16 and bf16 alone it is worth it.
     assert merge_matmuls(model, Symbolic(model), lambda *_: True) == MergedMatmuls(model)
     half = _three(Builder(HALF))
     merged = merge_matmuls(half, Symbolic(half), lambda *_: True)
@@ -152,11 +152,11 @@ def test_three_products_of_one_tensor() -> None:
 
 def _chained(model: onnx.ModelProto, size: tuple[int, int]) -> Chained:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
-    judge = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
-    return apply_chains(model, judge, separate=True, merges=judge.should_merge)
+    decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
+    return apply_chains(model, decider, separate=True, merges=decider.should_merge)
 
 
-def test_short_inputs_merge_and_products_alone_of_long_ones_do_not() -> None:
+def test_short_inputs_merge_and_bare_matmuls_of_long_ones_do_not() -> None:
     made = _chained(_three(Builder(HALF)), (1, 128))
     assert (_ops(made.model)["MatMul"], _ops(made.model)["StofChain"], _ops(made.model)["Split"]) == (1, 1, 0)
     bare = _three(Builder(HALF), biased=False)
@@ -166,13 +166,13 @@ def test_short_inputs_merge_and_products_alone_of_long_ones_do_not() -> None:
 
 def _merges(model: onnx.ModelProto, size: tuple[int, int]) -> bool:
     shapes = {n: (v, v) for n, v in zip("BS", size, strict=True)}
-    judge = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
-    return judge.should_merge(model, Symbolic(model), [n for n in model.graph.node if n.op_type == "MatMul"])
+    decider = PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MACHINE)
+    return decider.should_merge(model, Symbolic(model), [n for n in model.graph.node if n.op_type == "MatMul"])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_what_sizes_decide_is_left_to_the_runtime(dtype: int) -> None:
-    """In halves it has no kernels to compute it once."""
+    """In fp16 it has no kernels to compute it once."""
     b = Builder(dtype)
     x = b.input("input", ["B", "S", N])
     length = b.add("Squeeze", b.add("Shape", x, start=1, end=2))

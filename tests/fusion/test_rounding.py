@@ -57,8 +57,8 @@ def test_a_cast_that_narrows_rounds(narrow: int) -> None:
     x, r = (rng.standard_normal((2, 3, N), np.float32) for _ in range(2))
     w = rng.standard_normal(N, np.float32)
     given = [r if n == "r" else x if i == 0 else w for i, n in enumerate(chain.inputs)]
-    product = (x * w).astype(np.float64)
-    rounded = product.astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
+    matmul = (x * w).astype(np.float64)
+    rounded = matmul.astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
     exact = (x.astype(np.float64) * w).astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
     own = evaluate_chain(chain.description.text, given)[0]
     assert np.abs(own - (exact - r)).max() < 1e-12

@@ -29,7 +29,7 @@ def texts(path: str | None) -> list[str]:
 
 
 def test_a_plan_gives_the_same_chains_again(narrow: Narrow, tmp_path: Path) -> None:
-    """Also where the judge would decide otherwise: without the plan, none is taken on the CPU."""
+    """Also where the decider would decide otherwise: without the plan, none is taken on the CPU."""
     model, plan = narrow("bert.dynamo.sdpa"), tmp_path / "plan.json"
     first = optimize(model, options=Options(chains="on", verify=False, save_plan=plan))
     before = texts(first.output)

@@ -119,7 +119,7 @@ def test_a_segment_is_asked_for_once() -> None:
     assert len(asked) == len(set(asked))
 
 
-def test_templates_that_are_not_there_leave_compute_bound_operators_alone() -> None:
+def test_missing_kernels_leave_compute_bound_operators_alone() -> None:
     for _, space, _ in sites():
         for start, end in itertools.combinations(range(len(space.kinds) + 1), 2):
             if "C" in space.kinds[start:end] and end - start > 1:

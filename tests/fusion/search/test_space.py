@@ -35,7 +35,7 @@ def test_bits_that_encode_nothing(bits: int, count: int) -> None:
 
 
 def test_longest_segments_first() -> None:
-    """A product takes two of three, what is left is one by itself; the limit of compute-bound operators holds."""
+    """A matmul takes two of three operators, and the third is left alone; the limit of compute-bound operators holds."""
     assert longest_scheme(SchemeSpace("CMMM", lambda s: s[0] > 0 or s[1] <= 3)) == ((0, 3), (3, 4))
     assert longest_scheme(SchemeSpace("MMMM", lambda _: True)) == ((0, 4),)
     assert longest_scheme(SchemeSpace("CMCMCM", lambda _: True)) == ((0, 4), (4, 6))
