@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stof.bench.gpu.cases import mask as named_mask
+from stof.bench.core.case import named_mask
 from stof.files import write_text
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, K, Q

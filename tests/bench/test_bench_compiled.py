@@ -12,7 +12,7 @@ import pytest
 
 import bigbird
 import build
-from stof.bench.gpu import cases
+from stof.bench.core.case import named_mask
 from stof.bench.gpu import torch_compile as compiled
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ def test_the_layers_are_those_of_the_model(name: str) -> None:
     torch.set_grad_enabled(False)
     # Of ModernBERT, the first and the fourth layer attend everything, and the others less than that from 65 tokens on.
     layers, length = (4, 256) if name == "modernbert-base" else (2, 128)
-    kind, core, given, bias = compiled.made(name, (2, length), "cpu", torch.float32, MODELS, layers=layers)
+    kind, core, given, bias = compiled.build_model(name, (2, length), "cpu", torch.float32, MODELS, layers=layers)
     found = compiled._MODELS[kind](core, lambda f: f, given, bias)()
     core.set_attn_implementation("sdpa")
     if kind == "T5Model":
@@ -45,7 +45,7 @@ def test_the_layers_are_those_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("length", [128, 129, 512])
 def test_the_mask_is_that_of_the_paper_grid(length: int) -> None:
-    text, tables = cases.mask("bigbird", length)
+    text, tables = named_mask("bigbird", length)
     side = bigbird.width(length)
     assert text == f"abs(q - k) <= {side} or q < {side} or k < {side} or table0[q // 64, k // 64]"
     np.testing.assert_array_equal(bigbird.blocks(length), tables["table0"])

@@ -17,12 +17,12 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.bench.core.runner import Unavailable
-from stof.bench.cpu.models import inputs
+from stof.bench.core.candidate import Unavailable
+from stof.bench.core.case import AttentionCase, named_mask
+from stof.bench.cpu.models import random_feeds
 from stof.bench.gpu import cases, models, run, summary, tables, trace, variants
 from stof.bench.gpu import worker_pool as pool
-from stof.bench.gpu.candidate import window
-from stof.bench.gpu.cases import Case
+from stof.bench.gpu.device_runner import window
 from stof.execution.upcast import widen
 from stof.runtime.cuda import CudaOp, DeviceTensor
 from stof.runtime.library import LibraryError, Mask, build_info
@@ -30,10 +30,10 @@ from stof.runtime.library import LibraryError, Mask, build_info
 torch = pytest.importorskip("torch")
 
 from stof.bench.gpu import baselines_jit, baselines_torch  # noqa: E402
-from stof.bench.gpu.problem import Problem  # noqa: E402
+from stof.bench.gpu.problem import GpuProblem  # noqa: E402
 
 
-def numpy_mask(case: Case) -> np.ndarray:
+def numpy_mask(case: AttentionCase) -> np.ndarray:
     """[H, S, T], from the definitions in docs/guide/benchmarks.md."""
     q = (np.arange(case.S) + case.P)[None, :, None]
     k = np.arange(case.T)[None, None, :]
@@ -64,12 +64,12 @@ def numpy_mask(case: Case) -> np.ndarray:
     return np.broadcast_to(found[case.name], (case.H, case.S, case.T))
 
 
-def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[Case]:
+def small(grid: str, lengths: tuple[int, ...], heads: int = 4) -> list[AttentionCase]:
     """The grid's masks at short lengths, with few heads."""
     found = {}
     for case in cases.grid(grid):
         for length in lengths:
-            mask, tables = cases.mask(case.name, length)
+            mask, tables = named_mask(case.name, length)
             groups = max(1, heads * case.G // case.H)
             sizes = {"H": heads, "G": groups, "T": length, "S": length if case.S > 1 else 1, "B": 1}
             made = dataclasses.replace(case, mask=mask, tables=tables, **sizes)
@@ -90,9 +90,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_masks(case: Case) -> None:
+def test_masks(case: AttentionCase) -> None:
     expected = numpy_mask(case)
-    problem = Problem(case, device="cpu")
+    problem = GpuProblem(case, device="cpu")
     heads = case.H if problem.by_head else 1
     assert np.array_equal(problem.dense.numpy()[0], expected[:heads])
     assert (heads == case.H) == (case.name == "s2")
@@ -106,9 +106,9 @@ def test_masks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.mask and c.S > 1], ids=str)
-def test_blocks_of_flex(case: Case) -> None:
+def test_blocks_of_flex(case: AttentionCase) -> None:
     module = pytest.importorskip("torch.nn.attention.flex_attention")
-    problem = Problem(case, device="cpu")
+    problem = GpuProblem(case, device="cpu")
     block = baselines_torch.block_mask(problem, module)
     tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
     kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
@@ -123,8 +123,8 @@ def test_blocks_of_flex(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[9], CASES[-1]], ids=str)
-def test_reference(case: Case) -> None:
-    problem = Problem(case, device="cpu")
+def test_reference(case: AttentionCase) -> None:
+    problem = GpuProblem(case, device="cpu")
     q, k, v = (x.double() for x in problem.sets()[0])
     wide = (x.repeat_interleave(case.H // case.G, 1) for x in (k, v))
     mask = torch.from_numpy(np.array(numpy_mask(case)))[None]
@@ -138,8 +138,8 @@ def test_reference(case: Case) -> None:
 
 
 def test_windows() -> None:
-    def case(mask: str) -> Case:
-        return Case("paper", "", mask, 1, 1, 1, 128, 128, 64, "float16")
+    def case(mask: str) -> AttentionCase:
+        return AttentionCase("paper", "", mask, 1, 1, 1, 128, 128, 64, "float16")
 
     assert window(case("")) == (-1, -1)
     assert window(case("k <= q")) == (-1, 0)
@@ -288,7 +288,7 @@ def test_variants(tmp_path: Path) -> None:
         # No kernel of the CPU takes MultiHeadAttention in fp16.
         data = (widen(model) if kind == "mha" else model).SerializeToString()
         session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        feeds = {name: array % 90 for name, array in inputs(session, 2, 96).items()}  # of a small vocabulary
+        feeds = {name: array % 90 for name, array in random_feeds(session, 2, 96).items()}  # of a small vocabulary
         results[kind] = session.run(None, feeds)[0].astype(np.float32)
     span = np.ptp(results["exported"])
     for kind, output in results.items():
@@ -326,12 +326,12 @@ def worker(channel: Connection, plan: object) -> None:
         channel.send((number, built if verb == "build" else {"number": number, "verb": verb}))
 
 
-class Watched(pool.Pool):
+class Watched(pool.WorkerPool):
     """A pool by whose clock the time is over once all cases but those that hang have come to an end."""
 
     def __init__(self, workers: int, ends: int) -> None:
         self.left = ends
-        super().__init__(workers, pool.Plan(None, 1), worker, lambda: 0.0 if self.left > 0 else 1e9)
+        super().__init__(workers, pool.PointPlan(None, 1), worker, lambda: 0.0 if self.left > 0 else 1e9)
 
     def _answers(self, seconds: float) -> list[tuple[int, Any]]:
         found = super()._answers(seconds)
@@ -367,17 +367,17 @@ def nobody(channel: Connection, plan: object) -> None:
 
 
 def test_pool_without_a_device() -> None:
-    hands = pool.Pool(2, pool.Plan(None, 1), nobody)
+    hands = pool.WorkerPool(2, pool.PointPlan(None, 1), nobody)
     with pytest.raises(Unavailable, match="no device"):
         hands.build(list(cases.grid("paper", ["causal"], [128])), print)
     hands.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_intervals(case: Case) -> None:
+def test_intervals(case: AttentionCase) -> None:
     """What cuDNN's flex attention is told: ends of intervals, and nothing where a row has too many."""
     case = dataclasses.replace(case, B=2)
-    problem = Problem(case, device="cpu")
+    problem = GpuProblem(case, device="cpu")
     expected = numpy_mask(case)
     edges = np.diff(np.pad(expected, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2) > 0
     if edges.sum(2).max() > baselines_jit._MOST_INTERVALS:

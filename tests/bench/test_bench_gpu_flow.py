@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import pytest
 
 from stof.bench.cli import main
+from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import merge, read, store_all
 from stof.bench.gpu import candidates, cases, point, run, tables, timing
-from stof.bench.gpu.problem import Problem
+from stof.bench.gpu.problem import GpuProblem
 
 torch = pytest.importorskip("torch")
 
@@ -79,16 +80,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         "_sleep": lambda cycles: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    made = Problem.__init__
+    made = GpuProblem.__init__
 
-    def on_cpu(self: Problem, case: cases.Case, seed: int = 0) -> None:
+    def on_cpu(self: GpuProblem, case: AttentionCase, seed: int = 0) -> None:
         made(self, case, seed, device="cpu")
 
-    monkeypatch.setattr(Problem, "__init__", on_cpu)
+    monkeypatch.setattr(GpuProblem, "__init__", on_cpu)
     Graph.made.clear()
 
 
-def small() -> cases.Case:
+def small() -> AttentionCase:
     """A point of the grid with a single head."""
     return dataclasses.replace(next(cases.grid("paper", ["causal"], [256], [1])), H=1, G=1)
 
@@ -176,33 +177,33 @@ def test_capture_fails(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clock(device: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], timing.Timed]:
+def clock(device: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], timing.CapturedLaunches]:
     """Candidates that take a given time, by a clock of their own."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     now[0] = 1.0
 
-    def made(seconds: float) -> timing.Timed:
-        return timing.Timed(lambda i: time.sleep(seconds), 3, Stream())
+    def made(seconds: float) -> timing.CapturedLaunches:
+        return timing.CapturedLaunches(lambda i: time.sleep(seconds), 3, Stream())
 
     return made
 
 
 @pytest.mark.parametrize(("seconds", "launches"), [(5e-6, 100), (60e-6, 34), (1e-3, 3), (20e-3, 3)])
-def test_launches(clock: Callable[[float], timing.Timed], seconds: float, launches: int) -> None:
+def test_launches(clock: Callable[[float], timing.CapturedLaunches], seconds: float, launches: int) -> None:
     """Short kernels are captured a hundred times, long ones once for each set of inputs."""
     one = clock(seconds)
     one.capture()
     assert one.launches == launches
     assert one.slow == (seconds > 4e-3)
-    (found,) = timing.interleave([one], rounds=7)
+    (found,) = timing.interleave_launches([one], rounds=7)
     assert found.median == pytest.approx(seconds)
     assert found.plain == pytest.approx(seconds)
     assert Graph.made[-1].replays == (3 if one.slow else 7) + 1
 
 
-def test_rounds_rotate(clock: Callable[[float], timing.Timed]) -> None:
+def test_rounds_rotate(clock: Callable[[float], timing.CapturedLaunches]) -> None:
     """Everybody goes first once."""
     order: list[int] = []
     several = [clock(1e-3) for _ in range(3)]
@@ -210,5 +211,5 @@ def test_rounds_rotate(clock: Callable[[float], timing.Timed]) -> None:
         one.capture()
         replay = one.replay
         one.replay = lambda i=i, replay=replay: order.append(i) or replay()  # type: ignore[method-assign, misc, func-returns-value]
-    timing.interleave(several, rounds=3)
+    timing.interleave_launches(several, rounds=3)
     assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]

@@ -12,13 +12,14 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import CHAINS, HALF, Builder, N, activations, means
-from test_products import CASES as PRODUCTS
-from test_products import whole
+from test_gemm_cuda import CASES as GEMMS
+from test_gemm_cuda import whole
 
 import stof
 from stof.execution.inputs import Case, InputMaker, Padding
 from stof.fusion.emit import emit_chains
-from stof.fusion.regions import Graph, find_chains, settled
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.regions import find_chains, retranslate_chains
 from stof.symbolic import Symbolic
 
 SIZES = list(itertools.product((0, 1, 2), (0, 1, 3)))  # of B and S
@@ -71,10 +72,10 @@ def several_ranks(b: Builder) -> onnx.ModelProto:
 
 
 def emitted(model: onnx.ModelProto, tensorrt: bool) -> onnx.ModelProto:
-    graph = Graph(model, Symbolic(model))
-    chains = settled(graph, find_chains(graph)[0])
+    graph = FusionGraph(model, Symbolic(model))
+    chains = retranslate_chains(graph, find_chains(graph)[0])
     assert chains
-    shapes = {t: o for c in chains for t, o in graph.substitutes(c.region.places).items()}
+    shapes = {t: o for c in chains for t, o in graph.shape_substitutes(c.region.node_indices).items()}
     return emit_chains(model, graph.symbolic, chains, shapes, tensorrt)
 
 
@@ -129,10 +130,10 @@ def test_chains(make: Callable[[Builder], onnx.ModelProto], tensorrt: bool) -> N
     assert choices == ((2 if tensorrt else 1) if make is several_ranks else 0)
 
 
-@pytest.mark.parametrize("make", PRODUCTS, ids=lambda m: m.__name__)
-def test_products(make: Callable[[Builder], onnx.ModelProto]) -> None:
+@pytest.mark.parametrize("make", GEMMS, ids=lambda m: m.__name__)
+def test_gemms(make: Callable[[Builder], onnx.ModelProto]) -> None:
     model = make(Builder(HALF))
-    graph, product = whole(model)
-    after = emit_chains(model, graph.symbolic, [product])
+    graph, matmul = whole(model)
+    after = emit_chains(model, graph.symbolic, [matmul])
     assert [n.op_type for n in after.graph.node] == ["StofGemm"]
     assert compare(model, after, 2e-2, library=False) >= 4

@@ -22,8 +22,9 @@ from stof.fusion import check as chain_check
 from stof.fusion.check import check_chain
 from stof.fusion.emit import emit_chains
 from stof.fusion.evaluate import evaluate_chain
-from stof.fusion.regions import Graph, find_chains, settled
-from stof.fusion.translate import Chain
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.regions import find_chains, retranslate_chains
+from stof.fusion.translate import FusedChain
 from stof.graph.index import opset_of
 from stof.runtime.library import Op
 from stof.symbolic import Symbolic
@@ -36,10 +37,10 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def found(model: onnx.ModelProto) -> tuple[Graph, list[Chain]]:
-    graph = Graph(model, Symbolic(model))
+def found(model: onnx.ModelProto) -> tuple[FusionGraph, list[FusedChain]]:
+    graph = FusionGraph(model, Symbolic(model))
     chains, _ = find_chains(graph)
-    return graph, settled(graph, chains)
+    return graph, retranslate_chains(graph, chains)
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], optimized: bool) -> list[np.ndarray]:
@@ -52,9 +53,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], optimized: bool) -
     return list(session.run(None, feeds))
 
 
-def same_through_body(graph: Graph, chains: list[Chain], tolerance: float = 1e-5) -> onnx.ModelProto:
+def same_through_body(graph: FusionGraph, chains: list[FusedChain], tolerance: float = 1e-5) -> onnx.ModelProto:
     """The emitted model without the library gives what the original gives."""
-    shapes = {t: o for c in chains for t, o in graph.substitutes(c.region.places).items()}
+    shapes = {t: o for c in chains for t, o in graph.shape_substitutes(c.region.node_indices).items()}
     emitted = emit_chains(graph.model, graph.symbolic, chains, shapes)
     maker = InputMaker(graph.model, graph.symbolic, frozenset())
     for case in (Case(2, 9, Padding.NONE), Case(1, 4, Padding.NONE)):
@@ -116,8 +117,8 @@ def test_a_branch_transposes_what_other_calls_give_with_other_axes() -> None:
     x = activations(b)
     split = b.add("Reshape", b.add("Mul", x, b.weight(N)), b.ints(0, 0, 4, N // 4))
     heads = b.add("Transpose", split, perm=[0, 2, 1, 3])
-    product = b.add("MatMul", heads, b.weight(N // 4, N // 4))
-    merged = b.add("Reshape", b.add("Transpose", product, perm=[0, 2, 1, 3]), b.ints(0, 0, N))
+    matmul = b.add("MatMul", heads, b.weight(N // 4, N // 4))
+    merged = b.add("Reshape", b.add("Transpose", matmul, perm=[0, 2, 1, 3]), b.ints(0, 0, N))
     normed = b.add("LayerNormalization", b.add("Add", x, merged), b.weight(N), b.weight(N))
     graph, chains = found(b.model(b.add("Transpose", normed, perm=[0, 2, 1])))
     assert len(chains) == 2
@@ -155,7 +156,7 @@ def test_a_path_out_and_back_is_not_closed() -> None:
     graph, chains = found(b.model(y))
     last = {n.op_type: i for i, n in enumerate(graph.nodes)}["Tanh"]
     first = next(i for i, n in enumerate(graph.nodes) if n.op_type == "Add")
-    assert not any({first, last} <= set(c.region.places) for c in chains)
+    assert not any({first, last} <= set(c.region.node_indices) for c in chains)
     same_through_body(graph, chains)
 
 
@@ -171,10 +172,12 @@ def test_integers_and_other_axes_stay() -> None:
     whole = b.add("Cast", b.input("numbers", ["B", "S", N], int(onnx.TensorProto.INT64)), to=FLOAT)
     summed = b.add("ReduceMean", b.add("Mul", whole, b.number(0.5)), b.ints(1), keepdims=1)
     graph, chains = found(b.model(b.add("Softmax", b.add("Tanh", summed), axis=1)))
-    assert all(graph.nodes[p].op_type in ("Mul", "Tanh") for c in chains for p in c.region.places)
+    assert all(graph.nodes[p].op_type in ("Mul", "Tanh") for c in chains for p in c.region.node_indices)
 
 
-def outputs_of(graph: Graph, chains: list[Chain], x: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def outputs_of(
+    graph: FusionGraph, chains: list[FusedChain], x: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What the descriptions of chains without inputs but x give in fp64, and what the model gives."""
     (chain,) = chains
     return evaluate_chain(chain.description.text, [x]), run(graph.model, {graph.model.graph.input[0].name: x}, False)
@@ -271,7 +274,7 @@ def test_what_would_be_printed_again_and_again_is_left() -> None:
 def test_more_axes_than_the_format_has() -> None:
     b = Builder()
     x = b.input("x", list("ABCDEFG"))
-    graph = Graph(model := b.model(b.add("Exp", b.add("Neg", x))), Symbolic(model))
+    graph = FusionGraph(model := b.model(b.add("Exp", b.add("Neg", x))), Symbolic(model))
     chains, left = find_chains(graph)
     assert not chains
     assert "at most 6 axes" in left[0].reason
@@ -285,7 +288,7 @@ def test_a_dropout_that_drops_stays(ratio: float | None, training: bool, drops: 
     x = b.add("Neg", activations(b))
     x = b.add("Dropout", x, "" if ratio is None else b.number(ratio), b.array(np.array(training)), seed=3)
     graph, chains = found(b.model(b.add("Tanh", x)))
-    assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.places)
+    assert drops != any(graph.nodes[p].op_type == "Dropout" for c in chains for p in c.region.node_indices)
 
 
 def test_a_description_that_says_something_else_is_refused() -> None:
@@ -302,13 +305,13 @@ def test_many_rows_of_fixed_size_are_checked_by_a_few(monkeypatch: pytest.Monkey
     x = b.input("x", [16, 2048, 1536])  # 50 million elements
     graph, (chain,) = found(b.model(b.add("Mul", b.add("Gelu", b.add("Add", x, b.weight(1536))), b.number(0.5))))
     drawn: list[int] = []
-    draw = chain_check._drawn
+    draw = chain_check._random_array
 
     def small(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
         drawn.append(int(np.prod(shape)))
         return draw(rng, shape)
 
-    monkeypatch.setattr(chain_check, "_drawn", small)
+    monkeypatch.setattr(chain_check, "_random_array", small)
     check_chain(chain, graph.nodes, graph.symbolic, 20)
     assert 1536 <= max(drawn) < 1 << 16
     wrong = replace(chain.description, text=chain.description.text.replace("0.5", "0.501"))
@@ -421,6 +424,6 @@ def test_a_fault_in_finding_chains_leaves_the_model_as_it_was(monkeypatch: pytes
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> g (float[B,8] x) => (float[B,8] y) { a = Exp(x) y = Neg(a) }'
     )
-    chained = apply.apply_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
+    chained = apply.fuse_chains(model, lambda *_: None)  # type: ignore[arg-type, return-value]
     assert chained.model is model
     assert "ZeroDivisionError: of no account" in chained.reports[0].reason

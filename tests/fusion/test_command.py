@@ -13,8 +13,8 @@ import onnxruntime as ort
 import pytest
 
 import stof
-from stof.fusion.apply import Chained, apply_chains
-from stof.fusion.decide.measured import LEAST_GAIN_IN_TURNS, Measured, judge_of
+from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.decide.measured import LEAST_GAIN_INTERLEAVED, MeasuredDecider, judge_of
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.tuning_cache import Cache
@@ -55,7 +55,7 @@ def test_no_chain_without_being_asked_for(narrow: Callable[[str], Path], cache: 
 def test_chains_that_make_outputs_differ_stay_out(
     narrow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = apply_chains
+    plain = fuse_chains
 
     def spoiled(*given: object, **named: object) -> Chained:
         """Every chain that ends with an addition subtracts, as a defect of the printer or of a kernel would have it."""
@@ -66,7 +66,7 @@ def test_chains_that_make_outputs_differ_stay_out(
                     a.s = a.s.replace(b"gelu(", b"silu(")
         return made
 
-    monkeypatch.setattr("stof.fusion.rewrite.apply_chains", spoiled)
+    monkeypatch.setattr("stof.fusion.rewrite.fuse_chains", spoiled)
     report = optimize(narrow("bert.dynamo.sdpa"), options=Options(chains="on"))
     assert report.verification is not None
     assert not report.verification.failures
@@ -76,7 +76,7 @@ def test_chains_that_make_outputs_differ_stay_out(
     assert all(not c.replaced and "differs by" in c.reason for c in report.chains)
 
 
-@pytest.mark.parametrize(("gain", "replaced"), [(2.0, True), (LEAST_GAIN_IN_TURNS - 0.005, False)])
+@pytest.mark.parametrize(("gain", "replaced"), [(2.0, True), (LEAST_GAIN_INTERLEAVED - 0.005, False)])
 def test_measurements_decide(
     narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, gain: float, replaced: bool
 ) -> None:
@@ -84,7 +84,7 @@ def test_measurements_decide(
     times = iter(range(10_000))
 
     def measured(
-        self: Measured,
+        self: MeasuredDecider,
         site: object,
         timers: object,
         problems: object,
@@ -98,9 +98,9 @@ def test_measurements_decide(
             else:
                 self.cache.put(problem, "0", 1.0)
 
-    monkeypatch.setattr(Measured, "_time", measured)
-    monkeypatch.setattr(Measured, "_time_in_turns", lambda *_: None)
-    monkeypatch.setattr("stof.fusion.decide.measured._Costs.__call__", lambda *_: 1.0)
+    monkeypatch.setattr(MeasuredDecider, "_time", measured)
+    monkeypatch.setattr(MeasuredDecider, "_time_interleaved", lambda *_: None)
+    monkeypatch.setattr("stof.fusion.decide.measured._MeasuredCost.__call__", lambda *_: 1.0)
     first = optimize(model, options=Options(tune=30.0, verify=False))
     assert any(c.replaced for c in first.chains) == replaced
     known = next(times)
@@ -140,7 +140,7 @@ def test_a_search_that_ended_is_not_made_again(narrow: Callable[[str], Path], ca
 def test_a_search_that_was_cut_off_goes_on_with_more_time(
     narrow: Callable[[str], Path], cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Measured, "_over", lambda self: self.options.tune < 100)
+    monkeypatch.setattr(MeasuredDecider, "_is_over", lambda self: self.options.tune < 100)
     model = narrow("bert.dynamo.sdpa")
     numbers = []
     for tune in (60.0, 60.0, 120.0, 60.0):
@@ -162,9 +162,9 @@ def test_what_no_scheme_is_counts_for_nothing(cache: Path) -> None:
     own = Cache(cache, "device", "build")
     for config, seconds in (("original", 1.0), ("no scheme", 0.1), ("7", 0.1), ("0", 0.5), ("2n", 0.1), ("2p", 0.4)):
         own.put(problem, config, seconds)
-    judge = Measured(Options(), own, 0.0)
-    assert judge._decided([problem], 3, "", {"": ()}).segments == ((0, 3),)
-    assert judge._decided([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
+    decider = MeasuredDecider(Options(), own, 0.0)
+    assert decider._decide([problem], 3, "", {"": ()}).segments == ((0, 3),)
+    assert decider._decide([problem], 3, "", {"": (), "p": ((0, 1),)}).segments == ((0, 1),)
 
 
 def test_a_real_measurement(narrow: Callable[[str], Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,19 +13,20 @@ import onnxruntime as ort
 import pytest
 from chain_graphs import HALF, Builder, N, activations, split_gate
 
-from stof.fusion.apply import apply_chains
-from stof.fusion.decide.measured import Measured, judge_of
-from stof.fusion.decide.predicted import LEAST_PREDICTED, Predicted
-from stof.fusion.gemm import Product
-from stof.fusion.search.cost import Machine
-from stof.fusion.search.measure_cuda import repeated
-from stof.fusion.search.ort_baseline import rival_seconds
-from stof.fusion.translate import Chain
+from stof.fusion.apply import fuse_chains
+from stof.fusion.decide.measured import MeasuredDecider, judge_of
+from stof.fusion.decide.predicted import LEAST_PREDICTED, PredictedDecider
+from stof.fusion.gemm import FusedGemm
+from stof.fusion.policy import ChainPolicy
+from stof.fusion.search.cost import MachineModel
+from stof.fusion.search.measure_cuda import repeat_model
+from stof.fusion.search.ort_baseline import ort_baseline_seconds
+from stof.fusion.translate import FusedChain
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.tuning_cache import Cache
 
-MACHINE = Machine.cuda(2.6e12)
+MACHINE = MachineModel.cuda(2.6e12)
 
 
 def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
@@ -35,7 +36,7 @@ def norm(b: Builder, *, read_again: bool) -> onnx.ModelProto:
 
 
 def chained(model: onnx.ModelProto) -> list[str]:
-    made = apply_chains(model, Predicted(Options(target="cuda"), MACHINE))
+    made = fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE))
     return [r.reason for r in made.reports if r.operators and (r.replaced or r.gain is not None)]
 
 
@@ -50,24 +51,25 @@ def test_what_the_runtime_leaves_apart_is_taken() -> None:
     assert chained(split_gate(Builder(HALF))) == ["replaced"]
 
 
-def test_a_bias_behind_a_product_costs_the_runtime_more_than_a_chain() -> None:
+def test_a_bias_behind_a_matmul_costs_the_runtime_more_than_a_chain() -> None:
     """MatMul and Add become Gemm in the runtime, which writes the bias to all rows first: a chain takes it with what follows."""
     b = Builder(HALF)
     assert chained(b.model(b.add("Gelu", b.add("Add", activations(b), b.weight(N))))) == ["replaced"]
 
 
-def test_gains_are_of_the_rival_and_the_chain() -> None:
-    from stof.fusion.regions import Graph, find_chains, settled
-    from stof.fusion.search.cost import Analytical, Site
+def test_gains_are_of_the_baseline_and_the_chain() -> None:
+    from stof.fusion.fusion_graph import FusionGraph
+    from stof.fusion.regions import find_chains, retranslate_chains
+    from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion
     from stof.symbolic import Symbolic
 
-    graph = Graph((model := norm(Builder(HALF), read_again=True)), Symbolic(model))
-    (chain,) = settled(graph, find_chains(graph)[0])
+    graph = FusionGraph((model := norm(Builder(HALF), read_again=True)), Symbolic(model))
+    (chain,) = retranslate_chains(graph, find_chains(graph)[0])
     sizes = {"B": 8, "S": 512}
-    rival = rival_seconds(graph, chain.region.places, sizes, MACHINE)
-    own = Analytical(Site(graph, chain.region.places), sizes, MACHINE)((0, 2))
-    assert rival > 2 * MACHINE.launch  # two kernels
-    assert rival / own > LEAST_PREDICTED
+    baseline = ort_baseline_seconds(graph, chain.region.node_indices, sizes, MACHINE)
+    own = AnalyticalCost(SegmentedRegion(graph, chain.region.node_indices), sizes, MACHINE)((0, 2))
+    assert baseline > 2 * MACHINE.launch  # two kernels
+    assert baseline / own > LEAST_PREDICTED
 
 
 def test_a_model_for_cuda_has_chains_without_a_measurement(narrow: Callable[[str], Path]) -> None:
@@ -95,7 +97,7 @@ def test_copies_for_a_measurement_compute_the_same() -> None:
     model = split_gate(b)
     for info in model.graph.output:
         info.type.tensor_type.elem_type = b.dtype
-    many = repeated(model, 3)
+    many = repeat_model(model, 3)
     assert len(many.graph.node) == 3 * len(model.graph.node)
     rng = np.random.default_rng(0)
     feeds = [rng.standard_normal((1, 4, 8), np.float32) for _ in range(3)]
@@ -109,10 +111,10 @@ def test_copies_for_a_measurement_compute_the_same() -> None:
     assert {a.name for a in many.graph.initializer} == {a.name for a in model.graph.initializer}
 
 
-def normed_product() -> onnx.ModelProto:
+def normed_matmul() -> onnx.ModelProto:
     b = Builder(HALF)
-    product = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
-    total = b.add("Add", product, b.input("residual", ["B", "S", 768]))
+    matmul = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 768))
+    total = b.add("Add", matmul, b.input("residual", ["B", "S", 768]))
     normed = b.add("LayerNormalization", total, b.weight(768), b.weight(768), axis=-1)
     return b.model(b.add("MatMul", normed, b.weight(768, 768)), total)
 
@@ -120,9 +122,13 @@ def normed_product() -> onnx.ModelProto:
 LONG = Options(target="cuda", shapes={"B": (16, 16), "S": (2048, 2048)})
 
 
-def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> None:
+def test_a_norm_behind_a_matmul_that_takes_the_sum_is_a_chain_alone() -> None:
     """The runtime's norm reaches half of a chain's rate, and nothing is left to fuse with it."""
-    found = apply_chains(normed_product(), Predicted(LONG, Machine.cuda(2.6e12, 620e12)), forms=_takes_all)
+    found = fuse_chains(
+        normed_matmul(),
+        PredictedDecider(LONG, MachineModel.cuda(2.6e12, 620e12)),
+        ChainPolicy(epilogue_forms=_takes_all),
+    )
     assert [n.op_type for n in found.model.graph.node] == ["StofGemm", "StofChain", "MatMul"]
 
 
@@ -131,32 +137,32 @@ def test_a_norm_behind_a_product_that_takes_the_sum_is_a_chain_by_itself() -> No
 def test_norms_alone_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm_gains: bool, sum_gains: bool, target: str
 ) -> None:
-    """Each operator takes a second, what a product takes in with it nothing, a norm that gains half of one."""
+    """Each operator takes a second, an epilogue nothing, a norm that gains half a second."""
 
-    def seconds(self: object, places: Sequence[int], chains: Sequence[Chain], outputs: object) -> float:
+    def seconds(self: object, places: Sequence[int], chains: Sequence[FusedChain], outputs: object) -> float:
         total = float(len(places))
         for chain in chains:
-            if len(chain.region.places) == 1:
+            if len(chain.region.node_indices) == 1:
                 total -= 0.5 if norm_gains else -0.1
-            elif len(chain.region.places) == 2 and isinstance(chain, Product):
+            elif len(chain.region.node_indices) == 2 and isinstance(chain, FusedGemm):
                 total -= 1.0 if sum_gains else -0.1
             else:
                 total += 2.0
         return total
 
     def turns(
-        self: object, places: Sequence[int], candidates: Sequence[Sequence[Chain]], outputs: object, over: object
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[FusedChain]], outputs: object, over: object
     ) -> list[float]:
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.in_turns", turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", turns)
     options = replace(LONG, target=target, tune=60.0)
     cache = Cache(tmp_path / "cache.sqlite", "device", "build")
     found = []
     for deadline in (60.0, 0.0):  # measured, then from the cache
-        judge = Measured(options, cache, deadline, clock=lambda: 0.0)
-        made = apply_chains(normed_product(), judge, forms=_takes_all)
+        decider = MeasuredDecider(options, cache, deadline, clock=lambda: 0.0)
+        made = fuse_chains(normed_matmul(), decider, ChainPolicy(epilogue_forms=_takes_all))
         found.append([n.op_type for n in made.model.graph.node])
     norm_taken = norm_gains and target == "cuda"
     wanted = ["StofGemm"] if sum_gains else ["MatMul", "Add"]
@@ -167,7 +173,9 @@ def test_norms_alone_are_measured(
 def test_a_short_norm_alone_stays() -> None:
     b = Builder(HALF)
     normed = b.add("LayerNormalization", activations(b), b.weight(N), b.weight(N), axis=-1)
-    found = apply_chains(b.model(normed), Predicted(Options(target="cuda"), MACHINE), forms=_takes_all)
+    found = fuse_chains(
+        b.model(normed), PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=_takes_all)
+    )
     assert "StofChain" not in [n.op_type for n in found.model.graph.node]
 
 

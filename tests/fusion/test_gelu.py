@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N, activations
 
-from stof.fusion.apply import apply_chains
+from stof.fusion.apply import fuse_chains
 from stof.fusion.decide.measured import take_all
 
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -54,7 +54,7 @@ def _text(make: Callable[[Builder, str], str], dtype: int) -> str:
     b = Builder(dtype)
     x = b.add("Add", activations(b), b.weight(N))
     y = make(b, x)
-    found = apply_chains(b.model(y), take_all)
+    found = fuse_chains(b.model(y), take_all)
     (node,) = [n for n in found.model.graph.node if n.op_type == "StofChain"]
     return str(next(a.s.decode() for a in node.attribute if a.name == "chain"))
 

@@ -12,17 +12,18 @@ from onnx import TensorProto, helper
 from stof.fusion.check import check_chain
 from stof.fusion.emit import emit_chains
 from stof.fusion.evaluate import evaluate_chain
-from stof.fusion.regions import Graph, find_chains, settled
-from stof.fusion.translate import Chain
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.regions import find_chains, retranslate_chains
+from stof.fusion.translate import FusedChain
 from stof.symbolic import Symbolic
 
 BFLOAT = int(TensorProto.BFLOAT16)
 
 
-def found(model: onnx.ModelProto) -> tuple[Graph, list[Chain]]:
-    graph = Graph(model, Symbolic(model))
+def found(model: onnx.ModelProto) -> tuple[FusionGraph, list[FusedChain]]:
+    graph = FusionGraph(model, Symbolic(model))
     chains, _ = find_chains(graph)
-    return graph, settled(graph, chains)
+    return graph, retranslate_chains(graph, chains)
 
 
 def test_what_a_sine_is_taken_of_is_rounded_as_in_the_graph() -> None:
@@ -56,8 +57,8 @@ def test_a_cast_that_narrows_rounds(narrow: int) -> None:
     x, r = (rng.standard_normal((2, 3, N), np.float32) for _ in range(2))
     w = rng.standard_normal(N, np.float32)
     given = [r if n == "r" else x if i == 0 else w for i, n in enumerate(chain.inputs)]
-    product = (x * w).astype(np.float64)
-    rounded = product.astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
+    matmul = (x * w).astype(np.float64)
+    rounded = matmul.astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
     exact = (x.astype(np.float64) * w).astype(helper.tensor_dtype_to_np_dtype(narrow)).astype(np.float64)
     own = evaluate_chain(chain.description.text, given)[0]
     assert np.abs(own - (exact - r)).max() < 1e-12

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stof.bench.core import grids, measure
-from stof.bench.core.runner import Unavailable
+from stof.bench.core import measure
+from stof.bench.core.candidate import Unavailable, select
+from stof.bench.cpu import cases
 from stof.bench.gpu.cases import GRIDS
 from stof.errors import ArgumentError
 from stof.files import write_text
@@ -21,13 +22,13 @@ RESULTS = Path("docs/results")
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 when everything asked for was measured."""
     try:
-        return run_command("stof-bench", lambda: _reported(_parser().parse_args(argv)))
+        return run_command("stof-bench", lambda: _run_with_errors_reported(_parser().parse_args(argv)))
     except KeyboardInterrupt:
         complain("stof-bench: interrupted")
         return 130
 
 
-def _reported(arguments: argparse.Namespace) -> int:
+def _run_with_errors_reported(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except (Unavailable, ValueError, KeyError) as error:
@@ -35,7 +36,7 @@ def _reported(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="stof-bench", description="Times stof beside its peers (docs/guide/benchmarks.md).")
+    parser = Parser(prog="stof-bench", description="Times stof beside its baselines (docs/guide/benchmarks.md).")
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="the grids of the attention operator")
     attention.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -52,7 +53,7 @@ def _parser() -> Parser:
     attention.add_argument("--again", type=int, default=0, metavar="N", help="time points that lose N times more")
     attention.add_argument("--limit", type=float, metavar="SECONDS", help="of --device cuda: begin no point after that")
     sites = commands.add_parser("sites", help="the first models' attention shapes beside ONNX Runtime's own nodes")
-    sites.add_argument("--lengths", nargs="+", type=int, default=list(grids.SITE_LENGTHS), metavar="S")
+    sites.add_argument("--lengths", nargs="+", type=int, default=list(cases.SITE_LENGTHS), metavar="S")
     model = commands.add_parser("model", help="a whole model before and after stof-optimize")
     model.add_argument("model", help="an .onnx file, or the name of a graph under models/graphs")
     model.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="S")
@@ -139,11 +140,11 @@ def _search(arguments: argparse.Namespace) -> int:
 
     shape = (arguments.batch, arguments.length)
     if arguments.model is not None:
-        for line in search.lines(arguments.model, *shape, arguments.measured, arguments.seed):
+        for line in search.compare_regions(arguments.model, *shape, arguments.measured, arguments.seed):
             say(line.text())
         return 0
     found = []
-    for line in search.spaces(search.GRAPHS, *shape, arguments.seed):
+    for line in search.compare_spaces(search.GRAPHS, *shape, arguments.seed):
         say(f"{line.cost:10s} {line.text()}")
         found.append(line)
     say(search.summary(found))
@@ -166,24 +167,21 @@ def _each_thread_count(arguments: argparse.Namespace) -> int:
 
 
 def _child(arguments: argparse.Namespace) -> None:
-    sys.exit(run_command("stof-bench", lambda: _reported(arguments)))
+    sys.exit(run_command("stof-bench", lambda: _run_with_errors_reported(arguments)))
 
 
 def _attention(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
-    from stof.bench.cpu.attention import lines, point
-    from stof.bench.cpu.baselines import PEERS
+    from stof.bench.cpu.attention import describe_record, measure_point
+    from stof.bench.cpu.baselines import CANDIDATES
 
-    unknown = set(arguments.peers or ()) - {p.name for p in PEERS}
-    if unknown:
-        raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
-    peers = [p for p in PEERS if arguments.peers is None or p.name in arguments.peers]
-    for name in arguments.masks or grids.ATTENTION_MASKS:
-        for length in arguments.lengths or grids.LENGTHS:
-            record = point(grids.attention_case(name, length), threads, peers, arguments.rounds)
+    candidates = select(CANDIDATES, arguments.peers)
+    for name in arguments.masks or cases.ATTENTION_MASKS:
+        for length in arguments.lengths or cases.LENGTHS:
+            record = measure_point(cases.attention_case(name, length), threads, candidates, arguments.rounds)
             if arguments.peers is None:
                 store(arguments.results / "attention-cpu.json", record)
-            say(*lines(record))
+            say(*describe_record(record))
     return 0
 
 
@@ -191,12 +189,12 @@ def _attention_on_gpu(arguments: argparse.Namespace) -> int:
     from stof.bench.gpu.cases import grid
     from stof.bench.gpu.run import run
     from stof.bench.gpu.timing import ROUNDS
-    from stof.bench.gpu.worker_pool import Plan
+    from stof.bench.gpu.worker_pool import PointPlan
 
     chosen = (arguments.masks, arguments.lengths, arguments.batches)
-    cases = [case for name in arguments.grid for case in grid(name, *chosen)]
-    plan = Plan(arguments.peers, arguments.rounds or ROUNDS, arguments.kernels)
-    return run(cases, plan, arguments.results, arguments.limit, arguments.again)
+    points = [case for name in arguments.grid for case in grid(name, *chosen)]
+    plan = PointPlan(arguments.peers, arguments.rounds or ROUNDS, arguments.kernels)
+    return run(points, plan, arguments.results, arguments.limit, arguments.again)
 
 
 def _models_on_gpu(arguments: argparse.Namespace) -> int:
@@ -215,32 +213,32 @@ def _models_on_gpu(arguments: argparse.Namespace) -> int:
         if arguments.prepare:
             say(str(folder))
             continue
-        from stof.bench.gpu.device_lock import Lock
-        from stof.bench.gpu.models import lines, point
+        from stof.bench.gpu.device_lock import DeviceLock
+        from stof.bench.gpu.models import describe_record, measure_point
 
         traced = "quotient" not in arguments.without
-        record = point(name, folder, shape, arguments.rounds or 9, traced, Lock(arguments.lock))
+        record = measure_point(name, folder, shape, arguments.rounds or 9, traced, DeviceLock(arguments.lock))
         store(arguments.results / "models-cuda.json", record)
-        say(*lines(record))
+        say(*describe_record(record))
         worst = max(worst, 3 if "stof" not in record["us"] else 0)
     return worst
 
 
 def _sites(arguments: argparse.Namespace, threads: int) -> int:
     from stof.bench.core.results import store
-    from stof.bench.cpu.attention import lines, point
-    from stof.bench.cpu.baselines import PEERS
+    from stof.bench.cpu.attention import describe_record, measure_point
+    from stof.bench.cpu.baselines import CANDIDATES
 
-    peers = [p for p in PEERS if p.name in ("stof", "ort-exported")]
+    candidates = select(CANDIDATES, ("stof", "ort-exported"))
     slower = 0
-    for case in grids.site_cases():
+    for case in cases.site_cases():
         if case.S not in arguments.lengths:
             continue
-        record = {**point(case, threads, peers, arguments.rounds), "grid": "sites"}
+        record = {**measure_point(case, threads, candidates, arguments.rounds), "grid": "sites"}
         record["key"] = [case.name, case.mask, case.S, threads]
         store(arguments.results / "sites-cpu.json", record)
-        say(*lines(record))
-        own, other = (record["peers"][p.name].get("us") for p in peers)
+        say(*describe_record(record))
+        own, other = (record["peers"][c.name].get("us") for c in candidates)
         slower += own is None or other is None or own > other
     say(f"{slower} site(s) slower than ONNX Runtime's own nodes" if slower else "no site is slower")
     return 3 if slower else 0

@@ -1,2 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains: regions of memory-bound operators that one kernel computes (docs/reference/chain-format.md)."""
+"""Fused chains: regions of memory-bound operators, with or without matmuls, that one kernel computes.
+
+A group of modules imports only from itself and from the groups before it:
+
+* policy: what a target allows. description_format, description_parser, description_printer: the text of a chain
+  (docs/reference/chain-format.md). evaluate, work_bound: what it computes, and how much.
+* terms, gelu, element_ops, index_terms: the expressions of a chain.
+* translate, gemm: from a region of the graph to a chain. function_body, tensorrt_plugin: what its node needs.
+* merge_matmuls, packed_qkv, split_gemm_bias: changes of the graph that come first.
+* fusion_graph, regions: finds the regions. check, emit: compares a chain with what it replaces, and writes its node.
+* search: the search for fusion schemes. decide: which parts of a region become chains. apply: all steps in order.
+"""

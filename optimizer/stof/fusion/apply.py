@@ -1,33 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each chain of a model: found, checked, judged, emitted."""
+"""Fuses the chains of a model: finds them, checks them, decides about them, emits them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx
 
 from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
-from stof.fusion.decide.selection import Decided, Selection
-from stof.fusion.emit import Key, emit_chains, grouped, of_common_types, signature
-from stof.fusion.gemm import Forms
-from stof.fusion.merge_matmuls import Merges, merged
-from stof.fusion.packed_qkv import packed
+from stof.fusion.decide.decision import ChainDecider, ChainDecision
+from stof.fusion.decide.selection import Selection
+from stof.fusion.emit import ChainSignature, chain_signature, emit_chains, group_by_op, select_common_types
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.merge_matmuls import MergeScope, merge_matmuls
+from stof.fusion.packed_qkv import read_packed_heads
 from stof.fusion.plan_entry import ChainPlan
-from stof.fusion.regions import Graph, Left, chain_of, find_chains, settled
-from stof.fusion.split_gemm_bias import joined, separated
-from stof.fusion.translate import Chain
+from stof.fusion.policy import ChainPolicy, ShapeReads
+from stof.fusion.regions import build_chain, find_chains, retranslate_chains
+from stof.fusion.split_gemm_bias import rejoin_gemm_bias, split_gemm_bias
+from stof.fusion.translate import FusedChain, RefusedRegion
 from stof.graph.index import all_nodes, opset_of
 from stof.graph.names import FreshNames
 from stof.symbolic import Symbolic
 
+_OTHER_TYPES = "its outputs are of other types than those of most chains; all calls of one function share them"
+
 
 @dataclass(frozen=True)
 class ChainReport:
-    """One chain, or operators that are none. ``gain`` is the replaced operators' time over the chain's, ``measured`` or
-    predicted.
+    """One chain, or operators that cannot become one.
+
+    Attributes:
+        chain: its name.
+        operators: the operators, separated by spaces.
+        replaced: whether they are replaced.
+        reason: why they are not.
+        description: what the chain computes.
+        gain: time of the replaced operators over the chain's, where it is known.
+        measured: whether the gain was measured rather than predicted.
     """
 
     chain: str
@@ -40,22 +52,8 @@ class ChainReport:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What becomes of a region: the parts of it that become chains, as ranges of its nodes; none with a reason."""
-
-    segments: tuple[tuple[int, int], ...]
-    reason: str = ""
-    gain: float | None = None
-    measured: bool = False
-
-
-# The number is how many different regions are left to judge, this one among them.
-Judge = Callable[[Graph, Chain, Key, int], Verdict]
-
-
-@dataclass(frozen=True)
 class Chained:
-    """A model with its chains replaced, and what became of each."""
+    """A model with its chains replaced, and what became of each chain."""
 
     model: onnx.ModelProto
     reports: tuple[ChainReport, ...]
@@ -67,213 +65,217 @@ class Chained:
         return sum(r.replaced for r in self.reports)
 
     def without(self, model: onnx.ModelProto, reason: str) -> Chained:
-        """The same with every chain left as it was."""
+        """The same with no chain replaced: ``model`` is the model before, ``reason`` goes into the reports."""
         kept = (replace(r, replaced=False, reason=reason) if r.replaced else r for r in self.reports)
         plans = (ChainPlan(p.chain, p.operators, (), "outputs differed") if p.replace else p for p in self.plans)
         return Chained(model, tuple(kept), tuple(plans))
 
 
-def apply_chains(
+def fuse_chains(
     model: onnx.ModelProto,
-    judge: Judge,
+    decider: ChainDecider,
+    policy: ChainPolicy | None = None,
     selection: Selection | None = None,
-    forms: Forms | None = None,
-    tensorrt: bool = False,
-    separate: bool = False,
-    merges: Merges | None = None,
-    packs: bool = False,
-    on_cpu: bool = False,
 ) -> Chained:
-    """A copy of a model in which the chains that a judge is for are StofChain nodes.
+    """A copy of a model in which StofChain and StofGemm nodes replace the chains that a decider takes.
 
     Args:
-        model: with attention replaced already.
-        judge: decides about each different region.
-        selection: what the user says of regions, which goes first.
-        forms: of epilogues, where products become parts of templates.
-        tensorrt: chains become plugins of TensorRT.
-        separate: biases of products are looked at by themselves.
-        merges: which products of one tensor are to become one, where a chain takes them apart.
-        packs: attention reads its heads where they are, rather than what Split makes of them.
-        on_cpu: products are those that the CPU's kernels are for.
+        model: a model with attention replaced already.
+        decider: decides about each different region.
+        policy: what the target allows.
+        selection: the user's decisions, which go first.
 
     Raises:
         ArgumentError: when the selection names chains that the model does not have.
     """
-    selection = selection or Selection()
+    fusion = _Fusion(decider, policy or ChainPolicy(), selection or Selection())
     try:
         symbolic = Symbolic(model)
     except StofError:
         raise
-    except Exception as error:  # what is not found costs speed; attention that was found stays
-        return _nothing(model, _cannot(error))
-    # Where no chain takes three products apart, those that nothing has to take apart may still be one.
-    for three in (True, False):
-        if merges is None:
-            break
-        together, splits = merged(model, symbolic, merges, three, packs)
-        if together is model:
-            break
-        found = apply_chains(together, judge, selection, forms, tensorrt, separate, packs=packs, on_cpu=on_cpu)
-        # What attention reads where it is needs no chain.
-        if (found.replaced or not splits) and not splits & {n.name for n in found.model.graph.node}:
-            return found
-        if not splits:
-            break
-    if packs:
-        model, symbolic = _packed(model, symbolic)
-    whole, gemms = separated(model, symbolic) if separate else (model, {})
-    symbolic = symbolic if whole is model else Symbolic(whole)
-    reason = ""
-    for light in (True, False):  # light: shapes that chains are taken not to need
-        try:
-            found = _applied(Graph(whole, symbolic, light, forms, tensorrt, on_cpu), judge, selection)
-            return replace(found, model=joined(found.model, gemms))
-        except UnsupportedError as error:
-            reason = str(error)
-        except StofError:
-            raise
-        except Exception as error:  # what is not found costs speed; attention that was found stays
-            reason = _cannot(error)
-            break
-    return _nothing(model, reason)
+    except Exception as error:  # without chains the model is slower; attention stays replaced
+        return _nothing_found(model, _failure_text(error))
+    return fusion.with_merged_matmuls(model, symbolic) or fusion.without_merging(model, symbolic)
 
 
-def _packed(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelProto, Symbolic]:
-    try:
-        joint = packed(model, symbolic)
-        return (model, symbolic) if joint is model else (joint, Symbolic(joint))
-    except StofError:
-        raise
-    except Exception:  # copies stay; attention that was found does, too
-        return model, symbolic
-
-
-def _cannot(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
     return f"chains cannot be looked for ({type(error).__name__}: {error}); please report this model"
 
 
-def _nothing(model: onnx.ModelProto, reason: str) -> Chained:
+def _nothing_found(model: onnx.ModelProto, reason: str) -> Chained:
     return Chained(model, (ChainReport("-", "all operators", False, reason),))
 
 
-def _applied(graph: Graph, judge: Judge, selection: Selection) -> Chained:
-    model = graph.model
-    names = _Names()
-    if any(n.op_type == "StofChain" for n in all_nodes(model.graph.node)):
-        return Chained(model, (ChainReport("-", "", False, "the model holds StofChain already"),))
-    chains, left = find_chains(graph)
-    if graph.light:
-        chains = settled(graph, chains)
-    labels = [names.of(graph, c.region.places) for c in chains]
-    places = [graph.site(c.region.places) for c in chains]
-    words = [operators(graph, p) for p in places]
-    selection.check(labels, words)
-    reports = [replace(_none(graph, x), chain=names.of(graph, x.places)) for x in left]
-    verdicts = _verdicts(graph, chains, labels, words, (judge, selection))
-    wanted: list[tuple[Chain, int, tuple[int, int]]] = []
-    for i, (chain, verdict) in enumerate(zip(chains, verdicts, strict=True)):
-        parts = [(chain_of(graph, places[i][start:end]), (start, end)) for start, end in verdict.segments]
-        good = [(p, i, segment) for p, segment in parts if isinstance(p, Chain)]
-        wanted += good
-        if not good:
-            text = chain.description.text
-            reports.append(
-                ChainReport(labels[i], words[i], False, verdict.reason, text, verdict.gain, verdict.measured)
-            )
-    fitting = [c for own in grouped([c for c, _, _ in wanted]).values() for c in of_common_types(own)[0]]
-    if len(fitting) < len(chains) and graph.light:
-        fitting = settled(graph, fitting)
-    taken = {c.region.places: c for c in fitting}
-    segments: dict[int, list[tuple[int, int]]] = {}
-    for chain, i, segment in wanted:
-        own = chain.region.places
-        text = taken.get(own, chain).description.text
-        reason = "replaced" if own in taken else _OTHER_TYPES
-        name = labels[i] if own == chains[i].region.places else names.of(graph, own)
-        gain, measured = verdicts[i].gain, verdicts[i].measured
-        reports.append(ChainReport(name, operators(graph, own), own in taken, reason, text, gain, measured))
-        if own in taken:
-            segments.setdefault(i, []).append(segment)
-    shapes = {t: other for c in fitting for t, other in graph.substitutes(c.region.places).items()}
-    plans = [
-        ChainPlan(label, text, tuple(segments.get(i, ())))
-        for i, (label, text) in enumerate(zip(labels, words, strict=True))
-    ]
-    emitted = emit_chains(model, graph.symbolic, fitting, shapes, graph.tensorrt)
-    return Chained(emitted, tuple(reports), tuple(plans))
+@dataclass(frozen=True)
+class _Fusion:
+    """One run on one model: who decides, and what the target allows."""
 
+    decider: ChainDecider
+    policy: ChainPolicy
+    selection: Selection
 
-def _verdicts(
-    graph: Graph,
-    chains: Sequence[Chain],
-    labels: Sequence[str],
-    words: Sequence[str],
-    deciding: tuple[Judge, Selection],
-) -> list[Verdict]:
-    """What becomes of each region: equal ones are judged once, those that the user speaks of are not."""
-    judge, selection = deciding
-    said = [selection.of_chain(i, name) for i, name in enumerate(labels)]
-    keys = [
-        (signature(c, graph.symbolic), (w, *graph.factors(graph.site(c.region.places))))
-        for c, w in zip(chains, words, strict=True)
-    ]
-    kinds = {k for k, own in zip(keys, said, strict=True) if own is None}
-    known: dict[tuple[object, Decided | None], Verdict] = {}
-    found = []
-    for chain, key, own in zip(chains, keys, said, strict=True):
-        case = (key, own)
-        if case not in known:
-            if own is None:
-                left = len(kinds) - sum(word is None for _, word in known)
-                known[case] = _verdict(chain, key[0], graph, judge, left)
+    def with_merged_matmuls(self, model: onnx.ModelProto, symbolic: Symbolic) -> Chained | None:
+        """The result after merging matmuls of one tensor; None where merging is not possible, or no chain needs it."""
+        decider = self.policy.merge_decider
+        if decider is None:
+            return None
+        for scope in MergeScope:  # where no chain splits query, key and value again, attention alone may still gain
+            merged = merge_matmuls(model, symbolic, decider, scope, self.policy.reads_packed_heads)
+            if merged.model is model:
+                return None
+            try:
+                merged_symbolic = Symbolic(merged.model)
+            except StofError:
+                raise
+            except Exception as error:  # as in fuse_chains
+                found = _nothing_found(merged.model, _failure_text(error))
             else:
-                known[case] = _checked(chain, graph, Verdict(own.segments, own.reason))
-        found.append(known[case])
-    return found
+                found = self.without_merging(merged.model, merged_symbolic)
+            # Attention reads the wide output without Split. Other readers need a chain that fuses it.
+            if (found.replaced or not merged.splits) and not merged.splits & {n.name for n in found.model.graph.node}:
+                return found
+            if not merged.splits:
+                return None
+        return None
+
+    def without_merging(self, model: onnx.ModelProto, symbolic: Symbolic) -> Chained:
+        """The result with matmuls as they are."""
+        if self.policy.reads_packed_heads:
+            model, symbolic = _read_packed_heads(model, symbolic)
+        whole, gemms = split_gemm_bias(model, symbolic) if self.policy.splits_gemm_bias else (model, {})
+        symbolic = symbolic if whole is model else Symbolic(whole)
+        reason = ""
+        for shape_reads in ShapeReads:
+            try:
+                found = self._replace_chains(FusionGraph(whole, symbolic, self.policy, shape_reads))
+                return replace(found, model=rejoin_gemm_bias(found.model, gemms))
+            except UnsupportedError as error:
+                reason = str(error)
+            except StofError:
+                raise
+            except Exception as error:  # without chains the model is slower; attention stays replaced
+                reason = _failure_text(error)
+                break
+        return _nothing_found(model, reason)
+
+    def _replace_chains(self, graph: FusionGraph) -> Chained:
+        model = graph.model
+        names = _ChainNames()
+        if any(n.op_type == "StofChain" for n in all_nodes(model.graph.node)):
+            return Chained(model, (ChainReport("-", "", False, "the model holds StofChain already"),))
+        assumes_fused = graph.shape_reads is ShapeReads.ASSUME_FUSED
+        chains, refused = find_chains(graph)
+        if assumes_fused:
+            chains = retranslate_chains(graph, chains)
+        labels = [names.name(graph, c.region.node_indices) for c in chains]
+        regions = [graph.with_leading_matmuls(c.region.node_indices) for c in chains]
+        operators = [graph.operator_names(r) for r in regions]
+        self.selection.check(labels, operators)
+        reports = [_report_refused(graph, x, names) for x in refused]
+        decisions = self._decide_all(graph, chains, labels, operators)
+        wanted: list[tuple[FusedChain, int, tuple[int, int]]] = []  # with the number of its region and its segment
+        for i, (chain, decision) in enumerate(zip(chains, decisions, strict=True)):
+            built = [(build_chain(graph, regions[i][start:end]), (start, end)) for start, end in decision.segments]
+            parts = [(part, i, segment) for part, segment in built if isinstance(part, FusedChain)]
+            wanted += parts
+            if not parts:
+                text, gain, measured = chain.description.text, decision.gain, decision.measured
+                reports.append(ChainReport(labels[i], operators[i], False, decision.reason, text, gain, measured))
+        fitting = [
+            c for group in group_by_op([c for c, _, _ in wanted]).values() for c in select_common_types(group)[0]
+        ]
+        if len(fitting) < len(chains) and assumes_fused:
+            fitting = retranslate_chains(graph, fitting)
+        emitted = {c.region.node_indices: c for c in fitting}
+        segments: dict[int, list[tuple[int, int]]] = {}
+        for chain, i, segment in wanted:
+            indices = chain.region.node_indices
+            is_emitted = indices in emitted
+            if is_emitted:
+                segments.setdefault(i, []).append(segment)
+            name = labels[i] if indices == chains[i].region.node_indices else names.name(graph, indices)
+            text = emitted.get(indices, chain).description.text
+            reason = "replaced" if is_emitted else _OTHER_TYPES
+            gain, measured = decisions[i].gain, decisions[i].measured
+            reports.append(ChainReport(name, graph.operator_names(indices), is_emitted, reason, text, gain, measured))
+        substitutes = {t: other for c in fitting for t, other in graph.shape_substitutes(c.region.node_indices).items()}
+        plans = [
+            ChainPlan(label, text, tuple(segments.get(i, ())))
+            for i, (label, text) in enumerate(zip(labels, operators, strict=True))
+        ]
+        result = emit_chains(model, graph.symbolic, fitting, substitutes, self.policy.uses_tensorrt_plugins)
+        return Chained(result, tuple(reports), tuple(plans))
+
+    def _decide_all(
+        self, graph: FusionGraph, chains: Sequence[FusedChain], labels: Sequence[str], operators: Sequence[str]
+    ) -> list[ChainDecision]:
+        """A decision about each region: the user's where there is one, else one for all equal regions."""
+        by_user = [self.selection.of_chain(i, name) for i, name in enumerate(labels)]
+        keys = [
+            (
+                chain_signature(c, graph.symbolic),
+                (text, *graph.weight_shapes(graph.with_leading_matmuls(c.region.node_indices))),
+            )
+            for c, text in zip(chains, operators, strict=True)
+        ]
+        undecided = {k for k, decision in zip(keys, by_user, strict=True) if decision is None}
+        known: dict[tuple[object, ChainDecision | None], ChainDecision] = {}
+        found = []
+        for chain, key, given in zip(chains, keys, by_user, strict=True):
+            case = (key, given)
+            if case not in known:
+                if given is None:
+                    left = len(undecided) - sum(user is None for _, user in known)
+                    known[case] = self._decide(graph, chain, key[0], left)
+                else:
+                    known[case] = _check_segments(graph, chain, given)
+            found.append(known[case])
+        return found
+
+    def _decide(self, graph: FusionGraph, chain: FusedChain, signature: ChainSignature, left: int) -> ChainDecision:
+        try:
+            check_chain(chain, graph.nodes, graph.symbolic, opset_of(graph.model))
+        except UnsupportedError as error:
+            return ChainDecision((), str(error))
+        decision = self.decider(graph, chain, signature, left)
+        region = graph.with_leading_matmuls(chain.region.node_indices)
+        is_checked = decision.segments == ((len(region) - len(chain.region.node_indices), len(region)),)
+        return decision if is_checked else _check_segments(graph, chain, decision)
 
 
-_OTHER_TYPES = "its outputs are of other types than those of most chains; all calls of one function share them"
-
-
-def _verdict(chain: Chain, key: Key, graph: Graph, judge: Judge, left: int) -> Verdict:
+def _read_packed_heads(model: onnx.ModelProto, symbolic: Symbolic) -> tuple[onnx.ModelProto, Symbolic]:
     try:
-        check_chain(chain, graph.nodes, graph.symbolic, opset_of(graph.model))
-    except UnsupportedError as error:
-        return Verdict((), str(error))
-    verdict = judge(graph, chain, key, left)
-    site = graph.site(chain.region.places)
-    whole = verdict.segments == ((len(site) - len(chain.region.places), len(site)),)
-    return verdict if whole else _checked(chain, graph, verdict)
+        packed = read_packed_heads(model, symbolic)
+        return (model, symbolic) if packed is model else (packed, Symbolic(packed))
+    except StofError:
+        raise
+    except Exception:  # the copies of heads stay; attention stays replaced
+        return model, symbolic
 
 
-def _checked(chain: Chain, graph: Graph, verdict: Verdict) -> Verdict:
-    """A verdict whose parts compute what they replace; none of them where one does not."""
+def _check_segments(graph: FusionGraph, chain: FusedChain, decision: ChainDecision) -> ChainDecision:
+    """The decision; without segments where one of them does not compute what it replaces."""
     try:
-        for start, end in verdict.segments:
-            part = chain_of(graph, graph.site(chain.region.places)[start:end])
-            if isinstance(part, Chain):
+        for start, end in decision.segments:
+            part = build_chain(graph, graph.with_leading_matmuls(chain.region.node_indices)[start:end])
+            if isinstance(part, FusedChain):
                 check_chain(part, graph.nodes, graph.symbolic, opset_of(graph.model))
     except UnsupportedError as error:
-        return Verdict((), str(error))
-    return verdict
+        return ChainDecision((), str(error))
+    return decision
 
 
-def _none(graph: Graph, left: Left) -> ChainReport:
-    return ChainReport("", operators(graph, left.places), False, left.reason)
+def _report_refused(graph: FusionGraph, refused: RefusedRegion, names: _ChainNames) -> ChainReport:
+    indices = refused.node_indices
+    return ChainReport(names.name(graph, indices), graph.operator_names(indices), False, refused.reason)
 
 
-def operators(graph: Graph, places: Sequence[int]) -> str:
-    """The operators of a region in words."""
-    return " ".join(graph.nodes[p].op_type for p in places)
-
-
-class _Names:
-    """Labels for people: the last node's name, or the tensor that it writes."""
+class _ChainNames:
+    """Unique names of regions for reports and plans: the last node's name, or the tensor that it writes."""
 
     def __init__(self) -> None:
         self._names = FreshNames(numbered=lambda name, number: f"{name} ({number})")
 
-    def of(self, graph: Graph, places: Sequence[int]) -> str:
-        node = graph.nodes[places[-1]]
+    def name(self, graph: FusionGraph, node_indices: Sequence[int]) -> str:
+        node = graph.nodes[node_indices[-1]]
         return self._names.make(node.name or f"{node.op_type} of {node.output[0]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chain's description beside the operators that it replaces, run on small random inputs: before anything is replaced."""
+"""Compares a chain's description with the operators that it replaces, on small random inputs, before it is emitted."""
 
 from __future__ import annotations
 
@@ -20,74 +20,76 @@ from stof.fusion.description_parser import parse_chain
 from stof.fusion.element_ops import kind_of_node
 from stof.fusion.evaluate import evaluate_chain
 from stof.fusion.function_body import branch_model, make_branch
-from stof.fusion.gemm import Product
-from stof.fusion.translate import Chain
+from stof.fusion.gemm import FusedGemm
+from stof.fusion.translate import FusedChain
 from stof.fusion.work_bound import check_any_run
 from stof.symbolic import Int, Symbolic
 from stof.symbolic.algebra.terms import subterms
 
-_SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in the order in which they are met
-_FACTORS = (1, 16, 64)  # windows and strides make nothing of short inputs
+_SIZES = (3, 2, 5, 4, 7, 6)  # of symbolic dimensions, in order of appearance
+_SCALES = (1, 16, 64)  # of the sizes, tried until no dimension is empty: windows and strides may leave nothing
 _ROUNDS = 2  # the second one has other sizes
-_TOLERANCE = 3e-5  # of the largest number that comes out; fp32 beside fp64
-_ROUNDED = 1e-4  # where GELU may have been made of numbers that were rounded to fp16 (gelu.py)
-_DRAWN = 262_147  # a prime number, above how many rows of 128 and more the largest input has
-_LARGEST = 1 << 25  # elements of an input: of sizes that are numbers, 16 x 2048 tokens do not fit
-_MOST_COMPUTED = 1 << 27  # elements of what is computed: broadcasting may make many of few
-_MANY = 1 << 20  # elements of an input that fewer may stand for
-_FEW = (3, 5, 7)  # sizes of the first axes then
+_TOLERANCE = 3e-5  # of the largest output value; fp32 beside fp64
+_FP16_GELU_TOLERANCE = 1e-4  # where GELU's constants may have been rounded to fp16 (gelu.py)
+_MOST_RANDOM = 262_147  # a prime above the number of rows of 128 and more in the largest input
+_LARGEST = 1 << 25  # elements of an input
+_MOST_COMPUTED = 1 << 27  # elements computed, which broadcasting may multiply
+_REDUCIBLE = 1 << 20  # elements of an input from which on fewer rows are tried
+_FEW_ROWS = (3, 5, 7)  # sizes of the first axes then
 _SECONDS = 60.0  # that a run may take; it takes a few milliseconds
 _NOT_FINITE = "output {} of the description is inf or NaN where its operators are not"
 Shapes = list[list[int]]
 
 
-def check_chain(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int) -> None:
-    """Runs the replaced operators in ONNX Runtime, or in onnx's own evaluator, and the description in fp64.
+def check_chain(chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int) -> None:
+    """Runs the replaced operators in ONNX Runtime, or in onnx's reference evaluator, and the description in fp64.
 
     Raises:
-        UnsupportedError: where the two differ, or one of them cannot be run.
+        UnsupportedError: when the results differ, or one of the two cannot be run.
     """
-    if not isinstance(chain, Product):  # the epilogue of a product writes both of its axes
+    if not isinstance(chain, FusedGemm):  # an epilogue writes both of its axes
         check_any_run(chain.description.text)
     branch = make_branch(chain, nodes, symbolic, opset, "check")
     dtypes = [symbolic.dtype(n) for n in chain.inputs]
     model = branch_model(chain, branch, dtypes, opset)
-    halves = any(d in HALF for d in (*dtypes, *chain.dtypes))
-    if halves:
+    has_half = any(d in HALF for d in (*dtypes, *chain.dtypes))
+    if has_half:
         model = widen(model)
     text = widened_chain(chain.description.text, HALF)
-    tolerance = _ROUNDED if halves and "gelu" in text else _TOLERANCE
+    tolerance = _FP16_GELU_TOLERANCE if has_half and "gelu" in text else _TOLERANCE
     check = _Check(chain, text, [v.name for v in model.graph.input], _runner(model), tolerance)
-    # What moves elements may cut rows off at a number, and of fewer rows cut nothing.
-    by_rows = all(kind_of_node(nodes[p]) != "moving" for p in chain.region.places)
+    # A movement operator may cut rows off at a constant; with fewer rows it would cut nothing.
+    only_by_rows = all(kind_of_node(nodes[p]) != "moving" for p in chain.region.node_indices)
     tried: list[Shapes] = []
     for i in range(_ROUNDS):
         shapes = _shapes(chain, symbolic, i)
-        if shapes in tried:  # all sizes are numbers
+        if shapes in tried:  # all sizes are static
             break
         tried.append(shapes)
-        if not (by_rows and check.passes_small(shapes, i)):
+        if not (only_by_rows and check.passes_small(shapes, i)):
             check.compare(shapes, i)
 
 
 @dataclass(frozen=True)
 class _Check:
-    chain: Chain
+    """A chain and a runner of the operators that it replaces."""
+
+    chain: FusedChain
     text: str
     names: Sequence[str]  # of the inputs
     run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
     tolerance: float = _TOLERANCE
 
     def passes_small(self, shapes: Shapes, seed: int) -> bool:
-        """Whether many rows, of sizes that are numbers, could be checked by a few: where nothing else depends on how many."""
-        if max(map(_count, shapes)) <= _MANY:
+        """Whether few rows pass in place of the many of static sizes, which is tried where nothing depends on their number."""
+        if max(map(_count, shapes)) <= _REDUCIBLE:
             return False
         fewer = _fewer_rows(shapes)
         if not fewer or len(set(fewer.values())) < len(fewer):
             return False
         axes, line, rest = self.text.partition("\n")
         names = [n for n, size in re.findall(r"(\w+) = ([\w.]+)", axes) if not size.isdigit() or int(size) in fewer]
-        # An axis that is more than an index by itself may mean another thing beyond a few rows.
+        # Where an axis is more than an index by itself, the value may depend on the number of rows.
         indices = r"(?<=[\[,])\s*(?:" + "|".join(names) + r")\s*(?=[,\]])"
         if set(re.findall(r"\w+", re.sub(indices, "", rest))) & set(names):
             return False
@@ -100,40 +102,40 @@ class _Check:
         return True
 
     def compare(self, shapes: Shapes, seed: int) -> None:
-        """On inputs of these shapes.
+        """Compares on random inputs of these shapes.
 
         Raises:
-            UnsupportedError: where the two differ, or one of them cannot be run.
+            UnsupportedError: when the results differ, or one of the two cannot be run.
         """
         if any(_count(s) > _LARGEST for s in shapes):
             raise UnsupportedError(
                 f"it reads more than {_LARGEST} elements of a tensor of fixed size: too large to check"
             )
         chain, text = self.chain, self.text
-        if _computed(chain, text, shapes) > _MOST_COMPUTED:
+        if _computed_elements(chain, text, shapes) > _MOST_COMPUTED:
             raise UnsupportedError(
                 f"it computes more than {_MOST_COMPUTED} elements of fixed sizes: too large to check"
             )
         rng = np.random.default_rng(seed)
-        given = [_drawn(rng, s) for s in shapes]
+        given = [_random_array(rng, s) for s in shapes]
         try:
             found = self.run(dict(zip(self.names, given, strict=True)))
-            exact = evaluate_product(chain, text, given) if isinstance(chain, Product) else evaluate_chain(text, given)
+            exact = evaluate_gemm(chain, text, given) if isinstance(chain, FusedGemm) else evaluate_chain(text, given)
         except ModelError as error:
             raise UnsupportedError(f"its description cannot be evaluated: {error}") from error
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"its operators cannot be run by themselves: {error}") from error
-        for place, (own, wanted) in enumerate(zip(found, exact, strict=True)):
-            compare_output(place, own, wanted, self.tolerance)
+        for number, (own, wanted) in enumerate(zip(found, exact, strict=True)):
+            compare_output(number, own, wanted, self.tolerance)
 
 
 def _count(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _computed(chain: Chain, text: str, shapes: Shapes) -> int:
-    """How many positions a chain or the output of a product has."""
-    if isinstance(chain, Product):
+def _computed_elements(chain: FusedChain, text: str, shapes: Shapes) -> int:
+    """How many elements a chain computes in the space of its axes, or a GEMM as its output."""
+    if isinstance(chain, FusedGemm):
         left, right = shapes[:2]
         return math.prod(left[:-1]) * right[-1]
     axes = parse_chain(text).axes
@@ -142,61 +144,65 @@ def _computed(chain: Chain, text: str, shapes: Shapes) -> int:
 
 
 def _fewer_rows(shapes: Shapes) -> dict[int, int]:
-    """Small sizes for those of rows: of all axes but the last of the inputs of the highest rank.
+    """Small sizes in place of the row counts: of all axes but the last, of the inputs of the highest rank.
 
-    A size that a last axis or an input of lower rank has, too, stays: it is one of columns, or of matrices.
+    A size stays where a last axis or an input of lower rank has it, too: it counts columns, or weights.
     """
     rank = max(map(len, shapes))
     kept = {d for s in shapes for d in (s[-1:] if len(s) == rank else s)}
     found: dict[int, int] = {}
     for shape in shapes:
-        for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW, strict=False):
+        for size, few in zip(shape[:-1] if len(shape) == rank else (), _FEW_ROWS, strict=False):
             if size > few and size not in kept:
                 found[size] = few
     return found
 
 
-def _drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
-    """Random numbers; a long tensor repeats a prime number of them, so that no two rows of 128 and more are equal."""
-    return np.resize(rng.standard_normal(min(_count(shape), _DRAWN), np.float32), shape)
+def _random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Standard normal numbers. A long tensor repeats a prime number of them, so that no two rows of 128 and more are equal."""
+    return np.resize(rng.standard_normal(min(_count(shape), _MOST_RANDOM), np.float32), shape)
 
 
-def evaluate_product(chain: Product, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What StofGemm computes, in fp64; ``text`` is the epilogue."""
-    left, *right = (x.astype(np.float64) for x in given[: chain.factors])
+def evaluate_gemm(chain: FusedGemm, text: str, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What StofGemm computes, in fp64. ``text`` describes the epilogue, ``given`` are all inputs."""
+    left, *right = (x.astype(np.float64) for x in given[: chain.operand_count])
     rows = left.reshape(-1, left.shape[-1])
-    halves = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
-    products = [rows @ h for h in halves]
-    count, width = products[0].shape
+    weights = np.split(right[0], 2, axis=-1) if chain.pair == 1 else right
+    outputs = [rows @ w for w in weights]
+    count, width = outputs[0].shape
     shapes = {"mn": (count, width), "n": (width,), "m": (count,), "": ()}
-    further = [x.reshape(shapes[how]) for x, how in zip(given[chain.factors :], chain.reads, strict=True)]
-    (found,) = evaluate_chain(text, [*products, *further])
+    further = [x.reshape(shapes[how]) for x, how in zip(given[chain.operand_count :], chain.reads, strict=True)]
+    (found,) = evaluate_chain(text, [*outputs, *further])
     return [found.reshape((*left.shape[:-1], width))]
 
 
-def compare_output(place: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
-    """Raises where an output of a description is not that of its operators."""
+def compare_output(number: int, own: np.ndarray, exact: np.ndarray, tolerance: float = _TOLERANCE) -> None:
+    """Refuses an output of a description that differs from its operators'.
+
+    Raises:
+        UnsupportedError: with the difference.
+    """
     if own.shape != exact.shape:
         raise UnsupportedError(
-            f"output {place} of the description has shape {exact.shape}, of its operators {own.shape}"
+            f"output {number} of the description has shape {exact.shape}, of its operators {own.shape}"
         )
     good = np.isfinite(exact)
-    if not good.all():  # rarely: picking numbers out takes longer than comparing all of them
+    if not good.all():  # rare, and slower than comparing all of them
         if not np.array_equal(own[~good].astype(np.float64), exact[~good], equal_nan=True):
-            raise UnsupportedError(_NOT_FINITE.format(place))
+            raise UnsupportedError(_NOT_FINITE.format(number))
         own, exact = own[good], exact[good]
     if not np.isfinite(own).all():
-        raise UnsupportedError(_NOT_FINITE.format(place))
+        raise UnsupportedError(_NOT_FINITE.format(number))
     difference = float(np.abs(own.astype(np.float64) - exact).max(initial=0.0))
     allowed = tolerance * max(1.0, float(np.abs(exact).max(initial=0.0)))
     if difference > allowed:
         raise UnsupportedError(
-            f"output {place} of the description differs from its operators by {difference:.2e}, allowed {allowed:.2e}"
+            f"output {number} of the description differs from its operators by {difference:.2e}, allowed {allowed:.2e}"
         )
 
 
-def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
-    """The names of symbolic dimensions, in the order in which they are met."""
+def size_names(shapes: Sequence[Sequence[Int]]) -> list[str]:
+    """The names of symbolic dimensions, in order of appearance."""
     found: dict[str, None] = {}
     for shape in shapes:
         for d in shape:
@@ -204,13 +210,13 @@ def sizes_of(shapes: Sequence[Sequence[Int]]) -> list[str]:
     return list(found)
 
 
-def _shapes(chain: Chain, symbolic: Symbolic, turn: int) -> Shapes:
+def _shapes(chain: FusedChain, symbolic: Symbolic, round_number: int) -> Shapes:
     known = [symbolic.shape(n) for n in chain.inputs]
     assert all(s is not None for s in known)
     shapes = [s for s in known if s is not None]
-    names = sizes_of(shapes)
-    for factor in _FACTORS:
-        sizes = {n: factor * _SIZES[(i + turn) % len(_SIZES)] for i, n in enumerate(names)}
+    names = size_names(shapes)
+    for scale in _SCALES:
+        sizes = {n: scale * _SIZES[(i + round_number) % len(_SIZES)] for i, n in enumerate(names)}
         found = [[evaluate(d, sizes) for d in s] for s in shapes]
         if all(d > 0 for s in found for d in s):
             break

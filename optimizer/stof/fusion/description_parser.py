@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading descriptions of chains: an own parser beside the library's, for the oracle and for checks."""
+"""Parses descriptions of fused chains (docs/reference/chain-format.md), independently of the library's parser.
+
+The fp64 evaluator and the checks use it; description_printer.py writes descriptions.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,28 @@ import re
 from dataclasses import dataclass
 
 from stof.errors import ModelError
-from stof.fusion.description import MOST_AXES, MOST_DEPTH, MOST_INPUTS, MOST_OUTPUTS, MOST_TEXT, REDUCTIONS
+from stof.fusion.description_format import (
+    ARITY,
+    KEYWORDS,
+    MOST_AXES,
+    MOST_DEPTH,
+    MOST_INPUTS,
+    MOST_OUTPUTS,
+    MOST_TEXT,
+)
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>0[xX][0-9a-fA-F]*\.?[0-9a-fA-F]*(?:[pP][+-]?\d+)?|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>//|<=|>=|==|!=|[-+*/%<>=()\[\],]))",
     re.ASCII,
 )
-_UNARY = frozenset(
-    ["abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sigmoid", "softplus", "sin", "cos", "floor"]
-    + ["ceil", "round", "relu", "silu", "gelu", "gelu_tanh", "f32", "f16", "bf16"]
-)
-ARITY = {**dict.fromkeys(_UNARY | REDUCTIONS, 1), "min": 2, "max": 2, "pow": 2, "select": 3}
 _INPUT, _OUTPUT = re.compile(r"x\d+"), re.compile(r"y\d+")
-_WORDS = frozenset({"axes", "let", "out", "inf", "nan"})
 _LARGEST = 1 << 31
 
 
 @dataclass(frozen=True)
-class Index:
-    """``constant`` + the sum of factors times axes, then ``//`` or ``%`` a number where ``op`` says so."""
+class AffineIndex:
+    """``constant`` + the sum of factor * axis over ``terms``; then ``// by`` or ``% by`` where ``op`` says so."""
 
     terms: tuple[tuple[str, int], ...]
     constant: int
@@ -35,18 +40,18 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Node:
-    """An operator of the grammar with its arguments; ``number``, ``axis``, ``let`` and ``read`` have a value."""
+class ExpressionNode:
+    """An operator of the grammar with its arguments. ``number``, ``axis``, ``let`` and ``read`` have a value instead."""
 
     op: str
-    arguments: tuple[Node, ...] = ()
+    arguments: tuple[ExpressionNode, ...] = ()
     value: float | str = ""
-    indices: tuple[Index, ...] = ()
+    indices: tuple[AffineIndex, ...] = ()
 
 
 @dataclass(frozen=True)
-class Size:
-    """A number, or a dimension of an input divided by a number."""
+class AxisSize:
+    """An axis's size: ``number``, or dimension ``dim`` of an input divided by ``number``."""
 
     number: int
     input: int = -1
@@ -54,34 +59,34 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Out:
-    """One output."""
+class ParsedOutput:
+    """An output: type, the axes of each dimension, value."""
 
     dtype: str
     dims: tuple[tuple[str, ...], ...]
-    expression: Node
+    expression: ExpressionNode
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedChain:
     """A whole description."""
 
-    axes: tuple[tuple[str, Size], ...]
-    lets: tuple[tuple[str, Node], ...]
-    outs: tuple[Out, ...]
+    axes: tuple[tuple[str, AxisSize], ...]
+    lets: tuple[tuple[str, ExpressionNode], ...]
+    outs: tuple[ParsedOutput, ...]
 
 
-def parse_chain(text: str) -> Parsed:
-    """Reads a description.
+def parse_chain(text: str) -> ParsedChain:
+    """Parses a description.
 
     Raises:
         ModelError: with the line, what was found and what was expected.
     """
     if len(text.encode()) > MOST_TEXT:
         raise ModelError(f"a description of {len(text)} bytes, expected at most {MOST_TEXT}")
-    axes: tuple[tuple[str, Size], ...] = ()
-    lets: list[tuple[str, Node]] = []
-    outs: list[Out] = []
+    axes: tuple[tuple[str, AxisSize], ...] = ()
+    lets: list[tuple[str, ExpressionNode]] = []
+    outs: list[ParsedOutput] = []
     for number, line in enumerate(re.split(r"[;\n]", text), 1):
         if not line.strip():
             continue
@@ -100,38 +105,42 @@ def parse_chain(text: str) -> Parsed:
         reader.end()
     if not axes or not 1 <= len(outs) <= MOST_OUTPUTS:
         raise ModelError(f"a description with {len(axes)} axes and {len(outs)} outputs, expected both")
-    return Parsed(axes, tuple(lets), tuple(outs))
+    return ParsedChain(axes, tuple(lets), tuple(outs))
 
 
 class _Line:
+    """A recursive-descent parser of one line."""
+
     def __init__(self, text: str, number: int, axes: list[str], lets: list[str]) -> None:
         self.number = number
         self.known_axes = axes
         self.lets = lets
         self.tokens: list[tuple[str, str]] = []
         self.depth = 0
-        place = 0
+        position = 0
         text = text.rstrip()
-        while place < len(text):
-            found = _TOKEN.match(text, place)
+        while position < len(text):
+            found = _TOKEN.match(text, position)
             if found is None or found.lastgroup is None:
-                raise ModelError(f"line {number} of a chain: {text[place : place + 20]!r} is no part of the format")
+                raise ModelError(
+                    f"line {number} of a chain: {text[position : position + 20]!r} is no part of the format"
+                )
             self.tokens.append((found.lastgroup, found.group(found.lastgroup)))
-            place = found.end()
-        self.place = 0
+            position = found.end()
+        self.position = 0
 
     def error(self, expected: str, found: str | None = None) -> ModelError:
         shown = self.peek() if found is None else found
         return ModelError(f"line {self.number} of a chain: found {shown or 'its end'!r}, expected {expected}")
 
     def peek(self) -> str:
-        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+        return self.tokens[self.position][1] if self.position < len(self.tokens) else ""
 
     def take(self, *words: str) -> str:
-        """The next token where it is one of some, else nothing."""
+        """Takes the next token where it is one of ``words``; else returns an empty text."""
         found = self.peek()
         if found and found in words:
-            self.place += 1
+            self.position += 1
             return found
         return ""
 
@@ -140,44 +149,44 @@ class _Line:
             raise self.error(repr(word))
 
     def _next(self, kind: str, expected: str) -> str:
-        if self.place >= len(self.tokens) or self.tokens[self.place][0] != kind:
+        if self.position >= len(self.tokens) or self.tokens[self.position][0] != kind:
             raise self.error(expected)
-        self.place += 1
-        return self.tokens[self.place - 1][1]
+        self.position += 1
+        return self.tokens[self.position - 1][1]
 
     def name(self) -> str:
         return self._next("name", "a name")
 
     def integer(self) -> int:
         text = self._next("number", "an integer")
-        digits = text.lstrip("0") or "0"  # int() refuses thousands of them in its own words
+        digits = text.lstrip("0") or "0"  # int() refuses thousands of digits with a message of its own
         if not text.isdigit() or len(digits) > 10 or int(digits) > _LARGEST:
             raise self.error("an integer of at most 2^31", text[:24])
         return int(digits)
 
     def end(self) -> None:
-        if self.place < len(self.tokens):
+        if self.position < len(self.tokens):
             raise self.error("the end of the line")
 
-    def axes(self) -> tuple[tuple[str, Size], ...]:
-        found: list[tuple[str, Size]] = []
+    def axes(self) -> tuple[tuple[str, AxisSize], ...]:
+        found: list[tuple[str, AxisSize]] = []
         while not found or self.take(","):
             name = self.name()
             self.expect("=")
-            if name in dict(found) or _reserved(name):
+            if name in dict(found) or _is_reserved(name):
                 raise self.error("a new name for an axis", name)
             found.append((name, self._size()))
         if len(found) > MOST_AXES:
             raise self.error(f"at most {MOST_AXES} axes", str(len(found)))
         return tuple(found)
 
-    def _size(self) -> Size:
-        kind, text = self.tokens[self.place] if self.place < len(self.tokens) else ("", "")
+    def _size(self) -> AxisSize:
+        kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
         if kind == "number":
-            return Size(self.integer())
+            return AxisSize(self.integer())
         if not _INPUT.fullmatch(text):
             raise self.error("an integer or a dimension of an input")
-        self.place += 1
+        self.position += 1
         # A dimension is written as the fraction of a number: ".1".
         dim = self._next("number", "the number of a dimension")
         if not re.fullmatch(r"\.\d", dim):
@@ -185,18 +194,18 @@ class _Line:
         by = self.integer() if self.take("/") else 1
         if by < 1:
             raise self.error("a divisor of at least 1", str(by))
-        return Size(by, _input(text), int(dim[1:]))
+        return AxisSize(by, _input_number(text), int(dim[1:]))
 
-    def let(self) -> tuple[str, Node]:
+    def let(self) -> tuple[str, ExpressionNode]:
         name = self.name()
-        if name in self.lets or name in self.known_axes or _reserved(name):
+        if name in self.lets or name in self.known_axes or _is_reserved(name):
             raise self.error("a new name", name)
         self.expect("=")
         return name, self.expression()
 
-    def out(self, place: int) -> Out:
-        if self.name() != f"y{place}":
-            raise self.error(f"'y{place}'")
+    def out(self, position: int) -> ParsedOutput:
+        if self.name() != f"y{position}":
+            raise self.error(f"'y{position}'")
         dtype = self.name()
         if dtype not in ("f32", "f16", "bf16"):
             raise self.error("a type: f32, f16 or bf16", dtype)
@@ -216,37 +225,37 @@ class _Line:
         missing = set(self.known_axes) - set(used)
         if len(set(used)) < len(used) or not set(used) <= set(self.known_axes) or missing - {self.known_axes[-1]}:
             raise self.error("every axis once, of which the last may be left out", " ".join(used))
-        return Out(dtype, tuple(dims), self.expression())
+        return ParsedOutput(dtype, tuple(dims), self.expression())
 
-    def expression(self) -> Node:
-        self._deeper()
+    def expression(self) -> ExpressionNode:
+        self._descend()
         found = self._sum()
         if op := self.take("<", "<=", ">", ">=", "==", "!="):
-            found = Node(op, (found, self._sum()))
+            found = ExpressionNode(op, (found, self._sum()))
         self.depth -= 1
         return found
 
-    def _sum(self) -> Node:
+    def _sum(self) -> ExpressionNode:
         left = self._product()
         while op := self.take("+", "-"):
-            left = Node(op, (left, self._product()))
+            left = ExpressionNode(op, (left, self._product()))
         return left
 
-    def _product(self) -> Node:
+    def _product(self) -> ExpressionNode:
         left = self._unary()
         while op := self.take("*", "/"):
-            left = Node(op, (left, self._unary()))
+            left = ExpressionNode(op, (left, self._unary()))
         return left
 
-    def _unary(self) -> Node:
+    def _unary(self) -> ExpressionNode:
         if not self.take("-"):
             return self._atom()
-        self._deeper()
+        self._descend()
         inner = self._unary()
         self.depth -= 1
-        return Node("neg", (inner,))
+        return ExpressionNode("neg", (inner,))
 
-    def _deeper(self) -> None:
+    def _descend(self) -> None:
         self.depth += 1
         if self.depth > MOST_DEPTH:
             raise self.error(f"at most {MOST_DEPTH} levels")
@@ -257,17 +266,17 @@ class _Line:
         except (ValueError, OverflowError):
             raise self.error("a floating-point number", text) from None
 
-    def _atom(self) -> Node:
+    def _atom(self) -> ExpressionNode:
         if self.take("("):
             inner = self.expression()
             self.expect(")")
             return inner
-        kind, text = self.tokens[self.place] if self.place < len(self.tokens) else ("", "")
-        self.place += 1
+        kind, text = self.tokens[self.position] if self.position < len(self.tokens) else ("", "")
+        self.position += 1
         if kind == "number":
-            return Node("number", value=self._number(text))
+            return ExpressionNode("number", value=self._number(text))
         if text in ("inf", "nan"):
-            return Node("number", value=float(text))
+            return ExpressionNode("number", value=float(text))
         if text in ARITY:
             self.expect("(")
             given = [self.expression()]
@@ -276,24 +285,24 @@ class _Line:
             self.expect(")")
             if len(given) != ARITY[text]:
                 raise self.error(f"{ARITY[text]} arguments of {text}", str(len(given)))
-            return Node(text, tuple(given))
+            return ExpressionNode(text, tuple(given))
         if text in self.known_axes:
-            return Node("axis", value=text)
+            return ExpressionNode("axis", value=text)
         if text in self.lets:
-            return Node("let", value=text)
+            return ExpressionNode("let", value=text)
         if _INPUT.fullmatch(text):
             self.expect("[")
-            indices: list[Index] = []
+            indices: list[AffineIndex] = []
             if not self.take("]"):
                 indices.append(self._index())
                 while self.take(","):
                     indices.append(self._index())
                 self.expect("]")
-            return Node("read", value=float(_input(text)), indices=tuple(indices))
-        self.place -= 1
+            return ExpressionNode("read", value=float(_input_number(text)), indices=tuple(indices))
+        self.position -= 1
         raise self.error("a number, an axis, a name, a read, a function or '('")
 
-    def _index(self) -> Index:
+    def _index(self) -> AffineIndex:
         if self.take("("):
             inner = self._affine()
             self.expect(")")
@@ -303,19 +312,19 @@ class _Line:
             by = self.integer()
             if by < 1:
                 raise self.error("a divisor of at least 1", str(by))
-            return Index(inner.terms, inner.constant, op, by)
+            return AffineIndex(inner.terms, inner.constant, op, by)
         return self._affine()
 
-    def _affine(self) -> Index:
+    def _affine(self) -> AffineIndex:
         terms: dict[str, int] = {}
         constant, first = 0, True
         while True:
             sign = self.take("+", "-")
             if not sign and not first:
-                return Index(tuple(terms.items()), constant)
+                return AffineIndex(tuple(terms.items()), constant)
             first = False
             factor = -1 if sign == "-" else 1
-            kind = self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+            kind = self.tokens[self.position][0] if self.position < len(self.tokens) else ""
             if kind == "number":
                 factor *= self.integer()
                 if not self.take("*"):
@@ -327,12 +336,12 @@ class _Line:
             terms[name] = terms.get(name, 0) + factor
 
 
-def _reserved(name: str) -> bool:
-    """Whether a word of the format has this name."""
-    return name in ARITY or name in _WORDS or bool(_INPUT.fullmatch(name) or _OUTPUT.fullmatch(name))
+def _is_reserved(name: str) -> bool:
+    """Whether the format has this word itself."""
+    return name in ARITY or name in KEYWORDS or bool(_INPUT.fullmatch(name) or _OUTPUT.fullmatch(name))
 
 
-def _input(text: str) -> int:
+def _input_number(text: str) -> int:
     number = int(text[1:])
     if number >= MOST_INPUTS:
         raise ModelError(f"a chain reads {text}, expected at most {MOST_INPUTS} inputs")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing StofChain nodes into a copy of a model."""
+"""Writes StofChain and StofGemm nodes into a copy of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onnx import helper
 import stof
 from stof.errors import UnsupportedError
 from stof.fusion.function_body import OP, Branch, make_branch, make_function
-from stof.fusion.gemm import Product
+from stof.fusion.gemm import FusedGemm
 from stof.fusion.tensorrt_plugin import complete_calls
-from stof.fusion.translate import Chain
+from stof.fusion.translate import FusedChain
 from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, describe, opset_of, topological_order
 from stof.graph.names import FreshNames, name_nodes
@@ -25,31 +25,32 @@ from stof.symbolic.dimension_names import declared_dim
 GEMM = "StofGemm"
 _LOWEST_IR = 8  # local functions
 
-Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+# description, input types, output types
+ChainSignature = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def signature(chain: Chain, symbolic: Symbolic) -> Key:
-    """What distinguishes chains: the description, and the types that it says nothing of."""
+def chain_signature(chain: FusedChain, symbolic: Symbolic) -> ChainSignature:
+    """The chain's description with the element types of its inputs and outputs: equal for chains of one kernel."""
     return chain.description.text, tuple(symbolic.dtype(n) for n in chain.inputs), chain.dtypes
 
 
-def op_of(chain: Chain) -> str:
-    """The operator that computes a chain."""
-    return GEMM if isinstance(chain, Product) else OP
+def op_type_of(chain: FusedChain) -> str:
+    """The name of the operator that computes a chain."""
+    return GEMM if isinstance(chain, FusedGemm) else OP
 
 
-def grouped(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
+def group_by_op(chains: Sequence[FusedChain]) -> dict[str, list[FusedChain]]:
     """Chains by their operator."""
-    found: dict[str, list[Chain]] = {}
+    found: dict[str, list[FusedChain]] = {}
     for chain in chains:
-        found.setdefault(op_of(chain), []).append(chain)
+        found.setdefault(op_type_of(chain), []).append(chain)
     return found
 
 
-def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ...]]:
-    """The chains that can be calls of one function, and its outputs' types: those that most chains agree with.
+def select_common_types(chains: Sequence[FusedChain]) -> tuple[list[FusedChain], tuple[int, ...]]:
+    """The chains that can call one function, and its output types: those that most chains have.
 
-    The types of a call's outputs must not depend on the branch that it takes.
+    All calls of a function have the same output types, whichever branch they take.
     """
     types: list[int] = []
     rest = list(chains)
@@ -62,21 +63,21 @@ def of_common_types(chains: Sequence[Chain]) -> tuple[list[Chain], tuple[int, ..
 def emit_chains(
     model: onnx.ModelProto,
     symbolic: Symbolic,
-    chains: Sequence[Chain],
-    shapes: Mapping[str, str] | None = None,
+    chains: Sequence[FusedChain],
+    shape_substitutes: Mapping[str, str] | None = None,
     tensorrt: bool = False,
 ) -> onnx.ModelProto:
-    """A copy of the model in which each chain is one StofChain node.
+    """A copy of the model in which each chain is one StofChain or StofGemm node.
 
     Args:
         model: the original.
-        symbolic: of the model.
-        chains: without common nodes.
-        shapes: tensors that are not written any more, with others of the same shape, which are asked for it instead.
-        tensorrt: what TensorRT's parser needs is written, too.
+        symbolic: its shapes and types.
+        chains: chains without common nodes.
+        shape_substitutes: tensors that chains no longer write, each with one of equal shape for the Shape nodes that read it.
+        tensorrt: whether to write what TensorRT's parser needs.
 
     Raises:
-        UnsupportedError: when the model holds StofChain already, or chains that cannot share a function.
+        UnsupportedError: when the model holds such nodes already, or chains that cannot share a function.
     """
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -86,31 +87,34 @@ def emit_chains(
     nodes = list(model.graph.node)
     made: dict[int, onnx.NodeProto] = {}
     names = FreshNames(n.name for n in nodes)
-    for op, group in grouped(chains).items():
+    for op, group in group_by_op(chains).items():
         if any((f.domain, f.name) == (DOMAIN, op) for f in model.functions):
             raise UnsupportedError(f"the model already holds {op}; optimize the original instead")
-        fitting, dtypes = of_common_types(group)
+        fitting, dtypes = select_common_types(group)
         if len(fitting) < len(group):
             raise UnsupportedError("the chains' outputs are of different types")
         inputs = max(len(c.inputs) for c in group)
         numbers: dict[object, int] = {}
         branches: list[Branch] = []
         for chain in group:
-            key = (signature(chain, symbolic), [nodes[p].op_type for p in chain.region.places] if op == GEMM else 0)
-            text = repr(key)  # calls of one text may replace different operators, with and without a bias of their own
+            key = (
+                chain_signature(chain, symbolic),
+                [nodes[p].op_type for p in chain.region.node_indices] if op == GEMM else 0,
+            )
+            text = repr(key)  # GEMMs of one text may replace different operators: a bias may be part of Gemm, or an Add
             if text not in numbers:
                 numbers[text] = len(branches)
                 branches.append(make_branch(chain, nodes, symbolic, opset, f"c{len(branches)}"))
-            made[chain.region.places[-1]] = call(chain, numbers[text], (inputs, len(dtypes)), names)
+            made[chain.region.node_indices[-1]] = make_call(chain, numbers[text], (inputs, len(dtypes)), names)
         number = "gemm_id" if op == GEMM else "chain_id"
         if tensorrt:
-            calls = [made[c.region.places[-1]] for c in group]
+            calls = [made[c.region.node_indices[-1]] for c in group]
             result.graph.value_info.extend(complete_calls(calls, dtypes, len(branches)))
         result.functions.append(make_function(branches, dtypes, inputs, opset, op, number, tensorrt))
-    gone = {p for c in chains for p in c.region.places}
-    places = [i for i in range(len(nodes)) if i in made or i not in gone]
-    kept = [made.get(i) or _sized(nodes[i], shapes or {}) for i in places]
-    order = topological_order(kept, places)
+    gone = {p for c in chains for p in c.region.node_indices}
+    indices = [i for i in range(len(nodes)) if i in made or i not in gone]
+    kept = [made.get(i) or _redirect_shape(nodes[i], shape_substitutes or {}) for i in indices]
+    order = topological_order(kept, indices)
     if len(order) < len(kept):
         raise UnsupportedError("the chains would wait for each other; this is a defect of the search for chains")
     replace_nodes(result.graph, [kept[i] for i in order])
@@ -127,8 +131,8 @@ def emit_chains(
     return result
 
 
-def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]) -> None:
-    """Types and shapes of what chains write: not every runtime asks an operator's own library for them."""
+def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[FusedChain]) -> None:
+    """Declares types and shapes of the chains' outputs: not every runtime infers them by the operator's library."""
     known = {v.name for v in (*graph.value_info, *graph.output)}
     for chain in chains:
         for name, dtype in zip(chain.region.outputs, chain.dtypes, strict=True):
@@ -137,18 +141,18 @@ def _declare(graph: onnx.GraphProto, symbolic: Symbolic, chains: Sequence[Chain]
                 graph.value_info.append(helper.make_tensor_value_info(name, dtype, shape))
 
 
-def _sized(node: onnx.NodeProto, shapes: Mapping[str, str]) -> onnx.NodeProto:
-    """A node, of which Shape asks a tensor that stays."""
-    if node.op_type != "Shape" or node.input[0] not in shapes:
+def _redirect_shape(node: onnx.NodeProto, substitutes: Mapping[str, str]) -> onnx.NodeProto:
+    """The node; a Shape of a tensor that is gone reads its substitute."""
+    if node.op_type != "Shape" or node.input[0] not in substitutes:
         return node
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    copy.input[0] = shapes[node.input[0]]
+    copy.input[0] = substitutes[node.input[0]]
     return copy
 
 
 def _check(graph: onnx.GraphProto) -> None:
-    """Whether everything that is read is there: chains leave out what only decided nodes needed."""
+    """Refuses a graph that reads a tensor which only the inside of a chain computes."""
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
     known |= {t.values.name for t in graph.sparse_initializer} | {o for n in graph.node for o in n.output}
     for node in graph.node:
@@ -157,24 +161,24 @@ def _check(graph: onnx.GraphProto) -> None:
                 raise UnsupportedError(f"{describe(node)} still needs {name!r}, which is inside of a chain")
 
 
-def call(chain: Chain, number: int, counts: tuple[int, int], names: FreshNames) -> onnx.NodeProto:
-    """The node of a chain.
+def make_call(chain: FusedChain, number: int, counts: tuple[int, int], names: FreshNames) -> onnx.NodeProto:
+    """The node that computes a chain.
 
     Args:
-        chain: what it computes.
-        number: of its branch of the function body.
-        counts: of the inputs and outputs that all calls have.
+        chain: the chain.
+        number: its branch of the function body.
+        counts: how many inputs and outputs all calls have.
         names: of the model's nodes; the new one is added.
     """
-    op = op_of(chain)
+    op = op_type_of(chain)
     name = names.make(f"{chain.region.outputs[0]}/{op}")
-    # What a description does not name is not read; an input that is missing would be missing in another branch.
+    # Padding inputs are not read. They are given all the same: a missing input would be missing in other branches.
     given = [*chain.inputs, *[chain.inputs[0]] * (counts[0] - len(chain.inputs))]
     outputs = chain.region.outputs
     own: dict[str, str | int] = {"chain": chain.description.text, "chain_id": number}
-    if isinstance(chain, Product):
+    if isinstance(chain, FusedGemm):
         own = {"epilogue": chain.description.text, "pair": chain.pair, "gemm_id": number}
-    # Without names: runtimes infer types of every output of a function.
+    # Missing outputs have no names: runtimes infer types of every output of a function.
     written = [*outputs, *[""] * (counts[1] - len(outputs))]
     node = helper.make_node(op, given, written, name=name, domain=DOMAIN)
     own |= {"plugin_namespace": DOMAIN, "plugin_version": "1"}

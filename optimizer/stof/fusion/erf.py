@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error function of many numbers at once, which NumPy does not have."""
+"""The error function for arrays, which NumPy lacks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _END = 6  # beyond it, 1 - erf is less than the last place of 1
 
 
 def erf(x: np.ndarray) -> np.ndarray:
-    """In fp64, off by two in the last place of 1 at most: Taylor's series at the nearest of 256 steps of a unit."""
+    """Erf in fp64 with an error of at most two ulp of 1: a Taylor series around the nearest multiple of 1/256."""
     scaled = np.clip(np.asarray(x, np.float64), -_END, _END) * _STEPS
     nearest = np.rint(scaled)
-    places = np.nan_to_num(nearest).astype(np.intp) + _END * _STEPS
+    entries = np.nan_to_num(nearest).astype(np.intp) + _END * _STEPS
     distance = (scaled - nearest) / _STEPS
     first, *rest = _series()
-    total = first.take(places)
+    total = first.take(entries)
     for coefficients in rest:
         total *= distance
-        total += coefficients.take(places)
+        total += coefficients.take(entries)
     return total
 
 

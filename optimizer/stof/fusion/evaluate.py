@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of chains in fp64 NumPy: what every kernel is held against."""
+"""Evaluates descriptions of fused chains in fp64 NumPy: the reference of every kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from stof.errors import ModelError
-from stof.fusion.description import REDUCTIONS
-from stof.fusion.description_parser import Index, Node, Parsed, parse_chain
+from stof.fusion.description_format import REDUCTIONS
+from stof.fusion.description_parser import AffineIndex, ExpressionNode, ParsedChain, parse_chain
 from stof.fusion.erf import erf
 from stof.fusion.work_bound import check_run
 
@@ -24,8 +24,8 @@ _TYPES: dict[str, np.dtype] = {
 
 
 def _sigmoid(x: Array) -> Array:
-    raised = np.exp(-np.abs(x))
-    return np.asarray(np.where(x >= 0, 1 / (1 + raised), raised / (1 + raised)))
+    decayed = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1 / (1 + decayed), decayed / (1 + decayed)))
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -73,11 +73,11 @@ _BINARY: dict[str, Callable[[Array, Array], Array]] = {
 _REDUCE: dict[str, Callable[..., Array]] = {"sum": np.sum, "mean": np.mean, "max_of": np.max, "min_of": np.min}
 
 
-def evaluate_chain(chain: str | Parsed, inputs: Sequence[Array], *, rounded: bool = False) -> list[Array]:
-    """A chain's outputs, fp64; ``rounded``: in their own types.
+def evaluate_chain(chain: str | ParsedChain, inputs: Sequence[Array], *, rounded: bool = False) -> list[Array]:
+    """A chain's outputs in fp64, or ``rounded`` to their own types.
 
     Raises:
-        ModelError: for a description that is none, that reads outside of an input, or computes too much beside what it reads.
+        ModelError: when the description cannot be parsed, reads outside of an input, or exceeds the library's work bound.
     """
     parsed = parse_chain(chain) if isinstance(chain, str) else chain
     found = []
@@ -86,13 +86,15 @@ def evaluate_chain(chain: str | Parsed, inputs: Sequence[Array], *, rounded: boo
         for name, expression in parsed.lets:
             evaluation.lets[name] = evaluation.value(expression, np.ones((), bool))
         for out in parsed.outs:
-            array = evaluation.written(out.dims, evaluation.value(out.expression, np.ones((), bool)))
+            array = evaluation.to_output(out.dims, evaluation.value(out.expression, np.ones((), bool)))
             found.append(array.astype(_TYPES[out.dtype]) if rounded else array)
     return found
 
 
 class _Evaluation:
-    def __init__(self, parsed: Parsed, inputs: Sequence[Array]) -> None:
+    """Sizes of the axes and values of names for one run; arrays have one dimension an axis."""
+
+    def __init__(self, parsed: ParsedChain, inputs: Sequence[Array]) -> None:
         self.inputs = [np.asarray(x) for x in inputs]
         self.lets: dict[str, Array] = {}
         self.sizes: dict[str, int] = {}
@@ -106,7 +108,7 @@ class _Evaluation:
             self.sizes[name] = shape[size.dim] // size.number
         check_run(parsed, self.sizes, [x.shape for x in self.inputs])
         rank = len(self.sizes)
-        self.places = {
+        self.coordinates = {
             name: np.arange(n).reshape([-1 if i == a else 1 for i in range(rank)])
             for a, (name, n) in enumerate(self.sizes.items())
         }
@@ -116,12 +118,12 @@ class _Evaluation:
             raise ModelError(f"a chain reads x{number}, but is given {len(self.inputs)} inputs")
         return self.inputs[number]
 
-    def value(self, node: Node, active: Array) -> Array:
-        """A value at every place; ``active`` says where it is asked for."""
+    def value(self, node: ExpressionNode, active: Array) -> Array:
+        """A value at every position of the axes; reads must be in range where ``active`` is true."""
         if node.op == "number":
             return np.full((1,) * len(self.sizes), float(node.value))
         if node.op == "axis":
-            return self.places[str(node.value)].astype(np.float64)
+            return self.coordinates[str(node.value)].astype(np.float64)
         if node.op == "let":
             return self.lets[str(node.value)]
         if node.op == "read":
@@ -139,27 +141,27 @@ class _Evaluation:
             return _UNARY[node.op](given[0])
         return np.asarray(_BINARY[node.op](given[0], given[1]), np.float64)
 
-    def _read(self, node: Node, active: Array) -> Array:
+    def _read(self, node: ExpressionNode, active: Array) -> Array:
         array = self._input(int(float(node.value)))
         if array.ndim != len(node.indices):
             raise ModelError(f"x{node.value:.0f} is read with {len(node.indices)} indices, but has shape {array.shape}")
-        places = []
+        coordinates = []
         for index, size in zip(node.indices, array.shape, strict=True):
-            place = self._place(index)
-            outside = (place < 0) | (place >= size)
+            coordinate = self._coordinate(index)
+            outside = (coordinate < 0) | (coordinate >= size)
             if np.any(outside & active):
                 raise ModelError(f"x{node.value:.0f} of shape {array.shape} is read outside of it")
-            places.append(np.where(outside, 0, place))
-        return np.asarray(array.astype(np.float64)[tuple(places)])
+            coordinates.append(np.where(outside, 0, coordinate))
+        return np.asarray(array.astype(np.float64)[tuple(coordinates)])
 
-    def _place(self, index: Index) -> Array:
+    def _coordinate(self, index: AffineIndex) -> Array:
         total: Array = np.full((1,) * len(self.sizes), index.constant)
         for name, factor in index.terms:
-            total = total + factor * self.places[name]
+            total = total + factor * self.coordinates[name]
         return np.asarray(total // index.by if index.op == "//" else total % index.by if index.op == "%" else total)
 
-    def written(self, dims: Sequence[Sequence[str]], value: Array) -> Array:
-        """A value as an output of these dims."""
+    def to_output(self, dims: Sequence[Sequence[str]], value: Array) -> Array:
+        """A value over the axes as an array with an output's dimensions."""
         used = [a for d in dims for a in d]
         names = list(self.sizes)
         if names[-1] not in used and value.shape[-1] > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function body of StofChain: the operators that chains replaced, in standard ONNX, one branch for each chain."""
+"""The function body of StofChain and StofGemm: the replaced operators in standard ONNX, one branch for each chain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from stof.errors import UnsupportedError
-from stof.fusion.translate import Chain
+from stof.fusion.translate import FusedChain
 from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN, describe, domain_of
 from stof.graph.node_builder import Builder
@@ -19,50 +19,54 @@ from stof.symbolic import Int, Symbolic
 
 OP = "StofChain"
 _FLOAT = int(TensorProto.FLOAT)
-_SHAPED = frozenset({"Reshape", "Expand"})
+_WITH_SHAPE_INPUT = frozenset({"Reshape", "Expand"})
 _LARGEST_CONSTANT = 4096  # elements of axes, sizes and numbers
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What one chain computes: nodes from tensors ``x0 ...`` to ``y0 ...``, with a prefix."""
+    """One chain's nodes, with prefixed names; ``results`` are its outputs."""
 
     nodes: tuple[onnx.NodeProto, ...]
     results: tuple[str, ...]
 
 
-def make_branch(chain: Chain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int, prefix: str) -> Branch:
-    """The nodes of a chain's region, with names of their own.
+def make_branch(
+    chain: FusedChain, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, opset: int, prefix: str
+) -> Branch:
+    """Copies the nodes of a chain's region, with names that start with ``prefix``.
 
     Raises:
-        UnsupportedError: for a node whose sizes cannot be told from the chain's inputs.
+        UnsupportedError: for a node whose sizes do not follow from the chain's inputs.
     """
-    return _Copy(chain, symbolic, Builder(opset, f"{prefix}_")).branch([nodes[p] for p in chain.region.places])
+    return _BranchBuilder(chain, symbolic, Builder(opset, f"{prefix}_")).branch(
+        [nodes[p] for p in chain.region.node_indices]
+    )
 
 
-class _Copy:
-    def __init__(self, chain: Chain, symbolic: Symbolic, builder: Builder) -> None:
+class _BranchBuilder:
+    def __init__(self, chain: FusedChain, symbolic: Symbolic, builder: Builder) -> None:
         self.chain = chain
         self.symbolic = symbolic
         self.builder = builder
         self.names: dict[str, str] = {}
-        self.given = {name: _inner(i) for i, name in enumerate(chain.inputs)}
+        self.inputs = {name: _branch_input(i) for i, name in enumerate(chain.inputs)}
 
     def branch(self, nodes: Sequence[onnx.NodeProto]) -> Branch:
         b = self.builder
-        for name, own in self.given.items():
-            # Calls of other chains may give other types here; a runtime infers types of every branch for every call.
+        for name, own in self.inputs.items():
+            # A runtime infers the types of every branch for every call; calls of other chains may have other types here.
             self.names[name] = b.add("Cast", [own], to=self.symbolic.dtype(name))
         for node in nodes:
             if node.op_type == "Constant":
                 continue
-            found = self._lowered(node)
+            found = self._copy_node(node)
             for name, own in zip(node.output, found, strict=False):
                 self.names[name] = own
         return Branch(tuple(b.nodes), tuple(self.names[o] for o in self.chain.region.outputs))
 
     def _tensor(self, name: str) -> str:
-        """What a tensor of the graph is called here."""
+        """The branch's name of a tensor of the graph."""
         if not name:
             return ""
         if name not in self.names:
@@ -72,12 +76,12 @@ class _Copy:
             self.names[name] = self.builder.constant(array, array.dtype)
         return self.names[name]
 
-    def _lowered(self, node: onnx.NodeProto) -> list[str]:
+    def _copy_node(self, node: onnx.NodeProto) -> list[str]:
         key = (domain_of(node), node.op_type)
         if key[0] or node.op_type == "SimplifiedLayerNormalization":
-            return self._contrib(node)
+            return self._lower_to_standard(node)
         if key[1] == "LayerNormalization" and self.builder.opset < 17:
-            return self._contrib(node)
+            return self._lower_to_standard(node)
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         del copy.input[:]
@@ -85,10 +89,10 @@ class _Copy:
         copy.domain = ""
         copy.doc_string = ""
         del copy.metadata_props[:]
-        shaped = node.op_type in _SHAPED and self.symbolic.constant(node.input[1]) is None
-        inputs = [node.input[0]] if shaped else list(node.input)
+        is_shaped = node.op_type in _WITH_SHAPE_INPUT and self.symbolic.constant(node.input[1]) is None
+        inputs = [node.input[0]] if is_shaped else list(node.input)
         copy.input.extend(self._tensor(n) for n in inputs)
-        if shaped:
+        if is_shaped:
             copy.input.append(self._shape(node.output[0]))
         found = [self.builder.name() if o else "" for o in node.output]
         copy.output.extend(found)
@@ -109,11 +113,11 @@ class _Copy:
         b = self.builder
         if size.constant is not None:
             return b.constant([size.constant])
-        for name in self.given:
+        for name in self.inputs:
             for i, d in enumerate(self.symbolic.shape(name) or ()):
                 if d == size:
                     return b.add("Gather", [b.add("Shape", [self.names[name]]), b.constant([i])])
-        for name in self.given:
+        for name in self.inputs:
             for i, d in enumerate(self.symbolic.shape(name) or ()):
                 part = d.divide(size)
                 if part is not None and part.constant is not None:
@@ -128,8 +132,8 @@ class _Copy:
                 return result
         raise UnsupportedError(f"size {size} is no input's")
 
-    def _contrib(self, node: onnx.NodeProto) -> list[str]:
-        """An operator of a runtime's own in standard ones; computed in fp32."""
+    def _lower_to_standard(self, node: onnx.NodeProto) -> list[str]:
+        """A com.microsoft operator, or a norm that the opset lacks, as standard operators in fp32."""
         b = self.builder
         dtype = self.symbolic.dtype(node.output[0])
         given = [b.add("Cast", [self._tensor(n)], to=_FLOAT) if n else "" for n in node.input]
@@ -144,9 +148,9 @@ class _Copy:
         elif op in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
             centered = op == "SkipLayerNormalization"
             total = b.add("Add", given[:2])
-            place = 4 if centered else 3
-            if len(given) > place and given[place]:
-                total = b.add("Add", [total, given[place]])
+            bias = 4 if centered else 3
+            if len(given) > bias and given[bias]:
+                total = b.add("Add", [total, given[bias]])
             beta = given[3] if centered and len(given) > 3 else ""
             result = self._norm(total, given[2], beta, float(attributes.get("epsilon", 1e-12)), centered)
         elif op in ("LayerNormalization", "SimplifiedLayerNormalization"):
@@ -202,18 +206,18 @@ def make_function(
     """The local function of an operator, ``stof::StofChain``; an attribute selects a branch.
 
     Args:
-        branches: of the model's distinct chains.
-        dtypes: of the outputs, the same for all; chains with fewer leave the last ones out.
-        inputs: how many every call has.
-        opset: of the model.
-        op: the operator.
-        number: its attribute that selects a branch.
-        bits: the number's bits are attributes, too (:func:`bits_of`), and conditions. TensorRT's parser leaves the other
-            branches out then, in which the shapes of a call would not fit; it reads the value of a constant alone.
+        branches: one for each distinct chain of the model.
+        dtypes: element types of the outputs, the same for all calls; chains with fewer outputs leave the last ones out.
+        inputs: how many inputs every call has.
+        opset: the model's opset.
+        op: the operator's name.
+        number: the attribute that selects a branch.
+        bits: select by the number's bits, each an attribute of its own (:func:`bits_of`). TensorRT's parser reads them as
+            constant conditions and skips the other branches, in which the shapes of a call would not fit.
     """
     nodes: list[onnx.NodeProto] = []
     chosen: list[str] = []
-    if len(branches) > 1:  # TensorRT's parser reads references to attributes outside of branches only
+    if len(branches) > 1:  # TensorRT's parser resolves references to attributes outside of branches only
         kind, field = (onnx.AttributeProto.TENSOR, "value") if bits else (onnx.AttributeProto.INT, "value_int")
         read = list(bits_of(0, len(branches), number)) if bits else [number]
         for attribute in read:
@@ -225,10 +229,12 @@ def make_function(
     names = [f"x{i}" for i in range(inputs)]
     builder = Builder(opset, "select_")
     if len(branches) > 1:
-        _forget_shapes(builder, names, bits)
+        _hide_shapes(builder, names, bits)
     else:
-        builder.nodes += [helper.make_node("Identity", [n], [_inner(i)], name=_inner(i)) for i, n in enumerate(names)]
-    results = _select(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
+        builder.nodes += [
+            helper.make_node("Identity", [n], [_branch_input(i)], name=_branch_input(i)) for i, n in enumerate(names)
+        ]
+    results = _select_branch(branches, 0, len(branches), chosen if bits else "".join(chosen), dtypes, builder)
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
     nodes += [helper.make_node("Identity", [r], [y], name=y) for r, y in zip(results, outputs, strict=True)]
@@ -237,66 +243,66 @@ def make_function(
 
 
 def bits_of(index: int, count: int, number: str = "chain_id") -> dict[str, onnx.TensorProto]:
-    """The attributes that select a branch of so many by bits, as booleans; the lowest bit first."""
-    places = range((count - 1).bit_length())
-    return {f"{number}_bit{i}": helper.make_tensor("", TensorProto.BOOL, [], [bool(index >> i & 1)]) for i in places}
+    """The boolean attributes that select one of ``count`` branches, the lowest bit first."""
+    bits = range((count - 1).bit_length())
+    return {f"{number}_bit{i}": helper.make_tensor("", TensorProto.BOOL, [], [bool(index >> i & 1)]) for i in bits}
 
 
-def _inner(i: int) -> str:
-    """What branches read an input as."""
+def _branch_input(i: int) -> str:
+    """The name under which branches read an input."""
     return f"x{i}_as_it_comes"
 
 
-def _forget_shapes(builder: Builder, names: Sequence[str], merged: bool) -> None:
-    """Nodes that write the inputs as branches read them: the same tensors, of a rank that no inference of shapes tells.
+def _hide_shapes(builder: Builder, names: Sequence[str], for_tensorrt: bool) -> None:
+    """Writes nodes that copy the inputs for the branches and hide their ranks from shape inference.
 
     A runtime infers the shapes of every branch for every call; in the branches of other chains they would not fit.
-    ``merged`` for TensorRT's parser, which takes no tensor of unknown rank: of an If with a constant condition it reads the
-    branch that is taken, where inference merges both.
+    TensorRT's parser takes no tensor of unknown rank. ``for_tensorrt`` hides it behind an If with a constant condition:
+    the parser reads the branch that is taken, where inference merges both.
     """
     b = builder
     shapes = [b.add("Shape", [name]) for name in names]
-    if merged:
-        given = _graph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
-        other = _graph(b.opset, "other", lambda inner: [_of_unknown_length(inner, s) for s in shapes])
+    if for_tensorrt:
+        given = _make_subgraph(b.opset, "given", lambda inner: [inner.add("Identity", [s]) for s in shapes])
+        other = _make_subgraph(b.opset, "other", lambda inner: [_range_of_unknown_length(inner, s) for s in shapes])
         targets = [b.name() for _ in names]
         condition = b.constant(True, np.bool_)
         b.nodes.append(
             helper.make_node("If", [condition], targets, name=targets[0], then_branch=given, else_branch=other)
         )
     else:
-        targets = [b.add("Gather", [s, _of_unknown_length(b, s)]) for s in shapes]
+        targets = [b.add("Gather", [s, _range_of_unknown_length(b, s)]) for s in shapes]
     for i, (name, target) in enumerate(zip(names, targets, strict=True)):
-        b.nodes.append(helper.make_node("Reshape", [name, target], [_inner(i)], name=_inner(i)))
+        b.nodes.append(helper.make_node("Reshape", [name, target], [_branch_input(i)], name=_branch_input(i)))
 
 
-def _graph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
+def _make_subgraph(opset: int, name: str, make: Callable[[Builder], list[str]]) -> onnx.GraphProto:
     """A branch that writes vectors of integers."""
     inner = Builder(opset, f"{name}_")
     infos = [helper.make_tensor_value_info(o, TensorProto.INT64, None) for o in make(inner)]
     return helper.make_graph(inner.nodes, name, [], infos)
 
 
-def _of_unknown_length(builder: Builder, vector: str) -> str:
-    """0, 1, ... as many as a vector has. Of a Range, ONNX Runtime tells how many these are."""
+def _range_of_unknown_length(builder: Builder, vector: str) -> str:
+    """0, 1, ... as many as a vector has elements. Not by Range, whose length ONNX Runtime infers."""
     one = numpy_helper.from_array(np.ones(1, np.int64))
     ones = builder.add("ConstantOfShape", [builder.add("Shape", [vector])], value=one)
     return builder.add("Squeeze", [builder.add("NonZero", [ones]), builder.constant([0])])
 
 
-def _select(
+def _select_branch(
     branches: Sequence[Branch], first: int, last: int, chosen: str | list[str], dtypes: Sequence[int], builder: Builder
 ) -> list[str]:
-    """Nodes for one of the branches from ``first`` to before ``last``; returns what they write.
+    """Adds nodes that select one of the branches [first, last); returns the names of their outputs.
 
-    ``chosen`` holds the number of the branch, or its bits.
+    ``chosen`` names the branch's number, or its bits.
     """
     if last - first == 1:
         branch = branches[first]
         builder.nodes.extend(branch.nodes)
         missing = [
             builder.constant(0, helper.tensor_dtype_to_np_dtype(d)) for d in dtypes[len(branch.results) :]
-        ]  # of a call that does not have this output
+        ]  # outputs that this chain does not have
         return [*branch.results, *missing]
     bit = (last - first - 1).bit_length() - 1
     middle = first + (1 << bit)
@@ -309,8 +315,8 @@ def _select(
     graphs = []
     for start, end in parts:
         inner = Builder(builder.opset, f"s{start}_{end}_")
-        results = _select(branches, start, end, chosen, dtypes, inner)
-        # An output that is not the direct product of a node of the branch is refused by some runtimes.
+        results = _select_branch(branches, start, end, chosen, dtypes, inner)
+        # Some runtimes refuse an output of a branch that no node of the branch writes.
         written = [inner.add("Identity", [r]) for r in results]
         infos = [helper.make_tensor_value_info(w, d, None) for w, d in zip(written, dtypes, strict=True)]
         graphs.append(helper.make_graph(inner.nodes, f"chains{start}_{end}", [], infos))
@@ -320,9 +326,9 @@ def _select(
     return outputs
 
 
-def branch_model(chain: Chain, branch: Branch, dtypes: Sequence[int], opset: int) -> onnx.ModelProto:
-    """A branch as a model of its own, to be run beside the description; ``dtypes`` of the chain's inputs."""
-    inputs = [helper.make_tensor_value_info(_inner(i), d, None) for i, d in enumerate(dtypes)]
+def branch_model(chain: FusedChain, branch: Branch, dtypes: Sequence[int], opset: int) -> onnx.ModelProto:
+    """A branch as a model of its own, to be compared with the description. ``dtypes`` are those of the chain's inputs."""
+    inputs = [helper.make_tensor_value_info(_branch_input(i), d, None) for i, d in enumerate(dtypes)]
     outputs = [helper.make_tensor_value_info(r, d, None) for r, d in zip(branch.results, chain.dtypes, strict=True)]
     graph = helper.make_graph(list(branch.nodes), "chain", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU made of primitives, as exporters for older opsets and conversions to half precision write it."""
+"""Recognizes GELU written as primitives, as exporters for older opsets and fp16 conversions write it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 
-_MOST_FACTORS, _MOST_STEPS = 6, 48  # what is longer is no GELU
+_MOST_FACTORS, _MOST_STEPS = 6, 48  # longer expressions are no GELU
 _MOST_POWER = 3
 _ROOT_HALF, _ROOT_TWO_OVER_PI, _CUBE = math.sqrt(0.5), math.sqrt(2 / math.pi), 0.044715
 
 Terms = Sequence[tuple[str, tuple[object, ...]]]
 
 
-def gelu_of(terms: Terms, factors: tuple[int, int], rounded: bool) -> tuple[str, int] | None:
-    """Whether the product of two terms is GELU of another one.
+def match_gelu(terms: Terms, factors: tuple[int, int], allow_fp16_rounding: bool) -> tuple[str, int] | None:
+    """The GELU that the product of two terms computes.
 
-    0.5 x (1 + erf(x / sqrt(2))), or 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with factors in any order; x is no
-    product itself.
+    0.5 x (1 + erf(x / sqrt(2))), or 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with factors in any order. x is not
+    a product itself.
 
     Args:
-        terms: of the pool.
+        terms: the pool's terms.
         factors: the two terms.
-        rounded: whether numbers may have been rounded to fp16. Results differ by 3.2e-5 at most then, an eighth of what
-            one in fp16 near 1 is rounded by.
+        allow_fp16_rounding: constants may have been rounded to fp16. Results then differ by 3.2e-5 at most, an eighth of
+            the rounding of an fp16 number near 1.
 
     Returns:
-        The function's name in the format and the term that it is of; None where it is neither.
+        The function's name in the format and its argument; None where the product is no GELU.
     """
     found = _factors(terms, factors)
     if found is None:
@@ -44,23 +44,30 @@ def gelu_of(terms: Terms, factors: tuple[int, int], rounded: bool) -> tuple[str,
         if op not in ("erf", "tanh") or not isinstance(args[0], int):
             continue
         powers = _powers(terms, args[0], x, {})
-        if op == "erf" and powers is not None and set(powers) == {1} and _is(powers[1], _ROOT_HALF, rounded):
+        if (
+            op == "erf"
+            and powers is not None
+            and set(powers) == {1}
+            and _is_constant(powers[1], _ROOT_HALF, allow_fp16_rounding)
+        ):
             return "gelu", x
         if op == "tanh" and powers is not None and set(powers) == {1, 3}:
             root, cube = powers[1], powers[3] / (powers[1] or math.nan)
-            if _is(root, _ROOT_TWO_OVER_PI, rounded) and _is(cube, _CUBE, rounded):
+            if _is_constant(root, _ROOT_TWO_OVER_PI, allow_fp16_rounding) and _is_constant(
+                cube, _CUBE, allow_fp16_rounding
+            ):
                 return "gelu_tanh", x
     return None
 
 
-def _is(value: float, exact: float, rounded: bool) -> bool:
-    """Whether a number is this one, or that rounded to fp16."""
-    near = (exact, _rounded(exact), 1 / _rounded(1 / exact)) if rounded else (exact,)
+def _is_constant(value: float, exact: float, allow_fp16_rounding: bool) -> bool:
+    """Whether a number is this constant, or the constant rounded to fp16."""
+    near = (exact, _round_to_fp16(exact), 1 / _round_to_fp16(1 / exact)) if allow_fp16_rounding else (exact,)
     return any(math.isclose(value, n, rel_tol=1e-6) for n in near)
 
 
 @cache
-def _rounded(value: float) -> float:
+def _round_to_fp16(value: float) -> float:
     return float(struct.unpack("<e", struct.pack("<e", value))[0])
 
 
@@ -70,7 +77,7 @@ def _number(terms: Terms, term: int) -> float | None:
 
 
 def _factors(terms: Terms, pending: Sequence[int]) -> tuple[float, list[int]] | None:
-    """A product as a number and other terms; None where these are many, or there is nothing to find."""
+    """A product as a number times other terms; None where there are too many of them."""
     scale, found, left, steps = 1.0, [], list(pending), 0
     while left:
         term, steps = left.pop(), steps + 1
@@ -104,11 +111,11 @@ _Powers = dict[int, float]
 
 
 def _powers(terms: Terms, term: int, x: int, known: dict[int, _Powers | None]) -> _Powers | None:
-    """A polynomial of x as the factors of its powers; None where it is none, of a higher degree than GELU's, or long."""
+    """A term as a polynomial of x: coefficients by power. None where it is none, too long, or of a higher degree than 3."""
     if term == x:
         return {1: 1.0}
     if term not in known:
-        known[term] = None  # counts while its arguments are looked at
+        known[term] = None  # counts as one step while its arguments are visited
         known[term] = _polynomial(terms, term, x, known) if len(known) <= _MOST_STEPS else None
     return known[term]
 
@@ -126,7 +133,7 @@ def _polynomial(terms: Terms, term: int, x: int, known: dict[int, _Powers | None
     if op == "add":
         return {p: left.get(p, 0.0) + right.get(p, 0.0) for p in sorted({*left, *right})}
     if op == "mul":
-        return _multiplied(left, right)
+        return _multiply(left, right)
     if set(right) != {0} or right[0] == 0.0:
         return None
     if op == "div":
@@ -135,11 +142,11 @@ def _polynomial(terms: Terms, term: int, x: int, known: dict[int, _Powers | None
         return None
     found: _Powers | None = left
     for _ in range(int(right[0]) - 1):
-        found = None if found is None else _multiplied(found, left)
+        found = None if found is None else _multiply(found, left)
     return found
 
 
-def _multiplied(left: _Powers, right: _Powers) -> _Powers | None:
+def _multiply(left: _Powers, right: _Powers) -> _Powers | None:
     found: _Powers = {}
     for p, c in left.items():
         for q, d in right.items():

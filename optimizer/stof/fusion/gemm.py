@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with what follows them as one operator: StofGemm (docs/reference/gemm-format.md).
+"""Translates matmuls and their epilogue to one operator: StofGemm (docs/reference/gemm-format.md).
 
-The templates with compute-bound operators of the search: one product, or two of the same left side, and element-wise operators.
+A fused GEMM has one matmul, or two of the same left operand, and element-wise operators behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -14,54 +14,57 @@ from onnx import TensorProto
 
 from stof.errors import UnsupportedError
 from stof.execution.upcast import HALF
-from stof.fusion.description import REDUCTIONS, Output, Pool, describe_chain
+from stof.fusion.description_format import REDUCTIONS
+from stof.fusion.description_printer import ChainOutput, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
-from stof.fusion.index_terms import Limits, Puller
-from stof.fusion.translate import Chain, Region
-from stof.graph.index import describe, domain_of, producers
+from stof.fusion.index_terms import AxisRanges, TermBuilder
+from stof.fusion.policy import EpilogueForms
+from stof.fusion.terms import TermPool
+from stof.fusion.translate import FusedChain, Region
+from stof.graph.index import describe, domain_of
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
-PRODUCTS = frozenset({"MatMul", "Gemm"})
-_AS_THEY_ARE = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
-MOST_INPUTS = 13  # beside the factors
-_STEP = 8  # elements that CUDA kernels read at a time
-_NARROWEST = 24  # columns of a factor that is worth packing, for every instruction set
+MATMUL_OPS = frozenset({"MatMul", "Gemm"})
+_PLAIN_ATTRIBUTES = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
+MOST_INPUTS = 13  # of an epilogue
+_ALIGNMENT = 8  # elements that CUDA kernels load at once
+_FEWEST_COLUMNS = 24  # of a weight that is worth packing on every CPU
 _ZERO, _ONE = integer(0), integer(1)
 _M, _N = "m", "n"
 
-# What a library says of an epilogue: the kernel's form, empty with the reason where there is none.
-Forms = Callable[[str, int], tuple[str, str]]
-
 
 @dataclass(frozen=True)
-class Product(Chain):
-    """A region with one or two products as one operator.
+class FusedGemm(FusedChain):
+    """A region of one or two matmuls and their epilogue as one operator.
 
-    ``inputs`` are the factors and then what the epilogue reads, of which ``reads`` says how: "mn", "n", "m" or "".
+    Attributes:
+        inputs: the matmuls' operands, then what the epilogue reads.
+        pair: 0 for one matmul, 1 for one whose output has two halves of columns, 2 for two of the same left operand.
+        reads: the axes by which the epilogue reads each of its inputs: "mn", "n", "m" or "" (a scalar).
     """
 
     pair: int = 0
     reads: tuple[str, ...] = ()
 
     @property
-    def factors(self) -> int:
-        """How many of the inputs are factors."""
+    def operand_count(self) -> int:
+        """How many of the inputs are operands of the matmuls."""
         return 3 if self.pair == 2 else 2
 
 
-def is_plain(node: onnx.NodeProto) -> bool:
-    """Whether a node multiplies two matrices as they are."""
-    if domain_of(node) or node.op_type not in PRODUCTS:
+def is_plain_matmul(node: onnx.NodeProto) -> bool:
+    """Whether a node is MatMul, or Gemm with neither transposition nor factors."""
+    if domain_of(node) or node.op_type not in MATMUL_OPS:
         return False
     given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    return all(given.get(k, v) == v for k, v in _AS_THEY_ARE.items())
+    return all(given.get(k, v) == v for k, v in _PLAIN_ATTRIBUTES.items())
 
 
-def is_product(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
-    """Whether a node multiplies by a matrix as StofGemm does."""
-    if not is_plain(node):
+def is_fusable_matmul(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
+    """Whether StofGemm computes a node: a plain matmul by a matrix with a known number of columns."""
+    if not is_plain_matmul(node):
         return False
     left, right = (symbolic.shape(n) for n in node.input[:2])
     if left is None or right is None:
@@ -69,108 +72,114 @@ def is_product(node: onnx.NodeProto, symbolic: Symbolic) -> bool:
     return len(left) >= 2 and len(right) == 2 and right[1].constant is not None
 
 
-def product_of(
+def translate_gemm(
     region: Region,
     nodes: Sequence[onnx.NodeProto],
     symbolic: Symbolic,
-    forms: Forms,
-    packed: Collection[str] | None = None,
-) -> Product:
-    """The operator of a region that begins with products.
+    forms: EpilogueForms,
+    constants: Collection[str] | None = None,
+) -> FusedGemm:
+    """Translates a region that begins with matmuls.
 
     Args:
-        region: the products and what follows them.
-        nodes: of the graph.
-        symbolic: of the model.
-        forms: of epilogues.
-        packed: on the CPU, whose kernels are for products in fp32 by constants: the constants. A product alone is one, too.
+        region: the matmuls and their epilogue.
+        nodes: all nodes of the graph.
+        symbolic: shapes, types and constants of the model.
+        forms: the kernels that compute an epilogue.
+        constants: for the CPU, the names of constant tensors: its kernels take fp32 by packed weights, also without an
+            epilogue. None for CUDA.
 
     Raises:
         UnsupportedError: with the first reason found.
     """
-    found = _Epilogue(region, nodes, symbolic, packed).product()
+    found = _GemmTranslator(region, nodes, symbolic, constants).translate()
     form, reason = forms(found.description.text, found.pair)
     if not form:
         raise UnsupportedError(f"no kernel computes it: {reason}")
     return found
 
 
-class _Epilogue:
+class _GemmTranslator:
+    """One region; collects the epilogue's terms over rows m and columns n, and its inputs."""
+
     def __init__(
-        self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, packed: Collection[str] | None
+        self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, constants: Collection[str] | None
     ) -> None:
-        own = [nodes[p] for p in region.places]
+        own = [nodes[p] for p in region.node_indices]
         self.region = region
         self.symbolic = symbolic
-        self.packed = packed
-        self.products = [n for n in own if is_product(n, symbolic)]
-        self.rest = [n for n in own if not is_product(n, symbolic)]
-        self.pool = Pool()
-        self.extra: dict[str, str] = {}  # how each further input is read
+        self.constants = constants
+        self.matmuls = [n for n in own if is_fusable_matmul(n, symbolic)]
+        self.others = [n for n in own if not is_fusable_matmul(n, symbolic)]
+        self.pool = TermPool()
+        self.extra: dict[str, str] = {}  # each input of the epilogue: the axes by which it is read
 
-    def product(self) -> Product:
+    def translate(self) -> FusedGemm:
         self._check()
         (name,) = self.region.outputs
-        shape, first = self._shape(name), self.products[0]
+        shape, first = self._shape(name), self.matmuls[0]
         left, right = self._shape(first.input[0]), self._shape(first.input[1])
-        packed = right[1] == shape[-1] * integer(2)
-        if shape[:-1] != left[:-1] or not (packed or right[1] == shape[-1]):
-            raise UnsupportedError(f"{name!r} is not of the shape of the product")
-        pair = len(self.products) if len(self.products) == 2 else int(packed)
-        if len(self.products) == 2 and packed:
-            raise UnsupportedError("two products, each twice as wide as what comes out")
-        index, limits = _place(shape)
-        puller = Puller(self.symbolic, producers(self.rest), (_N, shape[-1]), limits)
-        root = puller.at(name, index, limits)
+        is_two_halves = right[1] == shape[-1] * integer(2)
+        if shape[:-1] != left[:-1] or not (is_two_halves or right[1] == shape[-1]):
+            raise UnsupportedError(f"{name!r} does not have the shape of the matmul")
+        pair = len(self.matmuls) if len(self.matmuls) == 2 else int(is_two_halves)
+        if len(self.matmuls) == 2 and is_two_halves:
+            raise UnsupportedError("two matmuls, each twice as wide as the output")
+        index, ranges = _element_index(shape)
+        producers = {o: n for n in self.others for o in n.output if o}
+        builder = TermBuilder(self.symbolic, producers, (_N, shape[-1]), ranges)
+        root = builder.term_at(name, index, ranges)
         kind = self.symbolic.dtype(name)
-        factors = [*first.input[:2], *(n.input[1] for n in self.products[1:])]
-        self._check_factors(kind, factors[1:], left[-1], shape[-1])
-        reading = _Reading(self, list(puller.inputs), puller.pool, (index, shape), pair)
-        term = reading.copied(root)
-        if self.pool.terms[term][0] == "read" and self.packed is None:
-            raise UnsupportedError("a product alone: nothing to fuse")
+        operands = [*first.input[:2], *(n.input[1] for n in self.matmuls[1:])]
+        self._check_weights(kind, operands[1:], left[-1], shape[-1])
+        terms = _EpilogueTerms(self, list(builder.inputs), builder.pool, (index, shape), pair)
+        term = terms.copy_term(root)
+        if self.pool.terms[term][0] == "read" and self.constants is None:
+            raise UnsupportedError("a matmul alone: nothing to fuse")
         text = describe_chain(
             self.pool,
             [(_M, "x0.0"), (_N, "x0.1")],
-            [Output(TYPES[kind], ((_M,), (_N,)), term)],
+            [ChainOutput(TYPES[kind], ((_M,), (_N,)), term)],
             len(self.extra) + 1 + bool(pair),
         )
-        if any(self.symbolic.dtype(n) != kind for n in (*factors, *self.extra)):
+        if any(self.symbolic.dtype(n) != kind for n in (*operands, *self.extra)):
             raise UnsupportedError("its inputs and its output are of different types")
         if len(self.extra) > MOST_INPUTS:
             raise UnsupportedError(f"{len(self.extra)} inputs of its epilogue, expected at most {MOST_INPUTS}")
         sizes = (element_count(shape[:-1]), shape[-1], left[-1])
-        return Product(
-            self.region, text, (*factors, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
+        return FusedGemm(
+            self.region, text, (*operands, *self.extra), (kind,), sizes, pair, tuple(self.extra.values())
         )  # fmt: skip
 
     def _check(self) -> None:
         if len(self.region.outputs) != 1:
             raise UnsupportedError(f"{len(self.region.outputs)} outputs, expected one")
-        if not 1 <= len(self.products) <= 2:
-            raise UnsupportedError(f"{len(self.products)} products, expected one or two")
-        first, last = self.products[0], self.products[-1]
+        if not 1 <= len(self.matmuls) <= 2:
+            raise UnsupportedError(f"{len(self.matmuls)} matmuls, expected one or two")
+        first, last = self.matmuls[0], self.matmuls[-1]
         if first.input[0] != last.input[0] or self._shape(first.input[1]) != self._shape(last.input[1]):
-            raise UnsupportedError("products of different left sides, or of factors of different shapes")
-        for node in self.rest:
+            raise UnsupportedError("matmuls of different left operands, or of weights of different shapes")
+        for node in self.others:
             if kind_of_node(node) not in ("elementwise", "moving"):
                 raise UnsupportedError(f"{describe(node)} is neither element-wise nor moves elements")
 
-    def _check_factors(self, kind: int, factors: Sequence[str], inner: Int, columns: Int) -> None:
-        if self.packed is None:
+    def _check_weights(self, kind: int, weights: Sequence[str], inner: Int, columns: Int) -> None:
+        if self.constants is None:
             if kind not in HALF:
-                raise UnsupportedError("products in fp32 stay with the runtime")
-            if any(size.constant is None or size.constant % _STEP for size in (inner, columns)):
+                raise UnsupportedError("matmuls in fp32 stay with the runtime")
+            if any(size.constant is None or size.constant % _ALIGNMENT for size in (inner, columns)):
                 raise UnsupportedError(
-                    f"factors of {inner} by {columns}, expected multiples of {_STEP}: slow otherwise"
+                    f"weights of {inner} by {columns}, expected multiples of {_ALIGNMENT}: slow otherwise"
                 )
             return
         if kind != TensorProto.FLOAT:
-            raise UnsupportedError("products in half precision stay with the runtime on the CPU")
-        if any(f not in self.packed for f in factors):
-            raise UnsupportedError("a factor is no constant, so that it would be packed in every run")
-        if columns.constant is None or columns.constant < _NARROWEST:
-            raise UnsupportedError(f"factors of {inner} by {columns}, expected {_NARROWEST} columns: slow otherwise")
+            raise UnsupportedError("matmuls in half precision stay with the runtime on the CPU")
+        if any(w not in self.constants for w in weights):
+            raise UnsupportedError("a weight is not constant: it would be packed in every run")
+        if columns.constant is None or columns.constant < _FEWEST_COLUMNS:
+            raise UnsupportedError(
+                f"weights of {inner} by {columns}, expected {_FEWEST_COLUMNS} columns: slow otherwise"
+            )
 
     def _shape(self, name: str) -> Shape:
         shape = self.symbolic.shape(name)
@@ -179,21 +188,21 @@ class _Epilogue:
         return shape
 
 
-def _place(shape: Shape) -> tuple[tuple[Int, ...], Limits]:
-    """The place of an element, an axis for each dimension, and their limits."""
+def _element_index(shape: Shape) -> tuple[tuple[Int, ...], AxisRanges]:
+    """The index of an output's element, one axis for each dimension, and the axes' ranges."""
     names = [f"l{i}" for i in range(len(shape) - 1)] + [_N]
     index = tuple(_ZERO if d == _ONE and n != _N else var(n) for n, d in zip(names, shape, strict=True))
-    return index, Limits(tuple((n, _ZERO, d - _ONE) for n, d in zip(names, shape, strict=True)))
+    return index, AxisRanges(tuple((n, _ZERO, d - _ONE) for n, d in zip(names, shape, strict=True)))
 
 
-class _Reading:
-    """Terms over a tensor's own axes, copied to terms over the product's rows and columns."""
+class _EpilogueTerms:
+    """Copies terms over an output's own axes to terms over the matmul's rows and columns."""
 
     def __init__(
         self,
-        owner: _Epilogue,
+        owner: _GemmTranslator,
         names: Sequence[str],
-        source: Pool,
+        source: TermPool,
         element: tuple[tuple[Int, ...], Shape],
         pair: int,
     ) -> None:
@@ -204,12 +213,12 @@ class _Reading:
         self.pair = pair
         self.memo: dict[int, int] = {}
 
-    def copied(self, term: int) -> int:
-        """The term of a term."""
+    def copy_term(self, term: int) -> int:
+        """The same term over rows and columns."""
         if term not in self.memo:
             op, args = self.source.terms[term]
             if op in REDUCTIONS or op == "below":
-                raise UnsupportedError("an epilogue has no reductions, and chooses by no axis")
+                raise UnsupportedError("an epilogue has no reductions, and no select on an axis")
             if op == "num":
                 self.memo[term] = self.owner.pool.make(op, *args)
             elif op == "read":
@@ -218,40 +227,40 @@ class _Reading:
                 assert isinstance(indices, tuple)
                 self.memo[term] = self._read(self.names[number], indices)
             else:
-                own = [self.copied(a) for a in self.source.arguments(term)]
+                own = [self.copy_term(a) for a in self.source.arguments(term)]
                 self.memo[term] = self.owner.pool.make(op, *own)
         return self.memo[term]
 
     def _read(self, name: str, indices: tuple[Int, ...]) -> int:
-        written = {n.output[0]: i for i, n in enumerate(self.owner.products)}
+        written = {n.output[0]: i for i, n in enumerate(self.owner.matmuls)}
         if name not in written:
-            return self._further(name, indices)
+            return self._extra_input(name, indices)
         offset = indices[-1] - var(_N)
-        half = self.pair == 1 and offset == self.shape[-1]
-        if indices[:-1] != self.index[:-1] or not (offset == _ZERO or half):
-            raise UnsupportedError(f"{name!r} is read at another place than its own")
+        second_half = self.pair == 1 and offset == self.shape[-1]
+        if indices[:-1] != self.index[:-1] or not (offset == _ZERO or second_half):
+            raise UnsupportedError(f"{name!r} is read at another position than its own")
         pool = self.owner.pool
-        read = pool.make("read", written[name] + half, (var(_M), var(_N)))
-        node = self.owner.products[written[name]]
+        read = pool.make("read", written[name] + second_half, (var(_M), var(_N)))
+        node = self.owner.matmuls[written[name]]
         if len(node.input) < 3 or not node.input[2]:
             return read
         if self.pair == 1:
-            raise UnsupportedError(f"{describe(node)} has a bias of both halves")
+            raise UnsupportedError(f"{describe(node)} has a bias for both halves of its columns")
         shape = self.owner._shape(node.input[2])
-        place = tuple(
+        bias_index = tuple(
             _ZERO if d == _ONE else i for d, i in zip(shape, indices[-len(shape) :] if shape else (), strict=True)
         )
-        return pool.make("add", read, self._further(node.input[2], place))
+        return pool.make("add", read, self._extra_input(node.input[2], bias_index))
 
-    def _further(self, name: str, indices: tuple[Int, ...]) -> int:
+    def _extra_input(self, name: str, indices: tuple[Int, ...]) -> int:
         shape = self.owner._shape(name)
-        how = self._how(name, indices, shape)
-        if self.owner.extra.setdefault(name, how) != how:
+        axes = self._access_of(name, indices, shape)
+        if self.owner.extra.setdefault(name, axes) != axes:
             raise UnsupportedError(f"{name!r} is read in two ways")
         number = 1 + bool(self.pair) + list(self.owner.extra).index(name)
-        return self.owner.pool.make("read", number, tuple(var(a) for a in how))
+        return self.owner.pool.make("read", number, tuple(var(a) for a in axes))
 
-    def _how(self, name: str, indices: tuple[Int, ...], shape: Shape) -> str:
+    def _access_of(self, name: str, indices: tuple[Int, ...], shape: Shape) -> str:
         if shape == self.shape and indices == self.index:
             return "mn"
         if element_count(shape) == _ONE:
@@ -261,4 +270,6 @@ class _Reading:
         rows = self.index[:-1]
         if (shape, indices) in ((self.shape[:-1], rows), ((*self.shape[:-1], _ONE), (*rows, _ZERO))):
             return "m"
-        raise UnsupportedError(f"{name!r} of shape [{', '.join(map(str, shape))}] goes along neither rows nor columns")
+        raise UnsupportedError(
+            f"{name!r} of shape [{', '.join(map(str, shape))}] is broadcast along neither rows nor columns"
+        )

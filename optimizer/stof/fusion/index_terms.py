@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements of a region's tensors as terms over its inputs: movement changes the index, arithmetic makes terms.
+"""Writes an element of a region's tensor as a term over the region's inputs.
 
-Nothing is taken for granted of an index: it has to be proven to be within the tensor that it reads.
+Movement operators change the index, arithmetic operators make terms. Every index is proven to be inside of the tensor that
+it reads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from onnx import TensorProto
 
 from stof.attention.move_paths import may_broadcast
 from stof.errors import UnsupportedError
-from stof.fusion.description import Pool
 from stof.fusion.element_ops import (
+    DISCONTINUOUS,
     ELEMENTWISE,
-    REDUCING,
+    REDUCTION,
     ROWWISE,
-    SKIPPING,
-    STEPPED,
+    SKIP_NORMS,
     TYPES,
     Element,
     as_number,
@@ -28,6 +28,7 @@ from stof.fusion.element_ops import (
     kind_of_node,
     skip_sum,
 )
+from stof.fusion.terms import TermPool
 from stof.graph.index import describe, domain_of
 from stof.symbolic import Cond, Int, Real, Symbolic, integer, var
 from stof.symbolic.algebra.int_bounds import bound
@@ -40,63 +41,72 @@ _FLOAT = int(TensorProto.FLOAT)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The least and the largest value of each axis where a term is computed."""
+class AxisRanges:
+    """The positions for which a term is computed: least and largest value of each axis."""
 
-    of: tuple[tuple[str, Int, Int], ...]
+    axes: tuple[tuple[str, Int, Int], ...]
 
     def get(self, name: str) -> tuple[Int, Int]:
-        """Of one axis."""
-        return next((low, high) for axis, low, high in self.of if axis == name)
+        """Least and largest value of one axis."""
+        return next((low, high) for axis, low, high in self.axes if axis == name)
 
-    def narrowed(self, name: str, low: Int | None = None, high: Int | None = None) -> Limits:
-        """With another end of one axis."""
-        ends = tuple((a, low or x if a == name else x, high or y if a == name else y) for a, x, y in self.of)
-        return Limits(ends)
+    def narrow(self, name: str, low: Int | None = None, high: Int | None = None) -> AxisRanges:
+        """The same with another bound of one axis."""
+        return AxisRanges(tuple((a, low or x, high or y) if a == name else (a, x, y) for a, x, y in self.axes))
 
 
 @dataclass
-class Puller:
-    """Terms of a region's elements.
+class TermBuilder:
+    """Builds the terms of a region's elements.
 
     Args:
-        symbolic: of the model.
-        producers: the region's nodes by what they write.
-        row: the axis along which there are reductions, and its size.
-        whole: all of every axis.
+        symbolic: shapes and constants of the model.
+        producers: the region's nodes by the tensors that they write.
+        row: the axis that reductions run along, and its size.
+        whole: the full range of every axis.
+
+    Attributes:
+        pool: the terms built so far.
+        inputs: the region's inputs that they read, with their numbers.
     """
 
     symbolic: Symbolic
     producers: Mapping[str, onnx.NodeProto]
     row: tuple[str, Int]
-    whole: Limits
-    pool: Pool = field(default_factory=Pool)
+    whole: AxisRanges
+    pool: TermPool = field(default_factory=TermPool)
     inputs: dict[str, int] = field(default_factory=dict)
-    _memo: dict[tuple[str, Index, Limits, bool], int] = field(default_factory=dict)
-    _moves: dict[str, list[Fact]] = field(default_factory=dict)
-    _proven: dict[tuple[Int, Int, Limits], bool] = field(default_factory=dict)
+    _memo: dict[tuple[str, Index, AxisRanges, bool], int] = field(default_factory=dict)
+    _movement_facts: dict[str, list[Fact]] = field(default_factory=dict)
+    _proven: dict[tuple[Int, Int, AxisRanges], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pool.halves = any(self.symbolic.dtype(t) == TensorProto.FLOAT16 for t in self.producers)
+        self.pool.has_fp16 = any(self.symbolic.dtype(t) == TensorProto.FLOAT16 for t in self.producers)
 
-    def at(self, tensor: str, index: Index, limits: Limits, exact: bool = False) -> int:
-        """The term of a tensor's element; ``exact``: rounded at every step to the types that the graph has.
+    def term_at(self, tensor: str, index: Index, ranges: AxisRanges, exact: bool = False) -> int:
+        """The term of a tensor's element, for positions in ``ranges``.
+
+        Args:
+            tensor: the tensor's name.
+            index: the element, as integers over the axes.
+            ranges: the positions for which the term is needed.
+            exact: whether every step is rounded to the graph's type, as in front of a discontinuous function.
 
         Raises:
-            UnsupportedError: for what the format cannot say.
+            UnsupportedError: when the format cannot express it.
         """
-        index = tuple(simplified(i, limits) for i in index)
-        key = (tensor, index, limits, exact)
+        index = tuple(simplify_index(i, ranges) for i in index)
+        key = (tensor, index, ranges, exact)
         if key not in self._memo:
             inside = tensor in self.producers and as_number(self.symbolic.constant(tensor)) is None
             if inside:
-                self._memo[key] = self._computed(tensor, index, limits, exact)
+                self._memo[key] = self._node_term(tensor, index, ranges, exact)
             else:
-                self._memo[key] = self._read(tensor, index, limits)
+                self._memo[key] = self._input_term(tensor, index, ranges)
         return self._memo[key]
 
-    def _read(self, tensor: str, index: Index, limits: Limits) -> int:
-        """The term of an element of an input, or of a number."""
+    def _input_term(self, tensor: str, index: Index, ranges: AxisRanges) -> int:
+        """The term of an element of an input or of a constant."""
         number = as_number(self.symbolic.constant(tensor))
         if number is not None:
             return self.pool.number(number)
@@ -105,21 +115,21 @@ class Puller:
             raise UnsupportedError(
                 f"{tensor!r} is of element type {self.symbolic.dtype(tensor)}, expected a float type"
             )
-        for place, size in zip(index, shape, strict=True):
-            if not self._within(place, size, limits):
-                raise UnsupportedError(f"index {place} of {tensor!r} is not proven to be within 0 and {size}")
+        for position, size in zip(index, shape, strict=True):
+            if not self._is_in_range(position, size, ranges):
+                raise UnsupportedError(f"index {position} of {tensor!r} is not proven to be within 0 and {size}")
         term = self.pool.make("read", self.inputs.setdefault(tensor, len(self.inputs)), index)
-        if limits != self.whole and not all(self._within(*x, self.whole) for x in zip(index, shape, strict=True)):
+        if ranges != self.whole and not all(self._is_in_range(*x, self.whole) for x in zip(index, shape, strict=True)):
             self.pool.partial.add(term)
         return term
 
-    def _within(self, place: Int, size: Int, limits: Limits) -> bool:
+    def _is_in_range(self, position: Int, size: Int, ranges: AxisRanges) -> bool:
         """Whether an index is proven to be in range."""
-        key = (place, size, limits)
+        key = (position, size, ranges)
         if key not in self._proven:
-            low, high = ends(place, limits)
+            low, high = index_range(position, ranges)
             known = low is not None and high is not None
-            self._proven[key] = known and _at_least(low or _ZERO, _ZERO) and _at_least(size - _ONE, high or _ZERO)
+            self._proven[key] = known and _is_at_least(low or _ZERO, _ZERO) and _is_at_least(size - _ONE, high or _ZERO)
         return self._proven[key]
 
     def shape(self, tensor: str) -> Shape:
@@ -133,35 +143,35 @@ class Puller:
             raise UnsupportedError(f"the shape of {tensor!r} is not known")
         return found
 
-    def _computed(self, tensor: str, index: Index, limits: Limits, exact: bool) -> int:
+    def _node_term(self, tensor: str, index: Index, ranges: AxisRanges, exact: bool) -> int:
         node = self.producers[tensor]
         kind = kind_of_node(node)
         if kind == "moving":
-            return self._moved(node, tensor, index, limits, exact)
+            return self._movement_term(node, tensor, index, ranges, exact)
         if kind == "elementwise":
-            places = data_inputs(node)
-            steps = exact or node.op_type in STEPPED or self._to_bool(node)
-            own = [self._broadcast(node, i, tensor, index, limits, steps) for i in places]
-            if self._to_bool(node):
+            numbers = data_inputs(node)
+            rounds_inputs = exact or node.op_type in DISCONTINUOUS or self._is_cast_to_bool(node)
+            own = [self._broadcast_term(node, i, tensor, index, ranges, rounds_inputs) for i in numbers]
+            if self._is_cast_to_bool(node):
                 return self.pool.make("ne", own[0], self.pool.number(0.0))
-            term = ELEMENTWISE[domain_of(node), node.op_type](self._element(node, places, own))
-            exact = exact or node.op_type in ("Cast", "CastLike")  # one that narrows is there in order to round
+            term = ELEMENTWISE[domain_of(node), node.op_type](self._element(node, numbers, own))
+            exact = exact or node.op_type in ("Cast", "CastLike")  # a narrowing Cast is there in order to round
         elif kind == "reducing":
-            term = self._reduced(node, index, limits)
+            term = self._reduction_term(node, index, ranges)
         else:
-            term = self._rowwise(node, tensor, index, limits)
-        return self._rounded(tensor, node, term) if exact else term
+            term = self._rowwise_term(node, tensor, index, ranges)
+        return self._round_to_type(tensor, node, term) if exact else term
 
-    def _rounded(self, tensor: str, node: onnx.NodeProto, term: int) -> int:
-        """A term in the type of its tensor, where that is narrower than fp32 and the term may not be in it already."""
+    def _round_to_type(self, tensor: str, node: onnx.NodeProto, term: int) -> int:
+        """A term rounded to its tensor's type, where that is narrower than fp32 and the term is not rounded already."""
         into = self.symbolic.dtype(tensor)
         cast = node.op_type in ("Cast", "CastLike")
         if into not in TYPES or into == _FLOAT or (cast and self.symbolic.dtype(node.input[0]) == into):
             return term
         return term if self.pool.terms[term][0] == TYPES[into] else self.pool.make(TYPES[into], term)
 
-    def _to_bool(self, node: onnx.NodeProto) -> bool:
-        """Whether a node turns numbers into 1 or 0."""
+    def _is_cast_to_bool(self, node: onnx.NodeProto) -> bool:
+        """Whether a node casts numbers to booleans."""
         into = self.symbolic.dtype(node.output[0])
         return (
             node.op_type in ("Cast", "CastLike")
@@ -169,15 +179,17 @@ class Puller:
             and self.symbolic.dtype(node.input[0]) != into
         )
 
-    def _element(self, node: onnx.NodeProto, places: Sequence[int], terms: Sequence[int]) -> Element:
+    def _element(self, node: onnx.NodeProto, numbers: Sequence[int], terms: Sequence[int]) -> Element:
         inputs: list[int | None] = [None] * len(node.input)
-        for place, term in zip(places, terms, strict=True):
-            inputs[place] = term
+        for number, term in zip(numbers, terms, strict=True):
+            inputs[number] = term
         constants = [as_number(self.symbolic.constant(n)) if n else None for n in node.input]
         return Element(self.pool, node, inputs, constants, self.symbolic.dtype(node.output[0]))
 
-    def _broadcast(self, node: onnx.NodeProto, i: int, output: str, index: Index, limits: Limits, exact: bool) -> int:
-        """The term of an operand that broadcasts to the output's shape."""
+    def _broadcast_term(
+        self, node: onnx.NodeProto, i: int, output: str, index: Index, ranges: AxisRanges, exact: bool
+    ) -> int:
+        """The term of an operand that is broadcast to the output's shape."""
         name = node.input[i]
         shape, whole = self.shape(name), self.shape(output)
         own = index[len(index) - len(shape) :]
@@ -187,53 +199,55 @@ class Puller:
                 raise UnsupportedError(
                     f"{describe(node)} broadcasts {size} to {wanted}, which are not known to be equal"
                 )
-        return self.at(name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, own, strict=True)), limits, exact)
+        return self.term_at(
+            name, tuple(_ZERO if d == _ONE else x for d, x in zip(shape, own, strict=True)), ranges, exact
+        )
 
-    def _moved(self, node: onnx.NodeProto, tensor: str, index: Index, limits: Limits, exact: bool) -> int:
-        place = list(node.output).index(tensor)
-        if node.op_type == "Dropout" and place:
+    def _movement_term(self, node: onnx.NodeProto, tensor: str, index: Index, ranges: AxisRanges, exact: bool) -> int:
+        number = list(node.output).index(tensor)
+        if node.op_type == "Dropout" and number:
             raise UnsupportedError(f"the mask of {describe(node)} is used")
         if node.op_type == "Expand" and may_broadcast(self.symbolic, node):
             raise UnsupportedError(
                 f"{describe(node)} has sizes that are not known to be equal; one of two may be 1 in a run"
             )
-        if node.output[0] not in self._moves:
+        if node.output[0] not in self._movement_facts:
             given = {}
             for i in data_inputs(node):
                 name = node.input[i]
                 shape = self.shape(name)
                 given[name] = Fact(_FLOAT, shape, input_tensor(name, shape, "f"))
-            self._moves[node.output[0]] = self.symbolic.apply_rule(node, given) or []
-        facts = self._moves[node.output[0]]
-        value = facts[place].value if place < len(facts) else None
+            self._movement_facts[node.output[0]] = self.symbolic.apply_rule(node, given) or []
+        facts = self._movement_facts[node.output[0]]
+        value = facts[number].value if number < len(facts) else None
         if value is None:
             raise UnsupportedError(f"where the elements of {describe(node)} come from is not known")
-        return self._chosen(node, value.at(index), limits, exact)
+        return self._selected_term(node, value.at(index), ranges, exact)
 
-    def _chosen(self, node: onnx.NodeProto, value: object, limits: Limits, exact: bool) -> int:
-        """The term of what a movement operator takes: an element, or one of two by the place on an axis."""
+    def _selected_term(self, node: onnx.NodeProto, value: object, ranges: AxisRanges, exact: bool) -> int:
+        """The term that a movement operator reads: an element, or one of two by the position on an axis."""
         if isinstance(value, Real) and value.kind == "read":
             name, index = value.args
             assert isinstance(index, tuple)
-            return self.at(str(name), index, limits, exact)
+            return self.term_at(str(name), index, ranges, exact)
         if isinstance(value, Real) and value.kind == "select":
             cond, yes, no = value.args
-            axis, limit, below = _split(cond, limits)
-            low, high = limits.get(axis)
+            axis, limit, below = _split_condition(cond, ranges)
+            low, high = ranges.get(axis)
             inside, outside = (yes, no) if below else (no, yes)
-            if _at_least(integer(limit - 1), high):
-                return self._chosen(node, inside, limits, exact)
-            if _at_least(low, integer(limit)):
-                return self._chosen(node, outside, limits, exact)
-            first = self._chosen(node, inside, limits.narrowed(axis, high=integer(limit - 1)), exact)
-            second = self._chosen(node, outside, limits.narrowed(axis, low=integer(limit)), exact)
+            if _is_at_least(integer(limit - 1), high):
+                return self._selected_term(node, inside, ranges, exact)
+            if _is_at_least(low, integer(limit)):
+                return self._selected_term(node, outside, ranges, exact)
+            first = self._selected_term(node, inside, ranges.narrow(axis, high=integer(limit - 1)), exact)
+            second = self._selected_term(node, outside, ranges.narrow(axis, low=integer(limit)), exact)
             term = self.pool.make("below", axis, limit, first, second)
-            if limits != self.whole:
+            if ranges != self.whole:
                 self.pool.partial.add(term)
             return term
         raise UnsupportedError(f"where the elements of {describe(node)} come from is not known")
 
-    def _reduced(self, node: onnx.NodeProto, index: Index, limits: Limits) -> int:
+    def _reduction_term(self, node: onnx.NodeProto, index: Index, ranges: AxisRanges) -> int:
         shape = self.shape(node.input[0])
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         axes = attributes.get("axes")
@@ -243,42 +257,44 @@ class Puller:
         if axes is None or [a % len(shape) for a in axes] != [len(shape) - 1]:
             raise UnsupportedError(f"{describe(node)} reduces axes {axes} of {len(shape)}, expected the last one alone")
         outer = index[:-1] if attributes.get("keepdims", 1) else index
-        term = self._along(node, 0, outer, limits)
-        return REDUCING[node.op_type](self._element(node, [0], [term]))
+        term = self._row_term(node, 0, outer, ranges)
+        return REDUCTION[node.op_type](self._element(node, [0], [term]))
 
-    def _along(self, node: onnx.NodeProto, i: int, outer: Index, limits: Limits) -> int:
-        """The term of an operand at the row's own place, for a reduction over its last axis."""
+    def _row_term(self, node: onnx.NodeProto, i: int, outer: Index, ranges: AxisRanges) -> int:
+        """The term of an operand at the row's own position, for a reduction over its last axis."""
         name, size = self.row
         shape = self.shape(node.input[i])
-        if shape[-1] != size or any(_uses(x, name) for x in outer):
+        if shape[-1] != size or any(_depends_on(x, name) for x in outer):
             raise UnsupportedError(f"{describe(node)} reduces {shape[-1]} elements that are not the chain's row")
-        whole = limits.narrowed(name, _ZERO, size - _ONE)  # whichever part of the row asks for it
-        return self.at(node.input[i], (*outer, var(name)), whole)
+        whole = ranges.narrow(
+            name, _ZERO, size - _ONE
+        )  # a reduction needs the whole row, whichever part of it reads the result
+        return self.term_at(node.input[i], (*outer, var(name)), whole)
 
-    def _rowwise(self, node: onnx.NodeProto, tensor: str, index: Index, limits: Limits) -> int:
-        place = list(node.output).index(tensor)
+    def _rowwise_term(self, node: onnx.NodeProto, tensor: str, index: Index, ranges: AxisRanges) -> int:
+        number = list(node.output).index(tensor)
         shape = self.shape(node.input[0])
         axis = next((int(a.i) for a in node.attribute if a.name == "axis"), -1) % len(shape)
         if axis != len(shape) - 1:
             raise UnsupportedError(f"{describe(node)} normalizes more than the last axis")
-        places = data_inputs(node)
+        numbers = data_inputs(node)
         here, rows = [], []
-        for i in places:
+        for i in numbers:
             own = self.shape(node.input[i])
             if any(d not in (_ONE, s) for d, s in zip(own, shape[len(shape) - len(own) :], strict=True)):
                 raise UnsupportedError(f"{describe(node)} broadcasts {node.input[i]!r} in a way that is not known")
             moved = tuple(_ZERO if d == _ONE else x for d, x in zip(own, index[len(shape) - len(own) :], strict=True))
-            here.append(self.at(node.input[i], moved, limits))
-            rows.append(self._along(node, i, moved[:-1], limits))
-        element = replace(self._element(node, places, here), rows=self._element(node, places, rows))
-        if place == 0:
+            here.append(self.term_at(node.input[i], moved, ranges))
+            rows.append(self._row_term(node, i, moved[:-1], ranges))
+        element = replace(self._element(node, numbers, here), rows=self._element(node, numbers, rows))
+        if number == 0:
             return ROWWISE[domain_of(node), node.op_type](element)
-        if place == 3 and node.op_type in SKIPPING:
+        if number == 3 and node.op_type in SKIP_NORMS:
             return skip_sum(element, node.op_type == "SkipLayerNormalization")
-        raise UnsupportedError(f"output {place} of {describe(node)} is used")
+        raise UnsupportedError(f"output {number} of {describe(node)} is used")
 
 
-def _uses(index: Int, axis: str) -> bool:
+def _depends_on(index: Int, axis: str) -> bool:
     """Whether an index depends on an axis."""
     pending = list(index.atoms())
     while pending:
@@ -289,12 +305,12 @@ def _uses(index: Int, axis: str) -> bool:
     return False
 
 
-def _split(cond: object, limits: Limits) -> tuple[str, int, bool]:
-    """A condition as ``axis < limit``, or its opposite."""
+def _split_condition(cond: object, ranges: AxisRanges) -> tuple[str, int, bool]:
+    """A condition as (axis, limit, True) for ``axis < limit``, or (axis, limit, False) for ``axis >= limit``."""
     if isinstance(cond, Cond) and cond.kind == "le":
         (value,) = cond.args
         assert isinstance(value, Int)
-        value = simplified(value, limits)
+        value = simplify_index(value, ranges)
         rest = [(m, c) for m, c in value.terms if m]
         if len(rest) == 1 and len(rest[0][0]) == 1 and rest[0][0][0].kind == "var":
             (atom,), c = rest[0]
@@ -305,13 +321,13 @@ def _split(cond: object, limits: Limits) -> tuple[str, int, bool]:
     raise UnsupportedError(f"elements are chosen by {cond}, expected one axis beside a number")
 
 
-def ends(value: Int, limits: Limits) -> tuple[Int | None, Int | None]:
+def index_range(value: Int, ranges: AxisRanges) -> tuple[Int | None, Int | None]:
     """The least and the largest value of an index; None where they are not known."""
     low, high = _ZERO, _ZERO
     for monomial, c in value.terms:
         least, most = integer(1), integer(1)
         for atom in monomial:
-            found = _atom_ends(atom, limits)
+            found = _atom_range(atom, ranges)
             if found is None:
                 return None, None
             least, most = least * found[0], most * found[1]
@@ -320,18 +336,18 @@ def ends(value: Int, limits: Limits) -> tuple[Int | None, Int | None]:
     return low, high
 
 
-def _atom_ends(atom: Atom, limits: Limits) -> tuple[Int, Int] | None:
-    """Of an atom that is nowhere below 0."""
+def _atom_range(atom: Atom, ranges: AxisRanges) -> tuple[Int, Int] | None:
+    """The same of an atom, none of which is below 0."""
     if atom.kind == "var":
-        return limits.get(str(atom.args[0]))
+        return ranges.get(str(atom.args[0]))
     if atom.kind == "size":
         return Int((((atom,), 1),)), Int((((atom,), 1),))
     if atom.kind in ("div", "mod"):
         inner, by = atom.args
         if not isinstance(inner, Int) or not isinstance(by, int) or by <= 0:
             return None
-        low, high = ends(inner, limits)
-        if low is None or high is None or not _at_least(low, _ZERO):
+        low, high = index_range(inner, ranges)
+        if low is None or high is None or not _is_at_least(low, _ZERO):
             return None
         if atom.kind == "mod":
             return _ZERO, integer(by - 1)
@@ -343,31 +359,31 @@ def _atom_ends(atom: Atom, limits: Limits) -> tuple[Int, Int] | None:
     return None
 
 
-def _at_least(one: Int, other: Int) -> bool:
+def _is_at_least(one: Int, other: Int) -> bool:
     return bound(one - other, upper=False, smallest=1.0) >= 0
 
 
-def simplified(value: Int, limits: Limits) -> Int:
-    """An index without quotients and remainders that the axes' sizes decide."""
+def simplify_index(value: Int, ranges: AxisRanges) -> Int:
+    """An index without the quotients and remainders that the axes' ranges decide."""
     if all(a.kind in ("var", "size") for m, _ in value.terms for a in m):
         return value
     total = _ZERO
     for monomial, c in value.terms:
         product = integer(c)
         for atom in monomial:
-            product = product * _simplified(atom, limits)
+            product = product * _simplify_atom(atom, ranges)
         total = total + product
     return total
 
 
-def _simplified(atom: Atom, limits: Limits) -> Int:
+def _simplify_atom(atom: Atom, ranges: AxisRanges) -> Int:
     inner, by = atom.args if len(atom.args) == 2 else (None, None)
     if atom.kind not in ("div", "mod") or not isinstance(inner, Int) or not isinstance(by, int) or by <= 0:
         return Int((((atom,), 1),))
-    inner = simplified(inner, limits)
+    inner = simplify_index(inner, ranges)
     whole = Int(tuple((m, c // by) for m, c in inner.terms if c % by == 0))
     rest = Int(tuple((m, c) for m, c in inner.terms if c % by))
-    low, high = ends(rest, limits)
-    if low is not None and high is not None and _at_least(low, _ZERO) and _at_least(integer(by - 1), high):
+    low, high = index_range(rest, ranges)
+    if low is not None and high is not None and _is_at_least(low, _ZERO) and _is_at_least(integer(by - 1), high):
         return whole if atom.kind == "div" else rest
     return Int((((Atom(atom.kind, (inner, by)),), 1),))

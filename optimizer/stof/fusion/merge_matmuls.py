@@ -1,43 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of one tensor as one: query, key and value, which a chain takes apart again with what follows them, and keys and
-values of any number of layers, which attention reads where they are.
+"""Merges matmuls of one tensor into one wide matmul and a Split.
 
-A few rows take as long to multiply by three matrices one after the other as by all at once three times. The factors are put
-together in the graph, where runtimes do so once, when a session is created.
+Two kinds of groups are merged: three matmuls (query, key and value), whose Split a chain fuses with its epilogue, and any
+number of keys and values that StofAttention reads inside of the wide output. For few rows, the wide matmul takes as long as
+each of the narrow ones. The weights are concatenated in the graph; runtimes fold that when they create a session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import onnx
 from onnx import helper
 
 from stof.execution.upcast import HALF
 from stof.fusion.element_ops import FREE, kind_of_node
-from stof.fusion.packed_qkv import INPUTS, heads_known, heads_read, is_attention
+from stof.fusion.packed_qkv import INPUTS, has_head_counts, heads_of_input, is_attention
+from stof.fusion.policy import Matmuls, MergeDecider
 from stof.graph.index import domain_of, node_tensors
 from stof.graph.protobuf import copy_with_nodes
 from stof.symbolic import Symbolic
 
-COUNT = 3
-Products = Sequence[onnx.NodeProto]
-# Whether products are to become one; the last tells whether something has to take them apart again.
-Merges = Callable[[onnx.ModelProto, Symbolic, Products, bool], bool]
+QKV = 3  # matmuls of a group that a chain may split again
 
 
-def merged(
-    model: onnx.ModelProto, symbolic: Symbolic, merges: Merges, three: bool = True, packs: bool = False
-) -> tuple[onnx.ModelProto, frozenset[str]]:
-    """A copy with one product in the place of several, and the names of the nodes that take them apart which a chain has to
-    take: those of products that others compute with, rather than attention alone. The model itself where there are none.
+class MergeScope(Enum):
+    """Which groups of matmuls may be merged."""
+
+    QKV_AND_ATTENTION = "three of one tensor, whatever reads them, and those that StofAttention alone reads"
+    ATTENTION_ONLY = "those that StofAttention alone reads"
+
+
+@dataclass(frozen=True)
+class MergedMatmuls:
+    """A model with merged matmuls; the model that was given where nothing was merged.
+
+    Attributes:
+        model: the result.
+        splits: names of the Split nodes that a chain has to fuse for a gain: other operators than attention compute with
+            their outputs.
+    """
+
+    model: onnx.ModelProto
+    splits: frozenset[str] = frozenset()
+
+
+def merge_matmuls(
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    decider: MergeDecider,
+    scope: MergeScope = MergeScope.QKV_AND_ATTENTION,
+    reads_packed_heads: bool = False,
+) -> MergedMatmuls:
+    """Merges the groups of matmuls of one tensor that the decider accepts.
 
     Args:
-        model: with attention replaced already.
+        model: a model with attention replaced already.
         symbolic: its shapes.
-        merges: decides about each group.
-        three: of three products of one tensor, whatever reads them.
-        packs: of any number that attention alone reads, which needs none of the Split nodes then (:func:`packed`).
+        decider: decides about each group.
+        scope: which groups it is asked about.
+        reads_packed_heads: whether StofAttention can read heads inside of the wide output; else no group is for it.
     """
     constant = {t.name for t in model.graph.initializer} - {i.name for i in model.graph.input}
     found: dict[str, list[onnx.NodeProto]] = {}
@@ -45,13 +68,14 @@ def merged(
         if node.op_type == "MatMul" and not domain_of(node) and node.input[1] in constant:
             found.setdefault(node.input[0], []).append(node)
     taken = {n for node in model.graph.node for n in node_tensors(node)} | constant
-    groups: dict[str, Products] = {}
-    read = _readers(model) if packs and heads_known(model) else {}
-    for products in found.values():
-        apart = len(products) == COUNT
-        group: Products = products if apart else _of_attention(products, read, symbolic)
-        wanted = (three if apart else bool(group)) and _fits(group, symbolic) and not _names(group) & taken
-        if wanted and merges(model, symbolic, group, apart):
+    groups: dict[str, Matmuls] = {}
+    read = _readers(model) if reads_packed_heads and has_head_counts(model) else {}
+    for matmuls in found.values():
+        is_qkv = len(matmuls) == QKV
+        group: Matmuls = matmuls if is_qkv else _read_by_attention_only(matmuls, read, symbolic)
+        in_scope = scope is MergeScope.QKV_AND_ATTENTION if is_qkv else bool(group)
+        is_candidate = in_scope and _has_half_weights(group, symbolic) and not _new_names(group) & taken
+        if is_candidate and decider(model, symbolic, group, is_qkv):
             groups[group[0].output[0]] = group
     inside = {n.output[0] for g in groups.values() for n in g}
     nodes: list[onnx.NodeProto] = []
@@ -60,26 +84,26 @@ def merged(
     for node in model.graph.node:
         name = node.output[0] if node.output else ""
         if name in groups:
-            nodes += _together(groups[name], symbolic)
+            nodes += _wide_matmul(groups[name], symbolic)
             if not computed.isdisjoint(nodes[-1].output):
                 splits.add(nodes[-1].name)
         elif name not in inside:
             nodes.append(node)
     if not groups:
-        return model, frozenset()
-    return copy_with_nodes(model, nodes), frozenset(splits)
+        return MergedMatmuls(model)
+    return MergedMatmuls(copy_with_nodes(model, nodes), frozenset(splits))
 
 
 def computed_with(model: onnx.ModelProto) -> frozenset[str]:
-    """The tensors that memory-bound operators which compute something read."""
+    """The tensors that memory-bound operators read, those left out that only rename or reshape."""
     return frozenset(i for n in model.graph.node if n.op_type not in FREE and kind_of_node(n) for i in n.input)
 
 
-Readers = dict[str, list[tuple[onnx.NodeProto, int]]]  # of a tensor: nodes, and as which input
+Readers = dict[str, list[tuple[onnx.NodeProto, int]]]  # of a tensor: nodes, and the number of the input
 
 
 def _readers(model: onnx.ModelProto) -> Readers:
-    """Of every tensor; what branches and the graph's own outputs read is no input, number -1."""
+    """The readers of every tensor. Branches and graph outputs count with input number -1."""
     found: Readers = {}
     for node in model.graph.node:
         for i, name in enumerate(node.input):
@@ -91,9 +115,9 @@ def _readers(model: onnx.ModelProto) -> Readers:
     return found
 
 
-def _of_attention(group: Products, read: Readers, symbolic: Symbolic) -> Products:
-    """Those that StofAttention alone reads, where it can read them side by side; none where less than two are left."""
-    own = [n for n in group if n.output[0] in read and all(_is_head(*r) for r in read[n.output[0]])]
+def _read_by_attention_only(group: Matmuls, read: Readers, symbolic: Symbolic) -> Matmuls:
+    """The matmuls that StofAttention alone reads, where it can read all of them side by side; none where fewer than two."""
+    own = [n for n in group if n.output[0] in read and all(_reads_heads(*r) for r in read[n.output[0]])]
     widths = []
     for node in own:
         shape = symbolic.shape(node.input[1])
@@ -104,30 +128,30 @@ def _of_attention(group: Products, read: Readers, symbolic: Symbolic) -> Product
     if len(own) < 2:
         return []
     for i, node in enumerate(own):
-        for reader, place in read[node.output[0]]:
-            heads = heads_read(reader, place)
+        for reader, number in read[node.output[0]]:
+            heads = heads_of_input(reader, number)
             if heads is None or heads.within(sum(widths[:i]), widths[i], sum(widths)) is None:
                 return []
     return own
 
 
-def _is_head(reader: onnx.NodeProto, place: int) -> bool:
-    return is_attention(reader) and 0 <= place < INPUTS and heads_read(reader, place) is not None
+def _reads_heads(reader: onnx.NodeProto, number: int) -> bool:
+    return is_attention(reader) and 0 <= number < INPUTS and heads_of_input(reader, number) is not None
 
 
-def _fits(group: Products, symbolic: Symbolic) -> bool:
+def _has_half_weights(group: Matmuls, symbolic: Symbolic) -> bool:
     if any(symbolic.dtype(n.input[1]) not in HALF for n in group):
         return False
     shapes = [symbolic.shape(n.input[1]) for n in group]
     return all(s is not None and len(s) == 2 and s[1].constant is not None for s in shapes)
 
 
-def _names(group: Products) -> set[str]:
+def _new_names(group: Matmuls) -> set[str]:
     first = f"{group[0].output[0]}/shared"
     return {first, f"{first}/factor", f"{first}/widths"}
 
 
-def _together(group: Products, symbolic: Symbolic) -> list[onnx.NodeProto]:
+def _wide_matmul(group: Matmuls, symbolic: Symbolic) -> list[onnx.NodeProto]:
     first = f"{group[0].output[0]}/shared"
     shapes = [symbolic.shape(n.input[1]) for n in group]
     widths = [s[1].constant for s in shapes if s is not None]

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.errors import ArgumentError
-from stof.fusion.apply import Chained, Judge, apply_chains
+from stof.fusion.apply import Chained, fuse_chains
+from stof.fusion.decide.decision import ChainDecider
 from stof.fusion.decide.measured import forms_of, judge_of, leave_all, merges_of
 from stof.fusion.decide.selection import Selection
 from stof.fusion.plan_entry import ChainPlan, read_chain_plan
+from stof.fusion.policy import ChainPolicy
 from stof.fusion.report import KEY, ChainSection
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
@@ -21,10 +23,10 @@ from stof.runtime.library import has_packed
 
 @dataclass(frozen=True)
 class FusionCandidates:
-    """A model in which regions are looked for, who decides about them, and what the user says of them."""
+    """A model in which regions are looked for, what decides about them, and the user's selection."""
 
     model: onnx.ModelProto
-    judge: Judge
+    decider: ChainDecider
     selection: Selection
 
 
@@ -63,30 +65,28 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionDecisions]):
     plan_format = EntryFormat("chain", read_chain_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> FusionCandidates | None:
-        judge = judge_of(job.options, job.library)
+        decider = judge_of(job.options, job.library)
         selection = Selection.of(job.options, _planned(job))
-        if judge is None and selection.planned and job.options.chains != "off":
-            judge = leave_all
-        if judge is None:
+        if decider is None and selection.planned and job.options.chains != "off":
+            decider = leave_all
+        if decider is None:
             if selection.only or selection.skip:
                 raise ArgumentError("--only or --skip names a chain, but no chain is looked for here; see --chains")
             return None
-        return FusionCandidates(model(), judge, selection)
+        return FusionCandidates(model(), decider, selection)
 
     def decide(self, job: Job, found: FusionCandidates) -> FusionDecisions:
         target = job.options.target
+        policy = ChainPolicy(
+            epilogue_forms=forms_of(job.options, found.selection.planned),
+            merge_decider=merges_of(found.decider) if target == "cuda" and job.plan is None else None,
+            splits_gemm_bias=target == "cuda",
+            reads_packed_heads=target != "tensorrt" and has_packed(),
+            has_cpu_gemm=target == "cpu",
+            uses_tensorrt_plugins=target == "tensorrt",
+        )
         with job.step("chains"):
-            chained = apply_chains(
-                found.model,
-                found.judge,
-                found.selection,
-                forms_of(job.options, found.selection.planned),
-                tensorrt=target == "tensorrt",
-                separate=target == "cuda",
-                merges=merges_of(found.judge) if target == "cuda" and job.plan is None else None,
-                packs=target != "tensorrt" and has_packed(),
-                on_cpu=target == "cpu",
-            )
+            chained = fuse_chains(found.model, found.decider, policy, found.selection)
         return FusionDecisions(found.model, chained)
 
     def emit(self, job: Job, model: onnx.ModelProto, decided: FusionDecisions) -> onnx.ModelProto:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains as plugins of TensorRT: what they have to be, and what its parser needs of their calls."""
+"""Fused chains as TensorRT plugins: which chains can be one, and what its ONNX parser needs in their calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from onnx import helper
 from stof.errors import UnsupportedError
 from stof.fusion.description_parser import parse_chain
 from stof.fusion.function_body import bits_of
-from stof.fusion.translate import Chain
+from stof.fusion.translate import FusedChain
 
 _LARGEST = 1 << 31
 
 
-def check_plugin(chain: Chain) -> None:
-    """Refuses outputs with a dimension that a plugin cannot state (``OutputShape`` in plugins/core/ops/chain.cc).
+def check_plugin(chain: FusedChain) -> None:
+    """Refuses a chain with an output dimension that a plugin cannot state (``OutputShape`` in plugins/core/ops/chain.cc).
 
-    A builder learns shapes as expressions: a number, a dimension of an input times and over one, or the product of two
-    dimensions, of which the first may be divided.
+    A plugin states a dimension as a number, or as a product of at most two input dimensions and numbers, of which the first
+    dimension may be divided.
 
     Raises:
         UnsupportedError: naming the dimension.
@@ -28,14 +28,14 @@ def check_plugin(chain: Chain) -> None:
     parsed = parse_chain(chain.description.text)
     sizes = dict(parsed.axes)
     for number, out in enumerate(parsed.outs):
-        for place, axes in enumerate(out.dims):
+        for dim, axes in enumerate(out.dims):
             given = [sizes[a] for a in axes if sizes[a].input >= 0]
             times = 1
             for axis in axes:
                 times *= sizes[axis].number if sizes[axis].input < 0 else 1
             if len(given) > 2 or any(s.number != 1 for s in given[1:]) or times > _LARGEST:
                 raise UnsupportedError(
-                    f"dimension {place} of output {number} is a product of {' and '.join(axes)}, and a plugin of TensorRT "
+                    f"dimension {dim} of output {number} is a product of {' and '.join(axes)}, and a plugin of TensorRT "
                     "states products of at most two sizes that differ between runs, of which the first may be divided"
                 )
 
@@ -43,15 +43,15 @@ def check_plugin(chain: Chain) -> None:
 def complete_calls(
     calls: Sequence[onnx.NodeProto], dtypes: Sequence[int], branches: int, number: str = "chain_id"
 ) -> list[onnx.ValueInfoProto]:
-    """Adds to the calls of one function what TensorRT's parser needs; returns the types of new tensors.
+    """Completes the calls of one function for TensorRT's parser; returns the types of new tensors.
 
-    A node has to have as many named outputs as its function, or as its plugin: those that its chain does not give get
-    names, and the attribute ``spare_outputs`` tells the plugin how many they are. And each call selects its branch by bits.
+    A node needs as many named outputs as its function and its plugin have. Outputs that a chain lacks get names; the
+    attribute ``spare_outputs`` tells the plugin how many they are. Each call selects its branch by bits.
 
     Args:
-        calls: of StofChain.
-        dtypes: of the function's outputs.
-        branches: of the function.
+        calls: StofChain nodes.
+        dtypes: element types of the function's outputs.
+        branches: how many branches the function has.
         number: the attribute that selects a branch.
     """
     infos = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region of a graph, and its translation to a chain."""
+"""Translates a region of a graph to a fused chain."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import onnx
 
 from stof.errors import UnsupportedError
-from stof.fusion.description import MOST_AXES, MOST_INPUTS, REDUCTIONS, Description, Output, Pool, describe_chain
+from stof.fusion.description_format import MOST_AXES, MOST_INPUTS, REDUCTIONS
+from stof.fusion.description_printer import ChainDescription, ChainOutput, describe_chain
 from stof.fusion.element_ops import TYPES, kind_of_node
-from stof.fusion.index_terms import Limits, Puller
-from stof.graph.index import producers
+from stof.fusion.index_terms import AxisRanges, TermBuilder
+from stof.fusion.terms import TermPool
 from stof.symbolic import Int, Symbolic, integer, var
 from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
@@ -25,26 +26,42 @@ _MOST_TRIES = 8
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of a graph by their places, with the tensors that others read of what they write, in order."""
+    """Nodes of a graph by index, and the tensors they write that other nodes or the graph's outputs read, in order."""
 
-    places: tuple[int, ...]
+    node_indices: tuple[int, ...]
     outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A region as one operator. ``sizes`` are the axes', outermost first; ``dtypes`` are ONNX types of the outputs."""
+class FusedChain:
+    """A region as one operator.
+
+    Attributes:
+        region: the nodes that it replaces, and its outputs.
+        description: what it computes.
+        inputs: the tensors that it reads.
+        dtypes: ONNX element types of the outputs.
+        sizes: sizes of its axes, outermost first.
+    """
 
     region: Region
-    description: Description
+    description: ChainDescription
     inputs: tuple[str, ...]
     dtypes: tuple[int, ...]
     sizes: tuple[Int, ...]
 
 
 @dataclass(frozen=True)
+class RefusedRegion:
+    """Nodes that cannot become a chain, and why."""
+
+    node_indices: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class _Axes:
-    """Names and sizes, the row last."""
+    """Names and sizes of a chain's axes, the row last."""
 
     of: tuple[tuple[str, Int], ...]
 
@@ -53,19 +70,19 @@ class _Axes:
         return self.of[-1]
 
 
-def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic) -> Chain:
-    """The chain of a region.
+def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic) -> FusedChain:
+    """Translates a region to a chain, by the first axes that express all of its outputs.
 
     Args:
-        region: which nodes, and what others read of them.
-        nodes: of the graph that the places count in.
-        symbolic: of the model.
+        region: the nodes and their outputs.
+        nodes: all nodes of the graph.
+        symbolic: shapes, types and constants of the model.
 
     Raises:
-        UnsupportedError: with the first reason found.
+        UnsupportedError: when no axes do, with the reason of the first that were tried.
     """
-    own = [nodes[p] for p in region.places]
-    writers = producers(own)
+    own = [nodes[p] for p in region.node_indices]
+    producers = {o: n for n in own for o in n.output if o}
     shapes = []
     for name in region.outputs:
         shape = symbolic.shape(name)
@@ -75,9 +92,9 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
             raise UnsupportedError(f"{name!r} is of element type {symbolic.dtype(name)}, expected a float type")
         shapes.append(shape)
     first: UnsupportedError | None = None
-    for i, axes in enumerate(_candidates(own, shapes, symbolic)):
+    for i, axes in enumerate(_candidate_axes(own, shapes, symbolic)):
         try:
-            return _translated(region, writers, shapes, axes, symbolic)
+            return _translate_over(region, producers, shapes, axes, symbolic)
         except UnsupportedError as error:
             first = first or error
         if i + 1 == _MOST_TRIES:
@@ -85,9 +102,9 @@ def translate(region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symboli
     raise first or UnsupportedError("its outputs have no axes")
 
 
-def _candidates(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
-    """Axes to try: of the largest output, then of other tensors with as many elements, finest first."""
-    main = max(shapes, key=lambda s: (len(_long(s)), sum(d.constant or 0 for d in _long(s))))
+def _candidate_axes(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic: Symbolic) -> Iterator[_Axes]:
+    """Axes to try: those of the largest output, then of other tensors with as many elements, most axes first."""
+    main = max(shapes, key=lambda s: (len(_without_ones(s)), sum(d.constant or 0 for d in _without_ones(s))))
     known = [symbolic.shape(n) for node in own for n in (*node.output, *node.input) if n]
     same = [s for s in known if s is not None and element_count(s) == element_count(main)]
     tried: set[tuple[Int, ...]] = set()
@@ -97,75 +114,77 @@ def _candidates(own: Sequence[onnx.NodeProto], shapes: Sequence[Shape], symbolic
         if kind_of_node(node) in ("reducing", "rowwise")
         and (d := (symbolic.shape(node.input[0]) or (_ONE,))[-1]) != _ONE
     ]
-    for shape in [main, *sorted(same, key=lambda s: -len(_long(s)))]:
-        sizes = _long(shape)
+    for shape in [main, *sorted(same, key=lambda s: -len(_without_ones(s)))]:
+        sizes = _without_ones(shape)
         if sizes in tried or len(sizes) > MOST_AXES:
             continue
         tried.add(sizes)
-        if rows and rows[0] not in sizes and len(sizes) < MOST_AXES:  # only a value of each row comes out
-            yield _named((*sizes, rows[0]))
+        if rows and rows[0] not in sizes and len(sizes) < MOST_AXES:  # the output is one value for each row
+            yield _name_axes((*sizes, rows[0]))
         for last in sorted(range(len(sizes)), key=lambda i: (bool(rows) and sizes[i] != rows[0], -i)):
-            yield _named((*sizes[:last], *sizes[last + 1 :], sizes[last]))
-    if len(_long(main)) > MOST_AXES and not tried:
-        raise UnsupportedError(f"an output of shape {_words(main)}, expected at most {MOST_AXES} axes")
+            yield _name_axes((*sizes[:last], *sizes[last + 1 :], sizes[last]))
+    if len(_without_ones(main)) > MOST_AXES and not tried:
+        raise UnsupportedError(f"an output of shape {_shape_text(main)}, expected at most {MOST_AXES} axes")
     if not tried - {()}:
-        yield _named((_ONE,))
+        yield _name_axes((_ONE,))
 
 
-def _long(shape: Shape) -> Shape:
+def _without_ones(shape: Shape) -> Shape:
     return tuple(d for d in shape if d != _ONE)
 
 
-def _named(sizes: Shape) -> _Axes:
+def _name_axes(sizes: Shape) -> _Axes:
     return _Axes(tuple(zip((*_NAMES[: len(sizes) - 1], _ROW), sizes, strict=True)))
 
 
-def _translated(
-    region: Region, writers: dict[str, onnx.NodeProto], shapes: Sequence[Shape], axes: _Axes, symbolic: Symbolic
-) -> Chain:
-    limits = Limits(tuple((name, _ZERO, size - _ONE) for name, size in axes.of))
-    puller = Puller(symbolic, writers, axes.row, limits)
+def _translate_over(
+    region: Region, producers: dict[str, onnx.NodeProto], shapes: Sequence[Shape], axes: _Axes, symbolic: Symbolic
+) -> FusedChain:
+    ranges = AxisRanges(tuple((name, _ZERO, size - _ONE) for name, size in axes.of))
+    builder = TermBuilder(symbolic, producers, axes.row, ranges)
     outputs = []
     for name, shape in zip(region.outputs, shapes, strict=True):
         dims = _dims(shape, axes)
         if dims is None:
-            raise UnsupportedError(f"{name!r} of shape {_words(shape)} is not made of the axes {_words(_sizes(axes))}")
-        term = puller.at(name, tuple(_index(d, dict(axes.of)) for d in dims), limits)
-        if _ROW not in [a for d in dims for a in d] and axes.row[1] != _ONE and _varies(puller.pool, term):
+            raise UnsupportedError(
+                f"{name!r} of shape {_shape_text(shape)} is not made of the axes {_shape_text(_sizes(axes))}"
+            )
+        term = builder.term_at(name, tuple(_index(d, dict(axes.of)) for d in dims), ranges)
+        if _ROW not in [a for d in dims for a in d] and axes.row[1] != _ONE and _varies(builder.pool, term):
             raise UnsupportedError(f"{name!r} differs along the row that it has no axis for")
         dtype = TYPES[symbolic.dtype(name)]
-        op, args = puller.pool.terms[term]
-        if op == dtype and isinstance(args[0], int):  # an output is rounded anyway
+        op, args = builder.pool.terms[term]
+        if op == dtype and isinstance(args[0], int):  # the output is rounded to this type anyway
             term = args[0]
-        outputs.append(Output(dtype, dims, term))
-    if not puller.inputs:
+        outputs.append(ChainOutput(dtype, dims, term))
+    if not builder.inputs:
         raise UnsupportedError("it reads nothing")
-    if len(puller.inputs) > MOST_INPUTS:
-        raise UnsupportedError(f"{len(puller.inputs)} inputs, expected at most {MOST_INPUTS}")
-    given = [(name, size, _size_text(size, puller)) for name, size in axes.of]
-    description = describe_chain(puller.pool, [(n, t) for n, _, t in given], outputs, len(puller.inputs))
+    if len(builder.inputs) > MOST_INPUTS:
+        raise UnsupportedError(f"{len(builder.inputs)} inputs, expected at most {MOST_INPUTS}")
+    given = [(name, size, _size_text(size, builder)) for name, size in axes.of]
+    description = describe_chain(builder.pool, [(n, t) for n, _, t in given], outputs, len(builder.inputs))
     dtypes = tuple(symbolic.dtype(n) for n in region.outputs)
-    return Chain(region, description, tuple(puller.inputs), dtypes, _sizes(axes))
+    return FusedChain(region, description, tuple(builder.inputs), dtypes, _sizes(axes))
 
 
 def _sizes(axes: _Axes) -> Shape:
     return tuple(size for _, size in axes.of)
 
 
-def _words(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     return f"[{', '.join(str(d) for d in shape)}]"
 
 
 def _dims(shape: Shape, axes: _Axes) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of each dim of an output; every axis once, the row at most once."""
+    """The axes of each dimension of an output: every axis once, the row at most once. None where the shape has others."""
     free = list(axes.of)
-    # In memory order, which the row may be anywhere in.
+    # Axes stay in memory order; the row may be any of them.
     found: list[tuple[str, ...]] = []
     for size in shape:
         if size == _ONE:
             found.append(())
             continue
-        part = next(([a] for a in free if a[1] == size), None) or _merged(free, size)
+        part = next(([a] for a in free if a[1] == size), None) or _adjacent_axes(free, size)
         if part is None:
             return None
         found.append(tuple(name for name, _ in part))
@@ -173,7 +192,7 @@ def _dims(shape: Shape, axes: _Axes) -> tuple[tuple[str, ...], ...] | None:
     return tuple(found) if all(a == axes.row or a[1] == _ONE for a in free) else None
 
 
-def _merged(free: Sequence[tuple[str, Int]], size: Int) -> list[tuple[str, Int]] | None:
+def _adjacent_axes(free: Sequence[tuple[str, Int]], size: Int) -> list[tuple[str, Int]] | None:
     for start in range(len(free)):
         total = _ONE
         for end in range(start, len(free)):
@@ -190,23 +209,23 @@ def _index(dim: tuple[str, ...], sizes: dict[str, Int]) -> Int:
     return total
 
 
-def _varies(pool: Pool, term: int) -> bool:
-    """Whether a term differs along the row."""
+def _varies(pool: TermPool, term: int) -> bool:
+    """Whether a term depends on the position in the row."""
     seen: set[int] = set()
     pending = [term]
     while pending:
-        one = pending.pop()
-        if one in seen:
+        current = pending.pop()
+        if current in seen:
             continue
-        seen.add(one)
-        op, args = pool.terms[one]
+        seen.add(current)
+        op, args = pool.terms[current]
         if op in REDUCTIONS:
             continue
         if op == "below" and args[0] == _ROW:
             return True
         if op == "read" and isinstance(args[1], tuple) and any(_ROW in _variables(i) for i in args[1]):
             return True
-        pending += pool.arguments(one)
+        pending += pool.arguments(current)
     return False
 
 
@@ -223,13 +242,13 @@ def _variables(index: object) -> set[str]:
     return found
 
 
-def _size_text(size: Int, puller: Puller) -> str:
-    """An axis's size: a number, or a dimension of an input."""
+def _size_text(size: Int, builder: TermBuilder) -> str:
+    """An axis's size in the format: a number, or a dimension of an input, or that divided by a number."""
     if size.constant is not None:
         return str(size.constant)
     quotient = ""
-    for name, number in puller.inputs.items():
-        for i, d in enumerate(puller.shape(name)):
+    for name, number in builder.inputs.items():
+        for i, d in enumerate(builder.shape(name)):
             if d == size:
                 return f"x{number}.{i}"
             part = d.divide(size)

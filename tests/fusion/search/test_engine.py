@@ -11,32 +11,32 @@ from functools import lru_cache
 import pytest
 
 import build
-from stof.bench.cpu.search import GRAPHS, MOST, cut_sites
+from stof.bench.cpu.search import GRAPHS, MOST, cut_regions
 from stof.execution.inputs import Case, InputMaker, Padding
-from stof.fusion.regions import Graph
-from stof.fusion.search.cost import Analytical, Site, frequent_start
-from stof.fusion.search.engine import Limits, exhaustive, search
-from stof.fusion.search.space import Segment, Setting, Space, unfused
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
+from stof.fusion.search.engine import SearchLimits, exhaustive, search
+from stof.fusion.search.space import SchemeSpace, Segment, Setting, unfused_scheme
 from stof.symbolic import Symbolic
 
 
 @lru_cache(maxsize=1)
-def sites() -> list[tuple[Site, Space, dict[str, int]]]:
+def sites() -> list[tuple[SegmentedRegion, SchemeSpace, dict[str, int]]]:
     """The spaces that stof-bench search enumerates."""
     found = []
     for name in GRAPHS:
-        graph = Graph(build.load_graph(name), Symbolic(build.load_graph(name)))
+        graph = FusionGraph(build.load_graph(name), Symbolic(build.load_graph(name)))
         sizes = InputMaker(graph.model, graph.symbolic, frozenset()).sizes(Case(2, 128, Padding.NONE))
-        found += [(site, site.space(), sizes) for site in cut_sites(graph)]
+        found += [(site, site.space(), sizes) for site in cut_regions(graph)]
     return found
 
 
-def drawn(space: Space, seed: int, settings: int) -> tuple[Space, dict[tuple[Segment, Setting], float]]:
+def drawn(space: SchemeSpace, seed: int, settings: int) -> tuple[SchemeSpace, dict[tuple[Segment, Setting], float]]:
     """The same space with settings, and a cost of each segment that has no order that a search could follow."""
     values = random.Random(seed)
     count = len(space.kinds)
-    space = Space(space.kinds, space.valid, lambda _: (tuple(range(settings)),))
-    segments = [s for s in itertools.combinations(range(count + 1), 2) if space.valid(s)]
+    space = SchemeSpace(space.kinds, space.is_valid, lambda _: (tuple(range(settings)),))
+    segments = [s for s in itertools.combinations(range(count + 1), 2) if space.is_valid(s)]
     return space, {
         (s, x): values.uniform(0.2, 1.0) * (s[1] - s[0]) ** 0.8 for s in segments for x in space.settings_of(s)
     }
@@ -53,7 +53,7 @@ def test_there_are_enough_spaces() -> None:
 def test_the_search_finds_what_enumeration_finds(settings: int) -> None:
     for i, (_, plain, _) in enumerate(sites()):
         space, costs = drawn(plain, i, settings)
-        found = search(space, lambda *k, c=costs: c[k], [], Limits(schemes=MOST + 1, seed=i))  # type: ignore[misc]
+        found = search(space, lambda *k, c=costs: c[k], [], SearchLimits(schemes=MOST + 1, seed=i))  # type: ignore[misc]
         scheme, cost = exhaustive(space, lambda *k, c=costs: c[k])  # type: ignore[misc]
         assert found.complete
         assert found.schemes == space.count()
@@ -63,11 +63,11 @@ def test_the_search_finds_what_enumeration_finds(settings: int) -> None:
 
 def test_the_analytical_model_is_searched_to_its_best() -> None:
     for site, space, sizes in sites():
-        cost = Analytical(site, sizes)
-        words = [site.graph.nodes[p].op_type for p in site.places]
-        found = search(space, cost, [tuple(frequent_start(space, words, {}))], Limits(schemes=MOST + 1))
+        cost = AnalyticalCost(site, sizes)
+        words = [site.graph.nodes[p].op_type for p in site.node_indices]
+        found = search(space, cost, [tuple(frequent_start(space, words, {}))], SearchLimits(schemes=MOST + 1))
         assert found.cost == pytest.approx(exhaustive(space, cost)[1])
-        assert found.cost <= sum(cost(s) for s in unfused(len(site.places)))
+        assert found.cost <= sum(cost(s) for s in unfused_scheme(len(site.node_indices)))
 
 
 def test_equal_seeds_give_equal_searches() -> None:
@@ -81,7 +81,7 @@ def test_equal_seeds_give_equal_searches() -> None:
             asked.append((segment, setting))
             return costs[segment, setting]
 
-        return search(space, cost, [], Limits(schemes=60, samples=2, rounds=3, seed=seed)), asked
+        return search(space, cost, [], SearchLimits(schemes=60, samples=2, rounds=3, seed=seed)), asked
 
     assert run(1) == run(1)
     assert run(1)[1] != run(2)[1]
@@ -91,12 +91,14 @@ def test_a_search_that_is_ended_has_the_best_so_far() -> None:
     _, plain, _ = sites()[0]
     space, costs = drawn(plain, 3, 4)
     whole = exhaustive(space, lambda *k: costs[k])[1]
-    before = sum(costs[s, ()] for s in unfused(len(space.kinds)))
+    before = sum(costs[s, ()] for s in unfused_scheme(len(space.kinds)))
     last = float("inf")
     for most in (0, 1, 5, 30, 200, 100_000):
         left: Iterator[int] = iter(range(most))
-        found = search(space, lambda *k: costs[k], [], Limits(schemes=MOST + 1), lambda it=left: next(it, None) is None)  # type: ignore[misc]
-        assert all(space.valid(s) for s in found.scheme)
+        found = search(
+            space, lambda *k: costs[k], [], SearchLimits(schemes=MOST + 1), lambda it=left: next(it, None) is None
+        )  # type: ignore[misc]
+        assert all(space.is_valid(s) for s in found.scheme)
         assert found.cost <= before + 1e-12
         assert found.cost <= last + 1e-12
         last = found.cost
@@ -113,20 +115,20 @@ def test_a_segment_is_asked_for_once() -> None:
         asked.append((segment, setting))
         return costs[segment, setting]
 
-    search(space, cost, [], Limits(schemes=MOST + 1))
+    search(space, cost, [], SearchLimits(schemes=MOST + 1))
     assert len(asked) == len(set(asked))
 
 
-def test_templates_that_are_not_there_leave_compute_bound_operators_alone() -> None:
+def test_missing_kernels_leave_compute_bound_operators_alone() -> None:
     for _, space, _ in sites():
         for start, end in itertools.combinations(range(len(space.kinds) + 1), 2):
             if "C" in space.kinds[start:end] and end - start > 1:
-                assert not space.valid((start, end))
+                assert not space.is_valid((start, end))
 
 
 def test_stage_two_gives_more_to_the_segment_that_gains() -> None:
     """One segment's settings are all alike, the other's get better: it is sampled more."""
-    space = Space("MMMM", lambda s: s in ((0, 2), (2, 4)), lambda _: (tuple(range(200)),))
+    space = SchemeSpace("MMMM", lambda s: s in ((0, 2), (2, 4)), lambda _: (tuple(range(200)),))
 
     def cost(segment: Segment, setting: Setting) -> float:
         if segment[1] - segment[0] == 1:
@@ -140,6 +142,6 @@ def test_stage_two_gives_more_to_the_segment_that_gains() -> None:
             asked[segment] += 1
         return cost(segment, setting)
 
-    found = search(space, counted, [], Limits(samples=2, rounds=6, budget=16, seed=1))
+    found = search(space, counted, [], SearchLimits(samples=2, rounds=6, budget=16, seed=1))
     assert found.scheme == ((0, 2), (2, 4))
     assert asked[2, 4] > 1.5 * asked[0, 2]

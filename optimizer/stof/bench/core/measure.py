@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved timing, the machine beside the numbers, and the memory that is left."""
+"""Interleaved timing of candidates, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -18,26 +18,42 @@ from typing import Any
 from stof.runtime import library
 
 ROUNDS = 5
-_SLICE = 0.02  # seconds of repeated calls a round, so that short calls are timed often
-_SETTLE = 0.005  # seconds for the threads of the last candidate to go to sleep
+_SLICE = 0.02  # seconds a round of repeated calls: short calls are timed often
+_SETTLE = 0.005  # seconds in which the threads of the last candidate go to sleep
 _PACKAGES = ("onnxruntime", "torch", "openvino", "numpy", "onnx")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one candidate: the least of all rounds, the median and the greatest of the rounds' minima."""
+    """Seconds of a run of one candidate.
+
+    Attributes:
+        best: the least of all rounds.
+        median: the median of the rounds.
+        worst: the greatest of the rounds.
+        rounds: how many rounds there were.
+        plain: on a GPU, the least time of a launch outside of a captured graph; 0 where it was not timed.
+        launches: on a GPU, how many launches a captured graph holds.
+    """
 
     best: float
     median: float
     worst: float
     rounds: int
+    plain: float = 0.0
+    launches: int = 1
+
+    @staticmethod
+    def of(samples: Sequence[float], plain: float = 0.0, launches: int = 1) -> Timing:
+        """The timing of a candidate with one sample a round."""
+        return Timing(min(samples), median(samples), max(samples), len(samples), plain, launches)
 
 
 def pin(threads: int) -> None:
-    """Keeps this process, and the threads that it will start, on ``threads`` CPUs, of different cores where there are."""
+    """Pins this process and its threads to ``threads`` CPUs, of different cores where possible."""
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
-        raise ValueError(f"{threads} threads asked for, {len(allowed)} CPUs to be had")
+        raise ValueError(f"{threads} threads asked for, but only {len(allowed)} CPUs are available")
     first_of_cores: list[int] = []
     others: list[int] = []
     seen: set[str] = set()
@@ -50,32 +66,47 @@ def pin(threads: int) -> None:
 
 
 def _core(cpu: int) -> str:
-    """What names the core of a CPU: those that share its execution units."""
+    """A name of a CPU's core: the CPUs that share its execution units."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     return siblings.read_text().strip() if siblings.is_file() else str(cpu)
 
 
-def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm: int = 1) -> list[Timing]:
-    """Times the candidates in turns: every round runs each of them once or, when short, for a slice of time."""
-    for call in calls:
-        for _ in range(warm):
-            call()
-    samples: list[list[float]] = [[] for _ in calls]
+def take_turns(count: int, rounds: int, visit: Callable[[int, int], None]) -> None:
+    """Visits ``count`` candidates in every round, without garbage collection.
+
+    The order rotates, so that each candidate goes first once.
+
+    Args:
+        count: how many candidates there are.
+        rounds: how many rounds.
+        visit: is given a candidate's number and the round's.
+    """
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds):
-            # The order turns, so that no candidate always follows the same neighbour.
-            for i in range(len(calls)):
-                j = (i + number) % len(calls)
-                time.sleep(_SETTLE)
-                samples[j].append(_least(calls[j]))
+            for i in range(count):
+                visit((i + number) % count, number)
     finally:
         gc.enable()
-    return [Timing(min(s), median(s), max(s), len(s)) for s in samples]
 
 
-def _least(call: Callable[[], object]) -> float:
+def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm: int = 1) -> list[Timing]:
+    """Times calls on the CPU in turns: a round runs each of them once or, when short, for a slice of time."""
+    for call in calls:
+        for _ in range(warm):
+            call()
+    samples: list[list[float]] = [[] for _ in calls]
+
+    def visit(number: int, _: int) -> None:
+        time.sleep(_SETTLE)
+        samples[number].append(_least_seconds(calls[number]))
+
+    take_turns(len(calls), rounds, visit)
+    return [Timing.of(s) for s in samples]
+
+
+def _least_seconds(call: Callable[[], object]) -> float:
     best = float("inf")
     end = time.perf_counter() + _SLICE
     while True:
@@ -96,12 +127,12 @@ def rates(threads: int) -> dict[str, float]:
 
 
 def best_rates(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """The better of two measurements, before and after."""
+    """The better of two measurements of the rates."""
     return {k: max(v, second[k]) for k, v in first.items()}
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Bytes of memory that are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -109,7 +140,7 @@ def available_bytes() -> int:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What every result carries: device, library, versions, date."""
+    """The machine of a record: device, library, versions, date."""
     info = library.build_info()
     return {
         "device": _cpu_name(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as JSON: a file per grid, a record per point; a point that is measured again replaces the old record."""
+"""Results as JSON: a file for each grid, a record for each point; a new record of a point replaces the old one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file; none when it does not exist.
+    """The records of a file; none when it does not exist.
 
     Raises:
         ValueError: when it holds something else.

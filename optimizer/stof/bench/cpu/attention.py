@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One point of the attention grid: every candidate on the same inputs, checked, then timed in turns."""
+"""One point of the CPU attention grid: checks every candidate on the same inputs, then times them in turns."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from stof.bench.core import measure
-from stof.bench.core.grids import Case
+from stof.bench.core.candidate import Runner, Unavailable
+from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import Record
-from stof.bench.core.runner import Runner, Unavailable
-from stof.bench.cpu.baselines import PEERS, Peer
-from stof.bench.cpu.problem import TOLERANCE, Problem
+from stof.bench.cpu.baselines import CANDIDATES, CpuCandidate
+from stof.bench.cpu.problem import TOLERANCE, CpuProblem
 
 _RESERVE = 2 << 30
 
 
-def point(case: Case, threads: int, peers: Sequence[Peer] = PEERS, rounds: int = measure.ROUNDS) -> Record:
-    """Measures one case; candidates that are not there are listed with the reason."""
-    problem = Problem(case)
+def measure_point(
+    case: AttentionCase, threads: int, candidates: Sequence[CpuCandidate] = CANDIDATES, rounds: int = measure.ROUNDS
+) -> Record:
+    """Measures one case. Candidates that cannot run are listed with the reason."""
+    problem = CpuProblem(case)
     rows: dict[str, dict[str, Any]] = {}
-    ready: list[tuple[Peer, Runner]] = []
-    for peer in peers:
+    ready: list[tuple[CpuCandidate, Runner]] = []
+    for candidate in candidates:
         try:
-            ready.append((peer, _prepare(peer, problem, threads, rows)))
+            ready.append((candidate, _prepare(candidate, problem, threads, rows)))
         except Unavailable as reason:
-            rows[peer.name] = {"label": peer.label, "missing": str(reason)}
+            rows[candidate.name] = {"label": candidate.label, "missing": str(reason)}
     before = measure.rates(threads)
     timings = measure.interleave([runner.run for _, runner in ready], rounds)
     rates = measure.best_rates(before, measure.rates(threads))
     roof = max(problem.bytes / rates["read_gbps"], problem.tile_flops / rates["fma_gflops"]) * 1e-9
-    for (peer, _), timing in zip(ready, timings, strict=True):
-        rows[peer.name].update(
+    for (candidate, _), timing in zip(ready, timings, strict=True):
+        rows[candidate.name].update(
             us=round(timing.best * 1e6, 1),
             median_us=round(timing.median * 1e6, 1),
             worst_us=round(timing.worst * 1e6, 1),
@@ -53,12 +55,12 @@ def point(case: Case, threads: int, peers: Sequence[Peer] = PEERS, rounds: int =
     }
 
 
-def _prepare(peer: Peer, problem: Problem, threads: int, rows: dict[str, dict[str, Any]]) -> Runner:
-    need = peer.memory(problem.case) + _RESERVE
-    if peer.scores and need > measure.available_bytes():
+def _prepare(candidate: CpuCandidate, problem: CpuProblem, threads: int, rows: dict[str, dict[str, Any]]) -> Runner:
+    need = candidate.score_bytes(problem.case) + _RESERVE
+    if candidate.score_tensors and need > measure.available_bytes():
         raise Unavailable(f"needs {need >> 30} GiB of memory beside the others")
     try:
-        runner = peer.build(problem, threads)
+        runner = candidate.build(problem, threads)
         error = problem.error(runner.output())
     except Unavailable:
         raise
@@ -67,12 +69,12 @@ def _prepare(peer: Peer, problem: Problem, threads: int, rows: dict[str, dict[st
         raise Unavailable(f"{type(failure).__name__}: {str(failure).strip()[:200]}") from failure
     if not error <= TOLERANCE:
         raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")
-    rows[peer.name] = {"label": peer.label, "error": float(f"{error:.1e}")}
+    rows[candidate.name] = {"label": candidate.label, "error": float(f"{error:.1e}")}
     return runner
 
 
-def lines(record: Record) -> list[str]:
-    """The record in words."""
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     machine, density = record["machine"], record["density"]
     found = [
         f"{record['key'][1]}, mask {record['mask']} (elements {density['element']:.1%}, tiles {density['tile']:.1%}), "

@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The candidates of the attention grid, by name, and those outside ONNX Runtime: torch and OpenVINO."""
+"""The candidates of the CPU attention grid, and the baselines outside of ONNX Runtime: torch and OpenVINO."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from stof.bench.core.grids import Case
-from stof.bench.core.runner import Runner, Unavailable, require
+from stof.bench.core.candidate import Candidate, Runner, Unavailable, require
 from stof.bench.cpu import baselines_ort
-from stof.bench.cpu.problem import Problem
+from stof.bench.cpu.problem import CpuProblem
 from stof.mask.expression import CAUSAL
 
-
-@dataclass(frozen=True)
-class Peer:
-    """A candidate: what it is called in tables, how it is built, how many [B, H, S, T] fp32 tensors it holds."""
-
-    name: str
-    label: str
-    build: Callable[[Problem, int], Runner]
-    scores: int = 0
-
-    def memory(self, case: Case) -> int:
-        """Bytes of scores that a run allocates."""
-        return 4 * self.scores * case.B * case.H * case.S**2
+CpuCandidate = Candidate[CpuProblem, int, Runner]  # built for a number of threads
 
 
 def _torch(threads: int) -> Any:
@@ -48,8 +34,8 @@ def _torch_runner(torch: Any, call: Callable[[], Any]) -> Runner:
     return Runner(run, output, keep=(torch,))
 
 
-def _sdpa(kind: str) -> Callable[[Problem, int], Runner]:
-    def build(problem: Problem, threads: int) -> Runner:
+def _sdpa(kind: str) -> Callable[[CpuProblem, int], Runner]:
+    def build(problem: CpuProblem, threads: int) -> Runner:
         torch = _torch(threads)
         q, k, v = (torch.from_numpy(x) for x in (problem.q, problem.k, problem.v))
         options: dict[str, Any] = {"enable_gqa": True} if problem.case.G != problem.case.H else {}
@@ -70,7 +56,7 @@ def _sdpa(kind: str) -> Callable[[Problem, int], Runner]:
     return build
 
 
-def _flex(problem: Problem, threads: int) -> Runner:
+def _flex(problem: CpuProblem, threads: int) -> Runner:
     torch = _torch(threads)
     flex = require("torch.nn.attention.flex_attention")
     case = problem.case
@@ -90,7 +76,7 @@ def _flex(problem: Problem, threads: int) -> Runner:
     return _torch_runner(torch, lambda: compiled(q, k, v, **options))
 
 
-def _openvino(problem: Problem, threads: int) -> Runner:
+def _openvino(problem: CpuProblem, threads: int) -> Runner:
     ov = require("openvino")
     operators = require("openvino.opset13")
     case = problem.case
@@ -115,16 +101,16 @@ def _openvino(problem: Problem, threads: int) -> Runner:
     return Runner(request.infer, output, keep=(compiled, feeds))
 
 
-PEERS: tuple[Peer, ...] = (
-    Peer("stof", "stof in ONNX Runtime", baselines_ort.stof_in_ort),
-    Peer("stof-c", "stof through the C ABI", baselines_ort.stof_alone),
-    Peer("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, 2),
-    Peer("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, 2),
-    Peer("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, 1),
-    Peer("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.standard(23), 2),
-    Peer("ort-attention-24", "ONNX Runtime Attention-24, bool mask", baselines_ort.standard(24), 2),
-    Peer("torch-sdpa-bool", "torch SDPA, bool mask", _sdpa("bool")),
-    Peer("torch-sdpa-float", "torch SDPA, float mask", _sdpa("float")),
-    Peer("torch-flex", "torch FlexAttention, compiled", _flex),
-    Peer("openvino", "OpenVINO SDPA", _openvino),
+CANDIDATES: tuple[CpuCandidate, ...] = (
+    Candidate("stof", "stof in ONNX Runtime", baselines_ort.stof_in_ort),
+    Candidate("stof-c", "stof through the C ABI", baselines_ort.stof_alone),
+    Candidate("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, score_tensors=2),
+    Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, score_tensors=2),
+    Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, score_tensors=1),
+    Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.standard(23), score_tensors=2),
+    Candidate("ort-attention-24", "ONNX Runtime Attention-24, bool mask", baselines_ort.standard(24), score_tensors=2),
+    Candidate("torch-sdpa-bool", "torch SDPA, bool mask", _sdpa("bool")),
+    Candidate("torch-sdpa-float", "torch SDPA, float mask", _sdpa("float")),
+    Candidate("torch-flex", "torch FlexAttention, compiled", _flex),
+    Candidate("openvino", "OpenVINO SDPA", _openvino),
 )

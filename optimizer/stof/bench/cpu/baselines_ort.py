@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.bench.core.runner import Runner, Unavailable, require
-from stof.bench.cpu.problem import Problem
+from stof.bench.core.candidate import Runner, Unavailable, require
+from stof.bench.cpu.problem import CpuProblem
 from stof.mask.expression import CAUSAL, PADDING
 from stof.runtime import library
 
@@ -33,7 +33,7 @@ def session(model: bytes | str, threads: int, *, stof: bool = False, profile: st
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
-def bound(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any:
+def bind_inputs(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any:
     """The session's binding with inputs in place, so that a run copies nothing in or out."""
     ort = require("onnxruntime")
     binding = found.io_binding()
@@ -44,7 +44,7 @@ def bound(found: Any, feeds: Mapping[str, np.ndarray], output: str = "y") -> Any
 
 
 def _runner(
-    problem: Problem,
+    problem: CpuProblem,
     nodes: Sequence[onnx.NodeProto],
     feeds: Mapping[str, np.ndarray],
     threads: int,
@@ -67,21 +67,21 @@ def _runner(
     model = helper.make_model(graph, opset_imports=opsets)
     model.ir_version = 9 if opset < 23 else 11
     found = session(model.SerializeToString(), threads, stof=any(d == "stof" for d, _ in domains))
-    binding = bound(found, feeds)
+    binding = bind_inputs(found, feeds)
 
     def output() -> np.ndarray:
         found.run_with_iobinding(binding)
         result: np.ndarray = binding.copy_outputs_to_cpu()[0]
-        return problem.unpacked(result, case.H) if packed else result
+        return problem.unpack_heads(result, case.H) if packed else result
 
     return Runner(lambda: found.run_with_iobinding(binding), output, keep=(found, binding))
 
 
-def _no_empty_mask(problem: Problem) -> bool:
+def _no_empty_mask(problem: CpuProblem) -> bool:
     return bool(problem.case.mask)
 
 
-def exported(problem: Problem, threads: int) -> Runner:
+def exported(problem: CpuProblem, threads: int) -> Runner:
     """MatMul - Mul - Add - Softmax - MatMul, as exporters write it; the mask is a ready [1, 1, S, S] input."""
     case = problem.case
     feeds = {"q": problem.q, "k": problem.k, "v": problem.v}
@@ -119,12 +119,12 @@ def exported(problem: Problem, threads: int) -> Runner:
     return _runner(problem, nodes, feeds, threads, packed=False, constants=constants)
 
 
-def multi_head(problem: Problem, threads: int) -> Runner:
+def multi_head(problem: CpuProblem, threads: int) -> Runner:
     """com.microsoft MultiHeadAttention with attention_bias; causal by its own attribute, dense without a bias."""
     case = problem.case
     if case.G != case.H:
         raise Unavailable("cannot express shared key heads")
-    feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
+    feeds = {name: problem.pack_heads(getattr(problem, name)) for name in ("q", "k", "v")}
     inputs = ["q", "k", "v"]
     causal = case.expression == CAUSAL
     if _no_empty_mask(problem) and not causal:
@@ -136,14 +136,14 @@ def multi_head(problem: Problem, threads: int) -> Runner:
     return _runner(problem, [node], feeds, threads, packed=True, domains=[("com.microsoft", 1)])
 
 
-def group_query(problem: Problem, threads: int) -> Runner:
+def group_query(problem: CpuProblem, threads: int) -> Runner:
     """com.microsoft GroupQueryAttention, causal, with local_window_size where the mask is a window."""
     case = problem.case
     window = case.expression.window()
     if window is None or window[1] != 0:
         raise Unavailable("expresses causal masks and causal windows only")
     size = window[0] + 1 if window[0] >= 0 else -1
-    feeds = {name: problem.packed(getattr(problem, name)) for name in ("q", "k", "v")}
+    feeds = {name: problem.pack_heads(getattr(problem, name)) for name in ("q", "k", "v")}
     feeds["lengths"] = np.full([case.B], case.S - 1, np.int32)
     feeds["total"] = np.array(case.S, np.int32)
     node = helper.make_node(
@@ -161,7 +161,7 @@ def group_query(problem: Problem, threads: int) -> Runner:
 def standard(opset: int) -> Any:
     """ai.onnx Attention of opset 23 or 24 with a boolean mask; causal by its own attribute, dense without a mask."""
 
-    def build(problem: Problem, threads: int) -> Runner:
+    def build(problem: CpuProblem, threads: int) -> Runner:
         case = problem.case
         feeds = {"q": problem.q, "k": problem.k, "v": problem.v}
         causal = case.expression == CAUSAL
@@ -173,7 +173,7 @@ def standard(opset: int) -> Any:
     return build
 
 
-def attributes(problem: Problem) -> dict[str, int | float | str]:
+def attributes(problem: CpuProblem) -> dict[str, int | float | str]:
     """The attributes of StofAttention for a problem."""
     roles = sorted(problem.case.tables)
     if problem.case.pad:
@@ -182,8 +182,8 @@ def attributes(problem: Problem) -> dict[str, int | float | str]:
     return {"mask": expression.text, "scale": problem.scale, "operands": " ".join(roles)}
 
 
-def operands(problem: Problem) -> dict[str, np.ndarray]:
-    """Its inputs by role."""
+def operands(problem: CpuProblem) -> dict[str, np.ndarray]:
+    """The inputs of StofAttention by role."""
     found = {"q": problem.q, "k": problem.k, "v": problem.v}
     if problem.case.pad:
         found["pad"] = problem.pad
@@ -191,8 +191,8 @@ def operands(problem: Problem) -> dict[str, np.ndarray]:
     return found
 
 
-def stof_in_ort(problem: Problem, threads: int) -> Runner:
-    """StofAttention as ONNX Runtime runs it."""
+def stof_in_ort(problem: CpuProblem, threads: int) -> Runner:
+    """StofAttention as a node of ONNX Runtime."""
     feeds = operands(problem)
     tables = [onnx.numpy_helper.from_array(feeds.pop(name), name) for name in sorted(problem.case.tables)]
     names = [*feeds, *[t.name for t in tables]]
@@ -201,7 +201,7 @@ def stof_in_ort(problem: Problem, threads: int) -> Runner:
     return _runner(problem, [node], feeds, threads, packed=False, constants=tables, domains=[("stof", 1)])
 
 
-def stof_alone(problem: Problem, threads: int) -> Runner:
+def stof_alone(problem: CpuProblem, threads: int) -> Runner:
     """The same function through the library's C ABI, with its own threads."""
     op = library.Op("StofAttention", attributes(problem))
     inputs = list(operands(problem).values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of one run above what a loaded session holds, measured in a process of its own.
+"""Peak memory of one run above that of a loaded session, measured in a process of its own.
 
 ``python -m stof.bench.cpu.memory MODEL FEEDS.npz THREADS`` prints bytes as JSON.
 """
@@ -29,7 +29,7 @@ def _bytes(field: str) -> int:
     raise ValueError(f"{_STATUS} has no {field}")
 
 
-def peak(model: str, feeds: Mapping[str, np.ndarray], threads: int) -> dict[str, int]:
+def peak_memory(model: str, feeds: Mapping[str, np.ndarray], threads: int) -> dict[str, int]:
     """Bytes held after loading, and the peak of one run above them."""
     with temporary_folder() as folder:
         path = folder / "feeds.npz"
@@ -42,7 +42,7 @@ def peak(model: str, feeds: Mapping[str, np.ndarray], threads: int) -> dict[str,
 
 
 def main() -> int:
-    """Loads, forgets the peak so far, runs once, prints."""
+    """Loads a session, resets the peak, runs once, prints."""
     from stof.bench.cpu.baselines_ort import session
 
     model, path, threads = sys.argv[1:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole model before and after: times in turns, the quotient against what is possible, memory, OpenVINO."""
+"""Times a whole model before and after in turns, with OpenVINO, the quotient of the possible, and peak memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.bench.core import measure
+from stof.bench.core.candidate import Unavailable, require
 from stof.bench.core.results import Record, store
-from stof.bench.core.runner import Unavailable, require
-from stof.bench.cpu.baselines_ort import bound, session
-from stof.bench.cpu.memory import peak
-from stof.bench.cpu.profile import Call, profile, rest_seconds
+from stof.bench.cpu.baselines_ort import bind_inputs, session
+from stof.bench.cpu.memory import peak_memory
+from stof.bench.cpu.profile import NodeCall, profile, rest_seconds
 from stof.options import Options
 from stof.terminal import say
 
@@ -37,7 +37,7 @@ _ALLOWED = 1e-3  # of the outputs' range; stof-optimize has compared far more cl
 
 
 def run(arguments: argparse.Namespace, threads: int) -> int:
-    """Measures every length asked for, prints and stores it."""
+    """Measures, prints and stores a model at every length."""
     original = _original(arguments.model)
     optimized: Path = arguments.optimized or original.with_name(original.stem + ".stof.onnx")
     tune = arguments.tune
@@ -59,14 +59,14 @@ def run(arguments: argparse.Namespace, threads: int) -> int:
     name = arguments.model.removesuffix(".onnx").rpartition("/")[2]
     for length in arguments.lengths:
         shape = (arguments.batch, length)
-        record = point(name, original, variants, shape, threads, arguments.rounds, arguments.without)
+        record = measure_point(name, original, variants, shape, threads, arguments.rounds, arguments.without)
         store(arguments.results / "models-cpu.json", record)
-        say(*lines(record))
+        say(*describe_record(record))
     return 0
 
 
 def _original(model: str) -> Path:
-    """The file, or a graph of models/ filled with random weights."""
+    """The path of a model file; a graph of models/ is filled with random weights first."""
     path = Path(model)
     if path.suffix == ".onnx" and path.is_file():
         return path
@@ -85,8 +85,8 @@ def _original(model: str) -> Path:
     return path
 
 
-def inputs(found: Any, batch: int, length: int) -> dict[str, np.ndarray]:
-    """Random token ids, images, and a mask of ones, by the inputs' names and types; sizes that are numbers stay."""
+def random_feeds(found: Any, batch: int, length: int) -> dict[str, np.ndarray]:
+    """Random token ids and images and masks of ones, by the inputs' names and types; static sizes stay."""
     rng = np.random.default_rng(0)
     feeds = {}
     for value in found.get_inputs():
@@ -128,9 +128,9 @@ def _openvino(path: Path, feeds: Mapping[str, np.ndarray], threads: int) -> Call
 
 
 def _site_calls(
-    optimized: Path, calls: list[Call], threads: int
+    optimized: Path, calls: list[NodeCall], threads: int
 ) -> list[tuple[Callable[[], object], int, tuple[Any, ...]]]:
-    """Every distinct StofAttention of the model as a model of its own: (call, how many sites, what to keep)."""
+    """Each distinct StofAttention of the model, alone in a session: (run, how many sites it stands for, objects to keep)."""
     model = onnx.load(str(optimized), load_external_data=False)
     nodes = {n.name: n for n in model.graph.node if n.domain == "stof"}
     counts: Counter[tuple[bytes, tuple[Any, ...]]] = Counter()
@@ -169,7 +169,7 @@ def _site_calls(
         one = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)])
         one.ir_version = 9
         alone = session(one.SerializeToString(), threads, stof=True)
-        binding = bound(alone, feeds)
+        binding = bind_inputs(alone, feeds)
         found.append((partial(alone.run_with_iobinding, binding), count, (alone, binding)))
     return found
 
@@ -178,7 +178,7 @@ def _first(found: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.asarray(found.run(None, dict(feeds))[0])
 
 
-def point(
+def measure_point(
     name: str,
     original: Path,
     variants: Mapping[str, Path],
@@ -187,13 +187,13 @@ def point(
     rounds: int,
     without: list[str],
 ) -> Record:
-    """One model at one shape; ``variants`` are files by label, "optimized" among them."""
+    """Measures one model at one shape [batch, length]; ``variants`` are files by label, "optimized" among them."""
     batch, length = shape
     optimized = variants["optimized"]
     missing: dict[str, str] = {}
     before = session(str(original), threads)
     own = {k: session(str(path), threads, stof=True) for k, path in variants.items()}
-    feeds = inputs(before, batch, length)
+    feeds = random_feeds(before, batch, length)
     runs: dict[str, Callable[[], np.ndarray]] = {
         "original": lambda: before.run(None, feeds)[0],
         **{k: partial(_first, found, feeds) for k, found in own.items()},
@@ -246,13 +246,13 @@ def point(
     sites.clear()
     if "memory" not in without:
         record["memory"] = {
-            k: peak(str(p), feeds, threads) for k, p in (("original", original), ("optimized", optimized))
+            k: peak_memory(str(p), feeds, threads) for k, p in (("original", original), ("optimized", optimized))
         }
     return record
 
 
-def lines(record: Record) -> list[str]:
-    """The record in words."""
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     seconds, machine = record["seconds"], record["machine"]
     found = [
         f"{record['model']}  B{record['shape']['B']} S{record['shape']['S']}, {machine['threads']} thread(s), "

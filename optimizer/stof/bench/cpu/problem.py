@@ -1,37 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case made concrete: random inputs, the mask as an array, and fp64 values of some rows to check against."""
+"""An attention problem on the CPU: random NumPy inputs, the mask as an array, and some rows of the output in fp64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from stof.bench.core.grids import Case
+from stof.bench.core.case import AttentionCase
+from stof.bench.core.problem import AttentionProblem, MaskDensity
 from stof.runtime.library import Mask
 
 _TILE = (48, 64)
-_ROWS = 24
-# fp32 with another order of summation and another exp: some tens of ulp of the largest value.
+_ROWS = 24  # that are checked, of every head
+# Of the largest value: some tens of ulp, by another order of summation and another exp in fp32.
 TOLERANCE = 2e-5
 
 
-@dataclass(frozen=True)
-class Density:
-    """Allowed pairs over all pairs, and kept tiles over all tiles."""
+class CpuProblem(AttentionProblem):
+    """Inputs in fp32 of a case with S = T, and its mask."""
 
-    element: float
-    tile: float
-    pairs: int  # allowed, of one head
-    tiles: int  # kept, of one head
-
-
-class Problem:
-    """Inputs that every candidate shares."""
-
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        self.case = case
+    def __init__(self, case: AttentionCase, seed: int = 0) -> None:
+        super().__init__(case)
         rng = np.random.default_rng(seed)
         shape = (case.B, case.H, case.S, case.D)
         keys = (case.B, case.G, case.S, case.D)
@@ -39,7 +29,6 @@ class Problem:
         self.k = rng.standard_normal(keys, np.float32)
         self.v = rng.standard_normal(keys, np.float32)
         self.pad = np.ones((case.B, case.S), bool)
-        self.scale = 1.0 / float(np.sqrt(case.D))
 
     @cached_property
     def allowed(self) -> np.ndarray | None:
@@ -59,8 +48,8 @@ class Problem:
         return found
 
     @cached_property
-    def density(self) -> Density:
-        """How much of the mask is there."""
+    def density(self) -> MaskDensity:
+        """The density of the mask, at tiles of 48 x 64."""
         size = self.case.S
         pairs = size * size if self.allowed is None else int(self.allowed.sum())
         rows, columns = -(-size // _TILE[0]), -(-size // _TILE[1])
@@ -68,29 +57,25 @@ class Problem:
         if self.case.mask:
             block = Mask(self.case.mask, self.case.tables).block_mask(1, 1, size, size, *_TILE)
             tiles = len(block.key_tile)
-        return Density(pairs / size**2, tiles / (rows * columns), pairs, tiles)
-
-    @property
-    def useful_flops(self) -> float:
-        """Multiplications and additions over allowed pairs."""
-        return 4.0 * self.case.D * self.density.pairs * self.case.H * self.case.B
+        heads = self.case.B * self.case.H
+        return MaskDensity(pairs / size**2, tiles / (rows * columns), pairs * heads, tiles * heads)
 
     @property
     def tile_flops(self) -> float:
-        """The same over whole tiles that hold an allowed pair."""
-        return 4.0 * self.case.D * self.density.tiles * _TILE[0] * _TILE[1] * self.case.H * self.case.B
+        """Multiplications and additions over whole tiles with an allowed pair."""
+        return 4.0 * self.case.D * self.density.tiles * _TILE[0] * _TILE[1]
 
     @property
     def bytes(self) -> int:
         """Bytes of query, key, value and output."""
         return 2 * self.q.nbytes + self.k.nbytes + self.v.nbytes
 
-    def packed(self, array: np.ndarray) -> np.ndarray:
+    def pack_heads(self, array: np.ndarray) -> np.ndarray:
         """[B, H, S, D] as [B, S, H·D]."""
         b, h, s, d = array.shape
         return np.ascontiguousarray(array.transpose(0, 2, 1, 3)).reshape(b, s, h * d)
 
-    def unpacked(self, array: np.ndarray, heads: int) -> np.ndarray:
+    def unpack_heads(self, array: np.ndarray, heads: int) -> np.ndarray:
         """[B, S, H·D] as [B, H, S, D]."""
         b, s, n = array.shape
         found: np.ndarray = array.reshape(b, s, heads, n // heads).transpose(0, 2, 1, 3)

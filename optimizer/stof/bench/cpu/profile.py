@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session's own profile: how long its nodes take, split into attention and the rest."""
+"""Times of a session's nodes by ONNX Runtime's profile, split into attention and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUFFIX = "_kernel_time"
 
 
 @dataclass(frozen=True)
-class Call:
+class NodeCall:
     """One node's run: operator, seconds, and (type, shape) of its inputs and outputs."""
 
     name: str
@@ -28,43 +28,43 @@ class Call:
     outputs: tuple[tuple[str, tuple[int, ...]], ...]
 
     def touches(self, S: int, T: int) -> bool:
-        """Whether a tensor of scores or mask goes in or out: four dimensions that end in S × T, or S × T alone."""
+        """Whether an input or output is scores or a mask: four dimensions that end in S × T, or S × T alone."""
         shapes = [shape for _, shape in (*self.inputs, *self.outputs)]
         if any(len(s) >= 4 and s[-2:] == (S, T) for s in shapes):
             return True
-        # Without a head axis it may be a mask, or by accident a matrix of weights, which only a product reads.
+        # Two dimensions may be a mask or, by accident, a weight matrix, which only a matmul reads.
         return self.op not in ("MatMul", "Gemm", "FusedMatMul") and any(s in ((S, T), (1, S, T)) for s in shapes)
 
 
-def tensors(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(type, shape) of what a profile says of inputs or outputs."""
+def tensor_shapes(found: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(type, shape) of the inputs or outputs in a profile's event."""
     return tuple((kind, tuple(shape)) for entry in found or () for kind, shape in entry.items())
 
 
 def profile(
     model: str, feeds: Mapping[str, np.ndarray], threads: int, *, stof: bool, runs: int = 3
-) -> list[list[Call]]:
+) -> list[list[NodeCall]]:
     """The nodes of ``runs`` warm runs."""
     with temporary_folder() as folder:
         found = session(model, threads, stof=stof, profile=str(folder / "run"))
         for _ in range(runs + 1):
             found.run(None, dict(feeds))
         events = json.loads(Path(found.end_profiling()).read_text())
-    calls: list[list[Call]] = [[]]
+    calls: list[list[NodeCall]] = [[]]
     for event in events:
         if event.get("cat") == "Session" and event["name"] == "model_run":
             calls.append([])
         elif event.get("cat") == "Node" and event["name"].endswith(_SUFFIX):
             arguments = event["args"]
-            shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
+            shapes = (tensor_shapes(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
             name = event["name"].removesuffix(_SUFFIX)
-            calls[-1].append(Call(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
-    # An event of a run is written when the run ends, after those of its nodes.
+            calls[-1].append(NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes))
+    # The event of a run follows those of its nodes.
     full = [c for c in calls if c]
     return full[1:]
 
 
-def rest_seconds(runs: list[list[Call]], S: int, T: int) -> tuple[float, float]:
+def rest_seconds(runs: list[list[NodeCall]], S: int, T: int) -> tuple[float, float]:
     """Seconds outside attention and in attention, of the run with the least outside."""
     split = []
     for calls in runs:

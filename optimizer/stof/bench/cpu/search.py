@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for fusion schemes beside enumeration, random sampling and greedy merging, region by region of a model."""
+"""Compares the search for fusion schemes with enumeration, random sampling and greedy merging, region by region."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from stof.bench.core.results import Record
 from stof.execution.inputs import Case, InputMaker, Padding
-from stof.fusion.apply import operators
-from stof.fusion.regions import Graph, find_chains, settled
-from stof.fusion.search.cost import Analytical, Site, frequent_start
-from stof.fusion.search.engine import Cost, Limits, exhaustive, search
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.regions import find_chains, retranslate_chains
+from stof.fusion.search.cost import AnalyticalCost, SegmentedRegion, frequent_start
+from stof.fusion.search.engine import Cost, SearchLimits, exhaustive, search
 from stof.fusion.search.measure import Timer
-from stof.fusion.search.space import Scheme, Space, expanded, unfused
-from stof.fusion.translate import Chain
+from stof.fusion.search.space import FusionScheme, SchemeSpace, expand, unfused_scheme
+from stof.fusion.translate import FusedChain
 from stof.graph.external_data import read_constants
 from stof.graph.load_save import load
 
@@ -38,11 +38,11 @@ _SAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Line:
-    """One region: seconds of schemes by the same cost; ``enumerated`` is None where there are too many."""
+class SearchComparison:
+    """Costs of the best schemes of one region; ``enumerated`` is None where there are too many schemes."""
 
     operators: str
-    times: int  # in the model
+    occurrences: int  # in the model
     schemes: int
     unfused: float
     found: float
@@ -55,7 +55,7 @@ class Line:
     cost: str = "analytical"
 
     def record(self, number: int) -> Record:
-        """The line as a record of results/search.json; costs of others over the search's own."""
+        """The comparison as a record of results/search.json, with costs over that of the search."""
         return {
             "key": [self.graph, number, self.cost],
             "grid": "search",
@@ -70,66 +70,66 @@ class Line:
         }
 
     def text(self) -> str:
-        """The line with every cost over the search's own."""
+        """The comparison as text, with costs over that of the search."""
         best = "-" if self.enumerated is None else f"{self.enumerated / self.found:.3f}"
         return (
-            f"{self.times:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
+            f"{self.occurrences:3d} x {self.schemes:>9d} schemes  unfused {self.unfused / self.found:6.2f}  greedy "
             f"{self.greedy / self.found:6.3f}  random {self.sampled / self.found:6.3f}  enumerated {best:>6s}  "
             f"({self.compared} compared in {self.seconds:.2f} s)  {self.operators}"
         )
 
 
-def lines(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[Line]:
-    """The different regions of a model. ``measured``: costs are times on this device, not the analytical model's."""
+def compare_regions(path: Path, batch: int, length: int, measured: bool, seed: int = 0) -> Iterator[SearchComparison]:
+    """Compares on the different regions of a model. ``measured``: costs are times on this device, not the cost model's."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
     model = load(path)
     read_constants(path, model)
     from stof.symbolic import Symbolic
 
-    graph = Graph(model, Symbolic(model))
-    chains = settled(graph, find_chains(graph)[0])
-    words = [tuple(operators(graph, c.region.places).split()) for c in chains]
+    graph = FusionGraph(model, Symbolic(model))
+    chains = retranslate_chains(graph, find_chains(graph)[0])
+    words = [tuple(graph.operator_names(c.region.node_indices).split()) for c in chains]
     counts = Counter(w[i:j] for w in words for i in range(len(w)) for j in range(i + 2, len(w) + 1))
     sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
-    times = Counter(c.description.text for c in chains)
+    occurrences = Counter(c.description.text for c in chains)
     seen: set[str] = set()
     for chain, own in zip(chains, words, strict=True):
         if chain.description.text in seen:
             continue
         seen.add(chain.description.text)
-        site = Site(graph, chain.region.places)
-        cost: Cost = _measured(site, Timer(graph, sizes)) if measured else Analytical(site, sizes)
-        yield _line(site, cost, own, counts, times[chain.description.text], seed)
+        region = SegmentedRegion(graph, chain.region.node_indices)
+        cost: Cost = _measured_cost(region, Timer(graph, sizes)) if measured else AnalyticalCost(region, sizes)
+        yield _compare(region, cost, own, counts, occurrences[chain.description.text], seed)
 
 
-def cut_sites(graph: Graph) -> list[Site]:
-    """Regions with the compute-bound operators around them, cut to spaces that can be enumerated."""
+def cut_regions(graph: FusionGraph) -> list[SegmentedRegion]:
+    """Regions with the matmuls around them, cut to spaces that can be enumerated."""
     found = []
     seen = set()
-    for chain in settled(graph, find_chains(graph)[0]):
+    for chain in retranslate_chains(graph, find_chains(graph)[0]):
         if chain.description.text in seen:
             continue
         seen.add(chain.description.text)
-        around = {q for p in chain.region.places for q in (*graph.before(p), *graph.after(p))}
+        around = {q for p in chain.region.node_indices for q in (*graph.producers(p), *graph.consumers(p))}
         near = {q for q in around if graph.nodes[q].op_type in ("MatMul", "Gemm")}
-        places = tuple(sorted({*chain.region.places, *near}))
-        for start in range(0, len(places), _STEP):
-            site = Site(graph, places[start : start + _WINDOW])
-            if LEAST <= site.space().count() <= MOST:
-                found.append(site)
+        node_indices = tuple(sorted({*chain.region.node_indices, *near}))
+        for start in range(0, len(node_indices), _STEP):
+            region = SegmentedRegion(graph, node_indices[start : start + _WINDOW])
+            if LEAST <= region.space().count() <= MOST:
+                found.append(region)
     return found
 
 
-def drawn_costs(space: Space, seed: int) -> Cost:
-    """A cost of each segment and setting that has no order that a search could follow."""
+def random_costs(space: SchemeSpace, seed: int) -> Cost:
+    """Random costs of segments and settings, without any order that a search could follow."""
     values = random.Random(seed)
-    segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.valid(s)]
+    segments = [s for s in itertools.combinations(range(len(space.kinds) + 1), 2) if space.is_valid(s)]
     known = {(s, x): values.uniform(0.2, 1.0) * (s[1] - s[0]) ** 0.8 for s in segments for x in space.settings_of(s)}
     return lambda segment, setting: known[segment, setting]
 
 
-def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[Line]:
-    """The enumerable spaces of stored graphs, each by the analytical cost and by costs drawn at random."""
+def compare_spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iterator[SearchComparison]:
+    """Compares on the enumerable spaces of stored graphs, each by the cost model and by random costs."""
     from stof.bench.gpu.variants import load_module
     from stof.symbolic import Symbolic
 
@@ -137,18 +137,20 @@ def spaces(names: Sequence[str], batch: int, length: int, seed: int = 0) -> Iter
     build = load_module("models/build.py")
     for name in names:
         model = build.load_graph(name)
-        graph = Graph(model, Symbolic(model))
+        graph = FusionGraph(model, Symbolic(model))
         sizes = InputMaker(model, graph.symbolic, frozenset()).sizes(Case(batch, length, Padding.NONE))
-        for site in cut_sites(graph):
-            words = tuple(graph.nodes[p].op_type for p in site.places)
-            line = _line(site, Analytical(site, sizes), words, Counter(), 1, seed, MOST + 1)
+        for region in cut_regions(graph):
+            words = tuple(graph.nodes[p].op_type for p in region.node_indices)
+            line = _compare(region, AnalyticalCost(region, sizes), words, Counter(), 1, seed, MOST + 1)
             yield replace(line, graph=name)
-            drawn = _line(site, drawn_costs(site.space(), seed), words, Counter(), 1, seed, MOST + 1)
-            yield replace(drawn, graph=name, cost="drawn")
+            random_comparison = _compare(
+                region, random_costs(region.space(), seed), words, Counter(), 1, seed, MOST + 1
+            )
+            yield replace(random_comparison, graph=name, cost="drawn")
 
 
-def summary(found: Sequence[Line]) -> str:
-    """How often the search is as good as enumeration, and what others' best costs are over its own."""
+def summary(found: Sequence[SearchComparison]) -> str:
+    """How often the search is as good as enumeration, and the other methods' mean costs over its own."""
     equal = [math.isclose(x.enumerated or 0.0, x.found, rel_tol=1e-9) for x in found if x.enumerated is not None]
     means = {
         name: math.exp(sum(math.log(getattr(x, name) / x.found) for x in found) / max(1, len(found)))
@@ -160,16 +162,16 @@ def summary(found: Sequence[Line]) -> str:
     )
 
 
-def _line(
-    site: Site,
+def _compare(
+    region: SegmentedRegion,
     cost: Cost,
     words: tuple[str, ...],
     counts: Counter[tuple[str, ...]],
-    times: int,
+    occurrences: int,
     seed: int,
     most: int = 4096,
-) -> Line:
-    space = site.space()
+) -> SearchComparison:
+    space = region.space()
     known: dict[object, float] = {}
 
     def kept(*key: object) -> float:
@@ -178,16 +180,16 @@ def _line(
         return known[key]
 
     start = time.perf_counter()
-    found = search(space, kept, [tuple(frequent_start(space, words, counts))], Limits(schemes=most, seed=seed))
+    found = search(space, kept, [tuple(frequent_start(space, words, counts))], SearchLimits(schemes=most, seed=seed))
     took = time.perf_counter() - start
     total = space.count()
     generator = random.Random(seed)
     samples = (_total(kept, _random(space, generator)) for _ in range(_SAMPLES))
-    return Line(
+    return SearchComparison(
         " ".join(words),
-        times,
+        occurrences,
         total,
-        _total(kept, unfused(len(words))),
+        _total(kept, unfused_scheme(len(words))),
         found.cost,
         _total(kept, _greedy(space, kept)),
         min(samples),
@@ -197,39 +199,39 @@ def _line(
     )
 
 
-def _measured(site: Site, timer: Timer) -> Cost:
+def _measured_cost(region: SegmentedRegion, timer: Timer) -> Cost:
     def cost(segment: tuple[int, int], setting: tuple[int, ...]) -> float:
-        places = site.places[segment[0] : segment[1]]
-        chain = site.chain(segment) if len(places) > 1 else None
-        chains = [chain] if isinstance(chain, Chain) else []
+        node_indices = region.node_indices[segment[0] : segment[1]]
+        chain = region.chain(segment) if len(node_indices) > 1 else None
+        chains = [chain] if isinstance(chain, FusedChain) else []
         try:
-            return timer.seconds(places, chains, site.graph.outputs(places))
+            return timer.seconds(node_indices, chains, region.graph.outputs(node_indices))
         except Exception:  # a part that does not run by itself is no candidate
             return math.inf if chains else 0.0
 
     return cost
 
 
-def _total(cost: Cost, scheme: Scheme) -> float:
+def _total(cost: Cost, scheme: FusionScheme) -> float:
     return sum(cost(s, ()) for s in scheme)
 
 
-def _random(space: Space, generator: random.Random) -> Scheme:
-    """A scheme with ends drawn one after another among those that are valid."""
+def _random(space: SchemeSpace, generator: random.Random) -> FusionScheme:
+    """A scheme whose segments end at random, one after another, where they are valid."""
     found = []
     start, count = 0, len(space.kinds)
     while start < count:
-        end = generator.choice([e for e in range(start + 1, count + 1) if space.valid((start, e))])
+        end = generator.choice([e for e in range(start + 1, count + 1) if space.is_valid((start, e))])
         found.append((start, end))
         start = end
     return tuple(found)
 
 
-def _greedy(space: Space, cost: Cost) -> Scheme:
-    """Merges that gain most, one by one, until none gains."""
-    scheme = unfused(len(space.kinds))
+def _greedy(space: SchemeSpace, cost: Cost) -> FusionScheme:
+    """The scheme after merging the segments that gain most, one by one, until none gains."""
+    scheme = unfused_scheme(len(space.kinds))
     while True:
-        best = min(expanded(space, scheme), key=lambda s: _total(cost, s), default=scheme)
+        best = min(expand(space, scheme), key=lambda s: _total(cost, s), default=scheme)
         if _total(cost, best) >= _total(cost, scheme):
             return scheme
         scheme = best

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 4 and cuDNN's flex attention, which compile their kernels through CuTe DSL when they are first called.
+"""FlashAttention 4 and cuDNN's flex attention, which compile kernels through CuTe DSL at their first call.
 
 Packages: flash-attn-4, nvidia-cudnn-frontend and nvidia-cutlass-dsl with its libraries for CUDA 13 (docs/guide/benchmarks.md).
 """
@@ -10,16 +10,16 @@ import hashlib
 import importlib
 from typing import Any
 
-from stof.bench.core.runner import Unavailable, require
+from stof.bench.core.candidate import Unavailable, require
 from stof.bench.gpu.baselines_torch import block_mask
-from stof.bench.gpu.candidate import Candidate, once, window
-from stof.bench.gpu.problem import TILE, Problem
+from stof.bench.gpu.device_runner import DeviceRunner, runner_of, window
+from stof.bench.gpu.problem import TILE, GpuProblem
 
 _MOST_INTERVALS = 64  # of a row, where a plan still makes sense
 _CHUNK = 1 << 27  # elements of the mask that are looked at together
 
 
-def flash4(problem: Problem, stream: Any) -> Candidate:
+def flash4(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """FlashAttention 4 (CuTe) with its own flags: dense, causal, windows."""
     case = problem.case
     sides = window(case)
@@ -33,11 +33,11 @@ def flash4(problem: Problem, stream: Any) -> Candidate:
         found = attend(q, k, v, softmax_scale=problem.scale, causal=causal, window_size=(left, right))
         return found[0] if isinstance(found, tuple) else found
 
-    return once(problem, "BSHD", call)
+    return runner_of(problem, "BSHD", call)
 
 
-def flash4_blocks(problem: Problem, stream: Any) -> Candidate:
-    """FlashAttention 4 with a list of blocks and a function of indices that decides the partial ones."""
+def flash4_blocks(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """FlashAttention 4 with a block list, and a mask function for partial blocks."""
     case = problem.case
     if window(case) is not None:
         raise Unavailable("timed with its own masks")
@@ -55,10 +55,10 @@ def flash4_blocks(problem: Problem, stream: Any) -> Candidate:
         found = attend(q, k, v, softmax_scale=problem.scale, mask_mod=allowed, block_sparse_tensors=lists)
         return found[0] if isinstance(found, tuple) else found
 
-    return once(problem, "BSHD", call)
+    return runner_of(problem, "BSHD", call)
 
 
-def mask_function(problem: Problem) -> Any:
+def mask_function(problem: GpuProblem) -> Any:
     """The mask as FlashAttention 4 compiles it into its kernel."""
     case = problem.case
     cute = require("cutlass.cute")
@@ -76,8 +76,8 @@ def mask_function(problem: Problem) -> Any:
     return allowed
 
 
-def cudnn_flex(problem: Problem, stream: Any) -> Candidate:
-    """cudnn.flex_attention: every query's keys as intervals; its plan is ready."""
+def cudnn_flex(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """cudnn.flex_attention with each query's keys as intervals; the plan is made ahead."""
     try:
         # What another installation of the package under this name does not have.
         module = importlib.import_module("cudnn.flex_attention")
@@ -89,10 +89,10 @@ def cudnn_flex(problem: Problem, stream: Any) -> Candidate:
     def call(q: Any, k: Any, v: Any) -> Any:
         return module.flex_attn_func(q, k, v, mask_plan=plan, softmax_scale=problem.scale)
 
-    return once(problem, "BSHD", call)
+    return runner_of(problem, "BSHD", call)
 
 
-def intervals(problem: Problem) -> Any:
+def intervals(problem: GpuProblem) -> Any:
     """The mask as int32 [1 or H, n, B · S]: F of a query are [0, F0), [F1, F2), ..., n odd, the last ones empty.
 
     Raises:

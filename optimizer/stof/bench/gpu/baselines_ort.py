@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from stof.bench.core.runner import Unavailable, require
-from stof.bench.gpu.candidate import Candidate, need_dense, need_scores, window
-from stof.bench.gpu.problem import Problem
+from stof.bench.core.candidate import Unavailable, require
+from stof.bench.gpu.device_runner import DeviceRunner, need_dense, need_scores, window
+from stof.bench.gpu.problem import GpuProblem
 from stof.mask.expression import CAUSAL
 from stof.runtime import library
 
@@ -33,7 +33,10 @@ def session(
     fallback: bool = False,
     **provider: str,
 ) -> Any:
-    """A session on the CUDA provider, which queues its work on a torch stream; alone, or with the CPU for sizes of tensors."""
+    """A session on the CUDA provider that queues its work on a torch stream.
+
+    ``fallback``: nodes without a CUDA kernel run on the CPU; else such a model is refused.
+    """
     ort = require("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise Unavailable("onnxruntime has no CUDA provider here")
@@ -55,7 +58,7 @@ def session(
     return ort.InferenceSession(model, options, providers=[("CUDAExecutionProvider", settings)])
 
 
-def unsynchronized() -> Any:
+def unsynchronized_run_options() -> Any:
     """Options of a run that returns when its work is queued."""
     options = require("onnxruntime").RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -64,9 +67,12 @@ def unsynchronized() -> Any:
 
 @dataclass
 class _Graph:
-    """A model of a few nodes; ``inputs`` gives the device tensors of a set by name, ``host`` are small inputs on the CPU."""
+    """A model of a few nodes.
 
-    problem: Problem
+    ``inputs`` gives the device tensors of a set by name; ``host`` are small inputs on the CPU.
+    """
+
+    problem: GpuProblem
     nodes: Sequence[onnx.NodeProto]
     inputs: Callable[[int], dict[str, Any]]
     packed: bool  # output is [B, S, H·D]
@@ -74,7 +80,7 @@ class _Graph:
     domains: Sequence[tuple[str, int]] = ()
     constants: Sequence[onnx.TensorProto] = ()
     host: dict[str, np.ndarray] = field(default_factory=dict)
-    # Outputs beside y: the tensor of a set that takes them.
+    # Outputs beside y: the device tensors that take them, for each set.
     others: Callable[[int], dict[str, Any]] = lambda i: {}
     release: Callable[[], None] = lambda: None
 
@@ -84,7 +90,7 @@ def _element(tensor: Any) -> int:
     return int(names[str(tensor.dtype).removeprefix("torch.")])
 
 
-def _candidate(graph: _Graph, stream: Any) -> Candidate:
+def _candidate(graph: _Graph, stream: Any) -> DeviceRunner:
     ort = require("onnxruntime")
     problem, case = graph.problem, graph.problem.case
     torch = problem.torch
@@ -103,7 +109,7 @@ def _candidate(graph: _Graph, stream: Any) -> Candidate:
     opsets = [helper.make_opsetid("", graph.opset), *[helper.make_opsetid(d, v) for d, v in graph.domains]]
     model = helper.make_model(made, opset_imports=opsets, ir_version=9 if graph.opset < 23 else 11)
     found = session(model.SerializeToString(), stream, stof=any(d == "stof" for d, _ in graph.domains))
-    options = unsynchronized()
+    options = unsynchronized_run_options()
     bindings: list[tuple[Any, Any]] = []
 
     def bind() -> None:
@@ -129,21 +135,21 @@ def _candidate(graph: _Graph, stream: Any) -> Candidate:
         bindings.clear()
         graph.release()
 
-    return Candidate(
+    return DeviceRunner(
         lambda i: found.run_with_iobinding(bindings[i][0], options), output, bind, release, keep=(found, options)
     )
 
 
-def _packed(problem: Problem, i: int) -> dict[str, Any]:
+def _packed(problem: GpuProblem, i: int) -> dict[str, Any]:
     q, k, v = (x.reshape(x.shape[0], x.shape[1], -1) for x in problem.sets("BSHD")[i])
     return {"q": q, "k": k, "v": v}
 
 
-def _plain(problem: Problem, i: int) -> dict[str, Any]:
+def _plain(problem: GpuProblem, i: int) -> dict[str, Any]:
     return dict(zip("qkv", problem.sets()[i], strict=True))
 
 
-def multi_head(problem: Problem, stream: Any) -> Candidate:
+def multi_head(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """com.microsoft MultiHeadAttention with attention_bias; causal by its own attribute."""
     case = problem.case
     if case.G != case.H:
@@ -164,7 +170,7 @@ def multi_head(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, [node], inputs, packed=True, domains=[(_MICROSOFT, 1)]), stream)
 
 
-def group_query(problem: Problem, stream: Any) -> Candidate:
+def group_query(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """com.microsoft GroupQueryAttention, causal, with local_window_size; one query reads a cache that holds the rest."""
     case = problem.case
     sides = window(case)
@@ -187,7 +193,7 @@ def group_query(problem: Problem, stream: Any) -> Candidate:
         _, k, v = problem.sets()[i]
         if cached:
             return {"present_k": k, "present_v": v}
-        # One pair is enough: they are written, never read.
+        # One pair for all sets: they are written, never read.
         if not present:
             present[0] = {"present_k": torch.empty_like(k), "present_v": torch.empty_like(v)}
         return present[0]
@@ -205,7 +211,7 @@ def group_query(problem: Problem, stream: Any) -> Candidate:
     return _candidate(graph, stream)
 
 
-def attention_23(problem: Problem, stream: Any) -> Candidate:
+def attention_23(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """ai.onnx Attention of opset 23 with a boolean mask; causal by its own attribute."""
     case = problem.case
     need_scores(problem)
@@ -223,7 +229,7 @@ def attention_23(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, [node], inputs, packed=False, opset=23), stream)
 
 
-def exported(problem: Problem, stream: Any) -> Candidate:
+def exported(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """MatMul - Mul - Add - Softmax - MatMul, as exporters write it; the mask is a ready input."""
     case = problem.case
     if case.G != case.H:
@@ -251,8 +257,8 @@ def exported(problem: Problem, stream: Any) -> Candidate:
     return _candidate(_Graph(problem, nodes, inputs, packed=False, constants=[scale]), stream)
 
 
-def own(problem: Problem, stream: Any) -> Candidate:
-    """StofAttention as ONNX Runtime runs it."""
+def stof_in_ort(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """StofAttention as a node of ONNX Runtime."""
     case = problem.case
     tables = [numpy_helper.from_array(np.ascontiguousarray(case.tables[n]), n) for n in sorted(case.tables)]
     node = helper.make_node("StofAttention", ["q", "k", "v", *[t.name for t in tables]], ["y"], domain="stof")
@@ -263,7 +269,7 @@ def own(problem: Problem, stream: Any) -> Candidate:
     )
 
 
-def attributes(problem: Problem) -> dict[str, int | float | str]:
+def attributes(problem: GpuProblem) -> dict[str, int | float | str]:
     """The attributes of StofAttention for a problem."""
     case = problem.case
     return {

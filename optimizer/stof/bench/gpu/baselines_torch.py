@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's attention on the device: cuDNN, FlashAttention 2, the memory-efficient kernel, the plain chain, FlexAttention.
 
-The operators below scaled_dot_product_attention are called by themselves, so that it is known which one is timed.
+The operators below scaled_dot_product_attention are called directly: each candidate times one known kernel.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from stof.bench.core.runner import Unavailable, require
-from stof.bench.gpu.candidate import Candidate, need_dense, need_scores, once, window
-from stof.bench.gpu.problem import TILE, Problem
+from stof.bench.core.candidate import Unavailable, require
+from stof.bench.gpu.device_runner import DeviceRunner, need_dense, need_scores, runner_of, window
+from stof.bench.gpu.problem import TILE, GpuProblem
 
 _LONGEST_MATH = 512
 
 
-def cudnn(problem: Problem, stream: Any) -> Candidate:
+def cudnn(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """cuDNN: causal by its own flag, other masks as a bias."""
     case = problem.case
     operator = problem.torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -31,10 +31,10 @@ def cudnn(problem: Problem, stream: Any) -> Candidate:
         bias = problem.additive.expand(case.B, case.H, -1, -1) if masked else None
         return operator(q, k, v, bias, False, 0.0, causal, False, scale=problem.scale)[0]
 
-    return once(problem, "BHSD", call)
+    return runner_of(problem, "BHSD", call)
 
 
-def flash(problem: Problem, stream: Any) -> Candidate:
+def flash(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """FlashAttention 2 as built into torch, with its own windows, aligned to the last key."""
     case = problem.case
     sides = window(case)
@@ -50,11 +50,11 @@ def flash(problem: Problem, stream: Any) -> Candidate:
             scale=problem.scale, window_size_left=left, window_size_right=right,
         )[0]  # fmt: skip
 
-    return once(problem, "BSHD", call)
+    return runner_of(problem, "BSHD", call)
 
 
-def efficient(problem: Problem, stream: Any) -> Candidate:
-    """The memory-efficient kernel with the mask as a bias; shared key heads are repeated beforehand, at no charge."""
+def efficient(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """The memory-efficient kernel with the mask as a bias; with GQA, key heads are repeated outside of the timing."""
     case = problem.case
     if window(case) == (-1, 0):
         raise Unavailable("causal has kernels of its own: cuDNN, flash")
@@ -81,11 +81,11 @@ def efficient(problem: Problem, stream: Any) -> Candidate:
         wide.clear()
         held.clear()
 
-    return Candidate(call, lambda: held[0], bind, release)
+    return DeviceRunner(call, lambda: held[0], bind, release)
 
 
-def math(problem: Problem, stream: Any) -> Candidate:
-    """Products and softmax as operators of their own."""
+def math(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """Unfused matmuls and softmax."""
     case = problem.case
     if case.S > _LONGEST_MATH or case.S == 1:
         raise Unavailable(f"timed up to S = {_LONGEST_MATH}")
@@ -96,11 +96,11 @@ def math(problem: Problem, stream: Any) -> Candidate:
     def call(q: Any, k: Any, v: Any) -> Any:
         return operator(q, k, v, problem.additive if case.mask else None, 0.0, False, scale=problem.scale)[0]
 
-    return once(problem, "BHSD", call)
+    return runner_of(problem, "BHSD", call)
 
 
-def flex(problem: Problem, stream: Any) -> Candidate:
-    """FlexAttention, compiled for the very shape; its block mask is ready, made from the library's tiles."""
+def flex(problem: GpuProblem, stream: Any) -> DeviceRunner:
+    """FlexAttention, compiled for the shape; its block mask is made ahead from the library's tiles."""
     torch = problem.torch
     module = require("torch.nn.attention.flex_attention")
     case = problem.case
@@ -109,10 +109,10 @@ def flex(problem: Problem, stream: Any) -> Candidate:
     block = block_mask(problem, module) if case.mask else None
     compiled = torch.compile(module.flex_attention, dynamic=False)
     options = {"block_mask": block, "scale": problem.scale, "enable_gqa": case.G != case.H}
-    return once(problem, "BHSD", lambda q, k, v: compiled(q, k, v, **options))
+    return runner_of(problem, "BHSD", lambda q, k, v: compiled(q, k, v, **options))
 
 
-def block_mask(problem: Problem, module: Any) -> Any:
+def block_mask(problem: GpuProblem, module: Any) -> Any:
     torch, case, blocks = problem.torch, problem.case, problem.blocks
     columns = -(-case.T // TILE)
     counts, full = np.diff(blocks.row_ptr), blocks.row_ptr[1:] - blocks.full_begin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process at a time uses the device: others make sessions and compile meanwhile."""
+"""A lock by which one process at a time times on the device, while others compile and create sessions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 
-class Lock:
-    """A file that processes lock; without one, nothing is locked."""
+class DeviceLock:
+    """A file that processes lock; without a path, nothing is locked."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = path.open("a") if path is not None else None
@@ -21,7 +21,7 @@ class Lock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it, the device is this process's."""
+        """Holds the lock; may be nested."""
         if self._file is None:
             yield
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole fp16 model in ONNX Runtime's CUDA provider: its variants in turns, each as a captured graph."""
+"""Times the variants of a whole fp16 model in ONNX Runtime's CUDA provider in turns, each as a captured graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import onnx
 
+from stof.bench.core.candidate import require
 from stof.bench.core.results import Record
-from stof.bench.core.runner import require
-from stof.bench.cpu.models import inputs
-from stof.bench.gpu.baselines_ort import session, unsynchronized
-from stof.bench.gpu.device_lock import Lock
-from stof.bench.gpu.timing import Timed, interleave
-from stof.bench.gpu.trace import Node, trace
+from stof.bench.cpu.models import random_feeds
+from stof.bench.gpu.baselines_ort import session, unsynchronized_run_options
+from stof.bench.gpu.device_lock import DeviceLock
+from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
+from stof.bench.gpu.trace import NodeRun, trace
 from stof.bench.gpu.variants import LABELS, assemble
 from stof.bench.gpu.worker_pool import now, versions
 from stof.files import temporary_folder
@@ -32,8 +32,8 @@ OWN = ("attention", "chains", "plain", "stof", "tool-stof")
 _TRACED = ("exported", "tool", "attention", "stof")
 
 
-class _Model:
-    """A variant with inputs and output on the device, replayed as a graph that the session itself captures."""
+class _ModelVariant:
+    """A variant with inputs and output in device memory; its session captures and replays a graph where it can."""
 
     def __init__(self, path: Path, shape: tuple[int, int], output: list[int], stream: Any) -> None:
         self.torch: Any = require("torch")
@@ -43,7 +43,7 @@ class _Model:
         self._shape = shape
         self._feeds: dict[str, Any] = {}
         self.output = self.torch.full(output, float("nan"), dtype=self.torch.float16, device="cuda")
-        self.options = unsynchronized()
+        self.options = unsynchronized_run_options()
         self.session: Any = None
         self.binding: Any = None
         self.refused = ""
@@ -53,14 +53,14 @@ class _Model:
             self.refused = str(reason)
 
     def start(self) -> None:
-        """The first runs, in which the session captures its graph."""
+        """Runs the session for the first times, in which it captures its graph."""
         if not self.refused:
             try:
                 self._first_runs()
                 return
             except Exception as reason:
                 self.refused = str(reason)
-        # Nodes on the CPU: its launches may still be captured from outside, if they copy nothing.
+        # With nodes on the CPU, the session captures nothing. Launches that copy nothing can still be captured from outside.
         self.how = f"captured from outside ({' '.join(self.refused.split())[:120]})"
         self.session = self._session()
         self._first_runs()
@@ -77,7 +77,7 @@ class _Model:
     def bind(self, found: Any) -> Any:
         """A binding of a session of this model to the tensors on the device."""
         if not self._feeds:
-            feeds = inputs(found, *self._shape)
+            feeds = random_feeds(found, *self._shape)
             self._feeds = {n: self.torch.from_numpy(a).cuda() for n, a in feeds.items()}
         binding = found.io_binding()
         for name, tensor in self._feeds.items():
@@ -90,17 +90,17 @@ class _Model:
     def _run(self) -> None:
         self.session.run_with_iobinding(self.binding, self.options)
 
-    def timed(self) -> Timed:
-        """A candidate; where the session replays its own graph, a launch of it is what is timed."""
-        found = Timed(lambda _: self._run(), 1, self.stream)
+    def timed(self) -> CapturedLaunches:
+        """The launches to time; one is a replay of the session's own graph where it has one."""
+        found = CapturedLaunches(lambda _: self._run(), 1, self.stream)
         if self.how == "enable_cuda_graph":
-            found.launch_by_itself()
+            found.use_own_graph()
         else:
             found.capture()
         return found
 
-    def nodes(self) -> list[Node]:
-        """Its nodes with their time on the device, without a captured graph."""
+    def nodes(self) -> list[NodeRun]:
+        """The session's nodes with their time on the device, without a captured graph."""
         bindings: dict[int, Any] = {}
 
         def run(found: Any) -> None:
@@ -112,11 +112,11 @@ class _Model:
         return trace(lambda prefix: self._session(profile=prefix), run)
 
 
-def point(
-    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: Lock | None = None
+def measure_point(
+    name: str, prepared: Path, shape: tuple[int, int], rounds: int, traced: bool, lock: DeviceLock | None = None
 ) -> Record:
-    """Times the variants of a folder that ``variants.prepare`` wrote; of other processes, those with the lock wait."""
-    lock = lock or Lock()
+    """Times the variants in a folder that ``variants.prepare`` wrote, while other processes wait for the lock."""
+    lock = lock or DeviceLock()
     torch: Any = require("torch")
     torch.set_grad_enabled(False)
     stream = torch.cuda.Stream()
@@ -133,13 +133,13 @@ def point(
     }
     with temporary_folder() as folder:
         kinds = assemble(prepared, folder)
-        models: dict[str, _Model] = {}
+        models: dict[str, _ModelVariant] = {}
         output = _output(folder / "exported.onnx")
         for kind in kinds:
             labels[kind] = LABELS[kind]
             try:
                 with torch.cuda.stream(stream):
-                    model = _Model(folder / f"{kind}.onnx", shape, output, stream)
+                    model = _ModelVariant(folder / f"{kind}.onnx", shape, output, stream)
                     with lock.held():
                         model.start()
                 if kind != "exported":
@@ -155,7 +155,7 @@ def point(
                 missing[kind] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:240]}"
         with lock.held(), torch.cuda.stream(stream):
             timed = {kind: model.timed() for kind, model in models.items()}
-            timings = dict(zip(timed, interleave(list(timed.values()), rounds), strict=True))
+            timings = dict(zip(timed, interleave_launches(list(timed.values()), rounds), strict=True))
         record["us"] = {k: round(t.median * 1e6, 1) for k, t in timings.items()}
         record["spread_us"] = {k: [round(t.best * 1e6, 1), round(t.worst * 1e6, 1)] for k, t in timings.items()}
         others = [us for k, us in record["us"].items() if k not in OWN]
@@ -196,7 +196,7 @@ def _difference(expected: Any, found: Any) -> float:
     return float((found - expected).abs().max() / (expected.max() - expected.min()))
 
 
-def _sums(nodes: Sequence[Node], length: int) -> dict[str, Any]:
+def _sums(nodes: Sequence[NodeRun], length: int) -> dict[str, Any]:
     """Device time inside and outside of attention, that of StofAttention, and where nodes ran."""
     own = [n for n in nodes if n.call.op == "StofAttention"]
     inside = sum(n.device_seconds for n in nodes if n.call.touches(length, length))
@@ -230,8 +230,8 @@ def _quotient(record: Record) -> None:
         }
 
 
-def lines(record: Record) -> list[str]:
-    """The record in words."""
+def describe_record(record: Record) -> list[str]:
+    """The record as text."""
     found = [
         f"{record['model']} fp16 B{record['shape']['B']} S{record['shape']['S']}, median of {record['rounds']} rounds"
     ]

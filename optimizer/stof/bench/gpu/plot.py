@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.core.candidate import require
 from stof.bench.core.results import Record, read
-from stof.bench.core.runner import require
 from stof.bench.gpu import summary
 from stof.bench.gpu.cases import GRIDS
 from stof.files import write_bytes
@@ -58,10 +58,10 @@ def _plot(grid: str, records: Sequence[Record], path: Path) -> Path:
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
     figure.tight_layout()
-    return _saved(figure, path, pyplot)
+    return _save(figure, path, pyplot)
 
 
-def _saved(figure: Any, path: Path, pyplot: Any) -> Path:
+def _save(figure: Any, path: Path, pyplot: Any) -> Path:
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:], dpi=110)
     pyplot.close(figure)
@@ -87,7 +87,7 @@ def _bars(grid: str, records: Sequence[Record], path: Path) -> Path:
     axes[0][-1].legend(fontsize=7)
     figure.suptitle(f"{grid} grid, {records[0]['machine']['device']}", fontsize=10)
     figure.tight_layout()
-    return _saved(figure, path, pyplot)
+    return _save(figure, path, pyplot)
 
 
 def _best_fraction(record: Record) -> float | None:

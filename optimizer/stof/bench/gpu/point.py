@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One point of a grid: every candidate built and checked (``Point``), later timed in turns (``Point.measure``)."""
+"""One point of a GPU grid: builds and checks every candidate, later times them in turns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from stof.bench.core.candidate import Unavailable
+from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import Record
-from stof.bench.core.runner import Unavailable
-from stof.bench.gpu.candidate import Candidate, Peer
 from stof.bench.gpu.candidates import ANCHORS, OWN, each_kernel
-from stof.bench.gpu.cases import Case
-from stof.bench.gpu.problem import LONG_ROWS, TILE, TOLERANCE, Problem
-from stof.bench.gpu.timing import Timed, interleave
+from stof.bench.gpu.device_runner import DeviceRunner, GpuCandidate
+from stof.bench.gpu.problem import LONG_ROWS, TILE, TOLERANCE, GpuProblem
+from stof.bench.gpu.timing import CapturedLaunches, interleave_launches
 
 _TEXT = 200
 _KERNEL_ROUNDS = 5
@@ -26,86 +26,94 @@ def _words(failure: BaseException) -> str:
 
 
 class Point:
-    """A case with its candidates. Between checking and timing only what took long to make is kept, no data.
+    """A case with its candidates. Between checking and timing, compiled candidates are kept and data is freed.
 
-    With ``kernels``, every kernel that the selector could have taken is checked and timed, too. Where a mask has full tiles
-    alone, and many of them, so are dense kernels on the same shape without it: what a tile costs them is only comparable in the
-    same turns, for the board's power moves its clock. In the grid of bits, so is stof without the mask.
+    Two more kinds of candidates are timed in turns with stof, since the board's power changes its clock between runs.
+    Dense kernels without the mask, where all tiles of a long mask are full or empty: what a full tile costs them. And stof
+    without the mask, in the bits grid.
+
+    Args:
+        case: the problem.
+        candidates: what is timed.
+        stream: the torch stream.
+        kernels: whether every kernel that the selector could take is timed, too.
     """
 
-    def __init__(self, case: Case, peers: Sequence[Peer], stream: Any, kernels: bool = False) -> None:
+    def __init__(
+        self, case: AttentionCase, candidates: Sequence[GpuCandidate], stream: Any, kernels: bool = False
+    ) -> None:
         self.case = case
         self._stream = stream
-        self.problem = Problem(case)
+        self.problem = GpuProblem(case)
         self.rows: dict[str, dict[str, Any]] = {}
-        self._ready: list[tuple[Peer, Candidate]] = []
-        self._kernels: list[tuple[str, Candidate]] = []
+        self._ready: list[tuple[GpuCandidate, DeviceRunner]] = []
+        self._kernels: list[tuple[str, DeviceRunner]] = []
         self._wrong: list[str] = []
-        self._dense: list[tuple[Peer, Candidate]] = []
+        self._dense: list[tuple[GpuCandidate, DeviceRunner]] = []
         torch = self.problem.torch
         self.problem.check_mask()
-        for peer in peers:
-            row: dict[str, Any] = {"label": peer.label}
-            self.rows[peer.name] = row
+        for candidate in candidates:
+            row: dict[str, Any] = {"label": candidate.label}
+            self.rows[candidate.name] = row
             try:
                 with torch.cuda.stream(stream):
-                    candidate = peer.build(self.problem, stream)
-                    row["error"] = self._check(candidate)
-                self._ready.append((peer, candidate))
+                    runner = candidate.build(self.problem, stream)
+                    row["error"] = self._check(runner)
+                self._ready.append((candidate, runner))
             except Unavailable as reason:
                 row["missing"] = str(reason)
             except Exception as failure:
-                # What a peer refuses is a result, too.
+                # A refusal of a baseline is a result, too.
                 row["missing"] = _words(failure)
-        if kernels and any(peer.name == "stof" for peer, _ in self._ready):
+        if kernels and any(c.name == "stof" for c, _ in self._ready):
             self._add_kernels()
-        self.plain = Problem(replace(case, mask="", tables={}))
-        if any(peer.name == "stof" for peer, _ in self._ready):
+        self.plain = GpuProblem(replace(case, mask="", tables={}))
+        if any(c.name == "stof" for c, _ in self._ready):
             if case.S >= LONG_ROWS and self.problem.full_tiles:
-                self._add_dense([peer for peer in peers if peer.name in ANCHORS and peer.name not in OWN])
+                self._add_dense([c for c in candidates if c.name in ANCHORS and c.name not in OWN])
             elif case.grid == "bits":
-                self._add_dense([peer for peer in peers if peer.name == "stof"])
-        self._drop()
+                self._add_dense([c for c in candidates if c.name == "stof"])
+        self._release()
 
-    def _add_dense(self, peers: Sequence[Peer]) -> None:
-        for peer in peers:
+    def _add_dense(self, candidates: Sequence[GpuCandidate]) -> None:
+        for candidate in candidates:
             try:
                 with self.problem.torch.cuda.stream(self._stream):
-                    candidate = peer.build(self.plain, self._stream)
-                    self._check(candidate, self.plain)
-                self._dense.append((peer, candidate))
+                    runner = candidate.build(self.plain, self._stream)
+                    self._check(runner, self.plain)
+                self._dense.append((candidate, runner))
             except Exception as failure:
-                self.rows[peer.name]["dense"] = _words(failure)
+                self.rows[candidate.name]["dense"] = _words(failure)
 
     def _add_kernels(self) -> None:
-        for kernel, candidate in each_kernel(self.problem, self._stream):
+        for kernel, runner in each_kernel(self.problem, self._stream):
             try:
                 with self.problem.torch.cuda.stream(self._stream):
-                    self._check(candidate)
-                self._kernels.append((kernel, candidate))
+                    self._check(runner)
+                self._kernels.append((kernel, runner))
             except Exception as failure:
                 self._wrong.append(f"{kernel}: {_words(failure)}")
 
-    def _check(self, candidate: Candidate, problem: Problem | None = None) -> float:
+    def _check(self, runner: DeviceRunner, problem: GpuProblem | None = None) -> float:
         """Runs once on the first set and compares.
 
         Raises:
             Unavailable: when the result is wrong.
         """
-        candidate.bind()
-        candidate.call(0)
+        runner.bind()
+        runner.call(0)
         self._stream.synchronize()
-        error = (problem or self.problem).error(candidate.output())
+        error = (problem or self.problem).error(runner.output())
         if not error <= TOLERANCE[self.case.dtype]:
             raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")
         return float(f"{error:.1e}")
 
-    def _drop(self) -> None:
+    def _release(self) -> None:
         for some in (self._ready, self._dense):
-            for _, candidate in some:
-                candidate.release()
-        for _, candidate in self._kernels:
-            candidate.release()
+            for _, runner in some:
+                runner.release()
+        for _, runner in self._kernels:
+            runner.release()
         for problem in (self.problem, self.plain):
             problem.release()
             for name in ("dense", "additive", "_reference"):
@@ -113,24 +121,24 @@ class Point:
         self.problem.torch.cuda.empty_cache()
 
     def measure(self, rounds: int) -> Record:
-        """Times the candidates on rotated inputs; the record lacks what the machine adds. May be called again."""
+        """Times the candidates on rotated inputs; the record lacks the machine's facts. May be called again."""
         problem, torch = self.problem, self.problem.torch
         problem.rotate()
-        timed: list[tuple[Peer, Timed]] = []
+        timed: list[tuple[GpuCandidate, CapturedLaunches]] = []
         with torch.cuda.stream(self._stream):
-            for peer, candidate in self._ready:
+            for candidate, runner in self._ready:
                 try:
-                    candidate.bind()
-                    one = Timed(candidate.call, problem.count, self._stream)
+                    runner.bind()
+                    one = CapturedLaunches(runner.call, problem.count, self._stream)
                     one.capture()
-                    timed.append((peer, one))
+                    timed.append((candidate, one))
                 except Exception as failure:
-                    self.rows[peer.name]["missing"] = f"not captured: {_words(failure)}"
-            timings = interleave([one for _, one in timed], rounds)
-            chosen = next((one for peer, one in timed if peer.name == "stof"), None)
+                    self.rows[candidate.name]["missing"] = f"not captured: {_words(failure)}"
+            timings = interleave_launches([one for _, one in timed], rounds)
+            chosen = next((one for candidate, one in timed if candidate.name == "stof"), None)
             more = self._time_kernels(chosen) | self._time_dense(chosen)
-        for (peer, one), found in zip(timed, timings, strict=True):
-            self.rows[peer.name].update(
+        for (candidate, one), found in zip(timed, timings, strict=True):
+            self.rows[candidate.name].update(
                 us=round(found.median * 1e6, 3),
                 best_us=round(found.best * 1e6, 3),
                 worst_us=round(found.worst * 1e6, 3),
@@ -159,43 +167,43 @@ class Point:
             **more,
         }  # fmt: skip
         timed.clear()
-        self._drop()
+        self._release()
         return record
 
-    def _time_kernels(self, chosen: Timed | None) -> dict[str, Any]:
-        """Every kernel in turns with the selector's choice."""
+    def _time_kernels(self, chosen: CapturedLaunches | None) -> dict[str, Any]:
+        """Times every kernel in turns with the selector's choice."""
         if not self._kernels or chosen is None:
             return {}
         timed = []
-        for _, candidate in self._kernels:
-            candidate.bind()
-            timed.append(Timed(candidate.call, self.problem.count, self._stream))
+        for _, runner in self._kernels:
+            runner.bind()
+            timed.append(CapturedLaunches(runner.call, self.problem.count, self._stream))
             timed[-1].capture()
-        first, *others = interleave([chosen, *timed], _KERNEL_ROUNDS, plain_rounds=0)
+        first, *others = interleave_launches([chosen, *timed], _KERNEL_ROUNDS, plain_rounds=0)
         rows = [
             {"name": name, "us": round(t.median * 1e6, 3)} for (name, _), t in zip(self._kernels, others, strict=True)
         ]
         return {"kernels": {"chosen_us": round(first.median * 1e6, 3), "each": rows, "wrong": self._wrong}}
 
-    def _time_dense(self, chosen: Timed | None) -> dict[str, Any]:
-        """Dense kernels without the mask in turns with the selector's choice with it."""
+    def _time_dense(self, chosen: CapturedLaunches | None) -> dict[str, Any]:
+        """Times dense kernels without the mask in turns with the selector's choice with it."""
         if not self._dense or chosen is None:
             return {}
-        timed: list[tuple[Peer, Timed]] = []
-        for peer, candidate in self._dense:
+        timed: list[tuple[GpuCandidate, CapturedLaunches]] = []
+        for candidate, runner in self._dense:
             try:
                 if not timed:
                     self.plain.rotate()
-                candidate.bind()
-                one = Timed(candidate.call, self.plain.count, self._stream)
+                runner.bind()
+                one = CapturedLaunches(runner.call, self.plain.count, self._stream)
                 one.capture()
-                timed.append((peer, one))
+                timed.append((candidate, one))
             except Exception as failure:
-                self.rows[peer.name]["dense"] = f"not captured: {_words(failure)}"
+                self.rows[candidate.name]["dense"] = f"not captured: {_words(failure)}"
         if not timed:
             return {}
         all_timed = [chosen, *[one for _, one in timed]]
-        first, *others = interleave(all_timed, _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
-        dense = {peer.name: round(t.median * 1e6, 3) for (peer, _), t in zip(timed, others, strict=True)}
+        first, *others = interleave_launches(all_timed, _DENSE_ROUNDS, plain_rounds=0, slow_rounds=_DENSE_ROUNDS)
+        dense = {candidate.name: round(t.median * 1e6, 3) for (candidate, _), t in zip(timed, others, strict=True)}
         kind = "bits" if self.case.grid == "bits" else "full_tiles"
         return {kind: {"stof_us": round(first.median * 1e6, 3), "dense_us": dense}}

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case on the device: rotated random inputs, the mask in every form that a peer reads, fp64 values of some rows."""
+"""An attention problem on the device: rotated random inputs, the mask in every form that a baseline reads, and some rows of
+the output in fp64.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from stof.bench.core.runner import require
-from stof.bench.gpu.cases import Case
+from stof.bench.core.candidate import require
+from stof.bench.core.case import AttentionCase
+from stof.bench.core.problem import AttentionProblem, MaskDensity
 from stof.runtime.library import BlockMask, Mask
 
-LONG_ROWS = 8192  # queries from which on full tiles are held against dense kernels
-TILE = 128  # of the densities and of the roofline, whatever tiles a kernel has
-# Largest difference over the largest value: weights are rounded to half precision before the second product.
+LONG_ROWS = 8192  # queries from which on full tiles are compared with dense kernels
+TILE = 128  # rows and columns of a tile in densities and rooflines, whatever a kernel's tiles are
+# Of the largest value: the softmax weights are rounded to half precision before the second matmul.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
-_PAST_L2 = 128 << 20
+_PAST_L2 = 128 << 20  # bytes of inputs that do not stay in the L2 cache
 _MOST_BYTES = 8 << 30
 _MOST_SETS = 100
 _ROWS = 24
@@ -27,25 +29,17 @@ _HEADS = 8
 _CHUNK = 1 << 26
 
 
-@dataclass(frozen=True)
-class Density:
-    """Allowed pairs and tiles that hold one, over all; numbers are of all heads and batches."""
+class GpuProblem(AttentionProblem):
+    """Several sets of inputs, so that each run finds its own outside of the L2 cache, and the mask.
 
-    element: float
-    tile: float
-    pairs: int
-    tiles: int
-    keys: float  # keys that some query of the sequence may attend, over all
+    Raises:
+        Unavailable: when torch is not installed.
+    """
 
-
-class Problem:
-    """Inputs that every candidate shares; ``sets`` of them, so that a run finds its own outside of the L2 cache."""
-
-    def __init__(self, case: Case, seed: int = 0, device: str = "cuda") -> None:
+    def __init__(self, case: AttentionCase, seed: int = 0, device: str = "cuda") -> None:
+        super().__init__(case)
         self.torch: Any = require("torch")
-        self.case = case
         self.device = device
-        self.scale = 1.0 / math.sqrt(case.D)
         self.dtype = getattr(self.torch, case.dtype)
         self._seed = seed
         self._layouts: dict[str, list[tuple[Any, Any, Any]]] = {}
@@ -53,14 +47,14 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Bytes of query, output, and the keys and values that are attended by anybody."""
+        """Bytes of query, output, and the keys and values that some query attends."""
         case = self.case
         queries = 2 * case.B * case.H * case.S * case.D
         keys = 2 * case.B * case.G * case.T * case.D * self.density.keys
         return int(2 * (queries + keys))
 
     def rotate(self) -> None:
-        """Makes as many sets of inputs as it takes to exceed the L2 cache twice over."""
+        """Makes enough sets of inputs to exceed the L2 cache twice."""
         case = self.case
         held = 4 * case.B * (case.H * case.S + case.G * case.T) * case.D
         count = min(_MOST_SETS, math.ceil(_PAST_L2 / self.bytes), _MOST_BYTES // held)
@@ -78,7 +72,7 @@ class Problem:
         return self._layouts[layout]
 
     def release(self) -> None:
-        """Forgets the inputs."""
+        """Frees the inputs."""
         self._layouts.clear()
         self.count = 1
 
@@ -124,7 +118,7 @@ class Problem:
 
     @cached_property
     def additive(self) -> Any:
-        """The same as 0 and the lowest finite value of the type."""
+        """The mask as 0 and the lowest finite value of the dtype."""
         torch = self.torch
         found = torch.zeros(self.dense.shape, dtype=self.dtype, device=self.device)
         return found.masked_fill_(~self.dense, torch.finfo(self.dtype).min)
@@ -136,8 +130,8 @@ class Problem:
         return Mask(case.mask or "True", case.tables).block_mask(1, case.H, case.S, case.T, TILE, TILE, case.P)
 
     @cached_property
-    def density(self) -> Density:
-        """How much of the mask is there."""
+    def density(self) -> MaskDensity:
+        """The density of the mask, at tiles of 128 x 128."""
         case = self.case
         rows, columns = -(-case.S // TILE), -(-case.T // TILE)
         if case.S < TILE:
@@ -156,20 +150,20 @@ class Problem:
             pairs = int((sums[bounds[tables + 1]] - sums[bounds[tables]]).sum())
             tiles = int((bounds[tables + 1] - bounds[tables]).sum())
             keys = len(np.unique(blocks.key_tile)) / columns
-        return Density(
+        return MaskDensity(
             pairs / (case.S * case.T * case.H), tiles / (rows * columns * case.H), pairs * case.B, tiles * case.B, keys
         )
 
-    def _density_of_rows(self, tiles: int) -> Density:
-        """The same for few queries, from the mask itself; a tile counts by its share of real rows."""
+    def _density_of_rows(self, tiles: int) -> MaskDensity:
+        """The density for few queries, from the mask itself. ``tiles``: all tiles of a head."""
         case, torch = self.case, self.torch
         allowed = self.rows(torch.arange(case.H, device=self.device), torch.arange(case.S, device=self.device) + case.P)
         pairs = int(allowed.sum())
         padded = torch.nn.functional.pad(allowed, (0, -case.T % TILE)).reshape(case.H, case.S, -1, TILE)
         kept = int(padded.any(-1).any(1).sum())
-        # A group of heads shares its keys.
+        # The query heads of a group share their keys.
         group = allowed.reshape(case.G, case.H // case.G, case.S, case.T).any(2).any(1)
-        return Density(
+        return MaskDensity(
             pairs / (case.S * case.T * case.H),
             kept / (tiles * case.H),
             pairs * case.B,
@@ -181,11 +175,6 @@ class Problem:
     def full_tiles(self) -> bool:
         """Whether all tiles are full or empty, and some are empty."""
         return self.density.element == self.density.tile < 1
-
-    @property
-    def useful_flops(self) -> float:
-        """Multiplications and additions over allowed pairs."""
-        return 4.0 * self.case.D * self.density.pairs
 
     @cached_property
     def _reference(self) -> tuple[Any, Any, Any, Any]:
@@ -208,7 +197,7 @@ class Problem:
         return float((found - expected).abs().max() / expected.abs().max())
 
     def check_mask(self) -> None:
-        """Compares the library's tiles with the expression, evaluated by itself, pair for pair in number.
+        """Compares the number of allowed pairs in the library's tiles with that of the evaluated expression.
 
         Raises:
             ValueError: when they differ.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stof-bench attention --device cuda``: builds, times, stores and sums up the points of the grids."""
+"""``stof-bench attention --device cuda``: builds, times, stores and sums up the points of the GPU grids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import Record, store_all
 from stof.bench.gpu import summary
-from stof.bench.gpu.cases import Case
-from stof.bench.gpu.worker_pool import Plan, Pool, now
+from stof.bench.gpu.worker_pool import PointPlan, WorkerPool, now
 from stof.runtime.library import build_info
 from stof.terminal import say
 
@@ -20,22 +20,22 @@ _WORKERS = 16
 _STORED = 25
 
 
-def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, again: int = 0) -> int:
+def run(cases: Sequence[AttentionCase], plan: PointPlan, results: Path, limit: float | None, again: int = 0) -> int:
     """Measures the points in order and prints each; 0 when all of them were measured.
 
     Args:
         cases: the points.
         plan: what is measured of each.
         results: the folder of the JSON files, one a grid.
-        limit: seconds after which no further point is begun; what is left is said.
-        again: how often points at which a peer is faster are timed again, after all others; the run of the middle ratio is
-            kept, with the ratios of all.
+        limit: seconds after which no further point begins; the others are listed.
+        again: how often points at which a baseline is faster are timed again, after all others. The run of the median ratio
+            is kept, with the ratios of all.
     """
     if not cases:
         raise ValueError("no point of the grids is left by --masks, --lengths and --batches")
     start = time.monotonic()
     workers = max(1, min(_WORKERS, os.cpu_count() or 1, len(cases)))
-    pool = Pool(workers, plan)
+    pool = WorkerPool(workers, plan)
     records: dict[int, Record] = {}
     lost: list[str] = []
     try:
@@ -60,7 +60,7 @@ def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, a
             if len(records) % _STORED == 0:
                 _store(results, list(records.values()))
         if again:
-            _again(pool, records, anchors, again)
+            _time_again(pool, records, anchors, again)
         anchors.append(pool.anchors(shapes))
     finally:
         pool.close()
@@ -74,8 +74,8 @@ def run(cases: Sequence[Case], plan: Plan, results: Path, limit: float | None, a
     return 3 if lost else 0
 
 
-def _again(pool: Pool, records: dict[int, Record], anchors: Sequence[dict[str, Any]], times: int) -> None:
-    """Times points that lose again, in turns, and keeps each one's middle run."""
+def _time_again(pool: WorkerPool, records: dict[int, Record], anchors: Sequence[dict[str, Any]], times: int) -> None:
+    """Times the points at which a baseline is faster again, in turns, and keeps the run of the median ratio."""
     losing = [n for n, r in records.items() if (summary.ratio(r) or 1) < 1]
     runs = {n: [records[n]] for n in losing}
     for _ in range(times):
@@ -96,7 +96,7 @@ def _store(results: Path, records: Sequence[Record]) -> None:
 
 
 def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The best of what was measured before and after: launch and copy rates, and seconds a full tile by size and type.
+    """The best of the measurements before and after: launch and copy rates, and the time of a full tile by D and dtype.
 
     Raises:
         RuntimeError: when nothing was measured.
@@ -116,11 +116,11 @@ def ceilings(anchors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, record in anchor["tiles"].items():
             if isinstance(record, str):
                 continue
-            for peer, row in record["peers"].items():
+            for candidate, row in record["peers"].items():
                 if "us" not in row:
                     continue
                 known = found["dense_us"].setdefault(name, {})
-                known[peer] = min(row["us"], known.get(peer, row["us"]))
+                known[candidate] = min(row["us"], known.get(candidate, row["us"]))
                 tile = row["us"] * 1e3 / record["density"]["tiles"]
                 found["tile_ns"][name] = round(min(tile, found["tile_ns"].get(name, tile)), 4)
     return found
@@ -136,13 +136,13 @@ def _complete(record: Record, anchors: Sequence[dict[str, Any]]) -> Record:
     if record["shape"]["S"] == 1:
         compute = 0.0  # one row of a tile: only its bytes count
     roof = machine["launch_us"] + max(memory, compute)
-    peers = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
+    rows = {n: {**r, "roofline": round(roof / r["us"], 4)} if "us" in r else r for n, r in record["peers"].items()}
     info = build_info()
     kept = {"library": info["build_id"], "compiler": info["compiler"], "architectures": info["cuda_architectures"]}
     date = record.get("machine", {}).get("date", now())
     return {
         **record,
-        "peers": peers,
+        "peers": rows,
         "roof_us": round(roof, 3),
         "bound": "memory" if memory >= compute else "compute",
         "machine": {**machine, **kept, "date": date},

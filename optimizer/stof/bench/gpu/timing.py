@@ -1,40 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times on the device: captured graphs of many launches and plain launches, in turns."""
+"""Times launches on the device, in captured graphs of many launches and outside of graphs, in turns."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from stof.bench.core.runner import require
+from stof.bench.core.candidate import require
+from stof.bench.core.measure import Timing, take_turns
 
 ROUNDS = 7
 _PLAIN_ROUNDS = 3
-_LAUNCHES = 100  # in a graph of kernels below _SHORT
-_SHORT = 50e-6
+_LAUNCHES = 100  # of a kernel below _SHORT in a graph
+_SHORT = 50e-6  # seconds
 _SLICE = 2e-3  # seconds of work in the graph of a longer kernel
-_SLOW = 4e-3  # seconds; such a candidate is timed in fewer rounds
+_SLOW = 4e-3  # seconds of a launch from which on a candidate is timed in fewer rounds
 _SLOW_ROUNDS = 3
-_COVER = 200_000  # cycles that a first kernel spins while the host queues what is timed
+_COVER = 200_000  # cycles that a first kernel spins while the host queues the timed ones
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a launch: median, least and greatest of the rounds of graph replays, and the least of plain launches."""
+class CapturedLaunches:
+    """A candidate's launches as a captured graph on one stream.
 
-    median: float
-    best: float
-    worst: float
-    plain: float
-    launches: int
-
-
-class Timed:
-    """A candidate that queues its work on one stream; ``call(i)`` takes the i-th set of inputs."""
+    Args:
+        call: queues one launch on the i-th set of inputs.
+        sets: how many sets of inputs there are.
+        stream: the torch stream.
+    """
 
     def __init__(self, call: Callable[[int], Any], sets: int, stream: Any) -> None:
         self._torch: Any = require("torch")
@@ -47,7 +40,7 @@ class Timed:
         self._next = 0
 
     def capture(self) -> None:
-        """Warms up and captures; a graph whose launches turn out to be short is captured again with more of them."""
+        """Warms up and captures a graph; where launches turn out to be short, again with more of them."""
         self._plain(1)
         self._estimate = self._plain(1)
         if not self.slow:
@@ -59,15 +52,15 @@ class Timed:
             self._capture(_LAUNCHES)
             self.replay()
 
-    def launch_by_itself(self) -> None:
-        """For a call that launches a graph of its own: a replay is one call."""
+    def use_own_graph(self) -> None:
+        """Captures nothing, for a call that replays a graph of its own: a replay is one call."""
         for _ in range(3):
             self._estimate = self._plain(1)
         self.launches = 1
 
     @property
     def slow(self) -> bool:
-        """Whether one launch takes so long that few have to do."""
+        """Whether a launch takes so long that it is timed in few rounds."""
         return self._estimate > _SLOW
 
     def _capture(self, launches: int) -> None:
@@ -89,7 +82,7 @@ class Timed:
     def replay(self) -> float:
         """Seconds a launch of one replay."""
         run = (lambda: self.call(0)) if self.graph is None else self.graph.replay
-        return self._between(run) / self.launches
+        return self._elapsed(run) / self.launches
 
     def _plain(self, launches: int) -> float:
         def run() -> None:
@@ -97,13 +90,13 @@ class Timed:
                 self.call(self._next % self.sets)
                 self._next += 1
 
-        return self._between(run, cover=False) / launches
+        return self._elapsed(run, cover=False) / launches
 
     def plain(self) -> float:
-        """Seconds a launch when the host queues each of them."""
+        """Seconds a launch outside of a graph."""
         return self._plain(1 if self.slow else max(3, min(50, math.ceil(_SLICE / 2 / self._estimate))))
 
-    def _between(self, run: Callable[[], object], cover: bool = True) -> float:
+    def _elapsed(self, run: Callable[[], object], cover: bool = True) -> float:
         torch = self._torch
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
@@ -116,54 +109,51 @@ class Timed:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-def interleave(
-    candidates: Sequence[Timed],
+def interleave_launches(
+    candidates: Sequence[CapturedLaunches],
     rounds: int = ROUNDS,
     plain_rounds: int = _PLAIN_ROUNDS,
     slow_rounds: int = _SLOW_ROUNDS,
 ) -> list[Timing]:
-    """Times captured candidates in turns, in an order that rotates with every round.
+    """Times captured candidates in turns; samples are seconds a launch of a replay.
 
-    Without rounds of plain launches, those take no time.
+    Args:
+        candidates: captured already.
+        rounds: of graph replays.
+        plain_rounds: in which launches outside of a graph are timed, too.
+        slow_rounds: of candidates that are slow.
     """
     replays: list[list[float]] = [[] for _ in candidates]
     plain: list[list[float]] = [[] for _ in candidates]
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            for i in range(len(candidates)):
-                j = (i + number) % len(candidates)
-                if candidates[j].slow and number >= slow_rounds:
-                    continue
-                replays[j].append(candidates[j].replay())
-                if number < plain_rounds:
-                    plain[j].append(candidates[j].plain())
-    finally:
-        gc.enable()
-    return [
-        Timing(median(r), min(r), max(r), min(p, default=0.0), c.launches)
-        for r, p, c in zip(replays, plain, candidates, strict=True)
-    ]
+
+    def visit(i: int, number: int) -> None:
+        if candidates[i].slow and number >= slow_rounds:
+            return
+        replays[i].append(candidates[i].replay())
+        if number < plain_rounds:
+            plain[i].append(candidates[i].plain())
+
+    take_turns(len(candidates), rounds, visit)
+    return [Timing.of(r, min(p, default=0.0), c.launches) for r, p, c in zip(replays, plain, candidates, strict=True)]
 
 
 def empty_launch(stream: Any) -> float:
-    """Seconds that a kernel without work takes in a graph of many."""
+    """Seconds of an empty kernel in a captured graph of many."""
     torch: Any = require("torch")
-    timed = Timed(lambda _: torch.cuda._sleep(0), 1, stream)
+    timed = CapturedLaunches(lambda _: torch.cuda._sleep(0), 1, stream)
     timed.capture()
-    return interleave([timed])[0].median
+    return interleave_launches([timed])[0].median
 
 
 def copy_rate(stream: Any, size: int = 1 << 30) -> float:
-    """Bytes a second, read and written, within device memory: the better of the driver's copy and an element-wise kernel."""
+    """Bytes a second, read and written, of the faster of the driver's copy and an element-wise kernel."""
     torch: Any = require("torch")
     source = torch.empty(size // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     candidates = [
-        Timed(lambda _: target.copy_(source), 1, stream),
-        Timed(lambda _: torch.bitwise_not(source, out=target), 1, stream),
+        CapturedLaunches(lambda _: target.copy_(source), 1, stream),
+        CapturedLaunches(lambda _: torch.bitwise_not(source, out=target), 1, stream),
     ]
     for candidate in candidates:
         candidate.capture()
-    return 2 * size / min(t.median for t in interleave(candidates))
+    return 2 * size / min(t.median for t in interleave_launches(candidates))

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from stof import strict_json
-from stof.bench.core.runner import require
-from stof.bench.gpu.device_lock import Lock
+from stof.bench.core.candidate import require
+from stof.bench.gpu.device_lock import DeviceLock
 from stof.files import write_text
 from stof.terminal import say
 
@@ -46,7 +46,7 @@ def _attention(torch: Any) -> Callable[..., Any]:
         position_bias: Any = None,
         **_: Any,
     ) -> Any:
-        bias = mask if position_bias is None else position_bias  # which has the mask in it
+        bias = mask if position_bias is None else position_bias  # has the mask added
         if getattr(module, "sees_everything", False):
             bias = None
         if isinstance(bias, flex.BlockMask):
@@ -77,7 +77,7 @@ def bert(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
             x = _first(layer(x, mask))
         return x
 
-    return _in_turn(embed, compiled(some), _groups(core.encoder.layer), None, ids, mask)
+    return _run_groups(embed, compiled(some), _groups(core.encoder.layer), None, ids, mask)
 
 
 def vit(core: Any, compiled: Callable[[Any], Any], pixels: Any, mask: Any) -> Run:
@@ -89,7 +89,7 @@ def vit(core: Any, compiled: Callable[[Any], Any], pixels: Any, mask: Any) -> Ru
         return x
 
     embed, last = compiled(lambda x: core.embeddings(x)), compiled(lambda x: core.layernorm(x))
-    return _in_turn(embed, compiled(some), _groups(core.layers), last, pixels, mask)
+    return _run_groups(embed, compiled(some), _groups(core.layers), last, pixels, mask)
 
 
 def gpt2(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
@@ -102,7 +102,7 @@ def gpt2(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
             x = _first(layer(x, None, mask))
         return x
 
-    return _in_turn(embed, compiled(some), _groups(core.h), compiled(lambda x: core.ln_f(x)), ids, mask)
+    return _run_groups(embed, compiled(some), _groups(core.h), compiled(lambda x: core.ln_f(x)), ids, mask)
 
 
 def llama(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
@@ -147,7 +147,7 @@ def modernbert(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -
         return x
 
     embed, middle, last = compiled(begin), compiled(some), compiled(lambda x: core.final_norm(x))
-    groups = [*_groups(core.layers[:1]), *_groups(core.layers[1:], _PERIOD)]  # the first one has no norm before it
+    groups = [*_groups(core.layers[:1]), *_groups(core.layers[1:], _PERIOD)]  # the first layer has no norm
 
     def run() -> Any:
         x, rotary = embed(ids)
@@ -185,7 +185,7 @@ def t5(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
     encoding, decoding = compiled(encode), compiled(decode)
     ends = [compiled(lambda x, s=s: s.final_layer_norm(x)) for s in (core.encoder, core.decoder)]
     encoders, decoders = _groups(core.encoder.block), _groups(core.decoder.block)
-    none = mask.new_zeros(1)  # kept from making one
+    none = mask.new_zeros(1)  # in place of the bias that transformers would make
 
     def run() -> Any:
         x, bias = starts[0](ids, mask)
@@ -200,7 +200,7 @@ def t5(core: Any, compiled: Callable[[Any], Any], ids: Any, mask: Any) -> Run:
     return run
 
 
-def _in_turn(embed: Any, middle: Any, groups: Sequence[Any], last: Any, given: Any, mask: Any) -> Run:
+def _run_groups(embed: Any, middle: Any, groups: Sequence[Any], last: Any, given: Any, mask: Any) -> Run:
     def run() -> Any:
         x = embed(given)
         for group in groups:
@@ -220,8 +220,10 @@ _MODELS = {
 }
 
 
-def made(name: str, shape: tuple[int, int], device: str, dtype: Any, models: str, layers: int = 0) -> tuple[Any, ...]:
-    """The model, its input, and its mask as a bias; ``layers``: fewer than it has."""
+def build_model(
+    name: str, shape: tuple[int, int], device: str, dtype: Any, models: str, layers: int = 0
+) -> tuple[Any, ...]:
+    """The model's class name, the model, its input, and its mask as a bias; ``layers`` > 0 keeps that many layers."""
     torch, transformers = require("torch"), require("transformers")
     sys.path.insert(0, models)
     paper, first, bigbird = (importlib.import_module(m) for m in ("paper", "first", "bigbird"))
@@ -258,8 +260,8 @@ def _window(reach: int, length: int, device: str) -> Any:
     return flex.create_block_mask(allowed, None, None, length, length, device=device)
 
 
-def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Lock) -> dict[str, Any]:
-    """Compiles, compares with the same layers uncompiled, and times."""
+def measure_point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: DeviceLock) -> dict[str, Any]:
+    """Compiles a model, compares it with the same layers uncompiled, and times it."""
     torch: Any = require("torch")
     timing = importlib.import_module("stof.bench.gpu.timing")
     begin = time.monotonic()
@@ -272,7 +274,7 @@ def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Loc
     attention = importlib.import_module("torch.nn.attention")
     kernels = attention.SDPBackend
     with torch.cuda.stream(stream):
-        kind, core, given, bias = made(name, shape, "cuda", torch.float16, models)
+        kind, core, given, bias = build_model(name, shape, "cuda", torch.float16, models)
     plain = _MODELS[kind](core, lambda f: f, given, bias)
     for order in ([kernels.CUDNN_ATTENTION, kernels.EFFICIENT_ATTENTION], [kernels.EFFICIENT_ATTENTION]):
         try:
@@ -295,9 +297,9 @@ def point(name: str, shape: tuple[int, int], rounds: int, models: str, lock: Loc
         compiled = time.monotonic() - begin
         with lock.held():
             torch.cuda.synchronize()
-            timed = timing.Timed(lambda _: run(), 1, stream)
+            timed = timing.CapturedLaunches(lambda _: run(), 1, stream)
             timed.capture()
-            result = timing.interleave([timed], rounds, 0)[0]
+            result = timing.interleave_launches([timed], rounds, 0)[0]
     return {
         "model": name if kind == "ModernBertModel" else f"paper-{name}",  # as the tables name it
         "shape": list(shape),
@@ -321,8 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="what processes that time in turns share")
     given = parser.parse_args(argv)
-    lock = Lock(given.lock or given.results / "device.lock")
-    record = point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
+    lock = DeviceLock(given.lock or given.results / "device.lock")
+    record = measure_point(given.model, (given.batch, given.length), given.rounds, given.models, lock)
     path = given.results / f"compiled-{given.model}-{given.batch}-{given.length}.json"
     write_text("results", path, [strict_json.dumps(record)])
     say(strict_json.dumps(record))

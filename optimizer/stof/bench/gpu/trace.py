@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device time of every node of a session: the runtime's profile says when a node ran on the host, the profiler of the device
-(through torch) which kernels were launched when, and how long they took.
+"""Device time of every node of a session, joined from two profiles.
+
+ONNX Runtime's profile has the time of each node on the host; torch's profiler has the time of each launch and kernel.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stof.bench.core.runner import require
-from stof.bench.cpu.profile import Call, tensors
+from stof.bench.core.candidate import require
+from stof.bench.cpu.profile import NodeCall, tensor_shapes
 from stof.files import temporary_folder
 
 _STEP = 5.0  # µs, of the search for the offset between the two clocks
@@ -22,15 +23,15 @@ _MATCHED = 0.98  # of the launches have to fall into a node
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRun:
     """A node's run: what it is, its provider, and the seconds that its kernels took on the device."""
 
-    call: Call
+    call: NodeCall
     provider: str
     device_seconds: float
 
 
-def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[Node]:
+def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[NodeRun]:
     """The nodes of one warm run.
 
     Args:
@@ -55,8 +56,8 @@ def trace(made: Callable[[str], Any], run: Callable[[Any], None]) -> list[Node]:
     return match(host, device)
 
 
-def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[Node]:
-    """Joins the events of the last run in both profiles."""
+def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[NodeRun]:
+    """Joins the events of the last run in both profiles by the launches' times; their clocks differ by an offset."""
     runs = [e for e in host if e.get("cat") == "Session" and e["name"] == "model_run"]
     first, last = runs[-1]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
     nodes = [
@@ -105,8 +106,8 @@ def match(host: list[dict[str, Any]], device: list[dict[str, Any]]) -> list[Node
     result = []
     for event, device_seconds in zip(nodes, seconds, strict=True):
         arguments = event["args"]
-        shapes = (tensors(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
+        shapes = (tensor_shapes(arguments.get(f"{way}_type_shape")) for way in ("input", "output"))
         name = event["name"].removesuffix("_kernel_time")
-        call = Call(name, arguments["op_name"], event["dur"] * 1e-6, *shapes)
-        result.append(Node(call, arguments.get("provider", ""), device_seconds))
+        call = NodeCall(name, arguments["op_name"], event["dur"] * 1e-6, *shapes)
+        result.append(NodeRun(call, arguments.get("provider", ""), device_seconds))
     return result

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from stof.bench.core.runner import Unavailable, require
+from stof.bench.core.candidate import Unavailable, require
 from stof.bench.gpu.multi_head_by_hand import by_hand
 from stof.files import temporary_folder, write_bytes
 
@@ -39,7 +39,7 @@ _MODEL_TYPES = ("gpt2", "t5", "vit")  # of the tool, where a name says so; else 
 _OWN = ("StofChain", "StofGemm")
 
 
-def values(name: str, shape: Sequence[int]) -> np.ndarray:
+def weight_values(name: str, shape: Sequence[int]) -> np.ndarray:
     """The fp16 values of a large weight, from its name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     found = rng.standard_normal(tuple(shape), np.float32)
@@ -49,9 +49,9 @@ def values(name: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str] = tuple(LABELS)) -> dict[str, str]:
-    """Writes ``folder/<kind>.onnx`` for inputs of a fixed shape [batch, length]; gives what could not be made, and why."""
+    """Writes ``folder/<kind>.onnx`` for inputs of shape [batch, length]; returns the kinds that failed, with reasons."""
     folder.mkdir(parents=True, exist_ok=True)
-    made: dict[str, onnx.ModelProto] = {"exported": _exported(name, shape[1])}
+    made: dict[str, onnx.ModelProto] = {"exported": _load_fp16_graph(name, shape[1])}
     missing: dict[str, str] = {}
     steps: dict[str, Callable[[], onnx.ModelProto]] = {
         "tool": lambda: _tool(made["exported"], name),
@@ -82,7 +82,7 @@ def prepare(name: str, shape: tuple[int, int], folder: Path, kinds: Sequence[str
     return missing
 
 
-def _exported(name: str, length: int) -> onnx.ModelProto:
+def _load_fp16_graph(name: str, length: int) -> onnx.ModelProto:
     """A stored graph in fp16 without its large weights, with the mask of this length where it has one."""
     converter = require("onnxruntime.transformers.float16")
     model = load_module("models/build.py").load_graph(name)
@@ -101,12 +101,12 @@ def _exported(name: str, length: int) -> onnx.ModelProto:
 
 def _small(tensor: onnx.TensorProto) -> np.ndarray:
     around = np.float32(load_module("models/build.py").is_norm(tensor))
-    found: np.ndarray = values(tensor.name, tensor.dims).astype(np.float32) + around
+    found: np.ndarray = weight_values(tensor.name, tensor.dims).astype(np.float32) + around
     return found
 
 
 def assemble(folder: Path, output: Path) -> list[str]:
-    """Fills the prepared graphs of a folder; gives their kinds. The weights are written once, for all of them."""
+    """Fills the prepared graphs of a folder with weights, which all share one file; returns their kinds."""
     output.mkdir(parents=True, exist_ok=True)
     places: dict[str, tuple[int, int]] = {}
     found = []
@@ -120,7 +120,7 @@ def assemble(folder: Path, output: Path) -> list[str]:
                 if tensor.data_location != TensorProto.EXTERNAL:
                     continue
                 if tensor.name not in places:
-                    data = values(tensor.name, tensor.dims).tobytes()
+                    data = weight_values(tensor.name, tensor.dims).tobytes()
                     file.write(b"\0" * (-file.tell() % 4096))
                     places[tensor.name] = (file.tell(), len(data))
                     file.write(data)
@@ -132,7 +132,7 @@ def assemble(folder: Path, output: Path) -> list[str]:
 
 
 def load_module(path: str) -> Any:
-    """A module of the checkout that is no part of the package."""
+    """Imports a module of the checkout that is not part of the package."""
     spec = importlib.util.spec_from_file_location("stof_models_build", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"there is no {path} here: run this in a checkout of the repository")
@@ -159,7 +159,7 @@ def _external(tensor: onnx.TensorProto, **entries: str) -> None:
 
 
 def _strip(model: onnx.ModelProto, kind: str) -> None:
-    """Takes out weights that ``values`` gives again.
+    """Removes the weights that :func:`weight_values` gives again.
 
     Raises:
         ValueError: when a step has changed one of them.
@@ -168,7 +168,7 @@ def _strip(model: onnx.ModelProto, kind: str) -> None:
         if tensor.data_location == TensorProto.EXTERNAL:
             _external(tensor, location=_STRIPPED)
         elif _large(tensor):
-            if not np.array_equal(numpy_helper.to_array(tensor), values(tensor.name, tensor.dims)):
+            if not np.array_equal(numpy_helper.to_array(tensor), weight_values(tensor.name, tensor.dims)):
                 raise ValueError(f"{kind}: weight {tensor.name!r} is not what it was in the exported model")
             _external(tensor, location=_STRIPPED)
 
@@ -188,13 +188,13 @@ def _fix(model: onnx.ModelProto, shape: tuple[int, int]) -> None:
 
 
 def _tool(exported: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """What onnxruntime.transformers.optimizer makes of it. It fails on norms without a bias, so they get one of zeros."""
+    """The model after onnxruntime.transformers.optimizer. It fails on norms without a bias: they get one of zeros."""
     optimizer = require("onnxruntime.transformers.optimizer")
     model = onnx.ModelProto()
     model.CopyFrom(exported)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            _fill(tensor, values(tensor.name, tensor.dims))
+            _fill(tensor, weight_values(tensor.name, tensor.dims))
     weights = {t.name: t.dims[0] for t in model.graph.initializer if len(t.dims) == 1}
     sizes = set()
     for node in model.graph.node:
@@ -213,20 +213,20 @@ def _tool(exported: onnx.ModelProto, name: str) -> onnx.ModelProto:
 
 
 def _stof(model: onnx.ModelProto, shape: tuple[int, int], **options: Any) -> onnx.ModelProto:
-    """What stof-optimize makes of it for CUDA and this shape; weights are a file with holes in their places."""
+    """The model after stof-optimize for CUDA and this shape; the weights are a sparse file."""
     from stof.options import Options
     from stof.pipeline import optimize
 
     given = onnx.ModelProto()
     given.CopyFrom(model)
-    read: dict[int, np.ndarray] = {}  # what may be a table of a mask is looked at
+    read: dict[int, np.ndarray] = {}  # values that may be a table of a mask
     end = 0
     for tensor in given.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
             length = 2 * int(np.prod(tensor.dims))
             _external(tensor, location=_WEIGHTS, offset=str(end), length=str(length))
             if len(tensor.dims) > 2:
-                read[end] = values(tensor.name, tensor.dims)
+                read[end] = weight_values(tensor.name, tensor.dims)
             end += length
     # Outputs are compared where the models are timed.
     shapes = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points in worker processes: all are built and checked at once, on every CPU core; then they are timed one by one.
+"""Worker processes that build and check points in parallel, and time them one by one.
 
-Compiling FlexAttention takes seconds a point, and only CPU time. A worker keeps what it has built; while a point is timed, all
-other workers wait. A worker that dies or hangs takes its own points along and no others.
+Compiling FlexAttention takes seconds of CPU time a point. A worker keeps the points that it has built; while one is timed,
+all other workers wait. A worker that dies or hangs loses its own points and no others.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from stof.bench.core.candidate import Unavailable, require
+from stof.bench.core.case import AttentionCase
 from stof.bench.core.results import Record
-from stof.bench.core.runner import Unavailable, require
-from stof.bench.gpu.cases import Case, anchor
+from stof.bench.gpu.cases import anchor
 from stof.terminal import complain
 
 _BUILD_LIMIT = 90.0  # seconds for one point, most of it compiling
 _TIME_LIMIT = 40.0
 _START_LIMIT = 90.0
-_START, _RATES, _ANCHOR = -1, -2, -3  # in the place of a point's number
+_START, _RATES, _ANCHOR = -1, -2, -3  # messages that are about no point
 
 
 def _words(failure: BaseException) -> str:
@@ -35,15 +36,21 @@ def _words(failure: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured of every point: ``peers`` by name (None: all), rounds, whether every kernel is timed, too."""
+class PointPlan:
+    """What is measured of every point.
 
-    peers: Sequence[str] | None
+    Attributes:
+        candidates: by name; None is all.
+        rounds: of graph replays.
+        kernels: whether every kernel is timed, too.
+    """
+
+    candidates: Sequence[str] | None
     rounds: int
     kernels: bool = False
 
 
-def _worker(channel: Connection, plan: Plan) -> None:
+def _worker(channel: Connection, plan: PointPlan) -> None:
     """Answers (verb, number, case) with (number, answer) until the channel closes."""
     from stof.bench.gpu.candidates import ANCHORS, find
     from stof.bench.gpu.point import Point
@@ -69,7 +76,7 @@ def _worker(channel: Connection, plan: Plan) -> None:
             match verb:
                 case "build":
                     start = time.monotonic()
-                    chosen = find(list(plan.peers) if plan.peers else None, case.grid)
+                    chosen = find(list(plan.candidates) if plan.candidates else None, case.grid)
                     points[number] = Point(case, chosen, stream, plan.kernels)
                     channel.send((number, time.monotonic() - start))
                 case "time":
@@ -85,7 +92,7 @@ def _worker(channel: Connection, plan: Plan) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what was really loaded: a package may be there twice."""
+    """The versions of the packages that are loaded; another version may be installed beside one."""
     found = {}
     for name in ("torch", "triton", "onnxruntime", "numpy", "onnx"):
         try:
@@ -99,13 +106,13 @@ def versions() -> dict[str, str]:
     return {**found, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
-Worker = Callable[[Connection, Plan], None]
+Worker = Callable[[Connection, PointPlan], None]
 
 
-class _Hand:
+class _WorkerProcess:
     """A worker process and the channel to it."""
 
-    def __init__(self, worker: Worker, plan: Plan, clock: Callable[[], float]) -> None:
+    def __init__(self, worker: Worker, plan: PointPlan, clock: Callable[[], float]) -> None:
         self.channel, other = mp.Pipe()
         self.process = mp.get_context("fork").Process(target=worker, args=(other, plan), daemon=True)
         self.process.start()
@@ -114,13 +121,13 @@ class _Hand:
         self.clock = clock
         self.until = clock() + _START_LIMIT
 
-    def ask(self, verb: str, number: int, case: Case | None, limit: float) -> None:
+    def ask(self, verb: str, number: int, case: AttentionCase | None, limit: float) -> None:
         self.busy = number
         self.until = self.clock() + limit
         try:
             self.channel.send((verb, number, case))
         except OSError:
-            self.until = 0.0  # it is gone, which the next look at its channel finds
+            self.until = 0.0  # the worker is gone; the next read of its channel reports it
 
     def kill(self) -> None:
         self.process.kill()
@@ -128,43 +135,43 @@ class _Hand:
         self.channel.close()
 
 
-class Pool:
-    """Workers that build points at once and time them in turns."""
+class WorkerPool:
+    """Workers that build points in parallel and time them one by one."""
 
     def __init__(
-        self, workers: int, plan: Plan, worker: Worker = _worker, clock: Callable[[], float] = time.monotonic
+        self, workers: int, plan: PointPlan, worker: Worker = _worker, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``clock`` gives the seconds after which a worker that does not answer is given up."""
-        # Inductor would start compiling processes of its own in every worker.
+        """``clock`` gives seconds, by which a worker that does not answer is given up."""
+        # Otherwise Inductor starts compile processes of its own in every worker.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # Imported once, before the workers part; nothing may touch the device before that.
+        # Imported once, before the fork; nothing may touch the device before it.
         for package in ("torch", "torch.nn.attention.flex_attention", "onnx", "onnxruntime"):
             try:
                 require(package)
             except Exception as reason:
                 complain(f"note: {reason}")
         self._clock = clock
-        self._hands = [_Hand(worker, plan, clock) for _ in range(workers)]
-        self._place: dict[int, _Hand] = {}
+        self._processes = [_WorkerProcess(worker, plan, clock) for _ in range(workers)]
+        self._owners: dict[int, _WorkerProcess] = {}
 
-    def build(self, cases: Sequence[Case], said: Callable[[str], None]) -> dict[int, str]:
-        """Builds and checks all points; gives the reasons of those that failed, by number.
+    def build(self, cases: Sequence[AttentionCase], report: Callable[[str], None]) -> dict[int, str]:
+        """Builds and checks all points; returns the reasons of those that failed, by number.
 
         Raises:
             Unavailable: when no process is left, as on a machine without a GPU.
         """
-        # The longest first, so that no process is left with one of them when all others are done.
+        # The longest first, so that none of them is built alone at the end.
         waiting = sorted(enumerate(cases), key=lambda item: item[1].S * item[1].T)
         failed: dict[int, str] = {}
         took: dict[int, float] = {}
         failed_start = "none of them answered"
-        while waiting or any(h.busy is not None for h in self._hands):
-            for hand in self._hands:
-                if hand.busy is None and waiting:
+        while waiting or any(h.busy is not None for h in self._processes):
+            for process in self._processes:
+                if process.busy is None and waiting:
                     number, case = waiting.pop()
-                    self._place[number] = hand
-                    hand.ask("build", number, case, _BUILD_LIMIT)
+                    self._owners[number] = process
+                    process.ask("build", number, case, _BUILD_LIMIT)
             for number, answer in self._answers(1.0):
                 if number < 0:
                     failed_start = answer or failed_start
@@ -173,64 +180,64 @@ class Pool:
                     failed[number] = answer
                 else:
                     took[number] = answer
-            if not self._hands:
+            if not self._processes:
                 reasons = list(dict.fromkeys([*failed.values(), failed_start]))
                 raise Unavailable(f"no process is left that could measure: {'; '.join(reasons[-3:])}")
         if took:
             longest = max(took, key=lambda n: took[n])
             mean = sum(took.values()) / len(took)
-            said(f"building took {mean:.1f} s a point, at most {took[longest]:.1f} s ({cases[longest]})")
+            report(f"building took {mean:.1f} s a point, at most {took[longest]:.1f} s ({cases[longest]})")
         for number in failed:
-            said(f"not built: {cases[number]}: {failed[number]}")
+            report(f"not built: {cases[number]}: {failed[number]}")
         return failed
 
     def _answers(self, seconds: float) -> list[tuple[int, Any]]:
-        """What workers have answered; one that is gone or late is removed and answers with that."""
+        """The answers of workers; a worker that is gone or late is removed, and that is its answer."""
         found: list[tuple[int, Any]] = []
-        ready = wait([h.channel for h in self._hands], seconds)
-        for hand in list(self._hands):
-            if hand.channel in ready:
+        ready = wait([h.channel for h in self._processes], seconds)
+        for process in list(self._processes):
+            if process.channel in ready:
                 try:
-                    number, answer = hand.channel.recv()
-                    hand.busy = None
+                    number, answer = process.channel.recv()
+                    process.busy = None
                     found.append((number, answer))
                 except (EOFError, OSError):
-                    found += self._gone(hand, "the process that ran it ended")
-            elif hand.busy is not None and self._clock() > hand.until:
-                found += self._gone(hand, "it took too long")
+                    found += self._gone(process, "the process that ran it ended")
+            elif process.busy is not None and self._clock() > process.until:
+                found += self._gone(process, "it took too long")
         return found
 
-    def _gone(self, hand: _Hand, reason: str) -> list[tuple[int, Any]]:
-        hand.kill()
-        self._hands.remove(hand)
-        lost = [n for n, h in self._place.items() if h is hand]
+    def _gone(self, process: _WorkerProcess, reason: str) -> list[tuple[int, Any]]:
+        process.kill()
+        self._processes.remove(process)
+        lost = [n for n, h in self._owners.items() if h is process]
         for number in lost:
-            del self._place[number]
-        if hand.busy is not None and hand.busy not in lost:
-            lost.append(hand.busy)
+            del self._owners[number]
+        if process.busy is not None and process.busy not in lost:
+            lost.append(process.busy)
         return [(number, reason) for number in lost]
 
     def time(self, number: int) -> Record | str:
-        """Times a point that was built, as often as it is asked; the reason where that did not work."""
-        hand = self._place.get(number)
-        if hand is None:
+        """Times a point that was built; may be called again. Returns the reason where that failed."""
+        process = self._owners.get(number)
+        if process is None:
             return "the process that built it is gone"
-        found: Record | str = self._one(hand, "time", number, None)
+        found: Record | str = self._one(process, "time", number, None)
         return found
 
     def anchors(self, shapes: Sequence[tuple[int, str]]) -> dict[str, Any]:
-        """Launch time, copy rate, and the dense problem of each (D, dtype): the ceilings of this machine, now."""
+        """Launch time, copy rate, and the dense problem of each (D, dtype): the current ceilings of the machine."""
         found: dict[str, Any] = {"rates": self._anyone("rates", _RATES, None), "tiles": {}}
         for D, dtype in shapes:
             found["tiles"][f"D{D} {dtype}"] = self._anyone("anchor", _ANCHOR, anchor(D, dtype))
         return found
 
-    def _anyone(self, verb: str, number: int, case: Case | None) -> Any:
-        return self._one(self._hands[0], verb, number, case) if self._hands else "no process is left"
+    def _anyone(self, verb: str, number: int, case: AttentionCase | None) -> Any:
+        return self._one(self._processes[0], verb, number, case) if self._processes else "no process is left"
 
-    def _one(self, hand: _Hand, verb: str, number: int, case: Case | None) -> Any:
-        hand.ask(verb, number, case, _TIME_LIMIT)
-        while hand in self._hands:
+    def _one(self, process: _WorkerProcess, verb: str, number: int, case: AttentionCase | None) -> Any:
+        process.ask(verb, number, case, _TIME_LIMIT)
+        while process in self._processes:
             for answered, answer in self._answers(1.0):
                 if answered == number:
                     return answer
@@ -238,9 +245,9 @@ class Pool:
 
     def close(self) -> None:
         """Ends the workers."""
-        for hand in self._hands:
-            hand.kill()
-        self._hands.clear()
+        for process in self._processes:
+            process.kill()
+        self._processes.clear()
 
 
 def now() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which regions become chains where nothing was measured: by launches and bytes, beside what the runtime would fuse."""
+"""Decides by prediction: the analytical cost of chains against that of what ONNX Runtime itself would fuse."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.execution.inputs import Case, InputMaker, Padding, evaluate
 from stof.execution.upcast import HALF
-from stof.fusion.apply import Verdict
-from stof.fusion.emit import Key
-from stof.fusion.merge_matmuls import Products, computed_with
-from stof.fusion.regions import Graph
-from stof.fusion.search.cost import SHARE_USUAL, Analytical, Machine, Site
-from stof.fusion.search.engine import Limits, search
-from stof.fusion.search.ort_baseline import rival_seconds
-from stof.fusion.search.space import Scheme, replaced
-from stof.fusion.translate import Chain
+from stof.fusion.decide.decision import ChainDecision
+from stof.fusion.emit import ChainSignature
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.merge_matmuls import computed_with
+from stof.fusion.policy import Matmuls
+from stof.fusion.search.cost import SHARE_USUAL, AnalyticalCost, MachineModel, SegmentedRegion
+from stof.fusion.search.engine import SearchLimits, search
+from stof.fusion.search.ort_baseline import ort_baseline_seconds
+from stof.fusion.search.space import FusionScheme, fused_segments
+from stof.fusion.translate import FusedChain
 from stof.options import Options
 from stof.runtime.library import has_gemm
 from stof.symbolic import Symbolic
 
-LEAST_PREDICTED = 1.15  # of the runtime's time over the chain's, at every size: the model is not better than that
+# Least time of the runtime over the chain's, at every size; the model is no more accurate than that.
+LEAST_PREDICTED = 1.15
+LEAST_WITH_MATMULS = 1.05  # the same where matmuls are part of both times
+_MOST_MERGED = 0.97  # most time of a merged matmul and its chain, over that of the matmuls and their epilogues
 _CASES = ((1, 128), (8, 512))  # batch and length where --shape says nothing
-LEAST_WITH_PRODUCTS = 1.05  # where products are part of both
-_MERGED = 0.97  # of what three products and what follows take, that one and a chain may
-_RANKED = Limits(schemes=256)
+_RANKED = SearchLimits(schemes=256)
 
 
 @dataclass(frozen=True)
-class _Model:
-    """What every question about products of one model needs."""
+class _MatmulContext:
+    """What :meth:`PredictedDecider.should_merge` needs of a model."""
 
     symbolic: Symbolic
     sizes: list[dict[str, int]]
@@ -43,103 +45,113 @@ class _Model:
 
 
 @dataclass
-class Predicted:
-    """Decides by the analytical model of a machine."""
+class PredictedDecider:
+    """Decides by the cost model of a machine."""
 
     options: Options
-    machine: Machine
+    machine: MachineModel
     sizes: list[dict[str, int]] = field(default_factory=list)
-    known: _Model | None = None  # the last one that was asked about
+    context: _MatmulContext | None = None  # of the last model
 
-    def __call__(self, graph: Graph, chain: Chain, key: Key, left: int) -> Verdict:
-        """The whole region where it gains at every size; else the scheme that is predicted to be best, where that does."""
-        site = Site(graph, graph.site(chain.region.places))
-        whole = site.whole
+    def __call__(self, graph: FusionGraph, chain: FusedChain, key: ChainSignature, left: int) -> ChainDecision:
+        """Takes the whole region where it gains at every size, else the scheme that is predicted to be fastest."""
+        region = SegmentedRegion.of_chain(graph, chain)
+        whole = region.whole_scheme
         try:
             self.sizes = self.sizes or sizes_in_use(graph, self.options)
-            halves = any(graph.symbolic.dtype(o) in HALF for p in site.places for o in graph.nodes[p].output)
-            if len(self.sizes) == 1 and not halves and not graph.of_data(site.places):
-                return Verdict((), "sizes decide all of it, and they are fixed: a runtime computes it once")
-            norms = frozenset(site.norms())
-            costs = [Analytical(site, s, self.machine, norms) for s in self.sizes]
-            rival = [rival_seconds(graph, site.places, s, self.machine) for s in self.sizes]
-            if min(rival) <= 0.0:
-                return Verdict((), "ONNX Runtime computes it with the product before it")
-            # What products take is the same for both, and nothing's gain.
-            products = [c.products() for c in costs]
-            rivals = list(zip(rival, products, costs, strict=True))
-            scheme, (gains, least) = whole, _gains(rivals, whole)
-            if min(gains) < least or site.region[0]:
-                scheme = search(site.space(), costs[-1], [whole], _RANKED).scheme
-                gains, least = _gains(rivals, scheme)
+            has_half = any(graph.symbolic.dtype(o) in HALF for p in region.node_indices for o in graph.nodes[p].output)
+            if len(self.sizes) == 1 and not has_half and not graph.depends_on_data(region.node_indices):
+                return ChainDecision((), "sizes decide all of it, and they are fixed: a runtime computes it once")
+            norms = frozenset(region.norms())
+            costs = [AnalyticalCost(region, s, self.machine, norms) for s in self.sizes]
+            baseline = [ort_baseline_seconds(graph, region.node_indices, s, self.machine) for s in self.sizes]
+            if min(baseline) <= 0.0:
+                return ChainDecision((), "ONNX Runtime fuses it with the matmul before it")
+            # Matmuls take the same time in both, which is no gain.
+            matmuls = [c.matmul_seconds() for c in costs]
+            candidates = list(zip(baseline, matmuls, costs, strict=True))
+            scheme, (gains, least) = whole, _gains(candidates, whole)
+            if min(gains) < least or region.epilogue[0]:
+                scheme = search(region.space(), costs[-1], [whole], _RANKED).scheme
+                gains, least = _gains(candidates, scheme)
         except (KeyError, UnsupportedError, ValueError) as error:
-            return Verdict((), f"nothing can be predicted: {error}")
+            return ChainDecision((), f"nothing can be predicted: {error}")
         gain = math.prod(gains) ** (1 / len(gains))
         if min(gains) < least:
-            return Verdict((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
-        return Verdict(replaced(scheme, norms), "", gain)
+            return ChainDecision((), f"predicted {min(gains):.2f}x of ONNX Runtime's speed", gain)
+        return ChainDecision(fused_segments(scheme, norms), "", gain)
 
-    def merges(self, model: onnx.ModelProto, symbolic: Symbolic, products: Products, apart: bool = True) -> bool:
-        """Whether products of one tensor gain as one, with a chain behind it that takes them ``apart``, at every size."""
+    def should_merge(self, model: onnx.ModelProto, symbolic: Symbolic, matmuls: Matmuls, is_split: bool = True) -> bool:
+        """Whether merging matmuls of one tensor gains at every size.
+
+        ``is_split``: a chain splits the merged output; else StofAttention reads it as it is.
+        """
         try:
-            known = self._known(model, symbolic)
-            return all(self._merge_gains(known, products, s, apart) for s in known.sizes)
+            context = self._context_of(model, symbolic)
+            return all(self._merge_gains(context, matmuls, s, is_split) for s in context.sizes)
         except (KeyError, UnsupportedError, ValueError):
             return False
 
-    def _known(self, model: onnx.ModelProto, symbolic: Symbolic) -> _Model:
-        if self.known is None or self.known.symbolic is not symbolic:
+    def _context_of(self, model: onnx.ModelProto, symbolic: Symbolic) -> _MatmulContext:
+        if self.context is None or self.context.symbolic is not symbolic:
             readers: dict[str, list[onnx.NodeProto]] = {}
             for node in model.graph.node:
                 for name in dict.fromkeys(node.input):
                     readers.setdefault(name, []).append(node)
             sizes = self.sizes or sizes_of(model, symbolic, self.options)
-            self.known = _Model(symbolic, sizes, readers, computed_with(model))
-        return self.known
+            self.context = _MatmulContext(symbolic, sizes, readers, computed_with(model))
+        return self.context
 
-    def _merge_gains(self, known: _Model, products: Products, sizes: Mapping[str, int], parted: bool) -> bool:
-        symbolic = known.symbolic
+    def _merge_gains(self, context: _MatmulContext, matmuls: Matmuls, sizes: Mapping[str, int], is_split: bool) -> bool:
+        symbolic = context.symbolic
 
         def elements(name: str) -> int:
             return math.prod(evaluate(d, sizes) for d in symbolic.shape(name) or ())
 
-        shape = symbolic.shape(products[0].input[0]) or ()
+        shape = symbolic.shape(matmuls[0].input[0]) or ()
         inner = evaluate(shape[-1], sizes)
-        apart = 0.0
-        for node in products:
+        separate = 0.0
+        for node in matmuls:
             count = elements(node.output[0])
-            read = known.readers.get(node.output[0], [])
-            chained = node.output[0] in known.computed
+            read = context.readers.get(node.output[0], [])
+            chained = node.output[0] in context.computed
             share = SHARE_USUAL if chained and self.options.products and has_gemm() else 1.0
-            apart += self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner) / share
+            separate += self.machine.launch + self.machine.matmul_seconds(2.0 * count * inner, inner) / share
             if chained and share == 1.0:
-                alone = not any(o in known.computed for n in read for o in n.output)  # an operator, which is no chain
-                apart += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
-        count = sum(elements(n.output[0]) for n in products)
-        product = self.machine.launch + self.machine.product_seconds(2.0 * count * inner, inner)
-        return product + (self.machine.seconds(4 * count) if parted else 0.0) < _MERGED * apart
+                alone = not any(o in context.computed for n in read for o in n.output)  # one operator is no chain
+                separate += (self.machine.runtime_seconds if alone else self.machine.seconds)(4 * count)
+        count = sum(elements(n.output[0]) for n in matmuls)
+        merged = self.machine.launch + self.machine.matmul_seconds(2.0 * count * inner, inner)
+        return merged + (self.machine.seconds(4 * count) if is_split else 0.0) < _MOST_MERGED * separate
 
 
-def _gains(rivals: Sequence[tuple[float, float, Analytical]], scheme: Scheme) -> tuple[list[float], float]:
-    """How many times longer the runtime takes at each size, and what that has to be at least.
+def _gains(
+    candidates: Sequence[tuple[float, float, AnalyticalCost]], scheme: FusionScheme
+) -> tuple[list[float], float]:
+    """The gain of a scheme at each size, and the least gain that is worth it.
 
-    Products that no template takes in are the same for both, and left out; with the others, little is much.
+    Matmuls that no chain takes in have the same time in both, and are left out.
+
+    Args:
+        candidates: for each size, the seconds of the runtime without matmuls, of the matmuls, and the cost of segments.
+        scheme: the scheme.
     """
-    taken = any(s[1] - s[0] > 1 and s[0] < rivals[0][2].site.region[0] for s in scheme)
+    matmul_count = candidates[0][2].region.epilogue[0]
+    fuses_matmuls = any(s[1] - s[0] > 1 and s[0] < matmul_count for s in scheme)
     found = []
-    for other, alone, cost in rivals:
-        same = 0.0 if taken else alone
-        found.append((other + alone - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
-    return found, LEAST_WITH_PRODUCTS if taken else LEAST_PREDICTED
+    for baseline, matmuls, cost in candidates:
+        same = 0.0 if fuses_matmuls else matmuls
+        found.append((baseline + matmuls - same) / max(1e-12, sum(cost(s) for s in scheme) - same))
+    return found, LEAST_WITH_MATMULS if fuses_matmuls else LEAST_PREDICTED
 
 
-def sizes_in_use(graph: Graph, options: Options) -> list[dict[str, int]]:
-    """The sizes that decide: both ends of what ``--shape`` says, else a short and a long input."""
+def sizes_in_use(graph: FusionGraph, options: Options) -> list[dict[str, int]]:
+    """The sizes by which chains are chosen: both ends of ``--shape``, else a short and a long input."""
     return sizes_of(graph.model, graph.symbolic, options)
 
 
 def sizes_of(model: onnx.ModelProto, symbolic: Symbolic, options: Options) -> list[dict[str, int]]:
-    """The same of a model."""
+    """The same for a model."""
     maker = InputMaker(model, symbolic, frozenset())
     found = []
     for i, (batch, length) in enumerate(_CASES):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user says of chains: --only and --skip with ``chain:`` before a name, number or pattern, and plans."""
+"""The user's decisions about chains: --only and --skip with ``chain:`` before a name, number or pattern, and plans."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stof.errors import ArgumentError
+from stof.fusion.decide.decision import ChainDecision
 from stof.fusion.plan_entry import ChainPlan
 from stof.options import CHAIN, Options
 from stof.selection import matches
 
 
 @dataclass(frozen=True)
-class Decided:
-    """The user's word on a region: the parts of it that become chains, none with a reason."""
-
-    segments: tuple[tuple[int, int], ...]
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Selection:
-    """Which chains may be replaced, and how a plan has them. ``planned`` is None where no plan speaks of chains."""
+    """Which chains may be replaced, and what a plan decides. ``planned`` is None where no plan decides about chains."""
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -37,11 +30,11 @@ class Selection:
         return Selection(only, skip, None if planned is None else tuple(planned))
 
     def check(self, names: Sequence[str], words: Sequence[str]) -> None:
-        """Refuses names of chains that the model does not have.
+        """Refuses patterns and plans that name no chain of the model.
 
         Args:
-            names: of all chains, in order.
-            words: the operators of each.
+            names: the names of all chains, in order.
+            words: the operators of each chain.
 
         Raises:
             ArgumentError: naming the option or the entry of the plan.
@@ -49,13 +42,15 @@ class Selection:
         for option, patterns in (("--only", self.only), ("--skip", self.skip)):
             for pattern in patterns:
                 if not any(matches(pattern, name, i) for i, name in enumerate(names)):
-                    raise ArgumentError(f"{option} {CHAIN + pattern!r} names no chain of the model; {_known(names)}")
+                    raise ArgumentError(
+                        f"{option} {CHAIN + pattern!r} names no chain of the model; {_list_names(names)}"
+                    )
         own = dict(zip(names, words, strict=True))
         for entry in self.planned or ():
             if entry.chain not in own:
                 raise ArgumentError(
                     f"the plan has chain {entry.chain!r}, which the model does not have: the plan is of another model or "
-                    f"made by another version; save it again; {_known(names)}"
+                    f"made by another version; save it again; {_list_names(names)}"
                 )
             if entry.operators != own[entry.chain]:
                 raise ArgumentError(
@@ -65,21 +60,21 @@ class Selection:
             if any(end > len(entry.operators.split()) for _, end in entry.segments):
                 raise ArgumentError(f"the plan's chain {entry.chain!r} has segments beyond its operators")
 
-    def of_chain(self, number: int, name: str) -> Decided | None:
-        """The user's word on a chain; None where there is none."""
+    def of_chain(self, number: int, name: str) -> ChainDecision | None:
+        """The user's decision about a chain; None where there is none."""
         if self.only and not any(matches(p, name, number) for p in self.only):
-            return Decided((), "not among --only")
+            return ChainDecision((), "not among --only")
         if any(matches(p, name, number) for p in self.skip):
-            return Decided((), "left out by --skip")
+            return ChainDecision((), "left out by --skip")
         if self.planned is None:
             return None
         entry = next((e for e in self.planned if e.chain == name), None)
         if entry is None:
-            return Decided((), "not in the plan")
-        return Decided(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
+            return ChainDecision((), "not in the plan")
+        return ChainDecision(entry.segments, "" if entry.replace else entry.reason or "left as it is by the plan")
 
 
-def _known(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     if not names:
         return "it has none"
     shown = ", ".join(f"{i} {name!r}" for i, name in list(enumerate(names))[:4])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for fusion schemes: spaces, costs, the two stages, and what was measured before (docs/design/fusion-search.md)."""
+"""The search for fusion schemes: spaces, cost model, measurements, two stages (docs/design/fusion-search.md)."""

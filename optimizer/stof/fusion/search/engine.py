@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two-stage search. Stage 1 walks schemes by moves, stage 2 samples the settings of the best one's segments.
+"""The two-stage search for a fusion scheme, as in STOF (section 7).
 
-As in STOF (section 7 of its description), with what it leaves open made definite: costs are of segments and add up, so that
-a segment is asked for once whatever schemes it is in; the walk takes the best scheme first that it has not left yet, and so
-rolls back by itself; it ends when nothing is left, which is after every valid scheme where there are few.
+Stage 1 walks schemes by moves; stage 2 samples the settings of the best scheme's segments. What STOF leaves open is decided
+so: a scheme costs the sum of its segments, each of which is measured once. The walk expands the cheapest scheme first, and
+so rolls back by itself. It ends when no scheme is left, which is after every valid scheme in a small space.
 """
 
 from __future__ import annotations
@@ -13,65 +13,94 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from stof.fusion.search.space import Scheme, Segment, Setting, Space, encode, neighbours, unfused
+from stof.fusion.search.space import (
+    FusionScheme,
+    SchemeSpace,
+    Segment,
+    Setting,
+    encode,
+    neighbor_schemes,
+    unfused_scheme,
+)
 
 Cost = Callable[[Segment, Setting], float]  # seconds; inf where a setting does not run
 Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How far a search goes: schemes that are left, settings of a segment that stage 1 tries, rounds of stage 2."""
+class SearchLimits:
+    """How far a search goes.
+
+    Attributes:
+        schemes: the most schemes of stage 1.
+        samples: settings of a segment that stage 1 tries.
+        rounds: rounds of stage 2.
+        budget: settings in each round of stage 2, over all segments.
+        seed: of the order in which settings are tried.
+    """
 
     schemes: int = 4096
     samples: int = 4
     rounds: int = 8
-    budget: int = 16  # settings in each round of stage 2, over all segments
+    budget: int = 16
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best scheme with its settings and cost. ``complete``: not interrupted, and no scheme was left out."""
+class SearchResult:
+    """The best scheme.
 
-    scheme: Scheme
+    Attributes:
+        scheme: its segments.
+        settings: the best setting of each segment.
+        cost: of the scheme with these settings.
+        schemes: how many schemes were compared.
+        measured: how many pairs of segment and setting were measured.
+        complete: whether the search ended by itself, without leaving out a scheme.
+    """
+
+    scheme: FusionScheme
     settings: tuple[Setting, ...]
     cost: float
-    schemes: int  # that were compared
-    measured: int  # pairs of segment and setting
+    schemes: int
+    measured: int
     complete: bool
 
 
 def no_stop() -> bool:
-    """A search that nobody interrupts."""
+    """Never stops a search."""
     return False
 
 
 def search(
-    space: Space, cost: Cost, starts: Iterable[Scheme] = (), limits: Limits | None = None, stop: Stop = no_stop
-) -> Found:
-    """The best scheme found; the unfused one is always among those compared.
+    space: SchemeSpace,
+    cost: Cost,
+    starts: Iterable[FusionScheme] = (),
+    limits: SearchLimits | None = None,
+    stop: Stop = no_stop,
+) -> SearchResult:
+    """Searches for the cheapest scheme; the unfused scheme is always among those compared.
 
     Args:
         space: the schemes.
-        cost: of a segment with a setting.
-        starts: schemes to begin with, beside the unfused one; those that are not valid are left out.
+        cost: the cost of a segment with a setting.
+        starts: schemes to start from beside the unfused one; invalid ones are left out.
         limits: how far to go.
-        stop: asked between measurements: True ends the search with the best so far.
+        stop: asked between measurements; True ends the search with the best scheme so far.
     """
-    engine = _Engine(space, cost, limits or Limits(), stop)
+    engine = _Engine(space, cost, limits or SearchLimits(), stop)
     engine.walk(starts)
     engine.tune()
     scheme = engine.best
     settings = tuple(engine.best_of(s)[0] for s in scheme)
-    return Found(scheme, settings, engine.total(scheme), engine.compared, len(engine.known), engine.complete)
+    return SearchResult(scheme, settings, engine.total(scheme), engine.compared, len(engine.known), engine.complete)
 
 
 @dataclass
 class _Engine:
-    space: Space
+    space: SchemeSpace
     cost: Cost
-    limits: Limits
+    limits: SearchLimits
     stop: Stop
     known: dict[tuple[Segment, Setting], float] = field(default_factory=dict)
     compared: int = 0
@@ -80,30 +109,30 @@ class _Engine:
     def __post_init__(self) -> None:
         self.random = random.Random(self.limits.seed)
         self.orders: dict[Segment, list[Setting]] = {}
-        self.best: Scheme = unfused(len(self.space.kinds))
+        self.best: FusionScheme = unfused_scheme(len(self.space.kinds))
 
     def order(self, segment: Segment) -> list[Setting]:
-        """A segment's settings in the order in which they are tried: the first one is the template's own choice."""
+        """A segment's settings in the order in which they are tried; the first one is the kernel's default."""
         if segment not in self.orders:
             first, *rest = self.space.settings_of(segment)
             self.random.shuffle(rest)
             self.orders[segment] = [first, *rest]
         return self.orders[segment]
 
-    def ask(self, segment: Segment, setting: Setting) -> float:
+    def measure(self, segment: Segment, setting: Setting) -> float:
         key = (segment, setting)
         if key not in self.known:
             self.known[key] = self.cost(segment, setting)
         return self.known[key]
 
     def sample(self, segment: Segment, count: int) -> int:
-        """Asks for settings that were not asked for yet; returns how many there were."""
+        """Measures up to ``count`` new settings of a segment; returns how many."""
         new = [s for s in self.order(segment) if (segment, s) not in self.known][:count]
         for done, setting in enumerate(new):
             if self.stop():
                 self.complete = False
                 return done
-            self.ask(segment, setting)
+            self.measure(segment, setting)
         return len(new)
 
     def best_of(self, segment: Segment) -> tuple[Setting, float]:
@@ -111,15 +140,15 @@ class _Engine:
             (self.known[segment, s], i, s) for i, s in enumerate(self.order(segment)) if (segment, s) in self.known
         ]
         if not found:
-            return self.order(segment)[0], self.ask(segment, self.order(segment)[0])
+            return self.order(segment)[0], self.measure(segment, self.order(segment)[0])
         value, _, setting = min(found)
         return setting, value
 
-    def total(self, scheme: Scheme) -> float:
+    def total(self, scheme: FusionScheme) -> float:
         return sum(self.best_of(s)[1] for s in scheme)
 
-    def compare(self, scheme: Scheme) -> float | None:
-        """The cost of a scheme with a fixed number of settings for each segment; None when the search was ended."""
+    def compare(self, scheme: FusionScheme) -> float | None:
+        """The cost of a scheme by ``limits.samples`` settings for each segment; None when the search was stopped."""
         for segment in scheme:
             tried = sum((segment, s) in self.known for s in self.order(segment))
             self.sample(segment, max(0, self.limits.samples - tried))
@@ -128,16 +157,16 @@ class _Engine:
         self.compared += 1
         return self.total(scheme)
 
-    def walk(self, starts: Iterable[Scheme]) -> None:
+    def walk(self, starts: Iterable[FusionScheme]) -> None:
         """Stage 1."""
-        first = unfused(len(self.space.kinds))
+        first = unfused_scheme(len(self.space.kinds))
         lowest = self.compare(first)
-        if lowest is None:  # ended before it began: what the unfused scheme costs is asked for all the same
+        if lowest is None:  # stopped before it began; the result still measures the unfused scheme
             return
         waiting = [(lowest, encode(first), first)]
         seen = {first}
         for scheme in starts:
-            if scheme not in seen and all(self.space.valid(s) for s in scheme):
+            if scheme not in seen and all(self.space.is_valid(s) for s in scheme):
                 seen.add(scheme)
                 value = self.compare(scheme)
                 if value is None:
@@ -146,7 +175,7 @@ class _Engine:
                 lowest, self.best = min((lowest, self.best), (value, scheme), key=lambda x: (x[0], encode(x[1])))
         while waiting:
             _, _, scheme = heapq.heappop(waiting)
-            for other in neighbours(self.space, scheme):
+            for other in neighbor_schemes(self.space, scheme):
                 if other in seen:
                     continue
                 if self.stop() or len(seen) >= self.limits.schemes:
@@ -161,7 +190,7 @@ class _Engine:
                     lowest, self.best = value, other
 
     def tune(self) -> None:
-        """Stage 2: rounds of settings; a segment whose settings gained most in a round gets more in the next one."""
+        """Stage 2: rounds of settings. The segment that gained most in a round gets more settings in the next one."""
         segments = [s for s in self.best if len(self.order(s)) > 1]
         weights = dict.fromkeys(segments, 1.0)
         for _ in range(self.limits.rounds):
@@ -182,8 +211,8 @@ class _Engine:
         self.complete = self.complete and not segments
 
 
-def exhaustive(space: Space, cost: Cost) -> tuple[Scheme, float]:
-    """The best of every scheme and every setting, for small spaces: what the search is held against."""
+def exhaustive(space: SchemeSpace, cost: Cost) -> tuple[FusionScheme, float]:
+    """The best of every scheme and every setting: the reference of the search in small spaces."""
     known: dict[Segment, float] = {}
 
     def least(segment: Segment) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of parts of a region in ONNX Runtime on this device, each as a model of its own with all optimizations on."""
+"""Times parts of a region in ONNX Runtime on this device, each as a model of its own with all optimizations."""
 
 from __future__ import annotations
 
@@ -13,48 +13,50 @@ from onnx import helper
 
 from stof.errors import UnsupportedError
 from stof.execution.inputs import evaluate
-from stof.fusion.emit import call
-from stof.fusion.regions import Graph
+from stof.fusion.emit import make_call
+from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.search.measure_cuda import cuda_seconds
-from stof.fusion.translate import Chain
+from stof.fusion.translate import FusedChain
 from stof.graph.index import DOMAIN
 from stof.graph.names import FreshNames
 from stof.runtime.library import register
 from stof.symbolic import Int
 
-_LEAST, _MOST = 5, 400  # runs
-_SECONDS = 0.04  # of runs, for one measurement
-_TURNS = 2.0  # seconds of candidates that take turns
-_OTHER = 1 << 26  # bytes that fill the caches
+_FEWEST_RUNS, _MOST_RUNS = 5, 400  # of one measurement
+_SECONDS = 0.04  # of one measurement
+_INTERLEAVED_SECONDS = 2.0  # of candidates that run in turns
+_FLUSH_BYTES = 1 << 26  # fill the caches
 _LARGEST = 1 << 28  # bytes of all inputs and constants
+_MOST_RANDOM = 1 << 20  # random numbers of an input, which it repeats
+_MOST_CONSTANT = 64  # elements of a constant that stays a constant
 
 
 def part_model(
-    graph: Graph,
-    places: Sequence[int],
-    chains: Sequence[Chain],
+    graph: FusionGraph,
+    node_indices: Sequence[int],
+    chains: Sequence[FusedChain],
     outputs: Sequence[str],
     sizes: Mapping[str, int],
     fixed: bool = False,
 ) -> tuple[onnx.ModelProto, list[str]]:
-    """Some nodes as a model of their own, and its inputs.
+    """Some nodes as a model of their own, and the names of its inputs.
 
     Args:
-        graph: what the nodes are of.
-        places: which nodes.
-        chains: what takes the place of some of them.
-        outputs: of the model.
-        sizes: of symbolic dimensions.
-        fixed: whether the model's inputs have these sizes, or any.
+        graph: the nodes' graph.
+        node_indices: the nodes.
+        chains: chains that replace some of them.
+        outputs: outputs of the model.
+        sizes: sizes of symbolic dimensions.
+        fixed: whether the inputs' shapes are these sizes, or symbolic.
     """
-    inside = {p for c in chains for p in c.region.places}
-    made = {c.region.places[-1]: c for c in chains}
+    inside = {p for c in chains for p in c.region.node_indices}
+    made = {c.region.node_indices[-1]: c for c in chains}
     nodes, read, written = [], dict[str, None](), set[str]()
-    for place in sorted(places):
-        if place in made:
-            nodes.append(call(made[place], 0, (len(made[place].inputs), len(made[place].dtypes)), FreshNames()))
-        elif place not in inside:
-            nodes.append(graph.nodes[place])
+    for index in sorted(node_indices):
+        if index in made:
+            nodes.append(make_call(made[index], 0, (len(made[index].inputs), len(made[index].dtypes)), FreshNames()))
+        elif index not in inside:
+            nodes.append(graph.nodes[index])
         else:
             continue
         read.update(dict.fromkeys(n for n in nodes[-1].input if n))
@@ -64,20 +66,24 @@ def part_model(
         if name in written:
             continue
         array = graph.symbolic.constant(name)
-        if array is not None and array.size <= _SMALL:
+        if array is not None and array.size <= _MOST_CONSTANT:
             constants.append(onnx.numpy_helper.from_array(array, name))
-        elif graph.on_cpu and name in graph.constant and graph.symbolic.dtype(name) == onnx.TensorProto.FLOAT:
-            # Factors that a runtime may bring into an order of its own once.
-            (shape,) = shapes_of(graph, [name], sizes)
-            constants.append(onnx.numpy_helper.from_array(drawn(np.random.default_rng(0), shape), name))
+        elif (
+            graph.policy.has_cpu_gemm
+            and name in graph.constants
+            and graph.symbolic.dtype(name) == onnx.TensorProto.FLOAT
+        ):
+            # Weights, which a runtime may pack once.
+            (shape,) = evaluate_shapes(graph, [name], sizes)
+            constants.append(onnx.numpy_helper.from_array(random_array(np.random.default_rng(0), shape), name))
         else:
             inputs.append(name)
     types = graph.symbolic.dtype
     made_inputs = [
         helper.make_tensor_value_info(n, types(n), s)
-        for n, s in zip(inputs, shapes_of(graph, inputs, sizes), strict=True)
+        for n, s in zip(inputs, evaluate_shapes(graph, inputs, sizes), strict=True)
     ]
-    # Free dimensions, as in the model: a runtime may do more with sizes that it knows.
+    # Symbolic dimensions, as in the model: with static ones a runtime may optimize more.
     for info in () if fixed else made_inputs:
         for i, d in enumerate(info.type.tensor_type.shape.dim):
             d.dim_param = f"{info.name}_{i}"
@@ -95,11 +101,11 @@ def part_model(
     return helper.make_model(body, opset_imports=opsets, ir_version=max(8, graph.model.ir_version)), inputs
 
 
-def shapes_of(graph: Graph, names: Sequence[str], sizes: Mapping[str, int]) -> list[list[int]]:
-    """The sizes of tensors.
+def evaluate_shapes(graph: FusionGraph, names: Sequence[str], sizes: Mapping[str, int]) -> list[list[int]]:
+    """The shapes of tensors at some sizes.
 
     Raises:
-        UnsupportedError: for sizes that depend on more than the model's inputs.
+        UnsupportedError: when a shape does not follow from the model's inputs.
     """
     found = []
     for name in names:
@@ -110,26 +116,26 @@ def shapes_of(graph: Graph, names: Sequence[str], sizes: Mapping[str, int]) -> l
     return found
 
 
-def drawn(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
-    """Random numbers; a part of many is repeated: drawing all would take longer than the timing."""
+def random_array(rng: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    """Standard normal numbers; a large array repeats them: drawing all would take longer than the timing."""
     count = int(np.prod(shape, dtype=np.int64))
-    return np.resize(rng.standard_normal(min(count, _MOST_DRAWN), np.float32), shape)
+    return np.resize(rng.standard_normal(min(count, _MOST_RANDOM), np.float32), shape)
 
 
 class Timer:
-    """Measures; the same inputs for all candidates of a problem.
+    """Times nodes of a graph, all candidates on the same inputs.
 
     Args:
-        graph: what the operators are of.
-        sizes: of its symbolic dimensions.
+        graph: the graph.
+        sizes: sizes of its symbolic dimensions.
         provider: "CPU" or "CUDA".
         threads: 0 is the runtime's default.
-        clock: the seconds that runs on the CPU take.
+        clock: gives seconds, for runs on the CPU.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        graph: FusionGraph,
         sizes: Mapping[str, int],
         provider: str = "CPU",
         threads: int = 0,
@@ -142,53 +148,57 @@ class Timer:
         self.clock = clock
         self.rng = np.random.default_rng(0)
 
-    def seconds(self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str]) -> float:
-        """The least time of a run of some nodes, of which chains replace some.
+    def seconds(self, node_indices: Sequence[int], chains: Sequence[FusedChain], outputs: Sequence[str]) -> float:
+        """The least time of a run of some nodes, with chains in place of some of them.
 
         Raises:
-            UnsupportedError: where they cannot be run by themselves.
+            UnsupportedError: when they cannot be run alone.
         """
-        model, feeds = self._part(places, chains, outputs)
+        model, feeds = self._part(node_indices, chains, outputs)
         try:
             if self.provider == "CUDA":
-                return cuda_seconds(model, feeds, shapes_of(self.graph, outputs, self.sizes), self._options())
+                return cuda_seconds(model, feeds, evaluate_shapes(self.graph, outputs, self.sizes), self._options())
             return _least(self._session(model), feeds, self.clock)
         except Exception as error:  # whatever the runtime raises
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
-    def in_turns(
+    def interleaved_seconds(
         self,
-        places: Sequence[int],
-        candidates: Sequence[Sequence[Chain]],
+        node_indices: Sequence[int],
+        candidates: Sequence[Sequence[FusedChain]],
         outputs: Sequence[str],
-        over: Callable[[], bool] = lambda: False,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> list[float]:
-        """The least times of some nodes with the chains of each candidate, which take turns: what else the machine does
-        meets all of them.
+        """The least time of some nodes with the chains of each candidate; candidates run in turns, so that noise meets all.
 
-        Before each run the caches are filled with something else: in a model, weights come from memory. ``over``: there is
-        no time for more turns than it takes at least.
+        Before each run the caches are flushed: in a model, weights come from memory.
+
+        Args:
+            node_indices: the nodes.
+            candidates: the chains of each candidate.
+            outputs: the tensors that are computed.
+            is_over: whether there is no time for more than the fewest turns.
 
         Raises:
-            UnsupportedError: where one cannot be run by itself.
+            UnsupportedError: when a candidate cannot be run alone.
         """
         try:
-            parts = [self._part(places, chains, outputs, len(candidates)) for chains in candidates]
+            parts = [self._part(node_indices, chains, outputs, len(candidates)) for chains in candidates]
             sessions = [(self._session(model), feeds) for model, feeds in parts]
             for session, feeds in sessions:
                 session.run(None, feeds)
             best = [float("inf")] * len(sessions)
-            other = np.zeros(_OTHER >> 2, np.float32)
+            flush = np.zeros(_FLUSH_BYTES >> 2, np.float32)
             start, turn = self.clock(), 0
-            while turn < _LEAST or self.clock() - start < _TURNS:
+            while turn < _FEWEST_RUNS or self.clock() - start < _INTERLEAVED_SECONDS:
                 for i in range(len(sessions)):
                     k = (i + turn) % len(sessions)
-                    other += 1.0
+                    flush += 1.0
                     begin = self.clock()
                     sessions[k][0].run(None, sessions[k][1])
                     best[k] = min(best[k], self.clock() - begin)
                 turn += 1
-                if turn >= _LEAST and over():
+                if turn >= _FEWEST_RUNS and is_over():
                     break
             return best
         except UnsupportedError:
@@ -197,20 +207,20 @@ class Timer:
             raise UnsupportedError(f"it cannot be run by itself: {error}") from error
 
     def _part(
-        self, places: Sequence[int], chains: Sequence[Chain], outputs: Sequence[str], together: int = 1
+        self, node_indices: Sequence[int], chains: Sequence[FusedChain], outputs: Sequence[str], together: int = 1
     ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-        model, inputs = part_model(self.graph, places, chains, outputs, self.sizes)
-        shapes = shapes_of(self.graph, inputs, self.sizes)
+        model, inputs = part_model(self.graph, node_indices, chains, outputs, self.sizes)
+        shapes = evaluate_shapes(self.graph, inputs, self.sizes)
         dtypes = [helper.tensor_dtype_to_np_dtype(self.graph.symbolic.dtype(n)) for n in inputs]
         total = sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
         total += sum(len(t.raw_data) for t in model.graph.initializer)
         if total * together > _LARGEST:
             raise UnsupportedError(f"its inputs and constants have {total} bytes, more than is measured")
-        return model, {n: self._drawn(n, s, d) for n, s, d in zip(inputs, shapes, dtypes, strict=True)}
+        return model, {n: self._random_input(n, s, d) for n, s, d in zip(inputs, shapes, dtypes, strict=True)}
 
-    def _drawn(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Random data; bounds and shapes have the values that they have in the model."""
-        numbers = drawn(self.rng, shape)
+    def _random_input(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """Random data; integers have the values that they have in the model."""
+        numbers = random_array(self.rng, shape)
         if dtype.kind not in "iu":
             return numbers > 0 if dtype.kind == "b" else numbers.astype(dtype)
         value = self.graph.symbolic.value(name)
@@ -226,7 +236,7 @@ class Timer:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
-        # Threads of one session that spin after its run would take the next one's processors.
+        # Threads that spin after a run would take the CPUs of the next session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         register(options)
         return options
@@ -234,14 +244,10 @@ class Timer:
     def _session(self, model: onnx.ModelProto) -> Any:
         import onnxruntime as ort
 
-        # By itself it would print the error, names of the model in it, and try the same again.
+        # Without this, ONNX Runtime prints the error with names of the model, and tries again.
         return ort.InferenceSession(
             model.SerializeToString(), self._options(), providers=["CPUExecutionProvider"], enable_fallback=0
         )
-
-
-_MOST_DRAWN = 1 << 20  # numbers
-_SMALL = 64  # elements of a constant that stays one
 
 
 def _least(session: Any, feeds: Mapping[str, np.ndarray], clock: Callable[[], float]) -> float:
@@ -249,7 +255,7 @@ def _least(session: Any, feeds: Mapping[str, np.ndarray], clock: Callable[[], fl
     for _ in range(2):
         session.run(None, given)
     best, spent, runs = float("inf"), 0.0, 0
-    while runs < _LEAST or (spent < _SECONDS and runs < _MOST):
+    while runs < _FEWEST_RUNS or (spent < _SECONDS and runs < _MOST_RUNS):
         start = clock()
         session.run(None, given)
         took = clock() - start

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of small models in ONNX Runtime's CUDA provider, as part of a captured graph.
+"""Times small models in ONNX Runtime's CUDA provider, as replays of a captured graph.
 
-A graph holds a model several times, each time with inputs of its own, so that its kernels and not its launch are timed.
+The graph holds copies of the model, each with inputs of its own, so that kernels are timed rather than the launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 _MOST_COPIES = 16
-_COPIED = 64 << 20  # bytes of all copies' inputs, where there is more than one
+_COPIED_BYTES = 64 << 20  # most bytes of all copies' inputs
 _ROUNDS = 5
 _RUNS = 10  # queued in a round
 _PROVIDER = "CUDAExecutionProvider"
@@ -33,13 +33,13 @@ def has_cuda_provider() -> bool:
 def cuda_seconds(
     model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], shapes: Sequence[Sequence[int]], options: Any
 ) -> float:
-    """The least time of one run of a model.
+    """The least seconds of one run of a model.
 
     Args:
-        model: its graph.
+        model: the model.
         feeds: inputs by name.
-        shapes: of the outputs, in order.
-        options: of the session.
+        shapes: shapes of the outputs, in order.
+        options: session options.
 
     Raises:
         Exception: whatever the runtime raises.
@@ -47,17 +47,17 @@ def cuda_seconds(
     import onnxruntime as ort
 
     size = sum(a.nbytes for a in feeds.values())
-    copies = max(1, min(_MOST_COPIES, _COPIED // max(1, size)))
-    text = repeated(model, copies).SerializeToString()
+    copies = max(1, min(_MOST_COPIES, _COPIED_BYTES // max(1, size)))
+    text = repeat_model(model, copies).SerializeToString()
     try:
-        found = _Bound(ort, text, options, feeds, (model, shapes), copies, graph=True)
+        found = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=True)
     except Exception:  # nodes on the CPU: no graph can be captured
-        found = _Bound(ort, text, options, feeds, (model, shapes), copies, graph=False)
+        found = _BoundSession(ort, text, options, feeds, (model, shapes), copies, graph=False)
     return found.seconds()
 
 
-class _Bound:
-    """A session whose inputs and outputs lie on the device."""
+class _BoundSession:
+    """A session with inputs and outputs in device memory."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Bound:
     ) -> None:
         self.copies = copies
         given = {"enable_cuda_graph": "1"} if graph else {}
-        # By itself it would print the error, names of the model in it, and go on without the graph.
+        # Without this, ONNX Runtime prints the error with names of the model, and goes on without the graph.
         self.session = ort.InferenceSession(
             text, options, providers=[(_PROVIDER, given), "CPUExecutionProvider"], enable_fallback=0
         )
@@ -100,7 +100,7 @@ class _Bound:
         self.session.run_with_iobinding(self.binding, self.options)
 
     def seconds(self) -> float:
-        """Of one copy."""
+        """The least seconds of one copy."""
         best = float("inf")
         for _ in range(_ROUNDS):
             self.binding.synchronize_outputs()
@@ -116,10 +116,10 @@ def _copy_of(name: str, number: int) -> str:
     return f"{name}/copy{number}" if name else ""
 
 
-def repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
-    """A model with its graph several times, with names of their own; constants are shared.
+def repeat_model(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
+    """A model that holds copies of a model's graph; constants are shared, all else has names of its own.
 
-    Inputs are different ones: of equal inputs a runtime would compute equal nodes once.
+    Inputs are not shared: a runtime would compute equal nodes of equal inputs once.
     """
     found = onnx.ModelProto()
     found.CopyFrom(model)

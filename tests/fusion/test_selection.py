@@ -12,7 +12,8 @@ import onnx
 import pytest
 
 from stof.errors import ArgumentError
-from stof.fusion.decide.selection import Decided, Selection
+from stof.fusion.decide.decision import ChainDecision
+from stof.fusion.decide.selection import Selection
 from stof.fusion.plan_entry import ChainPlan
 from stof.ops import PLAN_FORMATS
 from stof.options import Options
@@ -30,7 +31,7 @@ def texts(path: str | None) -> list[str]:
 
 
 def test_a_plan_gives_the_same_chains_again(narrow: Narrow, tmp_path: Path) -> None:
-    """Also where the judge would decide otherwise: without the plan, none is taken on the CPU."""
+    """Also where the decider would decide otherwise: without the plan, none is taken on the CPU."""
     model, plan = narrow("bert.dynamo.sdpa"), tmp_path / "plan.json"
     first = optimize(model, options=Options(chains="on", verify=False, save_plan=plan))
     before = texts(first.output)
@@ -112,11 +113,11 @@ def test_a_plan_of_another_model() -> None:
 def test_the_users_word_goes_first() -> None:
     plan = (ChainPlan("a", "Add Mul", ((0, 2),)),)
     assert Selection().of_chain(0, "a") is None
-    assert Selection(planned=plan).of_chain(0, "a") == Decided(((0, 2),))
-    assert Selection(planned=plan).of_chain(1, "b") == Decided((), "not in the plan")
-    assert Selection(skip=("a",), planned=plan).of_chain(0, "a") == Decided((), "left out by --skip")
+    assert Selection(planned=plan).of_chain(0, "a") == ChainDecision(((0, 2),))
+    assert Selection(planned=plan).of_chain(1, "b") == ChainDecision((), "not in the plan")
+    assert Selection(skip=("a",), planned=plan).of_chain(0, "a") == ChainDecision((), "left out by --skip")
     assert Selection(only=("1",)).of_chain(1, "b") is None
-    assert Selection(only=("1",)).of_chain(0, "a") == Decided((), "not among --only")
+    assert Selection(only=("1",)).of_chain(0, "a") == ChainDecision((), "not among --only")
 
 
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,16 @@ import onnx
 import onnxruntime as ort
 import pytest
 from chain_graphs import FLOAT, HALF, Builder, N
-from test_products import bias_gelu, bias_residual, forms, packed_gate, rows_and_numbers, two_weights
+from test_gemm_cuda import bias_gelu, bias_residual, forms, packed_gate, rows_and_numbers, two_weights
 
 from stof.errors import UnsupportedError
 from stof.fusion.check import check_chain
-from stof.fusion.gemm import Product
-from stof.fusion.regions import Graph, Left, chain_of
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.gemm import FusedGemm
+from stof.fusion.policy import ChainPolicy
+from stof.fusion.regions import build_chain
 from stof.fusion.search.measure import Timer
+from stof.fusion.translate import RefusedRegion
 from stof.options import Options
 from stof.pipeline import optimize
 from stof.runtime import library as runtime
@@ -35,17 +38,17 @@ def alone(b: Builder) -> onnx.ModelProto:
     return b.model(b.add("MatMul", _input(b), b.weight(K, N)))
 
 
-def found_in(model: onnx.ModelProto) -> tuple[Graph, Product | Left]:
-    graph = Graph(model, Symbolic(model), forms=forms, on_cpu=True)
-    found = chain_of(graph, range(len(graph.nodes)))
-    assert isinstance(found, (Product, Left))
+def found_in(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegion]:
+    graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms, has_cpu_gemm=True))
+    found = build_chain(graph, range(len(graph.nodes)))
+    assert isinstance(found, (FusedGemm, RefusedRegion))
     return graph, found
 
 
 @pytest.mark.parametrize("make", [alone, bias_gelu, bias_residual, packed_gate, two_weights, rows_and_numbers])
-def test_products_by_constants_are_templates(make: Make) -> None:
+def test_matmuls_by_constants_are_fused(make: Make) -> None:
     graph, found = found_in(make(Builder(FLOAT)))
-    assert isinstance(found, Product), found
+    assert isinstance(found, FusedGemm), found
     check_chain(found, graph.nodes, graph.symbolic, 20)
 
 
@@ -63,11 +66,11 @@ def _narrow(b: Builder) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(_halves, "half precision"), (_no_constant, "no constant"), (_narrow, "expected 24 columns")],
+    [(_halves, "half precision"), (_no_constant, "is not constant"), (_narrow, "expected 24 columns")],
 )
 def test_what_stays_with_the_runtime(make: Make, words: str) -> None:
     _, found = found_in(make(Builder(FLOAT)))
-    assert isinstance(found, Left)
+    assert isinstance(found, RefusedRegion)
     assert words in found.reason
 
 
@@ -84,12 +87,12 @@ def test_what_the_library_says_of_epilogues() -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many operators each measurement was of; a product of the library's saves half of one."""
+    """How many operators each measurement had; a matmul of the library saves half of one."""
     asked: list[int] = []
 
     def seconds(self: object, places: Sequence[int], chains: Sequence[object], outputs: object) -> float:
         asked.append(len(places))
-        return 1e-3 * (len(places) - sum(isinstance(c, Product) for c in chains) / 2)
+        return 1e-3 * (len(places) - sum(isinstance(c, FusedGemm) for c in chains) / 2)
 
     def in_turns(
         self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], outputs: object, over: object
@@ -97,12 +100,12 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.in_turns", in_turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", in_turns)
     return asked
 
 
 def layers(path: Path) -> onnx.ModelProto:
-    """Two layers whose last products differ in nothing but what they multiply by, and a product beside them."""
+    """Two layers whose last matmuls differ in their weights alone, and another matmul."""
     b = Builder(FLOAT)
     x = b.input("input", ["B", "S", N])
     for _ in range(2):
@@ -148,12 +151,12 @@ def test_measurements_choose_them_and_the_model_computes_the_same(tmp_path: Path
                 np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_products_of_other_sizes_are_measured_by_themselves(tmp_path: Path) -> None:
+def test_matmuls_of_other_sizes_are_measured_separately(tmp_path: Path) -> None:
     model = layers(tmp_path / "model.onnx")
-    graph = Graph(model, Symbolic(model), forms=forms, on_cpu=True)
-    products = [i for i, n in enumerate(graph.nodes) if n.op_type == "MatMul"]
-    assert graph.factors(products[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
-    assert Graph(model, Symbolic(model), forms=forms).factors(products) == ()
+    graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms, has_cpu_gemm=True))
+    matmuls = [i for i, n in enumerate(graph.nodes) if n.op_type == "MatMul"]
+    assert graph.weight_shapes(matmuls[:3]) == (f"{N} x {4 * N}", f"{4 * N} x {N}", f"{N} x {N}")
+    assert FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms)).weight_shapes(matmuls) == ()
 
 
 @pytest.mark.parametrize("options", [Options(tune=60.0, products=False), Options(chains="on")])
@@ -165,7 +168,7 @@ def test_they_stay_where_nothing_was_measured_or_asked(tmp_path: Path, timed: li
     assert not [n for n in made.graph.node if n.op_type == "StofGemm"]
 
 
-def test_a_plan_gives_the_same_products_again(tmp_path: Path, timed: list[int]) -> None:
+def test_a_plan_gives_the_same_gemms_again(tmp_path: Path, timed: list[int]) -> None:
     path, plan = tmp_path / "model.onnx", tmp_path / "plan.json"
     layers(path)
     first = optimize(path, options=Options(tune=60.0, save_plan=plan))
@@ -187,12 +190,12 @@ class Clock:
         return self.now
 
 
-def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many turns for each as go into the time, each candidate's own least time, and five turns where there is none."""
-    monkeypatch.setattr("stof.fusion.search.measure._TURNS", 3.0)
+    monkeypatch.setattr("stof.fusion.search.measure._INTERLEAVED_SECONDS", 3.0)
     model = bias_gelu(Builder(FLOAT))
-    graph, product = found_in(model)
-    assert isinstance(product, Product)
+    graph, matmul = found_in(model)
+    assert isinstance(matmul, FusedGemm)
     clock = Clock()
     timer = Timer(graph, {"B": 1, "S": 5}, clock=clock)
     places, outputs = range(len(graph.nodes)), [o.name for o in model.graph.output]
@@ -207,16 +210,16 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return session(self, *given)
 
     monkeypatch.setattr(ort.InferenceSession, "run", run)
-    assert timer.in_turns(places, [[], [product]], outputs) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [matmul]], outputs) == [0.25, 0.125]
     # Both are warmed up; a turn takes 0.375 s, the first one 0.625: eight of them go into three seconds.
     assert order == [0, 1] + 4 * [0, 1, 1, 0]
     order.clear()
     known.clear()
-    assert timer.in_turns(places, [[], [product]], outputs, lambda: True) == [0.25, 0.125]
+    assert timer.interleaved_seconds(places, [[], [matmul]], outputs, lambda: True) == [0.25, 0.125]
     assert order == [0, 1] + 2 * [0, 1, 1, 0] + [0, 1]
     monkeypatch.setattr("stof.fusion.search.measure._LARGEST", 64)
     with pytest.raises(UnsupportedError, match="inputs and constants have"):
-        timer.in_turns(places, [[], [product]], outputs)
+        timer.interleaved_seconds(places, [[], [matmul]], outputs)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -234,7 +237,7 @@ def test_what_is_near_to_the_original_has_to_have_taken_turns(
         return [seconds(self, places, chains, outputs) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
-    monkeypatch.setattr("stof.fusion.decide.measured.Timer.in_turns", turns)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.interleaved_seconds", turns)
     model = bias_gelu(Builder(FLOAT))
     onnx.save(model, tmp_path / "model.onnx")
     report = optimize(tmp_path / "model.onnx", options=Options(tune=60.0, verify=False))

@@ -15,17 +15,20 @@ from onnx import TensorProto
 
 from stof import cli
 from stof.execution.inputs import Case, InputMaker, Padding
-from stof.fusion.apply import Chained, apply_chains
+from stof.fusion.apply import Chained, fuse_chains
 from stof.fusion.check import check_chain
-from stof.fusion.decide.predicted import LEAST_WITH_PRODUCTS, Predicted
-from stof.fusion.gemm import Product
-from stof.fusion.regions import Graph, Left, chain_of
-from stof.fusion.search.cost import Machine
+from stof.fusion.decide.predicted import LEAST_WITH_MATMULS, PredictedDecider
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.gemm import FusedGemm
+from stof.fusion.policy import ChainPolicy
+from stof.fusion.regions import build_chain
+from stof.fusion.search.cost import MachineModel
+from stof.fusion.translate import RefusedRegion
 from stof.options import Options
 from stof.symbolic import Symbolic
 
 BFLOAT = int(TensorProto.BFLOAT16)
-MACHINE = Machine.cuda(2.6e12, 620e12)
+MACHINE = MachineModel.cuda(2.6e12, 620e12)
 K = 8
 
 
@@ -78,15 +81,15 @@ CASES: dict[Callable[[Builder], onnx.ModelProto], tuple[int, tuple[str, ...], st
 }
 
 
-def whole(model: onnx.ModelProto) -> tuple[Graph, Product | Left]:
-    graph = Graph(model, Symbolic(model), forms=forms)
-    found = chain_of(graph, range(len(graph.nodes)))
-    assert isinstance(found, (Product, Left))
+def whole(model: onnx.ModelProto) -> tuple[FusionGraph, FusedGemm | RefusedRegion]:
+    graph = FusionGraph(model, Symbolic(model), ChainPolicy(epilogue_forms=forms))
+    found = build_chain(graph, range(len(graph.nodes)))
+    assert isinstance(found, (FusedGemm, RefusedRegion))
     return graph, found
 
 
 def emitted(model: onnx.ModelProto) -> Chained:
-    return apply_chains(model, Predicted(Options(target="cuda"), MACHINE), forms=forms)
+    return fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms))
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -106,9 +109,9 @@ def same(before: onnx.ModelProto, after: onnx.ModelProto, tolerance: float) -> N
 
 @pytest.mark.parametrize("make", CASES, ids=lambda m: m.__name__)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=["f16", "bf16"])
-def test_a_product_and_what_follows_it(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
+def test_a_matmul_and_its_epilogue(make: Callable[[Builder], onnx.ModelProto], dtype: int) -> None:
     graph, found = whole(make(Builder(dtype)))
-    assert isinstance(found, Product), found
+    assert isinstance(found, FusedGemm), found
     pair, reads, text = CASES[make]
     assert (found.pair, tuple(sorted(found.reads))) == (pair, reads)
     assert found.description.text.splitlines()[0] == "axes m = x0.0, n = x0.1"
@@ -126,8 +129,8 @@ def test_the_search_takes_what_saves_a_pass(make: Callable[[Builder], onnx.Model
     same(model, made.model, 2e-2)
 
 
-def test_products_and_chains_in_one_model() -> None:
-    """A residual goes to the product or to the norm's chain; calls of several epilogues share a function."""
+def test_gemms_and_chains_in_one_model() -> None:
+    """A residual goes to the matmul or to the norm's chain; calls of several epilogues share a function."""
     b = Builder(HALF)
     x = b.input("input", ["B", "S", N])
     for i in range(2):
@@ -150,21 +153,25 @@ def test_products_and_chains_in_one_model() -> None:
 
 
 def test_what_is_said_of_the_gain() -> None:
-    made = apply_chains(packed_gate(Builder(HALF)), Predicted(Options(target="cuda"), MACHINE), forms=forms)
+    made = fuse_chains(
+        packed_gate(Builder(HALF)), PredictedDecider(Options(target="cuda"), MACHINE), ChainPolicy(epilogue_forms=forms)
+    )
     (report,) = made.reports
     assert report.operators == "MatMul Split Gelu Mul"
     assert report.gain is not None
-    assert LEAST_WITH_PRODUCTS < report.gain < 10
+    assert LEAST_WITH_MATMULS < report.gain < 10
     (plan,) = made.plans
     assert plan.segments == ((0, 4),)
 
 
 def test_without_a_library_that_has_it() -> None:
     model = packed_gate(Builder(HALF))
-    plain = apply_chains(model, Predicted(Options(target="cuda"), MACHINE))
+    plain = fuse_chains(model, PredictedDecider(Options(target="cuda"), MACHINE))
     assert [n.op_type for n in plain.model.graph.node] == ["MatMul", "StofChain"]
-    refused = apply_chains(
-        model, Predicted(Options(target="cuda"), MACHINE), forms=lambda text, pair: ("", "CUDA: not this one")
+    refused = fuse_chains(
+        model,
+        PredictedDecider(Options(target="cuda"), MACHINE),
+        ChainPolicy(epilogue_forms=lambda text, pair: ("", "CUDA: not this one")),
     )
     assert [n.op_type for n in refused.model.graph.node] == ["MatMul", "StofChain"]
 
@@ -210,25 +217,23 @@ def _odd(b: Builder) -> onnx.ModelProto:
     ("make", "words"),
     [
         (_wide, "stay with the runtime"),
-        (_odd, "factors of 8 by 7"),
+        (_odd, "weights of 8 by 7"),
         (_transposed, "neither rows nor columns"),
         (_normalized, "neither element-wise nor moves"),
         (_read_twice, "2 outputs"),
         (_of_batches, "neither rows nor columns"),
-        (_other_sides, "different left sides"),
+        (_other_sides, "different left operands"),
         (_alone, "nothing to fuse"),
     ],
 )
 def test_what_no_epilogue_says(make: Callable[[Builder], onnx.ModelProto], words: str) -> None:
     _, found = whole(make(Builder(HALF)))
-    assert isinstance(found, Left)
+    assert isinstance(found, RefusedRegion)
     assert words in found.reason
 
 
 @pytest.mark.parametrize(("asked", "some"), [((), True), (("--products", "off"), False)])
-def test_the_command_leaves_products_to_the_runtime_if_asked(
-    tmp_path: Path, asked: tuple[str, ...], some: bool
-) -> None:
+def test_the_command_leaves_matmuls_to_the_runtime_if_asked(tmp_path: Path, asked: tuple[str, ...], some: bool) -> None:
     b = Builder(HALF)
     x = b.add("MatMul", b.input("input", ["B", "S", 768]), b.weight(768, 3072))
     path = tmp_path / "model.onnx"

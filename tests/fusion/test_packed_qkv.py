@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that reads its heads where products wrote them, and products of one tensor that are one for its sake."""
+"""Attention that reads its heads inside of a wider tensor, and matmuls that are merged for its sake."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from onnx import helper, numpy_helper
 
 import stof
 from stof.attention.function_body import OP, Variant, make_attention_function
-from stof.fusion.apply import Verdict, apply_chains
-from stof.fusion.decide.predicted import Predicted
-from stof.fusion.merge_matmuls import merged
-from stof.fusion.packed_qkv import Heads, packed
-from stof.fusion.regions import Graph
-from stof.fusion.search.cost import Machine
-from stof.fusion.translate import Chain
+from stof.fusion.apply import fuse_chains
+from stof.fusion.decide.decision import ChainDecision
+from stof.fusion.decide.predicted import PredictedDecider
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.merge_matmuls import MergedMatmuls, merge_matmuls
+from stof.fusion.packed_qkv import PackedHeads, read_packed_heads
+from stof.fusion.policy import ChainPolicy
+from stof.fusion.search.cost import MachineModel
+from stof.fusion.translate import FusedChain
 from stof.graph.index import DOMAIN
 from stof.mask.expression import CAUSAL
 from stof.options import Options
@@ -102,7 +104,7 @@ def same(one: onnx.ModelProto, other: onnx.ModelProto, tolerance: float = 1e-5, 
             )
 
 
-def product(b: Builder, x: str, width: int, seed: int = 0) -> str:
+def matmul(b: Builder, x: str, width: int, seed: int = 0) -> str:
     return str(b.add("MatMul", x, factor(b, K, width, seed)))
 
 
@@ -118,10 +120,10 @@ def factor(b: Builder, rows: int, width: int, seed: int) -> str:
 def test_a_split_goes(groups: int, opset: int, axis: int) -> None:
     b = Builder(FLOAT, opset)
     own = groups * D
-    wide = product(b, b.input("x", ["B", "S", K]), W + 2 * own)
+    wide = matmul(b, b.input("x", ["B", "S", K]), W + 2 * own)
     q, k, v = split(b, wide, W, own, own, axis=axis)
     model = finish(b, attention(b, q, k, v, groups), grouped=groups != H)
-    found = packed(model)
+    found = read_packed_heads(model)
     total = H + 2 * groups
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[0, total, H, total, H + groups, total]]
@@ -132,34 +134,34 @@ def test_a_split_goes(groups: int, opset: int, axis: int) -> None:
     assert before is not None
     assert after is not None
     assert after[2].constant == before[2].constant == W
-    assert packed(found) is found
+    assert read_packed_heads(found) is found
 
 
 def test_widths_as_a_node_go_with_it() -> None:
     b = Builder(FLOAT)
     widths = b.add("Constant", value_ints=[W, W, W])
-    parts = b.add("Split", product(b, b.input("x", ["B", "S", K]), 3 * W), widths, outputs=3, axis=-1)
+    parts = b.add("Split", matmul(b, b.input("x", ["B", "S", K]), 3 * W), widths, outputs=3, axis=-1)
     model = finish(b, attention(b, *parts))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     same(model, found)
 
 
 def test_equal_parts_by_number() -> None:
     b = Builder(FLOAT)
-    parts = b.add("Split", product(b, b.input("x", ["B", "S", K]), 3 * W), outputs=3, axis=-1, num_outputs=3)
-    found = packed(finish(b, attention(b, *parts)))
+    parts = b.add("Split", matmul(b, b.input("x", ["B", "S", K]), 3 * W), outputs=3, axis=-1, num_outputs=3)
+    found = read_packed_heads(finish(b, attention(b, *parts)))
     assert ops(found) == {"MatMul": 1, OP: 1}
     same(finish(b, b.nodes[-1].output[0]), found)
 
 
 def test_a_split_of_a_split() -> None:
     b = Builder(FLOAT)
-    wide = product(b, b.input("x", ["B", "S", K]), 5 * W)
+    wide = matmul(b, b.input("x", ["B", "S", K]), 5 * W)
     _, both, key = split(b, wide, W, 3 * W, W)
     value, query, _ = split(b, both, W, W, W)
     model = finish(b, attention(b, query, key, value))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[2 * H, 5 * H, 4 * H, 5 * H, H, 5 * H]]
     same(model, found)
@@ -168,7 +170,7 @@ def test_a_split_of_a_split() -> None:
 @pytest.mark.parametrize("reader", ["node", "output", "branch"])
 def test_what_others_read_stays(reader: str) -> None:
     b = Builder(FLOAT)
-    wide = product(b, b.input("x", ["B", "S", K]), 3 * W)
+    wide = matmul(b, b.input("x", ["B", "S", K]), 3 * W)
     q, k, v = split(b, wide, W, W, W)
     y = attention(b, q, k, v)
     outputs = [y]
@@ -182,7 +184,7 @@ def test_what_others_read_stays(reader: str) -> None:
         then = helper.make_graph([helper.make_node("Neg", [k], ["branch"])], "then", [], [result])
         outputs.append(b.add("If", chosen, then_branch=then, else_branch=then))
     model = finish(b, *outputs)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found)["Split"] == 1
     assert numbers(found) == [[0, 12, 4, 12, 8, 12]]
     same(model, found)
@@ -192,15 +194,15 @@ def test_other_calls_get_the_attribute_too() -> None:
     """One of them in a branch, where it reads what a Split of the graph wrote."""
     b = Builder(FLOAT)
     x = b.input("x", ["B", "S", K])
-    q, k, v = split(b, product(b, x, 3 * W), W, W, W)
+    q, k, v = split(b, matmul(b, x, 3 * W), W, W, W)
     y = attention(b, q, k, v)
-    plain = attention(b, *(product(b, x, W, seed) for seed in (1, 2, 3)))
+    plain = attention(b, *(matmul(b, x, W, seed) for seed in (1, 2, 3)))
     inner = Builder(FLOAT, count=1000)
     result = attention(inner, q, k, plain)
     branch = helper.make_graph(inner.nodes, "branch", [], [onnx.ValueInfoProto(name=result)])
     z = b.add("If", b.input("chosen", [], onnx.TensorProto.BOOL), then_branch=branch, else_branch=branch)
     model = finish(b, y, plain, z)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, 12, 4, 12, 8, 12], [0, 4, 0, 4, 0, 4]]
     then = next(a.g for n in found.graph.node for a in n.attribute if a.name == "then_branch")
     assert [list(a.ints) for n in then.node for a in n.attribute if a.name == "packed"] == [[0, 4, 0, 4, 0, 4]]
@@ -213,18 +215,18 @@ def test_what_stays(why: str) -> None:
     b = Builder(FLOAT)
     x = b.input("x", ["B", "S", K])
     if why == "no whole heads":
-        _, q, k, v = split(b, product(b, x, 3 * W + 4), 4, W, W, W)
+        _, q, k, v = split(b, matmul(b, x, 3 * W + 4), 4, W, W, W)
     elif why == "another axis":
-        q, k, v = split(b, product(b, b.input("y", ["B", 15, K]), W), 5, 5, 5, axis=1)
+        q, k, v = split(b, matmul(b, b.input("y", ["B", 15, K]), W), 5, 5, 5, axis=1)
     elif why == "no width":
         shape = b.add(
             "Concat", b.add("Shape", x, start=0, end=2), b.input("width", [1], onnx.TensorProto.INT64), axis=0
         )
-        q, k, v = split(b, b.add("Reshape", product(b, x, 3 * W), shape), W, W, W)
+        q, k, v = split(b, b.add("Reshape", matmul(b, x, 3 * W), shape), W, W, W)
         b.nodes[-1].input.pop()  # equal parts, of whatever there is
         b.nodes[-1].attribute.append(helper.make_attribute("num_outputs", 3))
     else:
-        q, k, v = split(b, product(b, x, 3 * W), W, W, W)
+        q, k, v = split(b, matmul(b, x, 3 * W), W, W, W)
     if why == "another domain":
         b.nodes[-1].domain = "elsewhere"
     y = attention(b, q, k, v)
@@ -233,7 +235,7 @@ def test_what_stays(why: str) -> None:
         del b.nodes[-1].attribute[:]
         b.nodes[-1].attribute.extend(kept)
     model = finish(b, y)
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
 
 
 # ---- heads that views brought into other layouts ----
@@ -264,25 +266,25 @@ TOTAL = 4 * H
 @pytest.mark.parametrize("batch", ["B", 1, 2])
 def test_heads_in_other_layouts(layout: str, how: str, opset: int, batch: int | str) -> None:
     b = Builder(FLOAT, opset)
-    wide = product(b, b.input("x", [batch, "S", K]), TOTAL * D)
+    wide = matmul(b, b.input("x", [batch, "S", K]), TOTAL * D)
     q, k, v = (heads_of(b, wide, first, H, layout, how) for first in (H, 0, 2 * H))
     model = finish(b, attention(b, q, k, v, layouts=layout), layout=Layout(layout))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert ops(found) == {"MatMul": 1, OP: 1}
     assert numbers(found) == [[H, TOTAL, 0, TOTAL, 2 * H, TOTAL]]
     assert not numbers(model)  # which stays as it was
     (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
     assert layouts == f"BSN BSN BSN {layout}"
     same(model, found)
-    assert packed(found) is found
+    assert read_packed_heads(found) is found
 
 
 def test_an_input_that_is_computed_keeps_its_layout() -> None:
     b = Builder(HALF)
-    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    wide = matmul(b, b.input("x", ["B", "S", K]), TOTAL * D)
     q, k, v = (heads_of(b, wide, first, H, "BSHD", "slice") for first in (0, H, 2 * H))
     model = finish(b, attention(b, b.add("Sin", q), b.add("Cos", k), v, layouts="BSHD"), layout=Layout.BSHD)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, H, 0, H, 2 * H, TOTAL]]
     (layouts,) = [a.s.decode() for n in found.graph.node for a in n.attribute if a.name == "layout"]
     assert layouts == "BSHD BSHD BSN BSHD"
@@ -292,11 +294,11 @@ def test_an_input_that_is_computed_keeps_its_layout() -> None:
 
 def test_one_head() -> None:
     b = Builder(FLOAT)
-    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    wide = matmul(b, b.input("x", ["B", "S", K]), TOTAL * D)
     key, value = (heads_of(b, wide, first, 1, "BHSD", "slice") for first in (3, 5))
     query = heads_of(b, wide, 8, H, "BHSD", "slice")
     model = finish(b, attention(b, query, key, value, 1, "BHSD"), grouped=True, layout=Layout.BHSD)
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[8, TOTAL, 3, TOTAL, 5, TOTAL]]
     same(model, found)
 
@@ -306,7 +308,7 @@ def test_one_head() -> None:
 def test_one_head_of_all(layout: str, size: int) -> None:
     """Dimensions of 1 have no place of their own in an index."""
     b = Builder(FLOAT)
-    wide = product(b, b.input("x", ["B", "S", K]), 3 * size)
+    wide = matmul(b, b.input("x", ["B", "S", K]), 3 * size)
     heads = []
     for part in split(b, wide, size, size, size):
         head = b.add("Reshape", part, b.ints(0, 0, 1, size))
@@ -316,7 +318,7 @@ def test_one_head_of_all(layout: str, size: int) -> None:
         if attribute.name == "num_heads":
             attribute.i = 1
     model = finish(b, b.nodes[-1].output[0], layout=Layout(layout))
-    found = packed(model)
+    found = read_packed_heads(model)
     assert numbers(found) == [[0, 3, 1, 3, 2, 3]]
     same(model, found)
 
@@ -327,24 +329,24 @@ def test_rows_that_may_be_repeated_stay(to: str) -> None:
     b = Builder(FLOAT)
     x = b.input("x", ["B", "S", K])
     other = b.input("other", ["C", "T", W])
-    parts = split(b, product(b, x, 3 * W), W, W, W)
+    parts = split(b, matmul(b, x, 3 * W), W, W, W)
     start = ("batches", "rows").index(to)
     size = b.add("Shape", other, start=start, end=start + 1)
     shape = [size, b.ints(1), b.ints(1)] if to == "batches" else [b.ints(1), size, b.ints(1)]
     parts = [b.add("Expand", p, b.add("Concat", *shape, axis=0)) for p in parts]
     model = finish(b, attention(b, *parts))
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
 
 
 def test_only_so_many_steps_are_looked_at() -> None:
     b = Builder(FLOAT)
-    wide = product(b, b.input("x", ["B", "S", K]), TOTAL * D)
+    wide = matmul(b, b.input("x", ["B", "S", K]), TOTAL * D)
     parts = [heads_of(b, wide, i * H, H, "BSHD", "slice") for i in range(3)]
     for _ in range(20):
         parts = [b.add("Transpose", p, perm=[0, 2, 1, 3]) for p in parts]
     model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
-    assert packed(model) is model
-    same(model, packed(model))
+    assert read_packed_heads(model) is model
+    same(model, read_packed_heads(model))
 
 
 @pytest.mark.parametrize("how", ["raises", "wrong"])
@@ -357,7 +359,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
     def broken(model: onnx.ModelProto, symbolic: Symbolic | None = None) -> onnx.ModelProto:
         if how == "raises":
             raise RuntimeError("a fault")
-        found = packed(model, symbolic)
+        found = read_packed_heads(model, symbolic)
         assert found is not model
         for call in found.graph.node:
             for attribute in call.attribute:
@@ -365,7 +367,7 @@ def test_attention_stays_where_its_heads_cannot_be_read_elsewhere(
                     attribute.ints[4] = 0  # queries for values
         return found
 
-    monkeypatch.setattr("stof.fusion.apply.packed", broken)
+    monkeypatch.setattr("stof.fusion.apply.read_packed_heads", broken)
     onnx.save(_dense_model(), tmp_path / "model.onnx")
     settings: dict[str, Any] = {"capability": 90} if target == "cuda" else {"chains": "on"}
     report = stof.optimize(tmp_path / "model.onnx", options=Options(target=target, **settings))
@@ -384,13 +386,13 @@ def test_queries_that_a_run_repeats(to: str, target: str, tmp_path: Path) -> Non
     """An Expand between sizes of different names does nothing in most runs, and all in one where its own is 1."""
     b = Builder(FLOAT)
     x, other = b.input("x", ["B", "S", K]), b.input("other", ["C", "T", W])
-    query, _ = split(b, product(b, x, 2 * W), W, W)
+    query, _ = split(b, matmul(b, x, 2 * W), W, W)
     start = ("batches", "rows").index(to)
     size = b.add("Shape", other, start=start, end=start + 1)
     shape = [size, b.ints(1), b.ints(1)] if to == "batches" else [b.ints(1), size, b.ints(1)]
     query = b.add("Expand", query, b.add("Concat", *shape, axis=0))
     length = b.input("z", ["C" if to == "batches" else "B", "T", K])
-    key, value = split(b, product(b, length, 2 * W, 1), W, W)
+    key, value = split(b, matmul(b, length, 2 * W, 1), W, W)
     far = b.add("Greater", b.add("Abs", _distance(b, other, length)), b.array(np.array(9)))
     own = b.add("Where", far, b.number(-np.inf), b.number(0.0))
     model = b.model(_dense(b, query, key, value, own if to == "rows" else b.number(0.0)))
@@ -409,7 +411,7 @@ def test_queries_that_a_run_repeats(to: str, target: str, tmp_path: Path) -> Non
 
 
 def _dense_model() -> onnx.ModelProto:
-    """Attention over a Split of one product."""
+    """Attention over a Split of one matmul."""
     b = Builder(HALF)
     x = b.input("x", ["B", "S", W])
     far = b.add("Greater", b.add("Abs", _distance(b, x, x)), b.array(np.array(9)))
@@ -437,7 +439,7 @@ def test_calls_share_their_layouts(where: str) -> None:
     """What one call cannot read elsewhere no call does."""
     b = Builder(FLOAT)
     x = b.input("x", ["B", "S", K])
-    wide = product(b, x, TOTAL * D)
+    wide = matmul(b, x, TOTAL * D)
     q, k, v = (heads_of(b, wide, first, H, "BSHD", "slice") for first in (0, H, 2 * H))
     outputs = [attention(b, q, k, v, layouts="BSHD")]
     inner = Builder(FLOAT, count=1000) if where == "branch" else b
@@ -449,7 +451,7 @@ def test_calls_share_their_layouts(where: str) -> None:
             b.add("If", b.input("chosen", [], onnx.TensorProto.BOOL), then_branch=branch, else_branch=branch)
         )
     model = finish(b, *outputs, layout=Layout.BSHD)
-    found = packed(model)
+    found = read_packed_heads(model)
     if where == "branch":
         assert found is model
         return
@@ -462,11 +464,11 @@ def test_calls_share_their_layouts(where: str) -> None:
 def test_heads_that_lie_otherwise_stay(why: str) -> None:
     b = Builder(FLOAT)
     x = b.input("x", ["B", 6, K]) if why != "batch of one" else b.input("x", [2, 6, K])
-    wide = product(b, x, TOTAL * D)
+    wide = matmul(b, x, TOTAL * D)
     heads = b.add("Reshape", wide, b.ints(0, 0, -1, D))
-    if why == "rank":  # the product wrote rows of all batches one after the other
+    if why == "rank":  # the matmul wrote the rows of all batches in one dimension
         rows = b.add("Reshape", b.input("y", ["B", 6, K]), b.ints(-1, K))
-        heads = b.add("Reshape", product(b, rows, TOTAL * D), b.ints(-1, 6, TOTAL, D))
+        heads = b.add("Reshape", matmul(b, rows, TOTAL * D), b.ints(-1, 6, TOTAL, D))
     parts = [b.add("Slice", heads, b.ints(i * H), b.ints(i * H + H), b.ints(2)) for i in range(3)]
     if why == "rows":
         parts = [b.add("Slice", p, b.ints(1), b.ints(6), b.ints(1)) for p in parts]
@@ -482,23 +484,23 @@ def test_heads_that_lie_otherwise_stay(why: str) -> None:
         apart = b.add("Transpose", b.add("Reshape", wide, b.ints(0, 0, D, -1)), perm=[0, 1, 3, 2])
         parts = [b.add("Slice", apart, b.ints(i * H), b.ints(i * H + H), b.ints(2)) for i in range(3)]
     elif why == "no copy":
-        parts = [b.add("Reshape", product(b, x, W, i), b.ints(0, 0, -1, D)) for i in range(3)]
+        parts = [b.add("Reshape", matmul(b, x, W, i), b.ints(0, 0, -1, D)) for i in range(3)]
     elif why == "concat":
         parts = [b.add("Concat", b.add("Slice", p, b.ints(0), b.ints(2), b.ints(2)), p, axis=2) for p in parts]
         parts = [b.add("Slice", p, b.ints(0), b.ints(H), b.ints(2)) for p in parts]
     model = finish(b, attention(b, *parts, layouts="BSHD"), layout=Layout.BSHD)
-    assert packed(model) is model
+    assert read_packed_heads(model) is model
     assert all(np.isfinite(y).all() for y in run(model, True))
 
 
 def test_heads_of_a_part() -> None:
-    assert Heads(0, 4, 4).within(64, 32, 128) == Heads(8, 4, 16)
-    assert Heads(2, 4, 8).within(64, 64, 192) == Heads(10, 4, 24)
-    assert Heads(0, 4, 4).within(4, 32, 128) is None
-    assert Heads(0, 4, 4).within(0, 32, 100) is None
-    assert Heads(0, 4, 4).within(0, 30, 120) is None
-    assert Heads(0, 4, 4).within(0, 0, 0) is None
-    assert Heads(0, 1, 1).within(0, 1, 1 << 17) is None
+    assert PackedHeads(0, 4, 4).within(64, 32, 128) == PackedHeads(8, 4, 16)
+    assert PackedHeads(2, 4, 8).within(64, 64, 192) == PackedHeads(10, 4, 24)
+    assert PackedHeads(0, 4, 4).within(4, 32, 128) is None
+    assert PackedHeads(0, 4, 4).within(0, 32, 100) is None
+    assert PackedHeads(0, 4, 4).within(0, 30, 120) is None
+    assert PackedHeads(0, 4, 4).within(0, 0, 0) is None
+    assert PackedHeads(0, 1, 1).within(0, 1, 1 << 17) is None
 
 
 # ---- keys and values of several layers ----
@@ -511,7 +513,7 @@ def layers(b: Builder, count: int = 3, groups: int = H) -> tuple[str, list[str]]
     y = b.input("y", ["B", "S", W])
     for layer in range(count):
         query = b.add("MatMul", y, factor(b, W, W, layer + 50))
-        key, value = (product(b, x, groups * D, 2 * layer + i) for i in range(2))
+        key, value = (matmul(b, x, groups * D, 2 * layer + i) for i in range(2))
         y = b.add("Add", y, attention(b, query, key, value, groups))
         found.append(y)
     return x, found
@@ -522,53 +524,54 @@ def always(*_: object) -> bool:
 
 
 @pytest.mark.parametrize("groups", [H, 2])
-def test_keys_and_values_of_all_layers_are_one_product(groups: int) -> None:
+def test_keys_and_values_of_all_layers_are_one_matmul(groups: int) -> None:
     b = Builder(HALF)
     _, results = layers(b, 3, groups)
     model = finish(b, results[-1], grouped=groups != H)
     asked: list[tuple[int, bool]] = []
 
-    def merges(_: onnx.ModelProto, __: Symbolic, products: Sequence[onnx.NodeProto], apart: bool) -> bool:
-        asked.append((len(products), apart))
+    def merges(_: onnx.ModelProto, __: Symbolic, matmuls: Sequence[onnx.NodeProto], apart: bool) -> bool:
+        asked.append((len(matmuls), apart))
         return True
 
-    together, splits = merged(model, Symbolic(model), merges, packs=True)
+    merged = merge_matmuls(model, Symbolic(model), merges, reads_packed_heads=True)
+    together, splits = merged.model, merged.splits
     assert asked == [(6, False)]
     assert not splits
     assert ops(together) == {"MatMul": 4, "Concat": 1, "Constant": 1, "Split": 1, OP: 3, "Add": 3}
-    found = packed(together)
+    found = read_packed_heads(together)
     assert ops(found) == {"MatMul": 4, "Concat": 1, OP: 3, "Add": 3}
     total = 6 * groups
     wanted = [[0, H, 2 * i * groups, total, (2 * i + 1) * groups, total] for i in range(3)]
     assert numbers(found) == wanted
     same(model, together, 2e-2, T=7)
     same(model, found, 2e-2, T=7)
-    assert merged(model, Symbolic(model), always, packs=False) == (model, frozenset())
-    assert merged(model, Symbolic(model), lambda *_: False, packs=True) == (model, frozenset())
+    assert merge_matmuls(model, Symbolic(model), always, reads_packed_heads=False) == MergedMatmuls(model)
+    assert merge_matmuls(model, Symbolic(model), lambda *_: False, reads_packed_heads=True) == MergedMatmuls(model)
 
 
-def test_the_product_stands_where_the_first_one_stood() -> None:
-    """Keys and values that are made late, by products that stand far apart, of a tensor that is computed itself."""
+def test_the_merged_matmul_takes_the_first_ones_position() -> None:
+    """Keys and values by matmuls far apart in the graph, of a tensor that is computed itself."""
     b = Builder(HALF)
     x = b.add("Gelu", b.input("x", ["B", "S", K]))
-    first = product(b, x, W, 1)
+    first = matmul(b, x, W, 1)
     y = b.add("Relu", b.input("y", ["B", "S", W]))
-    second = product(b, x, W, 2)
+    second = matmul(b, x, W, 2)
     y = attention(b, y, first, second)
-    model = finish(b, attention(b, y, product(b, x, W, 3), product(b, x, W, 4)))
-    together, _ = merged(model, Symbolic(model), always, packs=True)
-    found = packed(together)
+    model = finish(b, attention(b, y, matmul(b, x, W, 3), matmul(b, x, W, 4)))
+    together = merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True).model
+    found = read_packed_heads(together)
     assert [n.op_type for n in found.graph.node] == ["Gelu", "Concat", "MatMul", "Relu", OP, OP]
     same(model, found, 2e-2)
 
 
 @pytest.mark.parametrize("reader", ["node", "output", "query too", "layout", "branch", "width"])
-def test_products_that_others_read_stay_alone(reader: str) -> None:
+def test_matmuls_that_others_read_stay_alone(reader: str) -> None:
     """The rest of them is one nevertheless."""
     b = Builder(HALF)
     x, results = layers(b, 2)
     width = 12 if reader == "width" else W
-    other = product(b, x, width, 90)
+    other = matmul(b, x, width, 90)
     if reader == "node":
         results.append(b.add("Relu", other))
     elif reader == "output":
@@ -586,9 +589,10 @@ def test_products_that_others_read_stay_alone(reader: str) -> None:
     else:
         results.append(b.add("Relu", other))
     model = finish(b, *results[1:])
-    together, splits = merged(model, Symbolic(model), always, packs=True)
+    merged = merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True)
+    together, splits = merged.model, merged.splits
     assert not splits
-    found = packed(together)
+    found = read_packed_heads(together)
     assert "Split" not in ops(found)
     assert ops(found)["MatMul"] == 4  # two queries, one of four, and the other
     same(model, found, 2e-2)
@@ -598,27 +602,27 @@ def test_a_group_that_has_no_common_head_size_stays() -> None:
     b = Builder(HALF)
     x = b.input("x", ["B", "S", K])
     y = b.input("y", ["B", "S", W])
-    z = attention(b, y, product(b, x, W, 1), product(b, x, W // 2, 2))
-    v = product(b, x, W + H, 4)
-    model = finish(b, z, attention(b, y, product(b, x, W, 3), v))
-    assert merged(model, Symbolic(model), always, packs=True) == (model, frozenset())
+    z = attention(b, y, matmul(b, x, W, 1), matmul(b, x, W // 2, 2))
+    v = matmul(b, x, W + H, 4)
+    model = finish(b, z, attention(b, y, matmul(b, x, W, 3), v))
+    assert merge_matmuls(model, Symbolic(model), always, reads_packed_heads=True) == MergedMatmuls(model)
 
 
-def _judge(shapes: dict[str, tuple[int, int]]) -> Predicted:
-    return Predicted(Options(target="cuda", shapes=shapes, products=False), Machine.cuda(2.6e12, 620e12))
+def _decider(shapes: dict[str, tuple[int, int]]) -> PredictedDecider:
+    return PredictedDecider(Options(target="cuda", shapes=shapes, products=False), MachineModel.cuda(2.6e12, 620e12))
 
 
 @pytest.mark.parametrize(("size", "gains"), [((1, 128), True), ((8, 512), True), ((64, 65536), False)])
-def test_many_products_gain_by_what_they_take(size: tuple[int, int], gains: bool) -> None:
-    """Nothing takes them apart, which three products at (8, 512) would not be worth."""
+def test_many_matmuls_gain_by_what_they_take(size: tuple[int, int], gains: bool) -> None:
+    """No chain splits them, which three matmuls at (8, 512) would not be worth."""
     b = Builder(HALF)
     x = b.input("x", ["B", "S", 768])
     own = [b.add("MatMul", x, factor(b, 768, 768, i)) for i in range(4)]
     y = attention(b, *own[:3])
     model = finish(b, attention(b, y, own[3], own[0]))
-    products = [n for n in model.graph.node if n.op_type == "MatMul"]
-    judge = _judge({n: (v, v) for n, v in zip("BS", size, strict=True)})
-    assert judge.merges(model, Symbolic(model), products, False) == gains
+    matmuls = [n for n in model.graph.node if n.op_type == "MatMul"]
+    decider = _decider({n: (v, v) for n, v in zip("BS", size, strict=True)})
+    assert decider.should_merge(model, Symbolic(model), matmuls, False) == gains
 
 
 def test_without_a_chain_for_three_the_others_are_one() -> None:
@@ -628,14 +632,14 @@ def test_without_a_chain_for_three_the_others_are_one() -> None:
     three = [b.add("Add", b.add("MatMul", y, factor(b, W, W, i)), b.weight(W, seed=i + 7)) for i in range(3)]
     model = finish(b, *three)
 
-    def judge(graph: Graph, chain: Chain, key: object, left: int) -> Verdict:
-        """Every region but those that take products apart."""
-        own = graph.site(chain.region.places)
+    def decider(graph: FusionGraph, chain: FusedChain, key: object, left: int) -> ChainDecision:
+        """Every region but those that split merged matmuls."""
+        own = graph.with_leading_matmuls(chain.region.node_indices)
         if any(graph.nodes[p].op_type in ("Split", "MatMul") for p in own):
-            return Verdict((), "no")
-        return Verdict(((0, len(own)),))
+            return ChainDecision((), "no")
+        return ChainDecision(((0, len(own)),))
 
-    made = apply_chains(model, judge, merges=always, packs=True)
+    made = fuse_chains(model, decider, ChainPolicy(merge_decider=always, reads_packed_heads=True))
     assert made.replaced
     assert ops(made.model)["Split"] == 0
     assert ops(made.model)["MatMul"] == 2 + 1 + 3
@@ -647,7 +651,9 @@ def test_what_attention_reads_needs_no_chain_to_be_one() -> None:
     b = Builder(HALF)
     _, results = layers(b, 3)
     model = finish(b, results[-1])
-    made = apply_chains(model, lambda *_: Verdict((), "no"), merges=always, packs=True)
+    made = fuse_chains(
+        model, lambda *_: ChainDecision((), "no"), ChainPolicy(merge_decider=always, reads_packed_heads=True)
+    )
     assert not made.replaced
     assert ops(made.model)["MatMul"] == 4
     assert len(numbers(made.model)) == 3
@@ -725,8 +731,8 @@ def test_a_model_like_t5(target: str, tmp_path: Path) -> None:
     if target == "cuda":
         assert "Split" not in ops(found)
         # Of the encoder's layers each one for three, of the decoder's one for all keys and values; queries and outputs.
-        products = ops(found)["MatMul"] + ops(found)["StofGemm"]
-        assert products == 3 + 1 + 3 + 6
+        matmuls = ops(found)["MatMul"] + ops(found)["StofGemm"]
+        assert matmuls == 3 + 1 + 3 + 6
         assert sorted(n[3] for n in numbers(found)) == [12] * 3 + [24] * 3
     factors = [numpy_helper.to_array(t) for t in found.graph.initializer if list(t.dims) == [W, W]]
     assert len(factors) == 24
