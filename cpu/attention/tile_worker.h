@@ -22,7 +22,7 @@ class Worker {
   static constexpr int kStrips = kDirect ? 1 : kGroup;
 
  public:
-  Worker(const Problem& problem, void* scratch)
+  Worker(const AttentionProblem& problem, void* scratch)
       : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
 
   void Begin(int64_t b, int64_t h, int64_t row0, int64_t rows) {
@@ -365,7 +365,7 @@ class Worker {
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(args_.T);
   }
 
-  const Problem& problem_;
+  const AttentionProblem& problem_;
   const AttentionArgs& args_;
   Scratch scratch_;
   const int64_t item_size_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chains on the CPU: a bound chain is compiled once for its shapes to a program over registers of fp32, which workers
-// run over strips of rows. docs/design/chains.md describes it.
+// Fused chains on the CPU: a bound chain is compiled once for its shapes to a program over fp32 registers, which
+// workers run over strips of rows. docs/design/chains.md describes it; the entry points are in
+// plugins/core/contract/chain.h.
 #ifndef STOF_CPU_CHAIN_CHAIN_H_
 #define STOF_CPU_CHAIN_CHAIN_H_
 
@@ -9,8 +10,9 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/chain/chain.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/chain.h"
 
 namespace stof {
 namespace cpu {
@@ -45,16 +47,12 @@ struct ChainKernels {
   void (*load)(const void* from, DType dtype, int64_t n, float* to);
   void (*store)(const float* from, DType dtype, int64_t n, void* to);
 };
-namespace portable {
-extern const ChainKernels kChainKernels;
-}
-namespace avx2 {
-extern const ChainKernels kChainKernels;
-}
-namespace avx512 {
-extern const ChainKernels kChainKernels;
-}
-const ChainKernels& ChainKernelsOf(CpuIsa isa);
+#define STOF_DECLARE(isa)                  \
+  namespace isa {                          \
+  extern const ChainKernels kChainKernels; \
+  }
+STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+#undef STOF_DECLARE
 
 struct ChainStep {
   enum class Kind : uint8_t {
@@ -118,6 +116,7 @@ struct ChainReduction {
 };
 
 struct ChainProgram {
+  CpuIsa isa{};
   BoundChain bound;
   std::vector<ChainRegister> registers;
   std::vector<int16_t> moving;   // registers that lie elsewhere for each strip
@@ -139,14 +138,9 @@ struct ChainProgram {
   int64_t floats = 0;    // of a worker's memory
 };
 
-// What of a compiled program's batches is fetched early: `ahead` and `steps`.
+// Plans what of a compiled program's batches is prefetched: `ahead` and `steps`.
 void PlanAhead(ChainProgram* program);
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);
-// Bytes of workspace for up to `threads` workers.
-size_t ChainWorkspace(const ChainProgram& program, int threads);
-// inputs, outputs: data by number. workspace: 64-byte aligned, contents arbitrary.
-void RunChain(const ChainProgram& program, CpuIsa isa, const void* const* inputs, void* const* outputs, void* workspace,
-              const Parallel& parallel);
 
 }  // namespace cpu
 }  // namespace stof

@@ -191,8 +191,8 @@ inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N
   return plus;
 }
 
-void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
-  const CpuGemmArgs& args = *p.args;
+void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* workspace) {
+  const CpuPackedGemmArgs& args = *p.args;
   const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
   const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
   const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
@@ -241,7 +241,7 @@ void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* p
   }
 }
 
-const PackedKernels kPackedKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
+const PackedGemmKernels kPackedGemmKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
 
 }  // namespace STOF_ISA
 }  // namespace cpu

@@ -74,7 +74,8 @@ bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
   const OrtMemoryInfo* memory = nullptr;
   int own = -1, current = -2;
   return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
-         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok() && own == current;
+         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->current_device(&current).ok() &&
+         own == current;
 }
 
 // What the first run would else do: as far as the model says the shapes.
@@ -94,7 +95,7 @@ void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
   // What cannot be made ready now is made, or reported, by the run; so is what there is no memory for.
   try {
-    (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+    (void)kernel->op->PrepareNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
   } catch (const std::exception&) {
   }
 }
@@ -149,7 +150,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   RunContext run;
   if (kernel.on_cuda) {
     int device = 0;
-    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
+    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->current_device(&device)));
     STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
     STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
     run.on_cuda = true;
@@ -194,7 +195,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
                    "the node's name is not UTF-8, which ONNX demands and messages need: rename the node");
     }
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
-    if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
+    if (self.description->is_variadic) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
     if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
       kernel->allocator = nullptr;

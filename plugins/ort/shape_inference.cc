@@ -55,7 +55,7 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
   // Input 0's type, not this registration's: ONNX Runtime asks one registration for all types of the operator.
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  if (self.description->lists) {
+  if (self.description->is_variadic) {
     type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
   } else {
     STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
@@ -96,7 +96,7 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
   const Registration& self = Self(op);
   try {
     const InferAttributes attributes(self.api, context);
-    if (self.description->lists) return InferLists(self, context, attributes);
+    if (self.description->is_variadic) return InferLists(self, context, attributes);
     std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
     std::vector<int> ranks(inputs.size(), 0);
     for (size_t i = 0; i < inputs.size(); ++i) {

@@ -62,19 +62,19 @@ Status Definition::Make(const OpDescription& description, const std::string& lay
 }
 
 Status Definition::Prepare(const Fields& given) {
-  for (int i = 0; i < description_.attribute_count; ++i) {
-    if (const Field* field = given.Find(description_.attributes[i].name)) fields_.Set(*field);
+  for (const AttributeDescription& attribute : description_.attributes) {
+    if (const Field* field = given.Find(attribute.name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(description_.create(fields_, &op_));
   // What the operator does not ask for may be of any type; it is not written to an engine file.
-  for (int i = 0; i < description_.attribute_count; ++i) {
-    const Field* field = fields_.Find(description_.attributes[i].name);
+  for (const AttributeDescription& attribute : description_.attributes) {
+    const Field* field = fields_.Find(attribute.name);
     if (field == nullptr) continue;
-    const bool list = field->kind == Field::Kind::kInts && description_.attributes[i].type != AttributeType::kInts;
-    if (field->kind == Field::Kind::kOther || list) fields_.Remove(description_.attributes[i].name);
+    const bool list = field->kind == Field::Kind::kInts && attribute.type != AttributeType::kInts;
+    if (field->kind == Field::Kind::kOther || list) fields_.Remove(attribute.name);
   }
   if (const Field* field = given.Find(kSpareOutputs)) {
-    if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.lists) {
+    if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.is_variadic) {
       return Status::Error("field spare_outputs is no number of outputs, or of an operator that has none to spare");
     }
     spare_outputs_ = static_cast<int>(field->i);

@@ -67,8 +67,8 @@ DataType ToDataType(DType type) {
   return type == DType::kF32 ? DataType::kFLOAT : type == DType::kF16 ? DataType::kHALF : DataType::kBF16;
 }
 
-bool Contains(const DType* types, int count, DType type) {
-  return std::find(types, types + count, type) != types + count;
+bool Contains(const ArrayView<DType>& types, DType type) {
+  return std::find(types.begin(), types.end(), type) != types.end();
 }
 
 // False where a dimension is not known (yet).
@@ -152,7 +152,7 @@ nvinfer1::IPluginV3* Plugin::attachToContext(nvinfer1::IPluginResourceContext*) 
 bool Plugin::Counted(int32_t in_count, int32_t out_count) const {
   const int inputs = definition_->inputs();
   const bool right =
-      definition_->description().lists ? in_count >= inputs && in_count <= kMostInputs : in_count == inputs;
+      definition_->description().is_variadic ? in_count >= inputs && in_count <= kMostInputs : in_count == inputs;
   return right && out_count == definition_->outputs();
 }
 
@@ -168,16 +168,16 @@ int32_t Plugin::getOutputDataTypes(DataType* out, int32_t out_count, const DataT
   const auto body = [&] {
     STOF_RETURN_IF_ERROR(CheckCounts(in_count, out_count));
     const OpDescription& description = definition_->description();
-    if (description.lists) {
+    if (description.is_variadic) {
       for (int32_t o = 0; o < out_count; ++o) out[o] = ToDataType(definition_->output_type(o));
       return Status();
     }
     // Where precision is the builder's choice, what stands here need not be what is asked for later.
-    if (!Contains(description.types, description.type_count, ToDType(in[0]))) {
+    if (!Contains(description.types, ToDType(in[0]))) {
       return Status::Error("input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
                            ", which the operator does not take");
     }
-    if (!Contains(description.cuda_types, description.cuda_type_count, ToDType(in[0]))) {
+    if (!Contains(description.cuda_types, ToDType(in[0]))) {
       Log(LogLevel::kError, definition_->layer(),
           "input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
               ", for which this library has no CUDA kernel: unless the builder may choose another precision, it will "
@@ -207,8 +207,8 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
       out[o].d[0] = builder->constant(1);
       continue;
     }
-    const std::vector<DimRule> rules =
-        description.shape_rule(definition_->fields(), ranks, description.lists ? count : description.typed_inputs, o);
+    const std::vector<DimRule> rules = description.shape_rule(
+        definition_->fields(), ranks, description.is_variadic ? count : description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
       return Status::Error("output " + std::to_string(o) +
                            " has no shape: the ranks of the inputs do not fit the attributes");
@@ -242,12 +242,13 @@ bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc
   const OpDescription& description = definition_->description();
   const DType typed = ToDType(in_out[0].desc.type);
   const DType own = ToDType(in_out[at].desc.type);
-  if (description.lists) {
-    return at < in_count ? definition_->op().Takes(at, own, own) : own == definition_->output_type(at - in_count);
+  if (description.is_variadic) {
+    return at < in_count ? definition_->op().IsTypeAllowed(at, own, own)
+                         : own == definition_->output_type(at - in_count);
   }
-  if (!Contains(description.cuda_types, description.cuda_type_count, typed)) return false;
+  if (!Contains(description.cuda_types, typed)) return false;
   if (at >= in_count) return own == description.OutputType(at - in_count, typed);
-  return definition_->op().Takes(at, own, typed);
+  return definition_->op().IsTypeAllowed(at, own, typed);
 }
 
 // Whether the kernels take the shapes is asked while the engine is built, where the answer is still of use.
@@ -282,7 +283,7 @@ void Plugin::Load(const DynamicPluginTensorDesc* in) const {
   for (int i = 0; i < count; ++i) {
     if (!ToTensor(in[i].desc.type, in[i].opt, nullptr, &tensors[i])) return;
   }
-  const Status status = definition_->op().ReadyDevice(tensors, count, 0);
+  const Status status = definition_->op().PrepareDevice(tensors, count, 0);
   if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
 }
 
@@ -353,7 +354,7 @@ Status Plugin::Plan(const PluginTensorDesc* in, Tensor* inputs) {
   DevicePlan plan;
   STOF_RETURN_IF_ERROR(definition_->op().PlanDevice(inputs, count, &plan));
   planned_ = plan.workspace;
-  several_ = plan.several;
+  runs_several_kernels_ = plan.runs_several_kernels;
   planned_for_.assign(inputs, inputs + count);
   return Status();
 }
@@ -365,7 +366,7 @@ int32_t Plugin::onShapeChange(const PluginTensorDesc* in, int32_t in_count, cons
     Tensor inputs[kMostInputs];
     STOF_RETURN_IF_ERROR(Plan(in, inputs));
     // Where nothing can be made ready (no device, no memory left) the run says so.
-    const Status status = definition_->op().ReadyDevice(inputs, definition_->inputs(), kernel());
+    const Status status = definition_->op().PrepareDevice(inputs, definition_->inputs(), kernel());
     if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
     return Status();
   };
@@ -398,7 +399,7 @@ Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, 
     own.self = &bump;
     return definition_->op().Run(from, in_count, to, out_count, own);
   };
-  if (!several_) return queue(context);
+  if (!runs_several_kernels_) return queue(context);
   std::vector<const void*> key(inputs, inputs + in_count);
   key.insert(key.end(), outputs, outputs + out_count);
   key.push_back(workspace);
@@ -419,8 +420,7 @@ int32_t Plugin::enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out,
 }
 
 Creator::Creator(const OpDescription& description) : description_(description) {
-  for (int i = 0; i < description.attribute_count; ++i) {
-    const AttributeDescription& attribute = description.attributes[i];
+  for (const AttributeDescription& attribute : description.attributes) {
     const bool whole = attribute.type == AttributeType::kInt || attribute.type == AttributeType::kInts;
     const PluginFieldType type = whole                                     ? PluginFieldType::kINT32
                                  : attribute.type == AttributeType::kFloat ? PluginFieldType::kFLOAT32
@@ -429,7 +429,7 @@ Creator::Creator(const OpDescription& description) : description_(description) {
   }
   // TensorRT's parser drops attributes that are not declared.
   fields_.emplace_back(kConstants, nullptr, PluginFieldType::kCHAR, 1);
-  if (description.lists) fields_.emplace_back(kSpareOutputs, nullptr, PluginFieldType::kINT32, 1);
+  if (description.is_variadic) fields_.emplace_back(kSpareOutputs, nullptr, PluginFieldType::kINT32, 1);
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 

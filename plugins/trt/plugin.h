@@ -81,7 +81,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   // The shapes that planned_ holds for.
   std::vector<Tensor> planned_for_;
   size_t planned_ = 0;
-  bool several_ = false;
+  bool runs_several_kernels_ = false;
   Recordings recordings_;
 };
 

@@ -199,7 +199,7 @@ void Measure(const Row& row, FILE* file, bool first) {
   const auto raw = [&] {
     space.used = 0;
     const Tensor* const padding = mask->parts.pad ? &pad : nullptr;
-    Must(FindCudaBackend()->attention(args, padding, *mask, sizes, operands, context).ok(), "the kernels");
+    Must(FindCudaBackend()->attention.run(args, padding, *mask, sizes, operands, context).ok(), "the kernels");
   };
 
   // Clocks fall while a device gets warm, and move by a few percent later: a round before any that counts, either first

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cuda/mask/program/mask_words.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
 namespace cuda {

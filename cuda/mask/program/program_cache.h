@@ -4,7 +4,7 @@
 #define STOF_CUDA_MASK_PROGRAM_PROGRAM_CACHE_H_
 
 #include "cuda/mask/program/mask_program.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
 namespace cuda {

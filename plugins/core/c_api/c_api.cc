@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/internal.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/op.h"
@@ -141,11 +142,10 @@ class Arena {
 };
 
 std::string BuildInfo() {
-  static constexpr const char* kIsa[] = {"portable", "avx2", "avx512"};
   std::string text = "{\"version\": \"" STOF_VERSION "\", \"build_id\": \"" STOF_BUILD_ID "\", \"backends\": [\"cpu\"";
   if (stof::FindCudaBackend() != nullptr) text += ", \"cuda\"";
   text += "], \"cuda_architectures\": [" STOF_CUDA_ARCHITECTURES "], \"cpu_isa\": \"";
-  text += kIsa[static_cast<int>(stof::BestCpuIsa())];
+  text += stof::CpuIsaName(stof::BestCpuIsa());
   return text + "\", \"compiler\": \"" STOF_COMPILER "\"}";
 }
 

@@ -5,7 +5,6 @@
 
 #include "plugins/core/c_api/internal.h"
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 
 namespace {
 
@@ -66,7 +65,7 @@ int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* er
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"capability", capability}}));
     std::string found;
-    STOF_RETURN_IF_ERROR(backend->describe(&found, capability));
+    STOF_RETURN_IF_ERROR(backend->describe_device(&found, capability));
     if (name != nullptr && name_size > 0) std::snprintf(name, name_size, "%s", found.c_str());
     return Status();
   });
@@ -78,7 +77,7 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     std::string found;
-    STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
+    STOF_RETURN_IF_ERROR(backend->attention.list_kernels(head_size, static_cast<stof::DType>(dtype), &found));
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"names", names}}));
     if (found.size() >= names_size) return Status::Error("the names take " + std::to_string(found.size()) + " bytes");
     std::copy(found.c_str(), found.c_str() + found.size() + 1, names);
@@ -95,7 +94,7 @@ int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, i
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}, {"microseconds", microseconds}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
-    return backend->time(*op->op, in.data(), input_count, output_count, seconds, microseconds);
+    return backend->time_op(*op->op, in.data(), input_count, output_count, seconds, microseconds);
   });
 }
 

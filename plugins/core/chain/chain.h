@@ -9,8 +9,8 @@
 #include <string_view>
 #include <vector>
 
-#include "plugins/core/contract/op.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof {
 

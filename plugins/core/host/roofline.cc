@@ -8,8 +8,9 @@
 #include <exception>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 #include "plugins/core/host/thread_pool.h"
 
 namespace {
@@ -60,8 +61,8 @@ struct Kernel {
 
 Kernel BestKernel() {
 #if defined(__x86_64__)
-  if (stof::BestCpuIsa() == stof::CpuIsa::kAvx512) return {Fma512, 16};
-  if (stof::BestCpuIsa() == stof::CpuIsa::kAvx2) return {Fma256, 8};
+  if (stof::BestCpuIsa() >= stof::CpuIsa::kAvx512) return {Fma512, 16};
+  if (stof::BestCpuIsa() >= stof::CpuIsa::kAvx2) return {Fma256, 8};
 #endif
   return {};
 }

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {

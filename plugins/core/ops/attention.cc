@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -72,7 +71,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     if (backend == nullptr) return Status::Error(kNoCudaKernels);
     RunContext own = context;
     if (own.keeper == nullptr) own.keeper = &keeper_;
-    return backend->attention(args, pad, *mask, sizes, given, own);
+    return backend->attention.run(args, pad, *mask, sizes, given, own);
   }
   if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
   std::unique_ptr<BoundDynamicMask> dynamic;
@@ -84,7 +83,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   return dynamic == nullptr ? Status() : dynamic->status();
 }
 
-bool AttentionOp::Takes(int index, DType dtype, DType typed) const {
+bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   if (index < 0 || index >= InputCount()) return false;
   if (index < kTypedInputs) return dtype == typed;
   const std::string& role = attributes_.operands[static_cast<size_t>(index - kTypedInputs)];
@@ -111,7 +110,7 @@ Status AttentionOp::CheckData(const Tensor* inputs, const Tensor& output, bool o
     if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
     const std::string role =
         i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
-    if (on_cuda && mask_.fixed() && IsTableName(role)) continue;
+    if (on_cuda && mask_.is_fixed() && IsTableName(role)) continue;
     if (role != "unused") return Status::Error(role + " has no data");
   }
   return output.data == nullptr ? Status::Error("output has no data") : Status();
@@ -121,7 +120,7 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   for (size_t i = 0; i < attributes_.operands.size(); ++i) {
     problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
   }
-  if (on_cuda && !mask_.fixed()) {
+  if (on_cuda && !mask_.is_fixed()) {
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   STOF_RETURN_IF_ERROR(mask_.Get(problem->given, &problem->mask));
@@ -194,22 +193,20 @@ const OpDescription* AttentionDescription() {
       {"operands", AttributeType::kString},  {"results", AttributeType::kString},
       {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
       {"tile", AttributeType::kString}};
-  static constexpr OpDescription description = {"StofAttention",
-                                                kTypedInputs,
-                                                kMostOperands,
-                                                1,
-                                                kTypes,
-                                                3,
-                                                kTypes,
-                                                3,
-                                                CreateAttention,
-                                                AttentionOutputShape,
-                                                kAttributes,
-                                                static_cast<int>(std::size(kAttributes)),
-                                                false,
-                                                nullptr,
-                                                1,
-                                                DType::kF32};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofAttention";
+    d.typed_inputs = kTypedInputs;
+    d.optional_inputs = kMostOperands;
+    d.optional_outputs = 1;
+    d.optional_type = DType::kF32;
+    d.types = kTypes;
+    d.cuda_types = kTypes;
+    d.attributes = kAttributes;
+    d.create = CreateAttention;
+    d.shape_rule = AttentionOutputShape;
+    return d;
+  }();
   return &description;
 }
 

@@ -26,10 +26,10 @@ class AttentionOp final : public Op {
              const RunContext& context) const override;
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
   int OutputCount() const override { return attributes_.lse ? 2 : 1; }
-  bool Takes(int index, DType dtype, DType typed) const override;
+  bool IsTypeAllowed(int index, DType dtype, DType typed) const override;
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override;
-  Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const override;
-  Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
+  Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const override;
+  Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
 
  private:
   // One run's inputs, in terms of the kernels.

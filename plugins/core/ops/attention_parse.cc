@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the attributes of StofAttention say.
+// Parses the attributes of StofAttention.
 #include <algorithm>
 #include <cmath>
 #include <sstream>
@@ -100,15 +100,16 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   AttentionAttributes& a = *parsed;
   std::string text;
   attributes.String("mask", &a.mask);
-  a.has_scale = attributes.Float("scale", &a.scale);
-  if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
+  float scale = 0.0f;
+  if (attributes.Float("scale", &scale)) a.scale = scale;
+  if (!std::isfinite(scale)) return Status::Error("attribute scale is not finite");
   attributes.Float("softcap", &a.softcap);
   if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
     return Status::Error("attribute softcap is " + Shown(a.softcap) + ", expected 0 or more");
   }
   // The kernels multiply by these two and log2(e).
   constexpr float kMost = 1e30f, kLeast = 1e-30f;
-  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
+  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(scale / a.softcap) > kMost)) {
     return Status::Error("attribute softcap is " + Shown(a.softcap) +
                          ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
   }

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -38,9 +37,9 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   }
   STOF_RETURN_IF_ERROR(
       PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
-  // Runs of other lengths may come apart by remainders.
+  // Runs of other lengths may be split by residue.
   const int64_t m = problem.mask->modulus;
-  if (problem.args.S / m >= kLeastOfResidue && problem.args.T / m >= kLeastOfResidue && m > 1) {
+  if (problem.args.S / m >= kMinResidueLength && problem.args.T / m >= kMinResidueLength && m > 1) {
     AttentionArgs parts = problem.args;
     parts.B *= m, parts.S = (parts.S + m - 1) / m, parts.T = (parts.T + m - 1) / m;
     size_t workspace = 0;
@@ -49,19 +48,20 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // In fp32 keys and values are split into halves first.
-  plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
+  // The fp32 kernels split keys and values into 16-bit terms first.
+  plan->runs_several_kernels =
+      pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
   const CudaBackend* backend = FindCudaBackend();
-  plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
+  plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();
 }
 
-Status AttentionOp::ReadyDevice(const Tensor* inputs, int input_count, int kernel) const {
+Status AttentionOp::PrepareDevice(const Tensor* inputs, int input_count, int kernel) const {
   return ReadyDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
 }
 
-Status AttentionOp::ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
-  if (!mask_.fixed()) return Status();
+Status AttentionOp::PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
+  if (!mask_.is_fixed()) return Status();
   const std::vector<Tensor> given(inputs, inputs + input_count);
   if (AllKnown(given)) {
     return on_cuda ? ReadyDeviceFor(given, 0, true, true) : ReadyHost(inputs, input_count, threads);
@@ -151,14 +151,14 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   context.on_cuda = true;
   context.kernel = kernel;
   if (keep) context.keeper = &keeper_;
-  if (known) return backend->ready(args, pad, *problem.mask, problem.sizes, problem.given, context);
+  if (known) return backend->attention.prepare(args, pad, *problem.mask, problem.sizes, problem.given, context);
   // Without the part of the mask that would be made for sizes that no run may have.
   AttentionMask mask;
   mask.parts.dynamic = problem.mask->parts.dynamic;
   mask.parts.pad = problem.mask->parts.pad;
-  const int kernels = args.S > 1 ? backend->kernels(args) : 0;
+  const int kernels = args.S > 1 ? backend->attention.count_kernels(args) : 0;
   for (context.kernel = kernels > 0 ? 1 : 0; context.kernel <= kernels; ++context.kernel) {
-    STOF_RETURN_IF_ERROR(backend->ready(args, pad, mask, problem.sizes, problem.given, context));
+    STOF_RETURN_IF_ERROR(backend->attention.prepare(args, pad, mask, problem.sizes, problem.given, context));
   }
   return Status();
 }

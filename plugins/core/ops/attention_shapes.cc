@@ -145,7 +145,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   args->output_stride.b = args->H * args->S * args->Dv;
   args->output_stride.h = bhsd ? args->S * args->Dv : args->Dv;
   args->output_stride.s = bhsd ? args->Dv : args->H * args->Dv;
-  args->scale = attributes.has_scale ? attributes.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
+  args->scale = attributes.scale.value_or(1.0f / std::sqrt(static_cast<float>(args->D)));
   args->softcap = attributes.softcap;
   args->empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;

@@ -367,7 +367,7 @@ struct Small {
     context.self = &blocks;
   }
   Status Run(const Tensor* pad, const Tables& operands) {
-    return FindCudaBackend()->attention(args, pad, *mask, sizes, operands, context);
+    return FindCudaBackend()->attention.run(args, pad, *mask, sizes, operands, context);
   }
   std::vector<uint16_t> Output() {
     CHECK_CUDA(cudaDeviceSynchronize());

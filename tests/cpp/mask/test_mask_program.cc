@@ -7,7 +7,7 @@
 #include "cuda/mask/program/mask_program.h"
 #include "cuda/mask/program/mask_words.h"
 #include "cuda/mask/program/program_cache.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 #include "tests/cpp/mask/random_expr.h"
 
 namespace stof::test {

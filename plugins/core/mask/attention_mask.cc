@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/mask/attention_mask.h"
+
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <new>
@@ -8,7 +9,6 @@
 
 #include "plugins/core/host/hash.h"
 #include "plugins/core/mask/dilation.h"
-#include "plugins/core/ops/attention.h"
 
 namespace stof {
 namespace {
@@ -90,8 +90,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
   return Status();
 }
 
-Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
-                              const std::vector<std::pair<std::string, Tensor>>& given,
+Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
                               std::unique_ptr<BoundDynamicMask>* bound) {
   std::vector<ExprBinding> bindings(expr.operands().size());
   for (size_t i = 0; i < bindings.size(); ++i) {
