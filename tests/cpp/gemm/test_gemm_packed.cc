@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "plugins/core/contract/gemm.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/memory.h"
