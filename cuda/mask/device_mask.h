@@ -6,16 +6,17 @@
 
 #include <atomic>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
+#include <string>
+#include <unordered_map>
 
 #include "cuda/attention/params.h"
 #include "cuda/schedule/dynamic_counter.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/host/hash.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {
@@ -104,11 +105,31 @@ class MaskEntry {
   mutable std::atomic<bool> ready_{false};
 };
 
-// Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
-// graph or a node of fixed shapes reads are pinned: they live as long as a keeper holds them, for ever where there is
-// none, and do not count. Nodes pin no more than the capacity, graphs what they read. Of the others the least recently
-// used go when their bytes exceed the capacity, after the device has done with them (cudaFree waits); one stays,
-// whatever its size, which BlockMaskBounds limits.
+// What decides a block mask in device memory: the mask and the fields of MaskForm.
+struct DeviceMaskKey {
+  int device = 0;
+  uint64_t expression = 0;  // MaskExpr::Hash
+  ExprSizes sizes;
+  int m = 0, n = 0, workers = 0;
+  int64_t section = 0, sharing = 0;
+  uint64_t cost = 0;  // hash of MaskForm::cost
+  int64_t group = 0;
+  bool fragments = false;
+
+  bool operator==(const DeviceMaskKey& o) const {
+    return device == o.device && expression == o.expression && sizes == o.sizes && m == o.m && n == o.n &&
+           workers == o.workers && section == o.section && sharing == o.sharing && cost == o.cost && group == o.group &&
+           fragments == o.fragments;
+  }
+  uint64_t Hash() const;
+  std::string Print() const;
+};
+
+// Device masks by key, shared by all layers and sessions of the process. Masks that a captured graph or a node of fixed
+// shapes reads are pinned: they live as long as a keeper holds them, for ever where there is none, and do not count.
+// Nodes pin no more than the capacity, graphs what they read. The least recently used of the others are evicted when
+// their bytes exceed the capacity, after the device has done with them (cudaFree waits). One stays, whatever its size,
+// which BlockMaskBounds limits.
 class DeviceMaskCache {
  public:
   struct Stats {
@@ -124,8 +145,7 @@ class DeviceMaskCache {
   Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t,
-                         uint64_t, int64_t, bool>;
+  using Key = DeviceMaskKey;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;
@@ -137,7 +157,7 @@ class DeviceMaskCache {
   void DropReleased();
   const int64_t capacity_;
   mutable std::mutex mutex_;
-  std::map<Key, Slot> slots_;
+  std::unordered_map<Key, Slot, KeyHash> slots_;
   std::list<Key> ages_;  // of those that are not pinned, most recent first
   int64_t bytes_ = 0;
 };

@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
       const int64_t* from = p.extremes + 2 * ((static_cast<int64_t>(i) * p.tables + table) * p.widest);
       const auto read = [from](int tile) {
         const longlong2 pair = *reinterpret_cast<const longlong2*>(from + 2 * tile);
-        return MaskInterval{pair.x, pair.y};
+        return Interval{pair.x, pair.y};
       };
       if (view.sides[i].keys == 0) return read(row);
-      MaskInterval found = read(column);
+      Interval found = read(column);
 #pragma unroll
       for (int next = 1; next < count; ++next) {  // of the last column again where there are no more
-        const MaskInterval other = read(static_cast<int>(Least(column + next, p.columns - 1)));
+        const Interval other = read(static_cast<int>(Least(column + next, p.columns - 1)));
         found = {Least(found.lo, other.lo), Most(found.hi, other.hi)};
       }
       return found;

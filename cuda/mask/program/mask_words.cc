@@ -177,7 +177,7 @@ class WordMaker {
       word->constant = word->limit - 1 - word->constant;
     }
     for (int64_t at = 0; at < 64; ++at) {
-      if (Holds(word->op, at % word->limit, word->constant)) word->pattern |= uint64_t{1} << at;
+      if (Compare<int64_t>(word->op, at % word->limit, word->constant)) word->pattern |= uint64_t{1} << at;
     }
     return true;
   }

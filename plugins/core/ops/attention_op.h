@@ -54,8 +54,7 @@ class AttentionOp final : public Op {
     std::shared_ptr<const BlockMask> mask;
     uint64_t hash = 0;  // of the expression: a part's, where the mask comes apart
     bool Suits(uint64_t expression, const ExprSizes& s, const CpuAttentionConfig& c) const {
-      return mask != nullptr && hash == expression && config.m == c.m && config.n == c.n && sizes.B == s.B &&
-             sizes.H == s.H && sizes.S == s.S && sizes.T == s.T && sizes.P == s.P;
+      return mask != nullptr && hash == expression && config.m == c.m && config.n == c.n && sizes == s;
     }
   };
 
