@@ -20,17 +20,17 @@ int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; 
 // Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
 // register block of kStrip rows would stay half empty.
 constexpr int64_t kDirectRows = 4;
-// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the
-// last of them has read it; else it only has to be long against the few hundred bytes that a part is.
+// Keys of a chunk (a KV split). With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB)
+// until the last of them has read it. Else it only has to be long against the few hundred bytes of a partial result.
 constexpr int64_t kSharedChunk = 512, kChunk = 2048;
 
-// Where every row's key tiles fit half an L2, workers pack what they meet for themselves: no second copy of all keys,
-// whose way through memory costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
+// Where every row's key tiles fit half an L2, each worker packs the tiles that it meets. A packed copy of all keys
+// would go through memory, which costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
 constexpr int64_t kRingBytes = 512 << 10;
 
-// Element masks that a worker evaluates itself and keeps for the other heads of the same rows.
+// Bytes of element masks that a worker evaluates and keeps for the other heads of the same rows.
 constexpr int64_t kElementBytes = 2 << 20;
-// Partial results of rows that are divided over chunks of keys.
+// Bytes of the partial results of rows that are split into chunks of keys.
 constexpr int64_t kPartialBytes = 64 << 20;
 
 int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
@@ -63,8 +63,8 @@ cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionC
     problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
     return problem;
   }
-  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them. Loads
-  // that cross a line take two turns.
+  // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross a
+  // cache line take twice as long.
   problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv ||
                         reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
   const int64_t most = MostTiles(args, problem.key_tiles);
@@ -121,7 +121,7 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   }
 }
 
-// Neighbours are the heads of the same rows, which share what a worker evaluates of the mask.
+// Orders items so that heads of the same rows are neighbours: they share the element masks that a worker evaluates.
 void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
   const int64_t heads = problem.args->B * problem.args->H;
   for (int64_t row = 0; row < problem.tile_rows; ++row) {
@@ -129,8 +129,8 @@ void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
   }
 }
 
-// Items by falling cost, so that the longest do not start last; equal ones in their order, so that neighbours find keys
-// and values in the cache. A counting sort: 64 classes of cost are as good as all.
+// Orders items by falling cost (LPT), so that the longest do not start last. Equal ones keep their order, so that
+// neighbours find keys and values in the cache. A counting sort: 64 classes of cost suffice.
 void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
   const AttentionArgs& args = *problem.args;
   const int64_t count = Items(problem);
@@ -169,8 +169,8 @@ void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
   for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
 }
 
-// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend
-// on the worker that takes it.
+// One pass over count items, taken in steps from a counter that all workers share. The result of an item does not
+// depend on its worker.
 struct Job {
   const cpu::AttentionProblem& problem;
   const cpu::AttentionKernels& kernels;
@@ -256,10 +256,9 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.S));
     return config;
   }
-  // Outputs are read and written once per key tile. Longer tiles than these drive the keys out of the first-level
-  // cache.
+  // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
   if (args.T > config.n) config.n = 128;
-  // Whole strips. Fewer rows where there would not be a few items for each thread.
+  // Whole strips; fewer rows where threads would get less than four items each.
   config.m = 96;
   while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
@@ -300,7 +299,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     const int64_t panels = args.B * args.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
-  // Neighbours share keys, and each lets the next one's be fetched ahead; yet the last steps must be short.
+  // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
   Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel, AttendRows);
   return Status();
 }

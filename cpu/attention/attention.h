@@ -16,7 +16,7 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block
 constexpr int kMaxTileKeys = 256;  // n
 
-// What one call works on. Filled by the dispatcher, read by the kernels.
+// One call. Filled by the dispatcher, read by the kernels.
 struct AttentionProblem {
   const AttentionArgs* args = nullptr;
   int m = 0, n = 0;
@@ -44,7 +44,7 @@ struct AttentionKernels {
   void (*tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
   // Direct: item of B * G * chunks.
   void (*chunk)(const AttentionProblem& problem, int64_t item, void* scratch);
-  // Direct, chunks > 1: joins the parts of one of B * H * S rows.
+  // Direct, chunks > 1: combines the partial results of one of B * H * S rows.
   void (*join)(const AttentionProblem& problem, int64_t row, void* scratch);
 };
 

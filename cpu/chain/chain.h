@@ -17,7 +17,7 @@
 namespace stof {
 namespace cpu {
 
-// What a program computes beyond the operators of ChainOp, whose numbers come first.
+// Operators of a program beyond those of ChainOp, whose numbers come first.
 enum FusedOp : int {
   kFusedMulAdd = kChainOps,  // a * b + c
   kFusedMulSub,              // a * b - c
@@ -26,7 +26,7 @@ enum FusedOp : int {
   kFusedOps,
 };
 
-// Rows of one length, each argument's a stride of its own apart, so that what lies in a tensor needs no copy.
+// Rows of one length, with a stride of its own for each argument, so that tensors need no copy.
 struct ChainRows {
   int64_t count = 1;
   int64_t dst = 0, a = 0, b = 0, c = 0;
@@ -75,7 +75,7 @@ struct ChainStep {
 
 struct ChainRegister {
   enum class Kind : uint8_t {
-    kConstant,  // one value for ever
+    kConstant,  // one value
     kRow,       // one value a row
     kStrip,     // the elements of a strip
     kWhole,     // all elements of the row
@@ -96,13 +96,13 @@ struct ChainPiece {
 
 struct ChainPhase {
   std::vector<ChainStep> row;  // before the elements of the phase
-  // All columns, or, where a select goes by them, what each side of it needs of its own columns.
+  // All columns in one piece, or, where a select depends on the column, a piece for each of its sides.
   std::vector<ChainPiece> pieces;
 };
 
 constexpr int64_t kNoPitch = INT64_MIN;
 
-// Elements of each row of a read or an output, `count` of them from `first` on, that are fetched a batch early.
+// Elements of each row of a read or an output, `count` of them from `first` on, that are prefetched one batch ahead.
 struct ChainAhead {
   bool output = false;
   int which = 0;
@@ -119,15 +119,15 @@ struct ChainProgram {
   CpuIsa isa{};
   BoundChain bound;
   std::vector<ChainRegister> registers;
-  std::vector<int16_t> moving;   // registers that lie elsewhere for each strip
-  std::vector<ChainStep> fixed;  // once for each worker: what is the same for all rows
+  std::vector<int16_t> moving;   // registers whose address changes with the strip
+  std::vector<ChainStep> fixed;  // once for each worker: values that are the same for all rows
   std::vector<ChainPhase> phases;
   std::vector<ChainReduction> reductions;
   std::vector<ChainStep> last;  // rows' values that are outputs
   std::vector<uint8_t> linear;  // of a read: elements of a row have one stride
   // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
   std::vector<int64_t> read_pitch, output_pitch;
-  bool straight = false;  // of a batch the first row's places tell all others
+  bool straight = false;  // the offsets of a batch's first row give those of all others
   std::vector<ChainAhead> ahead;
   int64_t steps = 1;     // of a batch
   int64_t run = 1;       // consecutive rows, of which batches are taken
@@ -138,7 +138,7 @@ struct ChainProgram {
   int64_t floats = 0;    // of a worker's memory
 };
 
-// Plans what of a compiled program's batches is prefetched: `ahead` and `steps`.
+// Plans the prefetches of a compiled program: `ahead` and `steps`.
 void PlanAhead(ChainProgram* program);
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);
 

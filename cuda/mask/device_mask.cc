@@ -226,7 +226,7 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
     return Status();
   }
   if (state != cudaErrorNotReady) return ToStatus(state, "upload of a block mask");
-  cudaGetLastError();  // that it is not done is no error for whoever looks next
+  cudaGetLastError();  // clears it: an upload that goes on is no error
   return ToStatus(cudaStreamWaitEvent(stream, uploaded_, 0), "wait for a block mask");
 }
 

@@ -11,7 +11,7 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// What a head has of a tile: an index into the bits, or one of these.
+// A head's tile: an index into the bits, or one of these.
 constexpr int32_t kFull = -1, kNone = -2;
 
 // Puts tables of several heads together; tiles and tables of one content are there once.

@@ -69,7 +69,7 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
-// Whether the thread works on the device that a kernel's provider has.
+// Whether the calling thread's current device is that of the kernel's provider.
 bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
   const OrtMemoryInfo* memory = nullptr;
   int own = -1, current = -2;
@@ -78,14 +78,14 @@ bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
          own == current;
 }
 
-// What the first run would else do: as far as the model says the shapes.
-void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+// Does ahead what the first run would do, as far as the model gives the shapes.
+void PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
   if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
   std::vector<Tensor> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     OrtTypeInfo* type = nullptr;
-    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // left out
+    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // an absent input
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
                            !Failed(api, Describe(api, tensor, &inputs[i]));
@@ -93,14 +93,14 @@ void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
     if (!described) return;
   }
   if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
-  // What cannot be made ready now is made, or reported, by the run; so is what there is no memory for.
+  // Errors, out of memory included, are left to the run.
   try {
     (void)kernel->op->PrepareNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
   } catch (const std::exception&) {
   }
 }
 
-// What the model, or the runtime that changed it, says of the outputs.
+// The types of the outputs by the model, or by the runtime that changed it.
 OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
   size_t count = 0;
   STOF_ORT_RETURN(api->KernelInfo_GetOutputCount(info, &count));
@@ -139,7 +139,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   const int no = static_cast<int>(output_count);
   STOF_ORT_RETURN(ToOrt(api, kernel.node, kernel.op->InferOutputs(inputs, ni, outputs, no)));
   for (size_t i = 0; i < output_count; ++i) {
-    if (outputs[i].dtype == DType::kUndefined) continue;  // one that the operator does not give
+    if (outputs[i].dtype == DType::kUndefined) continue;  // an output that the operator does not have
     OrtValue* value = nullptr;
     STOF_ORT_RETURN(api->KernelContext_GetOutput(context, i, outputs[i].dims, outputs[i].rank, &value));
     if (value == nullptr) continue;
@@ -159,7 +159,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   }
   OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
   api->ReleaseMemoryInfo(memory);
-  // A provider that is a plugin may describe its memory otherwise: then what it gave when the kernel was made.
+  // A plugin provider may name its memory otherwise: then take the allocator from the kernel's creation.
   const bool own = status != nullptr && kernel.allocator != nullptr;
   if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
   STOF_ORT_RETURN(status);
@@ -189,7 +189,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     const std::string name = NodeName(api, info);
     node = LabelOf(self.description->name, name);
     kernel->node = node;
-    // ONNX Runtime puts the name before each message of a run as it is, and Python then has no message at all.
+    // ONNX Runtime puts the unescaped name before each message of a run, and Python then drops the message.
     if (!IsUtf8(name)) {
       return Error(api, ORT_INVALID_ARGUMENT, node,
                    "the node's name is not UTF-8, which ONNX demands and messages need: rename the node");
@@ -200,7 +200,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
       kernel->allocator = nullptr;
     }
-    ReadyKernel(api, info, kernel.get());
+    PrepareKernel(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {

@@ -11,8 +11,8 @@
 
 namespace {
 
-// What one runtime gets. ONNX Runtime keeps pointers to the registrations and the domain for as long as any session
-// lives, and several sessions may register the library: made once per API table and never freed.
+// The operators for one API table. ONNX Runtime keeps pointers to the registrations and the domain for as long as any
+// session lives, and several sessions may register the library: made once per API table and never freed.
 struct Domain {
   const OrtApi* api = nullptr;
   OrtCustomOpDomain* domain = nullptr;

@@ -21,7 +21,7 @@ Scratch::Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, voi
 
 Scratch::~Scratch() {
   for (void* block : ordered_) backend_->free_async(stream_, block);
-  // On a device without memory in the order of a stream the arena gets its own back when the stream is done.
+  // Without stream-ordered memory the arena gets its blocks back when the stream is done.
   if (!blocks_.empty() && backend_ != nullptr) backend_->synchronize_unless_capturing(stream_);
   for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
 }

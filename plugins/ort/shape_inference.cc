@@ -79,9 +79,9 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
     }
     ranks[i] = static_cast<int>(rank);
   }
-  // The first output alone: a node may take fewer than the description has, the API does not tell how many, and ONNX
-  // Runtime up to 1.23 ends the process when it is told the shape of one that a node does not have. The others' shapes
-  // are the model's value_info.
+  // The first output alone. A node may have fewer outputs than the description, the API does not give their number, and
+  // ONNX Runtime up to 1.23 ends the process when it gets the shape of one that a node does not have. The others'
+  // shapes come from the model's value_info.
   const DType type = self.description->output_type(attributes, 0);
   // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
   // without a type cannot be given. So these types come from the model's value_info, too.
@@ -108,8 +108,8 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
       }
       ranks[i] = static_cast<int>(rank);
     }
-    // Nothing of optional ones: the API does not tell whether a node has them, and ONNX Runtime up to 1.23 ends the
-    // process when it is told the shape of an output that a node does not have.
+    // No shapes of optional outputs: the API does not say whether a node has them, and ONNX Runtime up to 1.23 ends the
+    // process when it gets the shape of an output that a node does not have.
     for (int i = 0; i < self.description->outputs; ++i) {
       STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
     }

@@ -15,11 +15,11 @@ namespace {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-// Of the fields in an engine file; raised when one changes its meaning. The second has lists, which libraries that know
-// the first alone would pass over without a word.
+// The format of the fields in an engine file; raised when one changes its meaning. The second has lists of integers,
+// which libraries that know the first alone would ignore silently.
 constexpr char kFormatName[] = "stof_format";
-// Engines keep the workspace that was asked for when they were built. 1 and 2 were those of versions that asked for
-// less, before rows were taken in parts.
+// Engines keep the workspace size that they were built with. Formats 1 and 2 belong to versions without split-KV, which
+// asked for less.
 constexpr int64_t kFormat = 3, kListFormat = 4;
 
 std::string Hex(uint64_t value) {
@@ -66,7 +66,7 @@ Status Definition::Prepare(const Fields& given) {
     if (const Field* field = given.Find(attribute.name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(description_.create(fields_, &op_));
-  // What the operator does not ask for may be of any type; it is not written to an engine file.
+  // An attribute that the operator does not read may be of any type; it is not written to an engine file.
   for (const AttributeDescription& attribute : description_.attributes) {
     const Field* field = fields_.Find(attribute.name);
     if (field == nullptr) continue;
@@ -126,7 +126,7 @@ void Definition::Describe() {
   for (const Field& field : fields_.all()) {
     std::string value = field.s;
     if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
-    if (field.kind == Field::Kind::kFloat) value = Shown(field.f);
+    if (field.kind == Field::Kind::kFloat) value = PrintFloat(field.f);
     for (const int32_t number : field.numbers) value += (value.empty() ? "" : " ") + std::to_string(number);
     if (value.empty() || field.name == kFormatName) continue;
     metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);

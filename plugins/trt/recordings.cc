@@ -10,7 +10,7 @@ namespace stof::trt {
 namespace {
 
 constexpr size_t kMostKept = 4;
-constexpr int kMostMade = 64;  // more are a sign of memory that changes all the time
+constexpr int kMostMade = 64;  // graphs; more mean that addresses change all the time
 
 }  // namespace
 
@@ -19,7 +19,7 @@ struct Recordings::Recording {
     if (graph != nullptr) FindCudaBackend()->destroy_graph(graph);
   }
   std::vector<const void*> key;
-  Keeper keeper;  // of the masks that the graph reads and the counts that it uses
+  Keeper keeper;  // of the masks and counters that the graph reads
   void* graph = nullptr;
 };
 

@@ -72,7 +72,7 @@ struct MaskSide {
 };
 
 // A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
-// of whoever evaluates, from pair number `blocks` and `groups` on; blocks -1: there are none.
+// of the evaluator, from pair number `blocks` and `groups` on; blocks -1: there are none.
 struct MaskOperand {
   static constexpr int kBlock = 32, kGroup = 1024;
   const void* data = nullptr;
@@ -96,7 +96,7 @@ constexpr int kMostSides = 8;
 template <typename V>
 constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
 
-// What the evaluation reads.
+// A program in the memory of its evaluator.
 struct MaskView {
   const MaskStep* steps = nullptr;
   const Affine* affines = nullptr;
@@ -426,7 +426,8 @@ struct MaskProgram {
   bool by_pairs = false;      // some word is kPairs
   int32_t pairs = 0;          // of summaries
   bool narrow = true;
-  // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
+  // Whether no value can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals decide it box by
+  // box.
   bool proven = true;
   bool uses_b = false, uses_h = false;
   // Whether the mask of a batch and head depends on the distance from query to key alone, and intervals are isotone:

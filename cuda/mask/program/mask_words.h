@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks as words: 32 keys of one query at a time. A comparison of affine forms is an interval of bits, one of a number
-// of the query with one of the key reads each number once, and what joins them costs one operation for 32 pairs; what
-// is none of these is evaluated pair by pair. The same code on host and device.
+// Masks as words: 32 keys of one query at a time. A comparison of affine forms is a range of bits. A comparison of a
+// number of the query with one of the key reads each number once. `and`, `or` and `not` cost one operation for 32
+// pairs. All else is evaluated pair by pair. The same code on host and device.
 #ifndef STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
 #define STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
 
@@ -12,8 +12,8 @@
 namespace stof {
 namespace cuda {
 
-// Writes the words of a program from its steps. Only a program that is proven has more than one: of others the
-// intervals of the whole must tell whether it may be evaluated.
+// Writes the words of a program from its steps. Only a proven program has more than one word: for others the intervals
+// of the whole decide whether it may be evaluated.
 void MakeWords(const ExprSizes& sizes, MaskProgram* program);
 // The whole program as one word.
 void MakeOneWord(MaskProgram* program);
@@ -34,7 +34,7 @@ constexpr int32_t kSmall = 1 << 28;
 STOF_HOST_DEVICE int32_t BesideSmall(int64_t x) {
   return static_cast<int32_t>(Most(-2 * kSmall - 1, Least(x, 2 * kSmall + 1)));
 }
-// What is left of x by 0 < m < 2^31, not negative.
+// x modulo m, 0 < m < 2^31, not negative.
 STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   const auto d = static_cast<int32_t>(m);
   if ((d & (d - 1)) == 0) return static_cast<int32_t>(x) & (d - 1);
@@ -46,7 +46,7 @@ STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   return static_cast<int32_t>(FloorMod<int64_t>(x, m));
 }
 // ---- classes ----
-// What a mask may be in a box.
+// The values that a mask may have in a box.
 struct MaskCan {
   bool zero = true, one = true;
 };

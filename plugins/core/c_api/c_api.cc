@@ -285,7 +285,7 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
       *op = made.release();
       return Status();
     }
-    return Status::Error("there is no operator " + stof::Shown(op_type, 64));
+    return Status::Error("there is no operator " + stof::Quoted(op_type, 64));
   });
 }
 
@@ -300,7 +300,7 @@ int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_te
     std::vector<stof::Tensor> out;
     STOF_RETURN_IF_ERROR(Convert(inputs, input_count, &in));
     STOF_RETURN_IF_ERROR(Convert(outputs, output_count, &out));
-    // A team of its own for each calling thread, kept between calls: calls from several threads do not share one.
+    // One pool for each calling thread, kept between calls: calls from several threads do not share one.
     thread_local Arena arena;
     thread_local std::unique_ptr<stof::ThreadPool> pool;
     if (pool == nullptr || pool->view().threads != threads || pool->IsOfAnotherProcess()) {

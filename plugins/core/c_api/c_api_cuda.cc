@@ -10,7 +10,7 @@ namespace {
 
 using stof::Status;
 
-// Hands out pieces of the caller's workspace. There is nothing to give back: a piece lives as long as the workspace.
+// Allocates from the caller's workspace. Nothing is freed: a block lives as long as the workspace.
 class Workspace {
  public:
   Workspace(void* data, size_t bytes) : next_(reinterpret_cast<uintptr_t>(data)), end_(next_ + bytes) {}

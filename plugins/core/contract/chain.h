@@ -32,7 +32,7 @@ size_t CpuChainWorkspace(const cpu::ChainProgram& program, int threads);
 void CpuChain(const ChainArgs& args, const cpu::ChainProgram& program, void* workspace, const Parallel& parallel);
 
 // ---- CUDA ----
-// What the backend keeps for a chain with the shapes of a run.
+// The backend's state for a chain with the shapes of a run.
 class DeviceChain {
  public:
   virtual ~DeviceChain() = default;

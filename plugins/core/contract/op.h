@@ -59,7 +59,8 @@ class Keeper {
   ForkSafe<std::vector<std::shared_ptr<const void>>> kept_;
 };
 
-// What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.
+// The resources of a run. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is
+// none.
 struct RunContext {
   Parallel parallel;
   void* (*allocate)(void* self, size_t bytes) = nullptr;
@@ -84,8 +85,8 @@ struct DevicePlan {
   bool runs_several_kernels = false;
 };
 
-// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`, and times dimension
-// `by_axis` of input `by_input` where that is not negative; or, where input is negative, `value` (-1: unknown).
+// One dimension of an output: dimension `axis` of input `input` * times / over, and, where by_input is not negative,
+// times dimension `by_axis` of input `by_input`. Where input is negative: `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;
@@ -154,7 +155,7 @@ class ArrayView {
   int size_ = 0;
 };
 
-// What adapters need to know of an operator before a node of it exists.
+// An operator as adapters need it before a node of it exists.
 struct OpDescription {
   const char* name = "";
   // The first inputs, and all outputs, share the type T that a registration fixes.

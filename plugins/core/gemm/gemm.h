@@ -27,7 +27,7 @@ struct GemmForm {
   std::string Text(bool pair) const;
 };
 
-// How the description reads an input.
+// How the description reads an input: as an operand of the GEMM, [m, n], [n], [m] or [].
 enum class GemmRead : uint8_t { kUnused, kProduct, kMatrix, kColumns, kRows, kScalar };
 
 struct GemmEpilogue {

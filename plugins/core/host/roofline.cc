@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine can do at most, measured in the run that quotes it.
+// Measures the limits of this machine: FMA rate and read bandwidth, for the benchmark run that quotes them.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -124,7 +124,7 @@ double ReadBandwidth(int threads, size_t bytes, double seconds) {
   return best;
 }
 
-// Nothing is thrown across the border of the library.
+// No exception leaves the library.
 template <typename Fn>
 double RateOr0(Fn fn) {
   try {

@@ -61,7 +61,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
-  // Nothing forbids a key: where all scores of a row are -inf, the result is that of their softmax.
+  // Nothing masks a key: a row whose scores are all -inf gets the result of their softmax, NaN.
   const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
   if (!masked && args.bias == nullptr && args.relative_bias == nullptr && args.sink == nullptr) {
     args.empty_rows = EmptyRows::kNan;
@@ -73,13 +73,13 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     if (own.keeper == nullptr) own.keeper = &keeper_;
     return backend->attention.run(args, pad, *mask, sizes, given, own);
   }
-  if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
+  if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
   std::unique_ptr<BoundDynamicMask> dynamic;
   if (args.T > 0 && !mask->parts.dynamic.empty()) {
     STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
     args.dynamic = dynamic->view();
   }
-  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, ready_, context, &args));
+  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, context, &args));
   return dynamic == nullptr ? Status() : dynamic->status();
 }
 
@@ -132,7 +132,7 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   return Status();
 }
 
-Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const ReadyMask& ready,
+Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                              const RunContext& context, AttentionArgs* args) {
   const int threads = std::max(1, context.parallel.threads);
   CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
@@ -145,8 +145,8 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
     if (args->S <= kUncachedRows) {
       status = BuildBlockMask(fixed, sizes, config.m, config.n, &direct, kCpuBlockMaskBounds);
       args->mask = &direct;
-    } else if (ready.Suits(mask.fixed_hash, sizes, config)) {
-      args->mask = ready.mask.get();
+    } else if (prepared.Suits(mask.fixed_hash, sizes, config)) {
+      args->mask = prepared.mask.get();
     } else {
       status =
           BlockMaskCache::Global().Get(fixed, mask.fixed_hash, sizes, config.m, config.n, kCpuBlockMaskBounds, &shared);

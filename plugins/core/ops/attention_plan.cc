@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofAttention before a run: what runtimes that plan ahead ask, and what a first run would else have to make.
+// StofAttention before a run: plans for runtimes that plan ahead, and preparation of what a first run would make.
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
@@ -10,13 +10,13 @@
 namespace stof {
 namespace {
 
-// An address that stands for any where nothing is read: aligned as memory of devices is.
+// A placeholder address where nothing is read: aligned as device memory is.
 constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
 constexpr int64_t kUsualLength = 1024;  // where none is known
-// Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run, and, on the
-// CPU, more tiles of all tables times nodes of the expression (some seconds where every tile is evaluated).
-constexpr int64_t kMostReadyTables = int64_t{1} << 20;
-constexpr int64_t kMostReadyWork = int64_t{1} << 20;
+// Declared sizes may be huge: no tensor has to exist for them. Masks with more tables than this are left to the run,
+// and, on the CPU, masks with more tiles times nodes of the expression (some seconds if every tile is evaluated).
+constexpr int64_t kMostPreparedTables = int64_t{1} << 20;
+constexpr int64_t kMostPreparedWork = int64_t{1} << 20;
 
 bool AllKnown(const std::vector<Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) {
@@ -57,19 +57,19 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
 }
 
 Status AttentionOp::PrepareDevice(const Tensor* inputs, int input_count, int kernel) const {
-  return ReadyDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
+  return PrepareDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
 }
 
 Status AttentionOp::PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
   if (!mask_.is_fixed()) return Status();
   const std::vector<Tensor> given(inputs, inputs + input_count);
   if (AllKnown(given)) {
-    return on_cuda ? ReadyDeviceFor(given, 0, true, true) : ReadyHost(inputs, input_count, threads);
+    return on_cuda ? PrepareDeviceFor(given, 0, true, true) : PrepareHost(inputs, input_count, threads);
   }
   for (const int64_t length : {kUsualLength, int64_t{1}}) {
     std::vector<Tensor> sized = given;
-    if (!on_cuda || !Suppose(length, &sized)) return Status();
-    STOF_RETURN_IF_ERROR(ReadyDeviceFor(sized, 0, false, false));
+    if (!on_cuda || !FillUnknownSizes(length, &sized)) return Status();
+    STOF_RETURN_IF_ERROR(PrepareDeviceFor(sized, 0, false, false));
   }
   return Status();
 }
@@ -84,33 +84,33 @@ Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem
   return Status();
 }
 
-Status AttentionOp::ReadyHost(const Tensor* inputs, int input_count, int threads) {
+Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threads) {
   Problem problem;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
   if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
   const AttentionArgs& args = problem.args;
   if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
-      args.B * args.H > kMostReadyTables) {
+      args.B * args.H > kMostPreparedTables) {
     return Status();
   }
   const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
   const MaskExpr& fixed = problem.mask->parts.fixed;
   const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
   const int64_t tiles = ((args.S + config.m - 1) / config.m) * ((args.T + config.n - 1) / config.n);  // to 2^34
-  if (tiles > kMostReadyWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostReadyWork) {
+  if (tiles > kMostPreparedWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostPreparedWork) {
     return Status();
   }
-  ready_.sizes = problem.sizes;
-  ready_.hash = problem.mask->fixed_hash;
-  ready_.config = config;
+  prepared_.sizes = problem.sizes;
+  prepared_.hash = problem.mask->fixed_hash;
+  prepared_.config = config;
   const Status status =
       BlockMaskCache::Global().GetToKeep(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
-                                         ready_.config.m, ready_.config.n, kCpuBlockMaskBounds, &ready_.mask);
+                                         prepared_.config.m, prepared_.config.n, kCpuBlockMaskBounds, &prepared_.mask);
   return status.too_large() ? Status() : status;  // a run evaluates it tile by tile
 }
 
-bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
+bool AttentionOp::FillUnknownSizes(int64_t length, std::vector<Tensor>* tensors) const {
   const auto set = [](Tensor* tensor, int axis, int64_t value) {
     if (axis < tensor->rank && tensor->dims[axis] < 0) tensor->dims[axis] = value;
     return axis < tensor->rank ? tensor->dims[axis] : value;
@@ -135,7 +135,7 @@ bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
   return AllKnown(*tensors);
 }
 
-Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
+Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
   for (Tensor& tensor : inputs) tensor.data = reinterpret_cast<void*>(kSomewhere);
   Problem problem;
   const Tensor* pad = nullptr;
@@ -144,7 +144,7 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   if (backend == nullptr) return Status::Error(kNoCudaKernels);
   AttentionArgs& args = problem.args;
   if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
-  if (args.B * args.H > kMostReadyTables) return Status();
+  if (args.B * args.H > kMostPreparedTables) return Status();
   args.output = reinterpret_cast<void*>(kSomewhere);
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
@@ -152,7 +152,7 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   context.kernel = kernel;
   if (keep) context.keeper = &keeper_;
   if (known) return backend->attention.prepare(args, pad, *problem.mask, problem.sizes, problem.given, context);
-  // Without the part of the mask that would be made for sizes that no run may have.
+  // Without the static mask: it would be made for sizes that no run may have.
   AttentionMask mask;
   mask.parts.dynamic = problem.mask->parts.dynamic;
   mask.parts.pad = problem.mask->parts.pad;

@@ -35,7 +35,7 @@ Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue
   return ParseGemm(text, pair, epilogue);
 }
 
-// Elements of a tensor, or an error where they do not fit.
+// The number of elements, or an error where it is too large.
 Status Count(const Tensor& tensor, const char* name, int64_t* count) {
   *count = 1;
   bool none = false;
@@ -131,7 +131,7 @@ class StofGemmOp final : public Op {
     return Status::Error("has " + std::to_string(count) + " inputs, but weights and epilogue ask for " +
                          std::to_string(InputCount()));
   }
-  // Whether the node's input is read by this epilogue.
+  // Whether the epilogue reads this input of the node.
   bool Needs(int input) const {
     if (input <= epilogue_.weights()) return true;
     const auto number = static_cast<size_t>(input - 1 - epilogue_.weights() + epilogue_.products());

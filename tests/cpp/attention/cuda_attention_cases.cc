@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/ops/attention.h"
 
 namespace stof::test::attention {
 
