@@ -28,7 +28,7 @@ bool IsPlain(std::string_view text) {
   return IsUtf8(text);
 }
 
-TEST(ShownEscapes) {
+TEST(QuotedEscapes) {
   struct Case {
     std::string_view text;
     const char* shown;
@@ -57,7 +57,7 @@ TEST(ShownEscapes) {
   CountCases(static_cast<int64_t>(std::size(cases)));
 }
 
-TEST(ShownIsBounded) {
+TEST(QuotedIsBounded) {
   CHECK(Quoted(std::string(30, 'a')) == "'" + std::string(24, 'a') + "...'");
   CHECK(Quoted(std::string(24, 'a')) == "'" + std::string(24, 'a') + "'");
   CHECK(Escaped("aaaäbbbäccc", 4, 4) == "aaa...ccc", "no character is cut: ", Escaped("aaaäbbbäccc", 4, 4));
@@ -69,7 +69,7 @@ TEST(ShownIsBounded) {
 }
 
 // Bytes, characters and pieces of escape sequences in any order.
-TEST(ShownRandomBytes) {
+TEST(QuotedRandomBytes) {
   static const std::vector<std::string> kPieces = {"a",        "é",        "\x1b[2J",      "\xe2\x80\xae", "\xff", "\n",
                                                    "\xc2\x85", "\xc2\x9b", "\xf0\x9f\x90", "\x80",         "\\"};
   const int count = Cases(20000);
@@ -90,7 +90,7 @@ TEST(ShownRandomBytes) {
 }
 
 // Every float in a message is read back as itself.
-TEST(ShownNumbers) {
+TEST(PrintedNumbersAreFaithful) {
   CHECK(PrintFloat(1e-31f) == "1e-31", PrintFloat(1e-31f));
   CHECK(PrintFloat(0.1f) == "0.1" && PrintFloat(-2.5f) == "-2.5" && PrintFloat(3e38f) == "3e+38");
   CHECK(PrintFloat(std::numeric_limits<float>::infinity()) == "inf");
@@ -106,7 +106,7 @@ TEST(ShownNumbers) {
   CountCases(count);
 }
 
-// What the C ABI says of text that it was given, whatever room it has for that.
+// Messages of the C ABI about foreign text, in buffers of any size.
 TEST(CApiMessagesArePlain) {
   const std::string type = "St\x1b[31m\xff\xe2\x80\xae\nof\xc3\xa9";
   for (size_t size = 1; size < 100; ++size) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plugin costs beside the kernels that it queues, on a GPU, without TensorRT: enqueue in a replayed graph beside
-// the backend's own call in one, by turns, and the host's time in enqueue.
+// The overhead of a plugin over its kernels, on a GPU, without TensorRT: enqueue in a replayed graph against the
+// backend's own call in one, interleaved, and the host's time in enqueue.
 //
 // bench_trt_plugin [FILE]   prints a table, and writes it to FILE as JSON
 #include <algorithm>

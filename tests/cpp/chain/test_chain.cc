@@ -556,7 +556,7 @@ TEST(ChainFunctionsInUlps) {
   }
 }
 
-// What is fetched a batch early: of rows with gaps each element once, and nothing of what comes in order.
+// Prefetches cover each element of rows with gaps once, and no rows in the order of memory.
 TEST(ChainLooksAhead) {
   const auto ahead = [](const std::string& text, const std::vector<std::vector<int64_t>>& dims) {
     Chain chain;

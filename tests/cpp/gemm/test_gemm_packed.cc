@@ -165,7 +165,7 @@ TEST(PackedPortable) { RunIsa(CpuIsa::kPortable); }
 TEST(PackedAvx2) { RunIsa(CpuIsa::kAvx2); }
 TEST(PackedAvx512) { RunIsa(CpuIsa::kAvx512); }
 
-// What is added to a product that nothing else is done with is added in registers, by the last slab of K.
+// Epilogues that only add do so in registers, with the last slab of K.
 TEST(PackedAddsInRegisters) {
   Random random(11);
   const int step = Effort() < 1 ? 5 : 1;  // under a sanitizer: coprime to the lengths of the loops

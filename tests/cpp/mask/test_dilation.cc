@@ -151,7 +151,7 @@ TEST(ResiduesKeepTheirPlaces) {
     }
     for (const int times : seen) CHECK(times == 1);
   }
-  // What cannot be strided stays whole.
+  // Problems that cannot be strided are not split.
   const auto refuses = [&mask](auto change) {
     AttentionArgs args;
     args.B = args.H = args.G = 1, args.S = args.T = 192, args.D = args.Dv = 8;

@@ -92,7 +92,7 @@ void CheckLanes(const RandomMask& mask, const MaskBox& box) {
   }
 }
 
-// What the lanes of a warp do, for one query.
+// The lanes of a warp, for one query.
 struct HostLanes {
   const MaskView& view;
   int64_t q, last;  // last: the last key
@@ -268,7 +268,7 @@ Status Compile(const std::string& text, const ExprSizes& sizes, const cuda::Mask
   return CompileMask(MaskExpr(), expr, sizes, inputs, program);
 }
 
-// Tables of booleans whose elements lie in the order of keys, and numbers of vectors at the ends of their type.
+// Boolean tables in the order of keys, and vectors with the extreme numbers of their type.
 TEST(MaskWordsOfTablesAndVectors) {
   Random random(7);
   std::vector<uint8_t> bytes(2 * 40 * 150);
