@@ -61,7 +61,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
 Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
                            const ExprSizes& sizes, const Tables& operands, const RunContext& context) {
   cuda::DeviceBuild build;
-  STOF_RETURN_IF_ERROR(cuda::RememberedMask(mask, sizes, operands, &build.program));
+  STOF_RETURN_IF_ERROR(cuda::GetMaskProgram(mask, sizes, operands, &build.program));
   auto* const stream = static_cast<cudaStream_t>(context.stream);
   if (!build.program.proven) {
     build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));

@@ -92,7 +92,7 @@ class Worker {
     for (;;) {
       const int64_t begin = job_.next.fetch_add(job_.pieces_each, std::memory_order_relaxed);
       if (begin >= job_.pieces) return;
-      if (first && !p_.fixed.empty()) Fixed();
+      if (first && !p_.fixed.empty()) RunFixed();
       first = false;
       const int64_t end = std::min(begin + job_.pieces_each, job_.pieces);
       if (p_.columns) {
@@ -115,7 +115,7 @@ class Worker {
 
  private:
   // Runs the steps that are the same for all rows, once.
-  void Fixed() {
+  void RunFixed() {
     count_ = 1;
     Locate(0, 1);
     for (int64_t column = 0; column < n_; column += p_.strip) {

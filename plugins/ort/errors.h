@@ -18,7 +18,7 @@ namespace stof::ort {
   } while (0)
 
 // Whether there was an error; frees it, for callers that go on with a default.
-bool Failed(const OrtApi* api, OrtStatus* status);
+bool HasFailed(const OrtApi* api, OrtStatus* status);
 // `node` is what LabelOf gives; the message may hold text of the model.
 OrtStatus* Error(const OrtApi* api, OrtErrorCode code, const std::string& node, std::string_view message);
 OrtStatus* ToOrt(const OrtApi* api, const std::string& node, const Status& status);

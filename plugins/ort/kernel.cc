@@ -38,9 +38,9 @@ struct Kernel {
 
 std::string NodeName(const OrtApi* api, const OrtKernelInfo* info) {
   size_t size = 0;
-  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return std::string();
+  if (HasFailed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return std::string();
   std::string name(size, '\0');
-  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return std::string();
+  if (HasFailed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return std::string();
   name.resize(size - 1);
   return name;
 }
@@ -60,7 +60,7 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   for (size_t i = 0; i < count; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;
-    if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
+    if (HasFailed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
     STOF_ORT_RETURN(OfInput(api, kernel->node, i, FromValue(api, value, &inputs[i])));
     bool on_device = false;
     STOF_ORT_RETURN(OnDevice(api, value, &on_device));
@@ -73,22 +73,23 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
 bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
   const OrtMemoryInfo* memory = nullptr;
   int own = -1, current = -2;
-  return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
-         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->current_device(&current).ok() &&
+  return allocator != nullptr && !HasFailed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+         !HasFailed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->current_device(&current).ok() &&
          own == current;
 }
 
 // Does ahead what the first run would do, as far as the model gives the shapes.
 void PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
-  if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
+  if (HasFailed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
   std::vector<Tensor> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     OrtTypeInfo* type = nullptr;
-    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // an absent input
+    if (HasFailed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr)
+      continue;  // an absent input
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
-    const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
-                           !Failed(api, Describe(api, tensor, &inputs[i]));
+    const bool described = !HasFailed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+                           !HasFailed(api, Describe(api, tensor, &inputs[i]));
     api->ReleaseTypeInfo(type);
     if (!described) return;
   }
@@ -107,11 +108,11 @@ OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op)
   DType types[kMaxOutputs] = {};
   for (size_t i = 0; i < std::min<size_t>(count, kMaxOutputs); ++i) {
     OrtTypeInfo* type = nullptr;
-    if (Failed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
+    if (HasFailed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-    if (!Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
-        !Failed(api, api->GetTensorElementType(tensor, &element))) {
+    if (!HasFailed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+        !HasFailed(api, api->GetTensorElementType(tensor, &element))) {
       types[i] = static_cast<DType>(element);
     }
     api->ReleaseTypeInfo(type);
@@ -197,7 +198,7 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
     if (self.description->is_variadic) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
-    if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
+    if (kernel->on_cuda && HasFailed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
       kernel->allocator = nullptr;
     }
     PrepareKernel(api, info, kernel.get());

@@ -23,7 +23,7 @@ Scratch::~Scratch() {
   for (void* block : ordered_) backend_->free_async(stream_, block);
   // Without stream-ordered memory the arena gets its blocks back when the stream is done.
   if (!blocks_.empty() && backend_ != nullptr) backend_->synchronize_unless_capturing(stream_);
-  for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
+  for (void* block : blocks_) HasFailed(api_, api_->AllocatorFree(allocator_, block));
 }
 
 void* Scratch::Allocate(void* self, size_t bytes) {
@@ -54,7 +54,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
 
 void* Scratch::FromArena(size_t bytes) {
   void* block = nullptr;
-  if (Failed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
+  if (HasFailed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
   blocks_.push_back(block);
   return block;
 }

@@ -73,8 +73,8 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
   std::vector<int> ranks(inputs.size(), -1);
   for (size_t i = 0; i < inputs.size(); ++i) {
     size_t rank = 0;
-    if (Failed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
-        Failed(api, api->GetDimensionsCount(inputs[i], &rank))) {
+    if (HasFailed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
+        HasFailed(api, api->GetDimensionsCount(inputs[i], &rank))) {
       continue;
     }
     ranks[i] = static_cast<int>(rank);
@@ -86,7 +86,7 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
   // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
   // without a type cannot be given. So these types come from the model's value_info, too.
   if (type == DType::kUndefined || type == DType::kF16) return nullptr;
-  (void)Failed(api, InferOne(self, context, attributes, inputs, ranks, 0));
+  (void)HasFailed(api, InferOne(self, context, attributes, inputs, ranks, 0));
   return nullptr;
 }
 
@@ -102,8 +102,8 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
     for (size_t i = 0; i < inputs.size(); ++i) {
       size_t rank = 0;
       // An input of unknown shape leaves the output's shape unknown; Run checks it anyway.
-      if (Failed(self.api, self.api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) ||
-          inputs[i] == nullptr || Failed(self.api, self.api->GetDimensionsCount(inputs[i], &rank)) || rank == 0) {
+      if (HasFailed(self.api, self.api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) ||
+          inputs[i] == nullptr || HasFailed(self.api, self.api->GetDimensionsCount(inputs[i], &rank)) || rank == 0) {
         return nullptr;
       }
       ranks[i] = static_cast<int>(rank);

@@ -42,7 +42,7 @@ Status Compile(const AttentionMask& mask, const ExprSizes& sizes, const MaskInpu
 
 }  // namespace
 
-Status RememberedMask(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
+Status GetMaskProgram(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
                       MaskProgram* program) {
   auto compiled = std::static_pointer_cast<const Compiled>(mask.compiled.Get());
   if (compiled == nullptr || !Suits(*compiled, sizes, inputs)) {

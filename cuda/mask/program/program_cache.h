@@ -11,7 +11,7 @@ namespace cuda {
 
 // CompileMask of both parts of a mask, which keeps the program for the next call with the same sizes and inputs of the
 // same types and shapes; their data may lie elsewhere each time.
-Status RememberedMask(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
+Status GetMaskProgram(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
                       MaskProgram* program);
 
 }  // namespace cuda

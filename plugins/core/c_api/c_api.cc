@@ -160,7 +160,7 @@ const char* stof_build_info(void) {
 
 int stof_mask_create(const char* expression, const stof_operand* tables, int table_count, stof_mask** mask, char* error,
                      size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"expression", expression}, {"mask", mask}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(tables, table_count, &named));
@@ -185,7 +185,7 @@ uint64_t stof_mask_hash(const stof_mask* mask) { return mask == nullptr ? 0 : ma
 
 int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime, int runtime_count,
                    uint8_t* allowed, char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"allowed", allowed}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(runtime, runtime_count, &named));
@@ -223,7 +223,7 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
 
 int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n, stof_block_mask** block_mask,
                            char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"block_mask", block_mask}}));
     auto made = std::make_unique<stof_block_mask>();
     stof::MaskExpr fixed = mask->parts.fixed;
@@ -270,7 +270,7 @@ void stof_block_mask_cache_stats(int64_t stats[5], int clear) {
 
 int stof_op_create(const char* op_type, const stof_attribute* attributes, int attribute_count, stof_op** op,
                    char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"op_type", op_type}, {"op", op}}));
     STOF_RETURN_IF_ERROR(CheckList("attributes", attributes, attribute_count));
     for (int i = 0; i < attribute_count; ++i) {
@@ -293,7 +293,7 @@ void stof_op_destroy(stof_op* op) { delete op; }
 
 int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                 int threads, char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"op", op}}));
     if (threads < 1 || threads > 64) return Status::Error("threads must be 1 to 64");
     std::vector<stof::Tensor> in;

@@ -32,7 +32,7 @@ class Workspace {
 extern "C" {
 
 int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
@@ -42,7 +42,7 @@ int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, cha
 
 int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     if (stof::FindCudaBackend() == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
@@ -60,7 +60,7 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
 }
 
 int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"capability", capability}}));
@@ -73,7 +73,7 @@ int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* er
 
 int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t names_size, char* error,
                       size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     std::string found;
@@ -87,7 +87,7 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
 
 int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, int output_count, double seconds,
                       double* microseconds, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     if (output_count < 1 || output_count > 64) return Status::Error("a number of outputs that is not 1 to 64");

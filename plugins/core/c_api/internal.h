@@ -37,7 +37,7 @@ inline int Finish(const Status& status, char* error, size_t error_size) {
 
 // Runs fn and turns its exceptions (out of memory, above all) into an error.
 template <typename Fn>
-int Guarded(char* error, size_t error_size, Fn fn) {
+int RunGuarded(char* error, size_t error_size, Fn fn) {
   try {
     return Finish(fn(), error, error_size);
   } catch (const std::exception& e) {

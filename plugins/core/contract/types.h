@@ -64,7 +64,7 @@ struct Tensor {
 };
 
 // A tensor without data.
-inline Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
+inline Tensor TensorOfShape(DType dtype, const std::vector<int64_t>& dims) {
   Tensor tensor;
   tensor.dtype = dtype;
   tensor.rank = static_cast<int32_t>(dims.size());

@@ -67,8 +67,8 @@ class ExprParser {
     return true;
   }
 
-  int Checked(int node) { return node < 0 ? Fail("more than 4096 nodes") : node; }
-  int Add(ExprOp op, std::initializer_list<int> children = {}) { return Checked(builder_.Add(op, children)); }
+  int CheckNode(int node) { return node < 0 ? Fail("more than 4096 nodes") : node; }
+  int Add(ExprOp op, std::initializer_list<int> children = {}) { return CheckNode(builder_.Add(op, children)); }
   int Binary(ExprOp op, bool wants_boolean, int left, int right) {
     if (left < 0 || right < 0) return -1;
     if (Boolean(left) != wants_boolean || Boolean(right) != wants_boolean) {
@@ -191,7 +191,7 @@ class ExprParser {
       value = value * 10 + (text_[at_++] - '0');
       if (value > MaskExpr::kMaxConstant) return Fail("a constant beyond 2^53");
     }
-    return Checked(builder_.AddConstant(value));
+    return CheckNode(builder_.AddConstant(value));
   }
   int Name(std::string_view name) {
     if (name == "True") return Add(ExprOp::kTrue);
@@ -238,7 +238,7 @@ class ExprParser {
     if (count != described.rank) {
       return Fail(name + " has " + std::to_string(count) + " indices, expected " + std::to_string(described.rank));
     }
-    return Checked(builder_.AddLookup(operand, children, count));
+    return CheckNode(builder_.AddLookup(operand, children, count));
   }
   int Operand(const std::string& name) {
     const ExprOperands& known = builder_.operands();

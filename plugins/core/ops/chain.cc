@@ -99,7 +99,8 @@ class StofChainOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     // A node may have more outputs than the chain: all calls of a model's function have one signature. Nobody reads the
     // others, but where they have names (for TensorRT's parser) ONNX Runtime may convert them.
-    for (int i = static_cast<int>(chain_.outputs.size()); i < output_count; ++i) outputs[i] = Shaped(DType::kF32, {0});
+    for (int i = static_cast<int>(chain_.outputs.size()); i < output_count; ++i)
+      outputs[i] = TensorOfShape(DType::kF32, {0});
     for (int i = 0; i < static_cast<int>(chain_.outputs.size()); ++i) {
       const BoundOutput& output = bound->bound.outputs[static_cast<size_t>(i)];
       outputs[i].dtype = output.dtype;

@@ -258,7 +258,7 @@ TEST(PackedOrNot) {
              {1, 1}, {0, 5}, {5, 0}, {-1, 8}, {int64_t{1} << 40, int64_t{1} << 40}, {4}, {1, 1, 1}, {}}) {
       told.push_back(unknown);
       for (int w = 1; w <= weights; ++w) {
-        told.back()[static_cast<size_t>(w)] = Shaped(DType::kF32, dims);
+        told.back()[static_cast<size_t>(w)] = TensorOfShape(DType::kF32, dims);
         told.back()[static_cast<size_t>(w)].data = constant[static_cast<size_t>(w)].data;
       }
     }

@@ -456,7 +456,7 @@ TEST(MaskProgramsAreRemembered) {
     if (random.OneIn(2)) std::swap(inputs[0], inputs[2]);
     if (random.OneIn(9)) inputs[3].second.data = nullptr;
     const Status expected = CompileMask(mask->parts.fixed, mask->parts.dynamic, sizes, inputs, &direct);
-    const Status status = cuda::RememberedMask(*mask, sizes, inputs, &program);
+    const Status status = cuda::GetMaskProgram(*mask, sizes, inputs, &program);
     CHECK(status.ok() == expected.ok() && status.message() == expected.message(), status.message(), " and ",
           expected.message());
     if (!status.ok()) continue;
