@@ -38,7 +38,7 @@ std::vector<int32_t> OrderOf(const BlockMask& mask) {
   return order;
 }
 
-// Whether a query below S has no key.
+// Whether a query below S is fully masked.
 bool HasEmptyRows(const BlockMask& mask) {
   const auto words = static_cast<size_t>(mask.n / 32), m = static_cast<size_t>(mask.m);
   std::vector<bool> found(m);
@@ -70,7 +70,7 @@ int64_t LongestRow(const BlockMask& mask) {
   return longest;
 }
 
-// A plan is made for these costs: kernels of one tile differ in them.
+// The tile schedule depends on these costs, in which kernels of one tile differ.
 uint64_t HashOf(const TileCost& cost) {
   uint64_t hash = (cost.cuts ? 1 : 0) + (cost.draws ? 2 : 0);
   for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half, int64_t{cost.teams}}) {
@@ -232,7 +232,7 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
 
 namespace {
 
-// Nobody gets an entry that may not be there yet.
+// No caller gets an entry whose upload may not have ended.
 Status JoinOrDrop(cudaStream_t stream, bool captured, std::shared_ptr<const MaskEntry>* entry) {
   const Status joined = (*entry)->Join(stream, captured);
   if (!joined.ok()) entry->reset();
