@@ -36,7 +36,7 @@ namespace {
 using stof::CheckGiven;
 using stof::CheckList;
 using stof::Convert;
-using stof::Guarded;
+using stof::RunGuarded;
 using stof::Status;
 
 Status ConvertNamed(const stof_operand* operands, int count, std::vector<std::pair<std::string, stof::Tensor>>* named) {
