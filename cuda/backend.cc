@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the core asks of a build with CUDA kernels (plugins/core/contract/cuda_backend.h): attention as one job or in
-// parts, its kernels and masks made ready.
+// Fills the table of plugins/core/contract/cuda_backend.h, one entry for each operator.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -13,6 +12,7 @@
 #include "cuda/common/one_process.h"
 #include "cuda/common/stream_memory.h"
 #include "cuda/common/time_op.h"
+#include "cuda/gemm/run.h"
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
@@ -24,17 +24,17 @@ namespace {
 
 using cuda::ToStatus;
 
-Status ToHost(const void* from, size_t bytes, void* to) {
+Status CopyToHost(const void* from, size_t bytes, void* to) {
   return ToStatus(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "copy of a constant to the host");
 }
 
-Status Device(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
+Status CurrentDevice(int* id) { return ToStatus(cudaGetDevice(id), "current device"); }
 
-const void* Moved(const void* from, int64_t elements, int64_t size) {
+const void* Advance(const void* from, int64_t elements, int64_t size) {
   return from == nullptr ? nullptr : static_cast<const char*>(from) + elements * size;
 }
 
-// The arguments of a part. It has all heads or one.
+// The arguments of a part of the problem. It has all heads or one.
 AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   AttentionArgs args = whole;
   const int64_t size = SizeOf(whole.dtype), g = part.h / (whole.H / whole.G);
@@ -43,33 +43,33 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   const auto at = [&](const Strides& stride, int64_t head, int64_t row) {
     return part.b * stride.b + head * stride.h + row * stride.s;
   };
-  args.query = Moved(whole.query, at(whole.query_stride, part.h, part.row), size);
-  args.key = Moved(whole.key, at(whole.key_stride, g, 0), size);
-  args.value = Moved(whole.value, at(whole.value_stride, g, 0), size);
+  args.query = Advance(whole.query, at(whole.query_stride, part.h, part.row), size);
+  args.key = Advance(whole.key, at(whole.key_stride, g, 0), size);
+  args.value = Advance(whole.value, at(whole.value_stride, g, 0), size);
   args.output = static_cast<char*>(whole.output) + at(whole.output_stride, part.h, part.row) * size;
   args.bias =
-      Moved(whole.bias, part.b * whole.bias_stride_b + part.h * whole.bias_stride_h + part.row * whole.bias_stride_q,
-            SizeOf(whole.bias_dtype));
+      Advance(whole.bias, part.b * whole.bias_stride_b + part.h * whole.bias_stride_h + part.row * whole.bias_stride_q,
+              SizeOf(whole.bias_dtype));
   if (whole.relative_bias != nullptr) args.relative_bias += part.h * whole.relative_bias_stride_h;
   args.query_position += part.row;
-  args.sink = Moved(whole.sink, part.h, SizeOf(whole.sink_dtype));
+  args.sink = Advance(whole.sink, part.h, SizeOf(whole.sink_dtype));
   if (whole.lse != nullptr) args.lse += part.b * whole.lse_stride_b + part.h * whole.lse_stride_h + part.row;
   return args;
 }
 
 // Attention under a mask that is made on the device, part by part.
-Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                     const Tables& operands, const RunContext& context) {
+Status RunAttentionInParts(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
+                           const ExprSizes& sizes, const Tables& operands, const RunContext& context) {
   cuda::DeviceBuild build;
-  STOF_RETURN_IF_ERROR(cuda::RememberedMask(mask, sizes, operands, &build.program));
+  STOF_RETURN_IF_ERROR(cuda::GetMaskProgram(mask, sizes, operands, &build.program));
   auto* const stream = static_cast<cudaStream_t>(context.stream);
   if (!build.program.proven) {
     build.invalid = static_cast<int32_t*>(context.allocate(context.self, sizeof(int32_t)));
     if (build.invalid == nullptr) return Status::Error("no device memory for 4 bytes");
     STOF_RETURN_IF_ERROR(cuda::Clear(build.invalid, sizeof(int32_t), stream));
   }
-  // The same pairs make the most bytes in the smallest tiles; but bits by distance, of which a part then has twice or
-  // three times as many bytes in larger ones.
+  // The smallest tile bounds the bytes of all: the same pairs make the most bytes there. Masks with bits by distance
+  // are the exception; a part then takes two or three times as many bytes in larger tiles.
   cuda::MaskCuts cuts(build.program, sizes, cuda::MaskTile(), cuda::kMostMaskBytes);
   cuda::MaskPart part;
   while (cuts.Next(&part)) {
@@ -96,8 +96,8 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks an output");
 }
 
-// The arguments with the kernel that the environment names, where they name none.
-Status Hinted(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
+// *own: the arguments, with the kernel that the environment names where they name none.
+Status ApplyKernelOfEnvironment(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
   const char* name = nullptr;
   STOF_RETURN_IF_ERROR(cuda::NamedByEnvironment(&name));
   *own = &args;
@@ -108,25 +108,25 @@ Status Hinted(const AttentionArgs& args, AttentionArgs* named, const AttentionAr
   return Status();
 }
 
-Status Attention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                 const Tables& operands, const RunContext& context) {
+Status RunAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                    const Tables& operands, const RunContext& context) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   AttentionArgs named;
   const AttentionArgs* own = nullptr;
-  STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
+  STOF_RETURN_IF_ERROR(ApplyKernelOfEnvironment(args, &named, &own));
   if (args.T > 0 && !mask.parts.dynamic.empty()) {
-    return AttendInParts(*own, pad, mask, sizes, operands, context);
+    return RunAttentionInParts(*own, pad, mask, sizes, operands, context);
   }
   const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
   const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Run();
   if (!status.too_large()) return status;
   // A mask that exceeds BlockMaskBounds is made by each run, part by part.
-  const Status in_parts = AttendInParts(*own, pad, mask, sizes, operands, context);
+  const Status in_parts = RunAttentionInParts(*own, pad, mask, sizes, operands, context);
   if (in_parts.ok()) return in_parts;
   return Status::Error(status.message() + "; nor can it be made on the device: " + in_parts.message());
 }
 
-Status Describe(std::string* name, int32_t* capability) {
+Status DescribeDevice(std::string* name, int32_t* capability) {
   int device = 0;
   cudaDeviceProp properties;
   STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
@@ -136,7 +136,7 @@ Status Describe(std::string* name, int32_t* capability) {
   return Status();
 }
 
-int Kernels(const AttentionArgs& args) {
+int CountKernels(const AttentionArgs& args) {
   const AttentionMask none;
   const RunContext context;
   int kernels = 0;
@@ -144,19 +144,18 @@ int Kernels(const AttentionArgs& args) {
       cuda::AttentionJob(args, nullptr, none, ExprSizes(), Tables(), cuda::MaskPart(), nullptr, context)
           .Count(&kernels);
   if (status.ok()) return kernels;
-  cudaGetLastError();  // that of a missing device is nobody else's business
+  cudaGetLastError();  // clears the error of a missing device
   return 0;
 }
 
-// What decides which kernels a run queues, and what else is compiled into them.
-uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-                int kernel) {
+// Hashes what decides which kernels a run queues, and what is compiled into them.
+uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask,
+                          const ExprSizes& sizes, int kernel) {
   int device = 0;
   cudaGetDevice(&device);
   uint64_t hash = mask.fixed_hash;
   const auto mix = [&hash](int64_t value) { hash = MixHash(hash, static_cast<uint64_t>(value)); };
-  // Sizes by their power of two: which kernels a run queues hardly depends on more, and in decoding T grows in every
-  // run.
+  // Sizes by their power of two: the choice hardly depends on more, and in decoding T grows in every run.
   const auto about = [](int64_t x) {
     int64_t power = 0;
     while (x > int64_t{1} << power) ++power;
@@ -176,21 +175,21 @@ uint64_t HashOf(const AttentionArgs& args, const Tensor* pad, const AttentionMas
   return MixHash(HashBytes(args.kernel, std::strlen(args.kernel), hash), mask.parts.dynamic.Hash());
 }
 
-Status Load(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-            const Tables& operands, const RunContext& context) {
-  const auto queue = [&](const RunContext& own) { return Attention(args, pad, mask, sizes, operands, own); };
+Status LoadKernels(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                   const Tables& operands, const RunContext& context) {
+  const auto queue = [&](const RunContext& own) { return RunAttention(args, pad, mask, sizes, operands, own); };
   return cuda::LoadKernels(
-      HashOf(args, pad, mask, sizes, context.kernel),
+      HashKernelChoice(args, pad, mask, sizes, context.kernel),
       [](void* self, const RunContext& own) { return (*static_cast<decltype(queue)*>(self))(own); },
       const_cast<void*>(static_cast<const void*>(&queue)), context);
 }
 
-Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
-             const Tables& operands, const RunContext& given) {
+Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                        const Tables& operands, const RunContext& given) {
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
   RunContext context = given;
-  // A mask with vectors of the run is made by the run.
+  // A mask that reads run-time vectors is made by the run.
   if (!mask.parts.fixed.empty() && mask.parts.dynamic.empty()) {
     cudaStream_t stream = nullptr;
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
@@ -198,50 +197,66 @@ Status Ready(const AttentionArgs& args, const Tensor* pad, const AttentionMask& 
     const cuda::MaskPart all = {0, args.B, 0, args.H, 0, args.S};
     AttentionArgs named;
     const AttentionArgs* own = nullptr;
-    STOF_RETURN_IF_ERROR(Hinted(args, &named, &own));
+    STOF_RETURN_IF_ERROR(ApplyKernelOfEnvironment(args, &named, &own));
     const Status status = cuda::AttentionJob(*own, pad, mask, sizes, operands, all, nullptr, context).Ready();
-    if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // else the run makes it
+    if (!status.too_large()) STOF_RETURN_IF_ERROR(status);  // one that is too large is made by the run
   }
-  return Load(args, pad, mask, sizes, operands, context);
+  return LoadKernels(args, pad, mask, sizes, operands, context);
 }
 
-// Functions that give no Status leave CUDA alone in a forked child; the run that follows gives the error.
-bool Take(void* stream, size_t bytes, void** memory) {
+// Functions without a Status do nothing in a forked child; the run that follows reports the error.
+bool AllocateAsync(void* stream, size_t bytes, void** memory) {
   return cuda::IsCudaUsable() && cuda::Take(stream, bytes, memory);
 }
-void Give(void* stream, void* memory) {
+void FreeAsync(void* stream, void* memory) {
   if (cuda::IsCudaUsable()) cuda::Give(stream, memory);
 }
-bool CapturedOrDone(void* stream) { return cuda::IsCudaUsable() && cuda::CapturedOrDone(stream); }
-void Relaxed(void (*run)(void* self), void* self) { cuda::IsCudaUsable() ? cuda::Relaxed(run, self) : run(self); }
-int UsableKernels(const AttentionArgs& args) { return cuda::IsCudaUsable() ? Kernels(args) : 0; }
-void DropRecorded(void* recorded) {
+bool SynchronizeUnlessCapturing(void* stream) { return cuda::IsCudaUsable() && cuda::CapturedOrDone(stream); }
+void CallInRelaxedCapture(void (*run)(void* self), void* self) {
+  cuda::IsCudaUsable() ? cuda::Relaxed(run, self) : run(self);
+}
+int CountAttentionKernels(const AttentionArgs& args) { return cuda::IsCudaUsable() ? CountKernels(args) : 0; }
+void DestroyGraph(void* recorded) {
   if (cuda::IsCudaUsable()) cuda::DropRecorded(recorded);
 }
-bool Captured(void* stream) { return !cuda::IsCudaUsable() || cuda::Captured(stream); }
+bool IsCapturing(void* stream) { return !cuda::IsCudaUsable() || cuda::Captured(stream); }
 
 template <auto kFunction>
 constexpr auto kChecked = &cuda::InOneProcess<kFunction>::Call;
 
-constexpr CudaBackend kBackend = {kChecked<&ToHost>,
-                                  kChecked<&Device>,
-                                  Take,
-                                  Give,
-                                  CapturedOrDone,
-                                  Relaxed,
-                                  kChecked<&Attention>,
-                                  UsableKernels,
-                                  kChecked<&Ready>,
-                                  kChecked<&Describe>,
-                                  kChecked<&cuda::KernelNames>,
-                                  kChecked<&cuda::TimeOp>,
-                                  kChecked<&cuda::RunChain>,
-                                  cuda::MakeDeviceChain,
-                                  kChecked<&cuda::ReadyChain>,
-                                  kChecked<&cuda::RecordRun>,
-                                  kChecked<&cuda::LaunchRecorded>,
-                                  DropRecorded,
-                                  Captured};
+constexpr CudaBackend MakeBackend() {
+  CudaBackend backend;
+  backend.current_device = kChecked<&CurrentDevice>;
+  backend.describe_device = kChecked<&DescribeDevice>;
+  backend.copy_to_host = kChecked<&CopyToHost>;
+
+  backend.allocate_async = AllocateAsync;
+  backend.free_async = FreeAsync;
+  backend.is_capturing = IsCapturing;
+  backend.synchronize_unless_capturing = SynchronizeUnlessCapturing;
+  backend.call_in_relaxed_capture = CallInRelaxedCapture;
+
+  backend.capture_graph = kChecked<&cuda::RecordRun>;
+  backend.launch_graph = kChecked<&cuda::LaunchRecorded>;
+  backend.destroy_graph = DestroyGraph;
+
+  backend.time_op = kChecked<&cuda::TimeOp>;
+
+  backend.attention.run = kChecked<&RunAttention>;
+  backend.attention.prepare = kChecked<&PrepareAttention>;
+  backend.attention.count_kernels = CountAttentionKernels;
+  backend.attention.list_kernels = kChecked<&cuda::KernelNames>;
+
+  backend.chain.make_state = cuda::MakeDeviceChain;
+  backend.chain.prepare = kChecked<&cuda::ReadyChain>;
+  backend.chain.run = kChecked<&cuda::RunChain>;
+
+  backend.gemm.run = kChecked<&cuda::RunGemm>;
+  backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;
+  return backend;
+}
+
+constexpr CudaBackend kBackend = MakeBackend();
 
 }  // namespace
 

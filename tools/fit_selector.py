@@ -170,7 +170,7 @@ def points_of(path: Path, head: int) -> Iterator[Point]:
         expression, tables = named_mask(record["mask_name"], shape["T"])
         sizes = (shape["B"], shape["H"], shape["G"], shape["S"], shape["T"])
         apart = _dilation(expression)
-        if apart is not None and shape["H"] == shape["G"]:  # plugins/core/ops/attention_residues.cc
+        if apart is not None and shape["H"] == shape["G"]:  # plugins/core/ops/attention_dilation.cc
             width, m = apart
             expression = f"abs(q - k) <= {width // m}"
             sizes = (shape["B"] * shape["H"], m, m, shape["S"] // m, shape["T"] // m)

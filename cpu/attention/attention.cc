@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the instruction set and the tile, lays out the workspace and shares the work out among threads.
+// The entry points of attention on the CPU: chooses the tile, lays out the workspace and distributes the work among
+// threads.
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
-#include "plugins/core/host/fork_guard.h"
+#include "cpu/isa.h"
+#include "cpu/kernel_table.h"
 
 namespace stof {
 namespace {
@@ -17,54 +17,20 @@ constexpr int64_t kLine = 64;
 
 int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-bool Supports(CpuIsa isa) {
-#if defined(__x86_64__)
-  if (isa == CpuIsa::kAvx512) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  }
-  if (isa == CpuIsa::kAvx2) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  }
-#endif
-  return isa == CpuIsa::kPortable;
-}
-
-CpuIsa DetectIsa() {
-  static constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
-  int best = 2;
-  if (const char* wanted = std::getenv("STOF_CPU_ISA")) {
-    for (int i = 0; i < 3; ++i) {
-      if (std::strcmp(wanted, kNames[i]) == 0) best = i;
-    }
-  }
-  while (best > 0 && !Supports(static_cast<CpuIsa>(best))) --best;
-  return static_cast<CpuIsa>(best);
-}
-
-const cpu::Kernels& KernelsOf(CpuIsa isa) {
-#if defined(__x86_64__)
-  if (isa == CpuIsa::kAvx512) return cpu::avx512::kKernels;
-  if (isa == CpuIsa::kAvx2) return cpu::avx2::kKernels;
-#endif
-  (void)isa;
-  return cpu::portable::kKernels;
-}
-
 // Up to this many query rows are not worth packing the keys for: packing reads and writes them once more, and a
 // register block of kStrip rows would stay half empty.
 constexpr int64_t kDirectRows = 4;
-// Keys of a chunk. With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB) until the
-// last of them has read it; else it only has to be long against the few hundred bytes that a part is.
+// Keys of a chunk (a KV split). With several heads per key head a chunk stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB)
+// until the last of them has read it. Else it only has to be long against the few hundred bytes of a partial result.
 constexpr int64_t kSharedChunk = 512, kChunk = 2048;
 
-// Where every row's key tiles fit half an L2, workers pack what they meet for themselves: no second copy of all keys,
-// whose way through memory costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
+// Where every row's key tiles fit half an L2, each worker packs the tiles that it meets. A packed copy of all keys
+// would go through memory, which costs more (107 cycles a key on Zen 3) than packing in the cache (about 20).
 constexpr int64_t kRingBytes = 512 << 10;
 
-// Element masks that a worker evaluates itself and keeps for the other heads of the same rows.
+// Bytes of element masks that a worker evaluates and keeps for the other heads of the same rows.
 constexpr int64_t kElementBytes = 2 << 20;
-// Partial results of rows that are divided over chunks of keys.
+// Bytes of the partial results of rows that are split into chunks of keys.
 constexpr int64_t kPartialBytes = 64 << 20;
 
 int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
@@ -75,8 +41,8 @@ int64_t MostTiles(const AttentionArgs& args, int64_t key_tiles) {
   return most;
 }
 
-cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
-  cpu::Problem problem;
+cpu::AttentionProblem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& config) {
+  cpu::AttentionProblem problem;
   problem.args = &args;
   problem.m = config.m;
   problem.n = config.n;
@@ -97,8 +63,8 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
     problem.chunks = std::max<int64_t>(1, (problem.key_tiles + problem.chunk_tiles - 1) / problem.chunk_tiles);
     return problem;
   }
-  // Rows that are not dense meet few sets of the first-level cache: at 12 heads × 64 × 4 B a quarter of them. Loads
-  // that cross a line take two turns.
+  // Rows that are not dense use few sets of the L1 cache: a quarter of them at 12 heads × 64 × 4 B. Loads that cross a
+  // cache line take twice as long.
   problem.pack_values = args.dtype != DType::kF32 || args.Dv % cpu::kPanel != 0 || args.value_stride.s != args.Dv ||
                         reinterpret_cast<uintptr_t>(args.value) % kLine != 0;
   const int64_t most = MostTiles(args, problem.key_tiles);
@@ -107,7 +73,7 @@ cpu::Problem MakeProblem(const AttentionArgs& args, const CpuAttentionConfig& co
   return problem;
 }
 
-int64_t Items(const cpu::Problem& problem) {
+int64_t Items(const cpu::AttentionProblem& problem) {
   const AttentionArgs& args = *problem.args;
   return problem.direct ? args.B * args.G * problem.chunks : args.B * args.H * problem.tile_rows;
 }
@@ -117,7 +83,7 @@ struct Layout {
   int64_t scratch_each = 0;
 };
 
-Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int threads) {
+Layout MakeLayout(const cpu::AttentionProblem& problem, const cpu::AttentionKernels& kernels, int threads) {
   const AttentionArgs& args = *problem.args;
   Layout layout;
   const auto take = [&layout](int64_t bytes) {
@@ -142,7 +108,7 @@ Layout MakeLayout(const cpu::Problem& problem, const cpu::Kernels& kernels, int 
   return layout;
 }
 
-void FillPadBits(const cpu::Problem& problem, uint32_t* bits) {
+void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   const AttentionArgs& args = *problem.args;
   const int64_t words = problem.key_tiles * problem.n / 32;
   for (int64_t b = 0; b < args.B; ++b) {
@@ -155,17 +121,17 @@ void FillPadBits(const cpu::Problem& problem, uint32_t* bits) {
   }
 }
 
-// Neighbours are the heads of the same rows, which share what a worker evaluates of the mask.
-void RowsOutermost(const cpu::Problem& problem, uint32_t* order) {
+// Orders items so that heads of the same rows are neighbours: they share the element masks that a worker evaluates.
+void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
   const int64_t heads = problem.args->B * problem.args->H;
   for (int64_t row = 0; row < problem.tile_rows; ++row) {
     for (int64_t head = 0; head < heads; ++head) *order++ = static_cast<uint32_t>(head * problem.tile_rows + row);
   }
 }
 
-// Items by falling cost, so that the longest do not start last; equal ones in their order, so that neighbours find keys
-// and values in the cache. A counting sort: 64 classes of cost are as good as all.
-void SortItems(const cpu::Problem& problem, uint32_t* order) {
+// Orders items by falling cost (LPT), so that the longest do not start last. Equal ones keep their order, so that
+// neighbours find keys and values in the cache. A counting sort: 64 classes of cost suffice.
+void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
   const AttentionArgs& args = *problem.args;
   const int64_t count = Items(problem);
   if (args.mask == nullptr) {
@@ -203,11 +169,11 @@ void SortItems(const cpu::Problem& problem, uint32_t* order) {
   for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
 }
 
-// One pass over count items, taken in steps from a counter that all workers share. What an item gives does not depend
-// on the worker that takes it.
+// One pass over count items, taken in steps from a counter that all workers share. The result of an item does not
+// depend on its worker.
 struct Job {
-  const cpu::Problem& problem;
-  const cpu::Kernels& kernels;
+  const cpu::AttentionProblem& problem;
+  const cpu::AttentionKernels& kernels;
   char* scratch;
   int64_t scratch_each;
   const uint32_t* order;
@@ -261,7 +227,7 @@ void Join(const Job& job, int64_t first, int64_t last, void* scratch) {
 bool IsFloat(DType dtype) { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
 
 Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
-  if (!Supports(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
+  if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
   if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
     return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n));
   }
@@ -282,11 +248,6 @@ Status Check(const AttentionArgs& args, const CpuAttentionConfig& config) {
 
 }  // namespace
 
-CpuIsa BestCpuIsa() {
-  static ProcessWide<const CpuIsa> isa;
-  return isa.Get(DetectIsa);
-}
-
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
@@ -295,10 +256,9 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.S));
     return config;
   }
-  // Outputs are read and written once per key tile. Longer tiles than these drive the keys out of the first-level
-  // cache.
+  // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
   if (args.T > config.n) config.n = 128;
-  // Whole strips. Fewer rows where there would not be a few items for each thread.
+  // Whole strips; fewer rows where threads would get less than four items each.
   config.m = 96;
   while (config.m > 24 && args.B * args.H * ((args.S + config.m - 1) / config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
@@ -306,15 +266,16 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
   if (!Check(args, config).ok()) return 0;
-  return static_cast<size_t>(MakeLayout(MakeProblem(args, config), KernelsOf(config.isa), std::max(1, threads)).total);
+  return static_cast<size_t>(
+      MakeLayout(MakeProblem(args, config), *cpu::KernelsOf(config.isa).attention, std::max(1, threads)).total);
 }
 
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel) {
   STOF_RETURN_IF_ERROR(Check(args, config));
   if (args.B == 0 || args.H == 0 || args.S == 0) return Status();
-  const cpu::Kernels& kernels = KernelsOf(config.isa);
-  cpu::Problem problem = MakeProblem(args, config);
+  const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
+  cpu::AttentionProblem problem = MakeProblem(args, config);
   const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, kernels, threads);
   char* base = static_cast<char*>(workspace);
@@ -338,7 +299,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     const int64_t panels = args.B * args.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
-  // Neighbours share keys, and each lets the next one's be fetched ahead; yet the last steps must be short.
+  // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
   Run(&job, Items(problem), std::clamp<int64_t>(Items(problem) / (16 * int64_t{threads}), 1, 8), parallel, AttendRows);
   return Status();
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the dispatcher (attention.cc) and the kernels of each instruction set (attention_<isa>.cc).
+// Between the dispatcher (attention.cc) and the kernels of each instruction set (portable.cc, avx2.cc, avx512.cc).
 #ifndef STOF_CPU_ATTENTION_ATTENTION_H_
 #define STOF_CPU_ATTENTION_ATTENTION_H_
 
 #include <cstddef>
 #include <cstdint>
 
-#include "plugins/core/contract/kernels.h"
+#include "cpu/isa.h"
+#include "plugins/core/contract/attention.h"
 
 namespace stof {
 namespace cpu {
@@ -15,8 +16,8 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block
 constexpr int kMaxTileKeys = 256;  // n
 
-// What one call works on. Filled by the dispatcher, read by the kernels.
-struct Problem {
+// One call. Filled by the dispatcher, read by the kernels.
+struct AttentionProblem {
   const AttentionArgs* args = nullptr;
   int m = 0, n = 0;
   int64_t tile_rows = 0;                // ceil(S / m)
@@ -34,28 +35,25 @@ struct Problem {
   int64_t partial_stride = 0;
 };
 
-struct Kernels {
-  size_t (*scratch_bytes)(const Problem& problem);         // of one worker, which gets it 64-byte aligned
-  void (*prepare)(const Problem& problem, void* scratch);  // before a worker's first item
+struct AttentionKernels {
+  size_t (*scratch_bytes)(const AttentionProblem& problem);         // of one worker, which gets it 64-byte aligned
+  void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the B * G * panels there are into packed_keys and packed_values.
-  void (*pack)(const Problem& problem, int64_t first, int64_t last, void* scratch);
+  void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Item of B * H * tile_rows; next is the worker's next one, or -1.
-  void (*tile_row)(const Problem& problem, int64_t item, int64_t next, void* scratch);
+  void (*tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
   // Direct: item of B * G * chunks.
-  void (*chunk)(const Problem& problem, int64_t item, void* scratch);
-  // Direct, chunks > 1: joins the parts of one of B * H * S rows.
-  void (*join)(const Problem& problem, int64_t row, void* scratch);
+  void (*chunk)(const AttentionProblem& problem, int64_t item, void* scratch);
+  // Direct, chunks > 1: combines the partial results of one of B * H * S rows.
+  void (*join)(const AttentionProblem& problem, int64_t row, void* scratch);
 };
 
-namespace portable {
-extern const Kernels kKernels;
-}
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
+#define STOF_DECLARE(isa)                          \
+  namespace isa {                                  \
+  extern const AttentionKernels kAttentionKernels; \
+  }
+STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+#undef STOF_DECLARE
 
 }  // namespace cpu
 }  // namespace stof

@@ -9,7 +9,7 @@ namespace stof {
 namespace cpu {
 namespace avx2 {
 
-const Kernels kKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
 
 }  // namespace avx2
 }  // namespace cpu

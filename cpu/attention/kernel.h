@@ -11,9 +11,9 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA {
 
-size_t ScratchBytes(const Problem& problem) { return Scratch(problem, nullptr).size; }
+size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, nullptr).size; }
 
-void Prepare(const Problem& problem, void* memory) {
+void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
@@ -21,7 +21,7 @@ void Prepare(const Problem& problem, void* memory) {
   FillTailWords(problem, scratch.words_tail);
 }
 
-void Pack(const Problem& problem, int64_t first, int64_t last, void* memory) {
+void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
   const AttentionArgs& args = *problem.args;
   const Scratch scratch(problem, memory);
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
@@ -38,7 +38,7 @@ void Pack(const Problem& problem, int64_t first, int64_t last, void* memory) {
   }
 }
 
-void TileRow(const Problem& problem, int64_t item, int64_t next, void* memory) {
+void TileRow(const AttentionProblem& problem, int64_t item, int64_t next, void* memory) {
   const AttentionArgs& args = *problem.args;
   const int64_t heads = args.H * problem.tile_rows, rows = problem.tile_rows;
   Worker<false> worker(problem, memory);
@@ -49,11 +49,11 @@ void TileRow(const Problem& problem, int64_t item, int64_t next, void* memory) {
   worker.Finish();
 }
 
-float* PartialOf(const Problem& problem, int64_t row, int64_t chunk) {
+float* PartialOf(const AttentionProblem& problem, int64_t row, int64_t chunk) {
   return problem.partial + (row * problem.chunks + chunk) * problem.partial_stride;
 }
 
-void Chunk(const Problem& problem, int64_t item, void* memory) {
+void Chunk(const AttentionProblem& problem, int64_t item, void* memory) {
   const AttentionArgs& args = *problem.args;
   const int64_t chunk = item % problem.chunks;
   const int64_t g = item / problem.chunks % args.G, b = item / problem.chunks / args.G;
@@ -72,7 +72,7 @@ void Chunk(const Problem& problem, int64_t item, void* memory) {
   }
 }
 
-void Join(const Problem& problem, int64_t row, void* memory) {
+void Join(const AttentionProblem& problem, int64_t row, void* memory) {
   const AttentionArgs& args = *problem.args;
   Worker<true> worker(problem, memory);
   worker.Begin(row / args.S / args.H, row / args.S % args.H, row % args.S, 1);

@@ -7,7 +7,7 @@ namespace stof {
 namespace cpu {
 namespace portable {
 
-const Kernels kKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
+const AttentionKernels kAttentionKernels = {ScratchBytes, Prepare, Pack, TileRow, Chunk, Join};
 
 }  // namespace portable
 }  // namespace cpu

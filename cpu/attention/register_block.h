@@ -47,12 +47,13 @@ inline V Exp2Fraction6(V f) {
 // Adding it rounds to an integer and leaves that integer, biased by 127, in the low bits: 1.5 * 2^23 + 127.
 constexpr float kRound = 12583039.0f;
 
-// The largest number that Exp takes, and the one at and below which it is exactly 0: 2^127 and half of 2^-126.
+// The range of Exp's argument: 88 log2(e) = 126.96. Exp(88) scales by 2^127, the largest power of two of a float.
+// Exp(-88) scales by 2^-127, whose biased exponent of 0 makes the result 0.
 constexpr float kMostExponent = 88.0f, kLeastExponent = -88.0f;
 
-// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a forbidden key (-inf) adds nothing; NaN
-// stays NaN. Scores are not in units of log2, as those beyond 2.3e38 would be infinite in them; the factor costs
-// nothing here, as two additions become multiply-adds.
+// e^x for x <= kMostExponent. Exactly 0 at and below kLeastExponent, so that a masked key (-inf) adds nothing; NaN
+// stays NaN. Scores are not premultiplied by log2(e): beyond 2.3e38 they would become infinite. The factor costs
+// nothing here, since two additions become multiply-adds.
 inline V Exp(V x) {
   x = Simd::Max(Simd::Set1(kLeastExponent), x);
   const V log2e = Simd::Set1(kLog2E);
@@ -105,8 +106,8 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
   }
 }
 
-// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The product by itself, and then the sum: in one chain of
-// additions through all keys a term of a long row would lose its low bits, each time in the same direction.
+// o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first: in one chain
+// of additions through all keys the terms of a long row would lose their low bits, each time in the same direction.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run* runs, int count, const float* v,
                                          int64_t ldv, float* o, int64_t ldo) {

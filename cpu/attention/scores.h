@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of a strip of rows in a key tile: which keys the rows see, and their scores, with softcap, bias and mask.
+// Scores of a strip of rows in a key tile: its mask, QK^T, softcap and bias.
 #ifndef STOF_CPU_ATTENTION_SCORES_H_
 #define STOF_CPU_ATTENTION_SCORES_H_
 

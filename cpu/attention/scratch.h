@@ -21,7 +21,7 @@ constexpr int kGroup = 4;
 
 // The memory of one worker.
 struct Scratch {
-  Scratch(const Problem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
+  Scratch(const AttentionProblem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
     const AttentionArgs& args = *problem.args;
     const int64_t rows = problem.direct ? problem.m : RoundUp(problem.m, kStrip);
     const int64_t words = problem.n / 32;
@@ -78,7 +78,7 @@ struct Scratch {
 };
 
 // The keys that exist in the last key tile.
-inline void FillTailWords(const Problem& problem, uint32_t* words) {
+inline void FillTailWords(const AttentionProblem& problem, uint32_t* words) {
   const int64_t tail = problem.args->T - (problem.key_tiles - 1) * problem.n;
   for (int64_t w = 0; w < problem.n / 32; ++w) {
     const int64_t keys = tail - 32 * w;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel: a tile of query rows of one head against the key tiles that its mask keeps.
-// What it does with a tile is in cpu/attention/scores.h and cpu/attention/weights.h.
+// scores.h and weights.h have its members for one tile.
 #ifndef STOF_CPU_ATTENTION_TILE_WORKER_H_
 #define STOF_CPU_ATTENTION_TILE_WORKER_H_
 
@@ -22,7 +22,7 @@ class Worker {
   static constexpr int kStrips = kDirect ? 1 : kGroup;
 
  public:
-  Worker(const Problem& problem, void* scratch)
+  Worker(const AttentionProblem& problem, void* scratch)
       : problem_(problem), args_(*problem.args), scratch_(problem, scratch), item_size_(SizeOf(args_.dtype)) {}
 
   void Begin(int64_t b, int64_t h, int64_t row0, int64_t rows) {
@@ -40,7 +40,7 @@ class Worker {
     Clear();
   }
 
-  // What the item of these rows will read and write, as far as this one does not bring it into the cache.
+  // Plans to prefetch what the next item, of these rows, reads and writes and this one does not bring into the cache.
   void LookAhead(int64_t b, int64_t h, int64_t row0) {
     const int64_t g = h / (args_.H / args_.G), rows = Least(problem_.m, args_.S - row0);
     const auto row = [this](const void* base, const Strides& stride, int64_t batch, int64_t head, int64_t position) {
@@ -98,7 +98,7 @@ class Worker {
       Tile(tiles[i], nullptr, false);
   }
 
-  // Writes the rows; those without a key by the policy.
+  // Writes the rows; fully masked ones by the policy of empty_rows.
   __attribute__((noinline)) void Finish() {
     bool all = false;
     for (int r = 0; r < rows_; ++r) {
@@ -129,13 +129,13 @@ class Worker {
     to[1] = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
     for (int64_t d = 0; d < args_.Dv; ++d) to[2 + d] = scratch_.o[r * scratch_.ldo + d];
   }
-  // Direct: the state of row 0 from the parts, in their order.
+  // Direct: combines partial results into the state of row 0, in their order.
   void JoinPartials(const float* parts, int64_t count, int64_t stride) {
     float max = -kInf;
     for (int64_t i = 0; i < count; ++i) max = parts[i * stride] > max ? parts[i * stride] : max;
     for (int64_t i = 0; i < count; ++i) {
       const float* part = parts + i * stride;
-      // A part without a maximum holds zeros, or NaN, which has to stay.
+      // A partial result without a maximum holds zeros, or NaN, which has to stay.
       const float scale = part[0] == -kInf || part[0] == max ? 1.0f : ExpScalar(part[0] - max);
       scratch_.sum[0] += part[1] * scale;
       for (int64_t d = 0; d < args_.Dv; ++d) scratch_.o[d] += part[2 + d] * scale;
@@ -175,14 +175,14 @@ class Worker {
     return lanes[0];
   }
 
-  // The sink's part of a row sum. Beyond e^88 weights vanish beside it as well as at it.
+  // The sink's part of a row sum. Clamped at e^88, where all other weights vanish beside it.
   float SinkWeight(int r) const {
     if (args_.sink == nullptr) return 0.0f;
     const float x = ToFloat(args_.sink, args_.sink_dtype, h_) - scratch_.max[r];
     return ExpScalar(x > kMostExponent ? kMostExponent : x);
   }
 
-  // The natural logarithm of a row's divisor, which is the row sum and the sink's part of it; -inf without either.
+  // Stores the log-sum-exp of a row, the sink included; -inf without keys and sink.
   __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
     const float max = sum == 0.0f ? -kInf : scratch_.max[r];
     const float sink = args_.sink == nullptr ? -kInf : ToFloat(args_.sink, args_.sink_dtype, h_);
@@ -283,7 +283,7 @@ class Worker {
     }
   }
 
-  // What a strip does in a tile.
+  // A strip of rows in a key tile.
   struct Strip {
     int row = 0;  // first of its rows in the row tile
     int run_count = 0;
@@ -293,7 +293,7 @@ class Worker {
   };
 
   // ---- cpu/attention/scores.h ----
-  // The element mask of a tile whose bits nobody stored, nullptr where it is full; false: it is empty.
+  // The element mask of a tile without stored bits, nullptr where it is full; false: the tile is empty.
   __attribute__((noinline)) bool FindElements(int64_t tile, const uint32_t** bits) const;
   // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
   // everything.
@@ -365,7 +365,7 @@ class Worker {
     for (int64_t d = 0; d < args_.Dv; ++d) scratch_.mean[d] /= static_cast<float>(args_.T);
   }
 
-  const Problem& problem_;
+  const AttentionProblem& problem_;
   const AttentionArgs& args_;
   Scratch scratch_;
   const int64_t item_size_;

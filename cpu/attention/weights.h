@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of a strip of rows in a key tile: scores become weights, and weights times values are added to the output.
+// Softmax of a strip of rows in a key tile: scores become weights, and weights times values are added to the output.
 #ifndef STOF_CPU_ATTENTION_WEIGHTS_H_
 #define STOF_CPU_ATTENTION_WEIGHTS_H_
 
@@ -14,13 +14,13 @@ namespace STOF_ISA {
 // The row max is raised only when a score exceeds it by this much; weights stay below e^5.5 = 245, and the output is
 // rescaled a few times per row instead of at every new maximum.
 constexpr float kSlack = 5.5f;
-// Scores start at minus the row max, which saves a subtraction from each. Not where the row max is far from scores that
-// may follow: they would lose their low bits. A bias of -10000 leaves it far below, large scores far above.
+// Scores start at minus the row max, which saves a subtraction from each. Not where later scores may be far from the
+// row max: they would lose their low bits. A bias of -10000 leaves the max far below them, large scores far above.
 constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 
-// Scores become weights; row sums, and where the row max grows much, the state of the strip's rows follow. Whole
-// panels: what lies beyond T in the last one is forbidden by the mask. False, and nothing is done: scores are so large
-// that they lost low bits to their start; it is 0 now, and they have to be computed again.
+// Turns scores into weights and updates row sums; rescales the rows whose max has grown much. Works on whole panels:
+// keys beyond T are masked. False, and nothing is done, where scores are so large that they lost low bits to their
+// start: the start is 0 now, and they have to be computed again.
 template <bool kDirect>
 bool Worker<kDirect>::Softmax(const Strip& strip, float* s) {
   constexpr int kParts = kPanel / kWidth;

@@ -12,8 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/attention.h"
 #include "plugins/core/host/thread_pool.h"
 #include "plugins/core/mask/block_mask_builder.h"
 #include "plugins/core/mask/expr.h"
@@ -132,7 +133,10 @@ int Main(int argc, char** argv) {
     if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::atoi(argv[i + 1]);
     if (std::strcmp(argv[i], "--tile") == 0) std::sscanf(argv[i + 1], "%dx%d", &m, &n);
     if (std::strcmp(argv[i], "--isa") == 0) {
-      isa = argv[i + 1][0] == 'p' ? CpuIsa::kPortable : argv[i + 1][3] == '2' ? CpuIsa::kAvx2 : CpuIsa::kAvx512;
+      if (!FindCpuIsa(argv[i + 1], &isa) || !IsCpuIsaSupported(isa)) {
+        std::fprintf(stderr, "--isa %s: no instruction set of this machine\n", argv[i + 1]);
+        return 1;
+      }
     }
   }
   std::vector<std::unique_ptr<Row>> table;

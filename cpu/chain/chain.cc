@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the programs of chain_compile.cc: hands rows out to workers.
+// The entry points of fused chains on the CPU: distributes rows among workers.
 #include "cpu/chain/chain.h"
 
 #include <algorithm>
@@ -8,18 +8,10 @@
 #include "cpu/chain/elements.h"
 #include "cpu/chain/row_offsets.h"
 #include "cpu/chain/worker.h"
+#include "cpu/kernel_table.h"
 
 namespace stof {
 namespace cpu {
-
-const ChainKernels& ChainKernelsOf(CpuIsa isa) {
-#if defined(__x86_64__)
-  if (isa == CpuIsa::kAvx512) return avx512::kChainKernels;
-  if (isa == CpuIsa::kAvx2) return avx2::kChainKernels;
-#endif
-  (void)isa;
-  return portable::kChainKernels;
-}
 
 namespace {
 
@@ -42,27 +34,35 @@ int WorkersOf(const ChainProgram& p, int threads) {
 }
 
 }  // namespace
+}  // namespace cpu
 
-size_t ChainWorkspace(const ChainProgram& program, int threads) {
-  return WorkerBytes(program) * static_cast<size_t>(WorkersOf(program, threads));
+std::shared_ptr<const cpu::ChainProgram> CompileCpuChain(const Chain& chain, const BoundChain& bound, CpuIsa isa,
+                                                         int threads) {
+  auto program = std::make_shared<cpu::ChainProgram>();
+  cpu::CompileChain(chain, bound, threads, program.get());
+  program->isa = isa;
+  return program;
 }
 
-void RunChain(const ChainProgram& program, CpuIsa isa, const void* const* inputs, void* const* outputs, void* workspace,
-              const Parallel& parallel) {
-  Job job{};
+size_t CpuChainWorkspace(const cpu::ChainProgram& program, int threads) {
+  return cpu::WorkerBytes(program) * static_cast<size_t>(cpu::WorkersOf(program, threads));
+}
+
+void CpuChain(const ChainArgs& args, const cpu::ChainProgram& program, void* workspace, const Parallel& parallel) {
+  cpu::Job job{};
   job.program = &program;
-  job.kernels = &ChainKernelsOf(isa);
-  job.inputs = inputs;
-  job.outputs = outputs;
+  job.kernels = cpu::KernelsOf(program.isa).chain;
+  job.inputs = args.inputs;
+  job.outputs = args.outputs;
   job.workspace = static_cast<char*>(workspace);
-  job.workspace_each = WorkerBytes(program);
-  job.pieces = PiecesOf(program);
-  const int workers = WorkersOf(program, parallel.threads);
-  // Some turns for each worker, so that none waits for a slow one.
+  job.workspace_each = cpu::WorkerBytes(program);
+  job.pieces = cpu::PiecesOf(program);
+  const int workers = cpu::WorkersOf(program, parallel.threads);
+  // Several steps for each worker, so that none waits for a slow one.
   job.pieces_each = std::max<int64_t>(1, job.pieces / (workers == 1 ? 1 : 8 * workers));
   const auto work = [](void* user, size_t i) {
-    auto* own = static_cast<Job*>(user);
-    Worker(own, own->workspace + i * own->workspace_each).Work();
+    auto* own = static_cast<cpu::Job*>(user);
+    cpu::Worker(own, own->workspace + i * own->workspace_each).Work();
   };
   if (workers == 1) {
     work(&job, 0);
@@ -71,5 +71,4 @@ void RunChain(const ChainProgram& program, CpuIsa isa, const void* const* inputs
   }
 }
 
-}  // namespace cpu
 }  // namespace stof

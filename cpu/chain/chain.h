@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chains on the CPU: a bound chain is compiled once for its shapes to a program over registers of fp32, which workers
-// run over strips of rows. docs/design/fused-chains.md describes it.
+// Fused chains on the CPU: a bound chain is compiled once for its shapes to a program over fp32 registers, which
+// workers run over strips of rows. docs/design/fused-chains.md describes it; the entry points are in
+// plugins/core/contract/chain.h.
 #ifndef STOF_CPU_CHAIN_CHAIN_H_
 #define STOF_CPU_CHAIN_CHAIN_H_
 
@@ -9,13 +10,14 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/chain/chain.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/chain.h"
 
 namespace stof {
 namespace cpu {
 
-// What a program computes beyond the operators of ChainOp, whose numbers come first.
+// Operators of a program beyond those of ChainOp, whose numbers come first.
 enum FusedOp : int {
   kFusedMulAdd = kChainOps,  // a * b + c
   kFusedMulSub,              // a * b - c
@@ -24,7 +26,7 @@ enum FusedOp : int {
   kFusedOps,
 };
 
-// Rows of one length, each argument's a stride of its own apart, so that what lies in a tensor needs no copy.
+// Rows of one length, with a stride of its own for each argument, so that tensors need no copy.
 struct ChainRows {
   int64_t count = 1;
   int64_t dst = 0, a = 0, b = 0, c = 0;
@@ -45,16 +47,12 @@ struct ChainKernels {
   void (*load)(const void* from, DType dtype, int64_t n, float* to);
   void (*store)(const float* from, DType dtype, int64_t n, void* to);
 };
-namespace portable {
-extern const ChainKernels kChainKernels;
-}
-namespace avx2 {
-extern const ChainKernels kChainKernels;
-}
-namespace avx512 {
-extern const ChainKernels kChainKernels;
-}
-const ChainKernels& ChainKernelsOf(CpuIsa isa);
+#define STOF_DECLARE(isa)                  \
+  namespace isa {                          \
+  extern const ChainKernels kChainKernels; \
+  }
+STOF_CPU_KERNEL_NAMESPACES(STOF_DECLARE)
+#undef STOF_DECLARE
 
 struct ChainStep {
   enum class Kind : uint8_t {
@@ -77,7 +75,7 @@ struct ChainStep {
 
 struct ChainRegister {
   enum class Kind : uint8_t {
-    kConstant,  // one value for ever
+    kConstant,  // one value
     kRow,       // one value a row
     kStrip,     // the elements of a strip
     kWhole,     // all elements of the row
@@ -98,13 +96,13 @@ struct ChainPiece {
 
 struct ChainPhase {
   std::vector<ChainStep> row;  // before the elements of the phase
-  // All columns, or, where a select goes by them, what each side of it needs of its own columns.
+  // All columns in one piece, or, where a select depends on the column, a piece for each of its sides.
   std::vector<ChainPiece> pieces;
 };
 
 constexpr int64_t kNoPitch = INT64_MIN;
 
-// Elements of each row of a read or an output, `count` of them from `first` on, that are fetched a batch early.
+// Elements of each row of a read or an output, `count` of them from `first` on, that are prefetched one batch ahead.
 struct ChainAhead {
   bool output = false;
   int which = 0;
@@ -118,17 +116,18 @@ struct ChainReduction {
 };
 
 struct ChainProgram {
+  CpuIsa isa{};
   BoundChain bound;
   std::vector<ChainRegister> registers;
-  std::vector<int16_t> moving;   // registers that lie elsewhere for each strip
-  std::vector<ChainStep> fixed;  // once for each worker: what is the same for all rows
+  std::vector<int16_t> moving;   // registers whose address changes with the strip
+  std::vector<ChainStep> fixed;  // once for each worker: values that are the same for all rows
   std::vector<ChainPhase> phases;
   std::vector<ChainReduction> reductions;
   std::vector<ChainStep> last;  // rows' values that are outputs
   std::vector<uint8_t> linear;  // of a read: elements of a row have one stride
   // Of a read or an output: elements between neighbouring rows of a run; kNoPitch where these are not the same.
   std::vector<int64_t> read_pitch, output_pitch;
-  bool straight = false;  // of a batch the first row's places tell all others
+  bool straight = false;  // the offsets of a batch's first row give those of all others
   std::vector<ChainAhead> ahead;
   int64_t steps = 1;     // of a batch
   int64_t run = 1;       // consecutive rows, of which batches are taken
@@ -139,14 +138,9 @@ struct ChainProgram {
   int64_t floats = 0;    // of a worker's memory
 };
 
-// What of a compiled program's batches is fetched early: `ahead` and `steps`.
+// Plans the prefetches of a compiled program: `ahead` and `steps`.
 void PlanAhead(ChainProgram* program);
 void CompileChain(const Chain& chain, const BoundChain& bound, int threads, ChainProgram* program);
-// Bytes of workspace for up to `threads` workers.
-size_t ChainWorkspace(const ChainProgram& program, int threads);
-// inputs, outputs: data by number. workspace: 64-byte aligned, contents arbitrary.
-void RunChain(const ChainProgram& program, CpuIsa isa, const void* const* inputs, void* const* outputs, void* workspace,
-              const Parallel& parallel);
 
 }  // namespace cpu
 }  // namespace stof

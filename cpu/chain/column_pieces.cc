@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in pieces: where a select goes by the column, each piece takes one side of it.
+// Splits rows into pieces of columns: where a select depends on the column, each piece takes one side of it.
 #include <algorithm>
 
 #include "cpu/chain/compiler.h"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a bound chain to a program: which values are of a row, of an element, or the same for all rows; in which pass
-// over the row each is computed, which are kept between passes, and in which registers. Here is what is wanted and what
-// is one value a row; cpu/chain/row_strategy.cc, cpu/chain/passes.cc, cpu/chain/column_pieces.cc and
-// cpu/chain/registers.cc have the rest.
+// Compiles a bound chain to a program: decides which values belong to a row, to an element, or to all rows; in which
+// pass over the row each is computed, which are kept between passes, and in which registers. This file has liveness and
+// the values of rows; row_strategy.cc, passes.cc, column_pieces.cc and registers.cc have the rest.
 #include "cpu/chain/compiler.h"
 
 #include <algorithm>
@@ -56,7 +55,7 @@ void ChainCompiler::Run() {
   PlanAhead(&p_);
 }
 
-// Powers that are products, and reductions of no element, which have values of their own.
+// Turns small powers into products, and reductions of no element into their values.
 void ChainCompiler::Simplify() {
   nodes_ = chain_.nodes;
   for (ChainNode& node : nodes_) {
@@ -94,7 +93,7 @@ void ChainCompiler::Simplify() {
   }
 }
 
-// Which nodes are wanted at all, and how often.
+// Counts the uses of each node; unused ones are not computed.
 void ChainCompiler::Plan() {
   uses_.assign(nodes_.size(), 0);
   for (const ChainOutput& output : chain_.outputs) uses_[static_cast<size_t>(output.node)] += 2;  // never fused away

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The compiler of chains, as its own files see it.
+// The compiler of fused chains.
 #ifndef STOF_CPU_CHAIN_COMPILER_H_
 #define STOF_CPU_CHAIN_COMPILER_H_
 
@@ -29,7 +29,7 @@ class ChainCompiler {
   bool IsElement(int node) const { return (Node(node).axes >> chain_.last() & 1) != 0; }
   const BoundRead& ReadOf(int node) const { return bound_.reads[static_cast<size_t>(Node(node).which)]; }
 
-  // ---- chain_compile.cc ----
+  // ---- cpu/chain/compiler.cc ----
   void Simplify();
   void Plan();
   bool StoresElements(const ChainOutput& output) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of a strip between tensors and registers: where they lie, gathered, or in runs of columns.
+// Moves elements of a strip between tensors and registers: in place, gathered, or in runs of columns.
 #ifndef STOF_CPU_CHAIN_ELEMENTS_H_
 #define STOF_CPU_CHAIN_ELEMENTS_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One pass over the row: what it computes, keeps, fuses, reduces and stores.
+// Emits one pass over the row: its computations, fused operators, kept values, reductions and stores.
 #include <algorithm>
 
 #include "cpu/chain/compiler.h"
@@ -13,7 +13,7 @@ bool ChainCompiler::IsSumOfProduct(int reduction) const {
          IsElement(Node(n.arg[0]).arg[1]);
 }
 
-// A product that nothing else wants.
+// A product with no other use.
 bool ChainCompiler::CanFuse(int node) const {
   return Node(node).op == ChainOp::kMul && IsElement(node) && uses_[static_cast<size_t>(node)] == 1 &&
          fixed_[static_cast<size_t>(node)] == 0;
@@ -49,7 +49,7 @@ void ChainCompiler::Want(int node) {
   }
 }
 
-// What the pass `phase` computes. Values that a later pass wants too are found here as well.
+// Finds the values that the pass `phase` computes, and those among them that a later pass uses, too.
 void ChainCompiler::WantAll(int phase) {
   wanted_.assign(nodes_.size(), 0);
   for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -134,7 +134,7 @@ void ChainCompiler::Piece(int64_t begin, int64_t end) {
   Reuse(&piece.element);
 }
 
-// Values that are computed where they are wanted: in a dense fp32 output.
+// Values that are computed in place: in a dense fp32 output.
 void ChainCompiler::OwnOutputs() {
   own_.assign(nodes_.size(), -1);
   for (size_t i = 0; i < chain_.outputs.size(); ++i) {

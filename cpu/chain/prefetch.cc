@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows of a program's batches come from memory unseen by the processor's own prefetchers: these are fetched a
-// batch early (docs/design/fused-chains.md).
+// Finds the rows of a program's batches that the hardware does not prefetch. docs/design/fused-chains.md has the gain of
+// prefetching them one batch ahead.
 #include <algorithm>
 
 #include "cpu/chain/chain.h"
@@ -9,7 +9,7 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Whether no axis comes back to a row, whose elements lie side by side.
+// Whether each row is read once, and its elements are contiguous.
 bool IsMetOnce(const BoundChain& bound, const int64_t* stride) {
   const int last = bound.axes - 1;
   for (int axis = 0; axis < last; ++axis) {
@@ -18,7 +18,7 @@ bool IsMetOnce(const BoundChain& bound, const int64_t* stride) {
   return stride[last] == 1;
 }
 
-// Whether a read's row touches another one's, which then is of both.
+// Whether a read's row overlaps another one's.
 bool Joins(const BoundChain& bound, const ChainAhead& own, ChainAhead* known) {
   const BoundRead &x = bound.reads[static_cast<size_t>(own.which)], &y = bound.reads[static_cast<size_t>(known->which)];
   if (x.input != y.input || !x.parts.empty() || !y.parts.empty()) return false;
@@ -33,8 +33,7 @@ bool Joins(const BoundChain& bound, const ChainAhead& own, ChainAhead* known) {
 
 }  // namespace
 
-// Of short rows, where some have others between them, what no other axis comes back to. Where all are read and written
-// in order, the processor sees it coming.
+// Prefetches short rows that are read once and not in the order of memory. Where all are, the hardware prefetches them.
 void PlanAhead(ChainProgram* program) {
   if (!program->straight || program->batch == 1) return;
   const BoundChain& bound = program->bound;

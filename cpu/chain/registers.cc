@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Registers of a program: values and arguments of steps, and where they lie in a worker's memory.
+// Register allocation of a program: values and arguments of steps, and their memory in a worker.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -43,7 +43,7 @@ void ChainCompiler::SetArguments(const int* from, bool in_row, ChainStep* step) 
   }
 }
 
-// Strips that are no longer needed give their memory to later ones: the first-level cache holds what is in use.
+// Reuses the memory of strips that are no longer live: all live strips should fit the L1 cache.
 void ChainCompiler::Reuse(std::vector<ChainStep>* element) {
   std::vector<ChainStep>& steps = *element;
   std::map<int, size_t> last;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the rows of a batch lie in the inputs and outputs of a chain.
+// Offsets of a batch's rows in the inputs and outputs of a chain.
 #ifndef STOF_CPU_CHAIN_ROW_OFFSETS_H_
 #define STOF_CPU_CHAIN_ROW_OFFSETS_H_
 
@@ -44,7 +44,7 @@ inline void Worker::LookAhead(const Batch& batch) {
   fetch_ = (ahead_.lines() + p_.steps - 1) / p_.steps;
 }
 
-// Where rows first to first + count - 1 lie.
+// Computes the offsets of rows first to first + count - 1.
 inline void Worker::Locate(int64_t first, int count) {
   count_ = count;
   const BoundChain& b = p_.bound;

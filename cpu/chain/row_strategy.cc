@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a program walks through rows: several at a time or in strips, as far as tensors lie straight, and what is the
+// Decides how a program visits rows: several at a time or in strips, depending on strides; and which values are the
 // same for all rows.
 #include <algorithm>
 
@@ -11,10 +11,10 @@ namespace {
 
 constexpr int64_t kStrip = 1024;        // elements of a strip: ten registers stay in a first-level cache of 48 KiB
 constexpr int64_t kBatchRow = 512;      // rows up to this are taken several at a time
-constexpr int64_t kKeptRow = 64 << 10;  // of longer ones nothing is kept between passes: it would leave the cache
+constexpr int64_t kKeptRow = 64 << 10;  // nothing is kept between passes of longer rows: it would leave the cache
 constexpr int64_t kColumns = 4096;      // elements of a piece of a row
 constexpr int kMostFixed = 24;
-constexpr int64_t kRunElements = 256;  // of a run with fewer, batches of rows from several runs are worth copying
+constexpr int64_t kRunElements = 256;  // of shorter runs, batches of rows from several runs pay the copy
 
 }  // namespace
 
@@ -134,7 +134,7 @@ void ChainCompiler::ChooseRun() {
   }
 }
 
-// A read whose elements are used where they lie.
+// A read whose elements are used in place.
 bool ChainCompiler::IsDirect(int node) const {
   if (Node(node).op != ChainOp::kRead) return false;
   const BoundRead& read = ReadOf(node);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One worker of a chain: walks the steps of a program over the rows and pieces that it takes.
-// Where rows lie is in cpu/chain/row_offsets.h, how elements come and go in cpu/chain/elements.h. All of it is
-// chain.cc's alone, and unnamed, so that compilers know all callers and inline it.
+// One worker of a chain: runs the steps of a program over its rows and pieces.
+// row_offsets.h has the offsets of rows, elements.h the loads and stores of elements. Only chain.cc includes them, in
+// an unnamed namespace, so that compilers know all callers and inline them.
 #ifndef STOF_CPU_CHAIN_WORKER_H_
 #define STOF_CPU_CHAIN_WORKER_H_
 
@@ -20,7 +20,7 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kColumns = 4096;
-constexpr int64_t kLongRow = 16;  // from here on rows are used where they lie, with gaps between them
+constexpr int64_t kLongRow = 16;  // elements; longer rows are used in place, with gaps between them
 
 struct Job {
   const ChainProgram* program;
@@ -92,7 +92,7 @@ class Worker {
     for (;;) {
       const int64_t begin = job_.next.fetch_add(job_.pieces_each, std::memory_order_relaxed);
       if (begin >= job_.pieces) return;
-      if (first && !p_.fixed.empty()) Fixed();
+      if (first && !p_.fixed.empty()) RunFixed();
       first = false;
       const int64_t end = std::min(begin + job_.pieces_each, job_.pieces);
       if (p_.columns) {
@@ -114,8 +114,8 @@ class Worker {
   }
 
  private:
-  // What is the same for all rows, once.
-  void Fixed() {
+  // Runs the steps that are the same for all rows, once.
+  void RunFixed() {
     count_ = 1;
     Locate(0, 1);
     for (int64_t column = 0; column < n_; column += p_.strip) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of a matrix product in fp32. Included once per instruction set.
+// A block of a GEMM in fp32. Included once per instruction set.
 #ifndef STOF_CPU_GEMM_KERNEL_H_
 #define STOF_CPU_GEMM_KERNEL_H_
 
@@ -36,7 +36,7 @@ inline void GemmTile(const float* a, const float* b, int64_t depth, float* to) {
   }
 }
 
-void GemmBlock(const GemmProblem& p, int64_t m0, int64_t n0, float* workspace) {
+void GemmBlock(const CpuGemmArgs& p, int64_t m0, int64_t n0, float* workspace) {
   const int64_t rows = std::min(kGemmBlockRows, p.M - m0), columns = std::min(kGemmBlockColumns, p.N - n0);
   const int64_t size = SizeOf(p.dtype);
   float* const a = workspace;
@@ -67,7 +67,7 @@ void GemmBlock(const GemmProblem& p, int64_t m0, int64_t n0, float* workspace) {
       for (int64_t i = 0; i < rows; i += kGemmRows) {
         GemmTile(a + i * depth, b + n * depth, depth, tile);
         for (int64_t r = 0; r < std::min<int64_t>(kGemmRows, rows - i); ++r) {
-          float* const to = p.product + (m0 + i + r) * p.N + n0 + n;
+          float* const to = p.output + (m0 + i + r) * p.N + n0 + n;
           const float* const from = tile + r * kGemmColumns;
           for (int64_t c = 0; c < wide; ++c) to[c] = k0 == 0 ? from[c] : to[c] + from[c];
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs constant factors, and hands the panels of a product out to workers.
+// Packs constant weights, and distributes the panels of a GEMM among workers.
 #include "cpu/gemm/packed.h"
 
 #if defined(__linux__)
@@ -10,6 +10,8 @@
 #include <atomic>
 #include <new>
 
+#include "cpu/kernel_table.h"
+
 namespace stof {
 namespace {
 
@@ -18,25 +20,16 @@ constexpr size_t kHugePage = size_t{1} << 21;
 constexpr int64_t kMostWorkers = 64;
 constexpr double kWorthAWorker = 4e5;  // operations: some 5 us
 
-const cpu::PackedKernels& KernelsOf(CpuIsa isa) {
-#if defined(__x86_64__)
-  if (isa == CpuIsa::kAvx512) return cpu::avx512::kPackedKernels;
-  if (isa == CpuIsa::kAvx2) return cpu::avx2::kPackedKernels;
-#endif
-  (void)isa;
-  return cpu::portable::kPackedKernels;
-}
-
-// A worker's own part of all blocks, in their order: what it reads ahead is its own, and its rows of a stay in its
-// cache. Who is done takes from the others.
+// A worker's own blocks, in their order: it prefetches its own panels, and its rows of a stay in its cache. A worker
+// that is done takes blocks of the others.
 struct alignas(kAlignment) Share {
   std::atomic<int64_t> next{0};
   int64_t end = 0;
 };
 
 struct Job {
-  const cpu::PackedProblem* problem;
-  const cpu::PackedKernels* kernels;
+  const cpu::PackedGemmProblem* problem;
+  const cpu::PackedGemmKernels* kernels;
   float* workspace;
   int64_t panels, workers;
   Share shares[kMostWorkers];
@@ -55,13 +48,15 @@ void Work(void* user, size_t worker) {
 
 }  // namespace
 
-void CpuGemmFactor::Free::operator()(float* panels) const { ::operator delete[](panels, std::align_val_t(kHugePage)); }
+void CpuPackedWeights::Free::operator()(float* panels) const {
+  ::operator delete[](panels, std::align_val_t(kHugePage));
+}
 
-bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
+bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
   panels_.reset();
-  const cpu::PackedKernels& kernels = KernelsOf(isa);
+  const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(isa).packed_gemm;
   const int64_t padded = (N + kernels.vector - 1) / kernels.vector * kernels.vector;
-  // A narrow factor would be mostly zeros.
+  // Narrow weights would be mostly zeros.
   if (N <= 0 || K <= 0 || padded > 2 * N) return false;
   const int64_t products = b1 != nullptr ? 2 : 1;
   const auto bytes = static_cast<size_t>(padded * products * K) * sizeof(float);
@@ -81,20 +76,21 @@ bool CpuGemmFactor::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t s
       to += K * width;
     }
   }
-  isa_ = isa, N_ = N, K_ = K, products_ = products;
+  isa_ = isa, N_ = N, K_ = K, count_ = products;
   return true;
 }
 
-size_t CpuGemmFactor::Workspace(int threads) {
+size_t CpuPackedGemmWorkspace(int threads) {
   return static_cast<size_t>(std::clamp<int64_t>(threads, 1, kMostWorkers) * cpu::kPackedFloats) * sizeof(float);
 }
 
-void CpuGemmFactor::Run(const CpuGemmArgs& args, void* workspace, const Parallel& parallel) const {
-  const cpu::PackedKernels& kernels = KernelsOf(isa_);
-  cpu::PackedProblem problem;
+void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
+                   const Parallel& parallel) {
+  const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(weights.isa()).packed_gemm;
+  cpu::PackedGemmProblem problem;
   problem.args = &args;
-  problem.panels = panels_.get();
-  problem.N = N_, problem.K = K_, problem.products = products_;
+  problem.panels = weights.panels();
+  problem.N = weights.N(), problem.K = weights.K(), problem.products = weights.count();
   // Blocks of as many rows each, in whole tiles.
   int64_t blocks = (args.M + cpu::kPackedRows - 1) / cpu::kPackedRows;
   const int64_t even = (args.M + blocks - 1) / blocks;
@@ -104,9 +100,10 @@ void CpuGemmFactor::Run(const CpuGemmArgs& args, void* workspace, const Parallel
   job.problem = &problem;
   job.kernels = &kernels;
   job.workspace = static_cast<float*>(workspace);
-  job.panels = (N_ + kernels.columns - 1) / kernels.columns;
+  job.panels = (problem.N + kernels.columns - 1) / kernels.columns;
   const int64_t count = blocks * job.panels;
-  const double work = 2.0 * static_cast<double>(args.M) * static_cast<double>(N_ * products_) * static_cast<double>(K_);
+  const double work = 2.0 * static_cast<double>(args.M) * static_cast<double>(problem.N * problem.products) *
+                      static_cast<double>(problem.K);
   const auto worth = static_cast<int64_t>(std::min(work / kWorthAWorker, 1e6)) + 1;
   job.workers = std::min({std::clamp<int64_t>(parallel.threads, 1, kMostWorkers), worth, count});
   if (parallel.run == nullptr) job.workers = 1;

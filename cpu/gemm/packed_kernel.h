@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products by panels of a constant factor, and what follows them while they are in the cache. Included once per
+// GEMM by panels of constant weights, with the epilogue while the block is in the cache. Included once per
 // instruction set, with STOF_TILE_ROWS × STOF_TILE_VECTORS accumulators.
 #ifndef STOF_CPU_GEMM_PACKED_KERNEL_H_
 #define STOF_CPU_GEMM_PACKED_KERNEL_H_
@@ -20,21 +20,21 @@ constexpr int kTileVectors = STOF_TILE_VECTORS;
 constexpr int kTileColumns = kTileVectors * Simd::kWidth;
 static_assert(kTileColumns <= kPackedMostColumns, "a block of a product is in a worker's workspace");
 
-// What the caller wants next, `step` bytes for each step of k: the factor is read from memory once, and by then it is
-// here. Addresses beyond the panels do no harm.
+// The panel to prefetch, `step` bytes for each step of k: weights are read from memory once. Addresses beyond the
+// panels do no harm.
 struct NextPanel {
   const char* at;
   int64_t step;
 };
 
-// What is added to a product before it leaves the registers: rows `stride` apart, 0 for the same one.
+// A matrix that is added before a tile leaves the registers: rows `stride` apart, 0 for one row.
 struct Addend {
   const float* at = nullptr;
   int64_t stride = 0;
   Addend Rows(int64_t rows) const { return {at == nullptr ? nullptr : at + rows * stride, stride}; }
 };
 struct Addends {
-  Addend before, bias, residual;  // in the order in which they are added; before: what a product has so far
+  Addend before, bias, residual;  // in the order of addition; before: the partial sums of earlier slabs of K
   Addends Rows(int64_t rows) const { return {before.Rows(rows), bias.Rows(rows), residual.Rows(rows)}; }
 };
 
@@ -43,7 +43,7 @@ struct Addends {
 template <int kRows, int kVectors>
 void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc, const Addends& plus,
                 NextPanel next) {
-  // Rows far apart, which the processor does not see coming.
+  // Rows far apart, which the hardware does not prefetch.
   if (plus.residual.at != nullptr) {
     for (int i = 0; i < kRows; ++i) {
       for (int j = 0; j < kVectors; ++j)
@@ -114,7 +114,7 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
     if (k0 > 0) addends.before = {c, ldc};
     const float* const b = panel + k0 * width;
     const auto* next = reinterpret_cast<const char*>(b + depth * width);
-    // A few tiles are done before much of it could come: the processor sees by itself what is read in order.
+    // Few tiles leave no time for a prefetch, and the hardware prefetches what is read in order.
     const int64_t step = tiles >= 4 ? (width * 4 + tiles - 1) / tiles : 0;
     for (int64_t t = 0, m = 0; t < tiles; ++t) {
       const int64_t count = (rows - m) / (tiles - t);  // as many rows in each tile, give or take one
@@ -183,7 +183,7 @@ void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t 
   }
 }
 
-// What an epilogue adds, where it does nothing else.
+// The addends of an epilogue that only adds.
 inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
   Addends plus;
   if (e.bias0 != nullptr) plus.bias = {e.bias0 + n0, 0};
@@ -191,8 +191,8 @@ inline Addends Added(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N
   return plus;
 }
 
-void RunPanel(const PackedProblem& p, int64_t m0, int64_t panel, float* workspace) {
-  const CpuGemmArgs& args = *p.args;
+void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* workspace) {
+  const CpuPackedGemmArgs& args = *p.args;
   const int64_t rows = std::min(p.block, args.M - m0), n0 = panel * kTileColumns;
   const int64_t wide = std::min<int64_t>(kTileColumns, p.N - n0), width = PackedWidth(wide);
   const float* const panels = p.panels + panel * p.products * p.K * kTileColumns;
@@ -241,7 +241,7 @@ void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* p
   }
 }
 
-const PackedKernels kPackedKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
+const PackedGemmKernels kPackedGemmKernels = {kTileColumns, Simd::kWidth, kTileRows, PackPanel, RunPanel};
 
 }  // namespace STOF_ISA
 }  // namespace cpu

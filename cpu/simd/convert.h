@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof {
 namespace cpu {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What will be needed soon, fetched early. Included once per instruction set, with STOF_ISA its namespace.
+// Software prefetch. Included once per instruction set, with STOF_ISA its namespace.
 #ifndef STOF_CPU_SIMD_PREFETCH_H_
 #define STOF_CPU_SIMD_PREFETCH_H_
 
@@ -9,12 +9,12 @@ namespace stof {
 namespace cpu {
 namespace STOF_ISA {
 
-// Rows that will be needed soon, fetched into the second-level cache a few lines at a time between computations: the
-// hardware's prefetchers stop at the end of a page and see nothing in rows that lie a page apart.
+// Rows to fetch into the L2 cache, a few lines at a time between computations: the hardware's prefetchers stop at the
+// end of a page and do not see rows that are a page apart.
 class Ahead {
  public:
   void Clear() { count_ = block_ = 0, row_ = line_ = 0, total_ = 0; }
-  // What does not fit is not fetched.
+  // Ignored where the list is full.
   void Add(const void* at, int64_t stride, int64_t rows, int64_t bytes) {
     if (count_ == kMost || rows <= 0) return;
     Block* block = &blocks_[count_++];

@@ -18,7 +18,7 @@
 #include "cuda/mask/build/mask_builder.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/mask_program.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
 namespace cuda {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/attention.h"
 
 namespace stof {
 namespace cuda {

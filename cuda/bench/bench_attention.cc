@@ -242,7 +242,7 @@ double Time(const Row& row, const std::vector<stof::AttentionArgs>& sets, int ca
   const auto run = [&] {
     space->used = 0;
     const stof::Status status =
-        stof::FindCudaBackend()->attention(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
+        stof::FindCudaBackend()->attention.run(sets[turn++ % sets.size()], nullptr, mask, sizes, {}, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);

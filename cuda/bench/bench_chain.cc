@@ -106,7 +106,7 @@ void Run(const Case& one, cudaStream_t stream) {
     bytes += BytesOf(*tensor) / 3 * thirds;
   };
   for (const Input& input : one.inputs) {
-    Tensor tensor = Shaped(input.dtype, input.dims);
+    Tensor tensor = TensorOfShape(input.dtype, input.dims);
     give(&tensor, input.thirds);
     Fill(tensor);
     inputs.push_back(tensor);

@@ -17,7 +17,7 @@
 #include "cuda/gemm/cublaslt.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/epilogue.cuh"
-#include "plugins/core/gemm/gemm.h"
+#include "plugins/core/contract/cuda_backend.h"
 
 namespace stof {
 namespace cuda {
@@ -214,7 +214,7 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
   context.self = workspace;
   context.allocate = [](void* self, size_t bytes) { return bytes <= kWorkspace ? self : nullptr; };
   const auto ours = [&] {
-    const stof::Status status = stof::FindGemmBackend()->run(args, context);
+    const stof::Status status = stof::FindCudaBackend()->gemm.run(args, context);
     if (!status.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.name, status.message().c_str());
       std::exit(1);
@@ -237,7 +237,7 @@ void Bench(const Row& row, CublasLt* lt, bool all, bool quick, FILE* report, boo
               static_cast<long long>(row.K));
   for (int k = 0; k < (all ? 16 : 0); ++k) {
     stof::cuda::TakeGemmKernel(k);
-    if (!stof::FindGemmBackend()->run(args, context).ok()) break;
+    if (!stof::FindCudaBackend()->gemm.run(args, context).ok()) break;
     const float off = error();
     std::printf(" [%d %.1f%s]", k, TimeGraph(stream, calls, ours, 32), off < 4 ? "" : " WRONG");
   }

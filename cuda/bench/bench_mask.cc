@@ -45,7 +45,7 @@ void* OnDevice(const void* from, size_t bytes) {
 }
 
 stof::Tensor Describe(void* data, stof::DType dtype, std::initializer_list<int64_t> dims) {
-  stof::Tensor tensor = stof::Shaped(dtype, dims);
+  stof::Tensor tensor = stof::TensorOfShape(dtype, dims);
   tensor.data = data;
   return tensor;
 }

@@ -91,8 +91,8 @@ std::vector<std::string> UsualChainKernels(DType dtype) {
   const std::string type = NameOf(dtype);
   const auto add = [&](const Usual& usual, int64_t b, int64_t s, int64_t n) {
     std::string text = "axes b = x0.0, s = x0.1, n = x0.2\n" + usual.lets + usual.outputs;
-    std::vector<Tensor> inputs(static_cast<size_t>(usual.inputs), Shaped(dtype, {b, s, n}));
-    inputs.resize(inputs.size() + static_cast<size_t>(usual.vectors), Shaped(dtype, {n}));
+    std::vector<Tensor> inputs(static_cast<size_t>(usual.inputs), TensorOfShape(dtype, {b, s, n}));
+    inputs.resize(inputs.size() + static_cast<size_t>(usual.vectors), TensorOfShape(dtype, {n}));
     all.Add(Replaced(Replaced(text, "TYPE", type), "AT", "b, s, n"), inputs);
   };
   for (const Usual& usual : Rows()) {
@@ -107,7 +107,7 @@ std::vector<std::string> UsualChainKernels(DType dtype) {
     for (const char* f : {"gelu", "gelu_tanh", "silu"}) {
       all.Add("axes b = x0.0, s = x0.1, n = x0.2 / 2\nout y0 " + type + " [b, s, n] = " + f +
                   "(x0[b, s, n]) * x0[b, s, n + 1152]",
-              {Shaped(dtype, {size.b, size.s, 2304})});
+              {TensorOfShape(dtype, {size.b, size.s, 2304})});
     }
     for (const int64_t d : {int64_t{64}, int64_t{128}}) {
       for (const DType table : {dtype, DType::kF32}) {
@@ -115,7 +115,8 @@ std::vector<std::string> UsualChainKernels(DType dtype) {
         all.Add("axes b = x0.0, h = 12, s = x0.1, d = " + std::to_string(d) + "\nlet t = select(d < " + half +
                     ", -x0[b, s, " + head + " + " + half + "], x0[b, s, " + head + " - " + half + "])\nout y0 " + type +
                     " [b, h, s, d] = x0[b, s, " + head + "] * x1[s, d] + t * x2[s, d]",
-                {Shaped(dtype, {size.b, size.s, 12 * d}), Shaped(table, {size.s, d}), Shaped(table, {size.s, d})});
+                {TensorOfShape(dtype, {size.b, size.s, 12 * d}), TensorOfShape(table, {size.s, d}),
+                 TensorOfShape(table, {size.s, d})});
       }
     }
   }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof {
 namespace cuda {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "plugins/core/gemm/gemm.h"
+#include "plugins/core/contract/gemm.h"
 
 namespace stof {
 namespace cuda {

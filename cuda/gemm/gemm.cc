@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a matrix product to the launch: which kernel, its tensor maps, its grid.
-#include "plugins/core/gemm/gemm.h"
-
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
@@ -16,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/common/one_process.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/params.h"
+#include "cuda/gemm/run.h"
 #include "cuda/mask/device_mask.h"
 
 namespace stof {
@@ -336,7 +334,9 @@ Status FindTimed(const GemmArgs& args, const RunContext& context, const Facts& f
   return Status();
 }
 
-Status Run(const GemmArgs& args, const RunContext& context) {
+}  // namespace
+
+Status RunGemm(const GemmArgs& args, const RunContext& context) {
   Facts facts;
   STOF_RETURN_IF_ERROR(GetFacts(&facts));
   if (facts.capability < 80) {
@@ -361,18 +361,10 @@ Status Run(const GemmArgs& args, const RunContext& context) {
   return done ? Status() : Status::Error("cuBLASLt, which STOF_CUDA_GEMM asks for, does not compute this product");
 }
 
-Status Plan(const GemmArgs&, size_t* workspace) {
+Status PlanGemmWorkspace(const GemmArgs&, size_t* workspace) {
   *workspace = kGemmWorkspace;
   return Status();
 }
 
-}  // namespace
 }  // namespace cuda
-
-const GemmBackend* FindGemmBackend() {
-  static constexpr GemmBackend kBackend = {&cuda::InOneProcess<&cuda::Run>::Call,
-                                           &cuda::InOneProcess<&cuda::Plan>::Call};
-  return &kBackend;
-}
-
 }  // namespace stof

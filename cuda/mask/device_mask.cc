@@ -38,7 +38,7 @@ std::vector<int32_t> OrderOf(const BlockMask& mask) {
   return order;
 }
 
-// Whether a query below S has no key.
+// Whether a query below S is fully masked.
 bool HasEmptyRows(const BlockMask& mask) {
   const auto words = static_cast<size_t>(mask.n / 32), m = static_cast<size_t>(mask.m);
   std::vector<bool> found(m);
@@ -70,13 +70,28 @@ int64_t LongestRow(const BlockMask& mask) {
   return longest;
 }
 
-// A plan is made for these costs: kernels of one tile differ in them.
+// The tile schedule depends on these costs, in which kernels of one tile differ.
 uint64_t HashOf(const TileCost& cost) {
   uint64_t hash = (cost.cuts ? 1 : 0) + (cost.draws ? 2 : 0);
   for (const int64_t x : {cost.row, cost.full, cost.partial, cost.split, cost.half, int64_t{cost.teams}}) {
     hash = MixHash(hash, static_cast<uint64_t>(x));
   }
   return hash;
+}
+
+DeviceMaskKey KeyOf(int device, uint64_t hash, const ExprSizes& sizes, const MaskForm& form) {
+  DeviceMaskKey key;
+  key.device = device;
+  key.expression = hash;
+  key.sizes = sizes;
+  key.m = form.m, key.n = form.n;
+  key.workers = form.workers;
+  key.section = form.section;
+  key.sharing = form.sharing;
+  key.cost = HashOf(form.cost);
+  key.group = form.group;
+  key.fragments = form.fragments;
+  return key;
 }
 
 // The bits in the order of fragments.h.
@@ -101,6 +116,20 @@ std::vector<uint32_t> ToFragments(const BlockMask& mask) {
 }
 
 }  // namespace
+
+uint64_t DeviceMaskKey::Hash() const {
+  const auto word = [](int64_t x) { return static_cast<uint64_t>(x); };
+  return HashWords({word(device), sizes.Hash(), word(m), word(n), word(workers), word(section), word(sharing), cost,
+                    word(group), fragments ? 1u : 0u},
+                   expression);
+}
+
+std::string DeviceMaskKey::Print() const {
+  return "device " + std::to_string(device) + " expression " + std::to_string(expression) + " " + sizes.Print() +
+         " tile " + std::to_string(m) + "x" + std::to_string(n) + " workers " + std::to_string(workers) + " section " +
+         std::to_string(section) + " sharing " + std::to_string(sharing) + " cost " + std::to_string(cost) + " group " +
+         std::to_string(group) + (fragments ? " fragments" : "");
+}
 
 Status ToStatus(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return Status();
@@ -197,13 +226,13 @@ Status MaskEntry::Join(cudaStream_t stream, bool captured) const {
     return Status();
   }
   if (state != cudaErrorNotReady) return ToStatus(state, "upload of a block mask");
-  cudaGetLastError();  // that it is not done is no error for whoever looks next
+  cudaGetLastError();  // clears it: an upload that goes on is no error
   return ToStatus(cudaStreamWaitEvent(stream, uploaded_, 0), "wait for a block mask");
 }
 
 namespace {
 
-// Nobody gets an entry that may not be there yet.
+// No caller gets an entry whose upload may not have ended.
 Status JoinOrDrop(cudaStream_t stream, bool captured, std::shared_ptr<const MaskEntry>* entry) {
   const Status joined = (*entry)->Join(stream, captured);
   if (!joined.ok()) entry->reset();
@@ -228,8 +257,7 @@ Status DeviceMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   STOF_RETURN_IF_ERROR(ToStatus(cudaStreamIsCapturing(stream, &capture), "state of the stream"));
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  const Key key{device, hash,         sizes.B,      sizes.H,      sizes.S,           sizes.T,    sizes.P,       form.m,
-                form.n, form.workers, form.section, form.sharing, HashOf(form.cost), form.group, form.fragments};
+  const Key key = KeyOf(device, hash, sizes, form);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = slots_.find(key);

@@ -6,16 +6,17 @@
 
 #include <atomic>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
+#include <string>
+#include <unordered_map>
 
 #include "cuda/attention/params.h"
 #include "cuda/schedule/dynamic_counter.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/host/hash.h"
 #include "plugins/core/mask/expr.h"
 
 namespace stof {
@@ -35,7 +36,7 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// What a kernel wants of a block mask. workers 0: it is not persistent and needs no plan.
+// The form of a block mask that a kernel reads. workers 0: the kernel is not persistent and needs no tile schedule.
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;
   int workers = 0;
@@ -43,12 +44,12 @@ struct MaskForm {
   int64_t sharing = 1;     // query heads of a key head
   TileCost cost;           // of kernels with one tile, that of a row tells which
   bool fragments = false;  // bits in the order of fragments.h
-  // Query heads of a key head whose rows may be stacked (stacked_mask.h), and what is asked whether it pays.
+  // Query heads of a key head whose rows may be stacked (stacked_mask.h), and the number of SMs, which decides it.
   int64_t group = 1;
   int multiprocessors = 0;
 };
 
-// A block mask in device memory, with the event behind which it is there.
+// A block mask in device memory, with the event of its upload.
 class MaskEntry {
  public:
   MaskEntry() = default;
@@ -57,26 +58,26 @@ class MaskEntry {
   ~MaskEntry();
   // stacked: the mask is stacked by form.group.
   Status Upload(const BlockMask& mask, const ExprSizes& sizes, const MaskForm& form, bool stacked, cudaStream_t stream);
-  // Lets the stream wait for the upload where that may not have ended.
+  // Lets the stream wait for an upload that may not have ended.
   Status Join(cudaStream_t stream, bool captured) const;
   const DeviceMask& view() const { return view_; }
   // The plan for up to form.workers; nullptr without one.
   const WorkItem* work() const { return work_; }
   const WorkStart* work_start() const { return work_start_; }
   int workers() const { return workers_; }
-  // Its items that workers draw, and where they count them.
+  // The items of dynamic scheduling, and their atomic counters.
   int32_t drawn_begin() const { return drawn_begin_; }
   int32_t drawn_end() const { return drawn_end_; }
   const DrawCounts& draw_counts() const { return draw_counts_; }
-  // Its rows in parts, and how many parts there are.
+  // Rows with split-KV, and the number of splits of all of them.
   const CutRow* cut() const { return cut_; }
   int32_t cut_rows() const { return cut_rows_; }
   int64_t parts() const { return parts_; }
-  // Whether some query has no key by the mask alone.
+  // Whether the mask leaves a query fully masked.
   bool empty_rows() const { return empty_rows_; }
-  // Tiles of the row that has most.
+  // Tiles of the longest row.
   int64_t longest_row() const { return longest_row_; }
-  // Whether its heads are groups, of which a tile has the rows of all query heads.
+  // Whether a tile has the rows of all query heads of a group (GQA packing).
   bool stacked() const { return stacked_; }
   // Whether there is one row of tiles for all heads and batches; where its full tiles begin.
   bool one_row() const { return one_row_; }
@@ -104,11 +105,31 @@ class MaskEntry {
   mutable std::atomic<bool> ready_{false};
 };
 
-// Device masks by (device, mask, sizes, form), shared by all layers and sessions of the process. Those that a captured
-// graph or a node of fixed shapes reads are pinned: they live as long as a keeper holds them, for ever where there is
-// none, and do not count. Nodes pin no more than the capacity, graphs what they read. Of the others the least recently
-// used go when their bytes exceed the capacity, after the device has done with them (cudaFree waits); one stays,
-// whatever its size, which BlockMaskBounds limits.
+// What decides a block mask in device memory: the mask and the fields of MaskForm.
+struct DeviceMaskKey {
+  int device = 0;
+  uint64_t expression = 0;  // MaskExpr::Hash
+  ExprSizes sizes;
+  int m = 0, n = 0, workers = 0;
+  int64_t section = 0, sharing = 0;
+  uint64_t cost = 0;  // hash of MaskForm::cost
+  int64_t group = 0;
+  bool fragments = false;
+
+  bool operator==(const DeviceMaskKey& o) const {
+    return device == o.device && expression == o.expression && sizes == o.sizes && m == o.m && n == o.n &&
+           workers == o.workers && section == o.section && sharing == o.sharing && cost == o.cost && group == o.group &&
+           fragments == o.fragments;
+  }
+  uint64_t Hash() const;
+  std::string Print() const;
+};
+
+// Device masks by key, shared by all layers and sessions of the process. Masks that a captured graph or a node of fixed
+// shapes reads are pinned: they live as long as a keeper holds them, for ever where there is none, and do not count.
+// Nodes pin no more than the capacity, graphs what they read. The least recently used of the others are evicted when
+// their bytes exceed the capacity, after the device has done with them (cudaFree waits). One stays, whatever its size,
+// which BlockMaskBounds limits.
 class DeviceMaskCache {
  public:
   struct Stats {
@@ -117,15 +138,14 @@ class DeviceMaskCache {
   };
   explicit DeviceMaskCache(int64_t capacity) : capacity_(capacity) {}
   static DeviceMaskCache& Global();
-  // While the stream is captured nothing can be made: what is not here is then `missing`. keep: the keeper shall hold
-  // the entry, where there is room, as it does in any case while the stream is captured.
+  // Nothing can be uploaded while the stream is captured: an absent mask is then `missing`. keep: the keeper shall hold
+  // the entry, where there is room; while the stream is captured it does in any case.
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, const MaskForm& form, cudaStream_t stream,
              Keeper* keeper, bool keep, std::shared_ptr<const MaskEntry>* entry, bool* missing);
   Stats GetStats() const;
 
  private:
-  using Key = std::tuple<int, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t,
-                         uint64_t, int64_t, bool>;
+  using Key = DeviceMaskKey;
   struct Slot {
     std::shared_ptr<const MaskEntry> entry;  // nullptr where keepers hold it
     std::weak_ptr<const MaskEntry> kept;
@@ -137,7 +157,7 @@ class DeviceMaskCache {
   void DropReleased();
   const int64_t capacity_;
   mutable std::mutex mutex_;
-  std::map<Key, Slot> slots_;
+  std::unordered_map<Key, Slot, KeyHash> slots_;
   std::list<Key> ages_;  // of those that are not pinned, most recent first
   int64_t bytes_ = 0;
 };

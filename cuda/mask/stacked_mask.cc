@@ -11,10 +11,10 @@ namespace stof {
 namespace cuda {
 namespace {
 
-// What a head has of a tile: an index into the bits, or one of these.
+// A head's tile: an index into the bits, or one of these.
 constexpr int32_t kFull = -1, kNone = -2;
 
-// Puts tables of several heads together; tiles and tables of one content are there once.
+// Stacks the tables of several heads; stores equal tiles and tables once.
 class Stack {
  public:
   Stack(const BlockMask& mask, int64_t group)
@@ -103,7 +103,7 @@ BlockMask StackHeads(const BlockMask& mask, int64_t group) {
 }
 
 bool StackingPays(int64_t stacked_tiles, int64_t tiles, int64_t group, int64_t groups, int multiprocessors) {
-  // Clusters of eight CTAs: from half of the multiprocessors on they read as fast as the memory gives.
+  // Clusters of eight CTAs saturate the memory from half of the SMs on.
   constexpr int64_t kCluster = 8;
   return 2 * kCluster * groups >= multiprocessors || 4 * stacked_tiles <= 3 * group * tiles;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a partial tile and padding forbid of the scores of a warp whose products are those of mma.sync: for the kernels
-// for compute capability 8.0 and for fp32. An accumulator of 16 rows lies in a warp as that of 64 rows in a warpgroup,
-// so that bits come in the same order (fragments.h): one word for all that a thread has of 16 rows and 64 keys.
+// Element mask and key padding of a partial tile for a warp that computes its scores with mma.sync: for the sm80 and
+// fp32 kernels. A warp's accumulator of 16 rows has the layout of a warpgroup's accumulator of 64 rows, so that bits
+// have the same order (fragments.h): one word for a thread's elements of 16 rows and 64 keys.
 #ifndef STOF_CUDA_MASK_TILE_BITS_CUH_
 #define STOF_CUDA_MASK_TILE_BITS_CUH_
 
@@ -18,13 +18,13 @@ namespace cuda {
 template <int kBlocks>
 class TileBits {
  public:
-  // Whether there is anything to take away.
+  // Whether any element is masked.
   static __device__ __forceinline__ bool Some(int id, const uint32_t (&pad)[2]) {
     return id >= 0 || (pad[0] & pad[1]) != ~0u;
   }
 
-  // Asks for them. bits: those of all tiles; id: the tile's, negative: it allows every pair; block: the first of the
-  // warp's 16 rows, as they lie in a tile.
+  // Loads the bits. bits: those of all tiles; id: the tile's, negative: a full tile; block: the warp's first block of
+  // 16 rows in the tile.
   __device__ __forceinline__ void Fetch(const uint32_t* bits, int id, int block, int lane) {
     // Not a pointer that may be null: ptxas 13.0 compares it with zero sooner than the zero arrives
     // (docs/lab/cuda-experiments.md, "Defects of compilers and runtimes").

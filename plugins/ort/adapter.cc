@@ -18,7 +18,7 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
   r.GetName = [](const OrtCustomOp* op) { return Self(op).description->name; };
   r.GetExecutionProviderType = [](const OrtCustomOp* op) { return Self(op).provider; };
   r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
-    if (Self(op).description->lists) return 1;
+    if (Self(op).description->is_variadic) return 1;
     return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
   };
   r.GetInputType = [](const OrtCustomOp* op, size_t i) {
@@ -27,26 +27,26 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, const
                : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   };
   r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
-    if (Self(op).description->lists) return INPUT_OUTPUT_VARIADIC;
+    if (Self(op).description->is_variadic) return INPUT_OUTPUT_VARIADIC;
     return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   r.GetOutputTypeCount = [](const OrtCustomOp* op) -> size_t {
     const OpDescription& description = *Self(op).description;
-    return description.lists ? 1 : description.outputs + description.optional_outputs;
+    return description.is_variadic ? 1 : description.outputs + description.optional_outputs;
   };
   r.GetOutputType = [](const OrtCustomOp* op, size_t i) {
     return static_cast<ONNXTensorElementDataType>(Self(op).description->OutputType(static_cast<int>(i), Self(op).type));
   };
   r.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     const OpDescription& description = *Self(op).description;
-    if (description.lists) return INPUT_OUTPUT_VARIADIC;
+    if (description.is_variadic) return INPUT_OUTPUT_VARIADIC;
     return i < static_cast<size_t>(description.outputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
+  r.GetVariadicInputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->is_variadic ? 0 : 1; };
   r.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
-  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->lists ? 0 : 1; };
+  r.GetVariadicOutputHomogeneity = [](const OrtCustomOp* op) { return Self(op).description->is_variadic ? 0 : 1; };
   r.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   r.GetEndVersion = [](const OrtCustomOp*) { return 1; };
   r.CreateKernelV2 = CreateKernel;

@@ -17,7 +17,7 @@ constexpr uint32_t kApiVersion = 18;
 constexpr int kMaxInputs = 32;  // of a node
 
 // One registration: an operator for one element type on one execution provider. `OrtCustomOp` comes first so that the
-// pointer that ONNX Runtime hands back is also a pointer to this.
+// pointer that ONNX Runtime passes is also a pointer to this.
 struct Registration : OrtCustomOp {
   const OpDescription* description = nullptr;
   DType type = DType::kUndefined;

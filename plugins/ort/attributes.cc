@@ -50,7 +50,7 @@ bool KernelAttributes::String(const char* name, std::string* value) const {
   };
   if (!Get(name, AttributeType::kString, measure) || size == 0) return false;
   std::string text(size, '\0');
-  if (Failed(api_, api_->KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
+  if (HasFailed(api_, api_->KernelInfoGetAttribute_string(info_, name, text.data(), &size))) return false;
   text.resize(size - 1);
   *value = std::move(text);
   return true;
@@ -67,7 +67,7 @@ bool KernelAttributes::Ints(const char* name, std::vector<int64_t>* value) const
     return false;
   }
   std::vector<int64_t> numbers(count);
-  if (Failed(api_, api_->KernelInfoGetAttributeArray_int64(info_, name, numbers.data(), &count))) return false;
+  if (HasFailed(api_, api_->KernelInfoGetAttributeArray_int64(info_, name, numbers.data(), &count))) return false;
   *value = std::move(numbers);
   return true;
 }
@@ -83,11 +83,11 @@ bool InferAttributes::Float(const char* name, float* value) const {
 bool InferAttributes::String(const char* name, std::string* value) const {
   const OrtOpAttr* attribute = nullptr;
   size_t size = 0;
-  if (Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
+  if (HasFailed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
   // The first call only asks for the size and reports the missing buffer as an error.
-  Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &size));
+  HasFailed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &size));
   std::string text(size, '\0');
-  if (size == 0 || Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), size, &size)))
+  if (size == 0 || HasFailed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), size, &size)))
     return false;
   while (!text.empty() && text.back() == '\0') text.pop_back();
   *value = std::move(text);
@@ -97,11 +97,11 @@ bool InferAttributes::String(const char* name, std::string* value) const {
 bool InferAttributes::Ints(const char* name, std::vector<int64_t>* value) const {
   const OrtOpAttr* attribute = nullptr;
   size_t size = 0;
-  if (Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
+  if (HasFailed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute))) return false;
   // As above.
-  Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &size));
+  HasFailed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &size));
   std::vector<int64_t> numbers(size / sizeof(int64_t));
-  if (numbers.empty() || Failed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, numbers.data(), size, &size))) {
+  if (numbers.empty() || HasFailed(api_, api_->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, numbers.data(), size, &size))) {
     return false;
   }
   *value = std::move(numbers);
@@ -111,8 +111,8 @@ bool InferAttributes::Ints(const char* name, std::vector<int64_t>* value) const 
 bool InferAttributes::Read(const char* name, OrtOpAttrType type, void* value, size_t size) const {
   const OrtOpAttr* attribute = nullptr;
   size_t written = 0;
-  return !Failed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute)) &&
-         !Failed(api_, api_->ReadOpAttr(attribute, type, value, size, &written));
+  return !HasFailed(api_, api_->ShapeInferContext_GetAttribute(context_, name, &attribute)) &&
+         !HasFailed(api_, api_->ReadOpAttr(attribute, type, value, size, &written));
 }
 
 }  // namespace stof::ort

@@ -7,7 +7,7 @@
 
 namespace stof::ort {
 
-bool Failed(const OrtApi* api, OrtStatus* status) {
+bool HasFailed(const OrtApi* api, OrtStatus* status) {
   if (status == nullptr) return false;
   api->ReleaseStatus(status);
   return true;

@@ -38,9 +38,9 @@ struct Kernel {
 
 std::string NodeName(const OrtApi* api, const OrtKernelInfo* info) {
   size_t size = 0;
-  if (Failed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return std::string();
+  if (HasFailed(api, api->KernelInfo_GetNodeName(info, nullptr, &size)) || size <= 1) return std::string();
   std::string name(size, '\0');
-  if (Failed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return std::string();
+  if (HasFailed(api, api->KernelInfo_GetNodeName(info, name.data(), &size))) return std::string();
   name.resize(size - 1);
   return name;
 }
@@ -60,7 +60,7 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   for (size_t i = 0; i < count; ++i) {
     int constant = 0;
     const OrtValue* value = nullptr;
-    if (Failed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
+    if (HasFailed(api, api->KernelInfoGetConstantInput_tensor(info, i, &constant, &value)) || constant == 0) continue;
     STOF_ORT_RETURN(OfInput(api, kernel->node, i, FromValue(api, value, &inputs[i])));
     bool on_device = false;
     STOF_ORT_RETURN(OnDevice(api, value, &on_device));
@@ -69,48 +69,50 @@ OrtStatus* PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* k
   return ToOrt(api, kernel->node, kernel->op->Prepare(inputs.data(), static_cast<int>(count)));
 }
 
-// Whether the thread works on the device that a kernel's provider has.
+// Whether the calling thread's current device is that of the kernel's provider.
 bool IsOnItsDevice(const OrtApi* api, const OrtAllocator* allocator) {
   const OrtMemoryInfo* memory = nullptr;
   int own = -1, current = -2;
-  return allocator != nullptr && !Failed(api, api->AllocatorGetInfo(allocator, &memory)) &&
-         !Failed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->device(&current).ok() && own == current;
+  return allocator != nullptr && !HasFailed(api, api->AllocatorGetInfo(allocator, &memory)) &&
+         !HasFailed(api, api->MemoryInfoGetId(memory, &own)) && FindCudaBackend()->current_device(&current).ok() &&
+         own == current;
 }
 
-// What the first run would else do: as far as the model says the shapes.
-void ReadyKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
+// Does ahead what the first run would do, as far as the model gives the shapes.
+void PrepareKernel(const OrtApi* api, const OrtKernelInfo* info, Kernel* kernel) {
   size_t count = 0;
-  if (Failed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
+  if (HasFailed(api, api->KernelInfo_GetInputCount(info, &count)) || count > kMaxInputs) return;
   std::vector<Tensor> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     OrtTypeInfo* type = nullptr;
-    if (Failed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr) continue;  // left out
+    if (HasFailed(api, api->KernelInfo_GetInputTypeInfo(info, i, &type)) || type == nullptr)
+      continue;  // an absent input
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
-    const bool described = !Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
-                           !Failed(api, Describe(api, tensor, &inputs[i]));
+    const bool described = !HasFailed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+                           !HasFailed(api, Describe(api, tensor, &inputs[i]));
     api->ReleaseTypeInfo(type);
     if (!described) return;
   }
   if (kernel->on_cuda && !IsOnItsDevice(api, kernel->allocator)) return;
-  // What cannot be made ready now is made, or reported, by the run; so is what there is no memory for.
+  // Errors, out of memory included, are left to the run.
   try {
-    (void)kernel->op->ReadyNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
+    (void)kernel->op->PrepareNode(inputs.data(), static_cast<int>(count), kernel->on_cuda, RunThreads());
   } catch (const std::exception&) {
   }
 }
 
-// What the model, or the runtime that changed it, says of the outputs.
+// The types of the outputs by the model, or by the runtime that changed it.
 OrtStatus* ReadOutputTypes(const OrtApi* api, const OrtKernelInfo* info, Op* op) {
   size_t count = 0;
   STOF_ORT_RETURN(api->KernelInfo_GetOutputCount(info, &count));
   DType types[kMaxOutputs] = {};
   for (size_t i = 0; i < std::min<size_t>(count, kMaxOutputs); ++i) {
     OrtTypeInfo* type = nullptr;
-    if (Failed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
+    if (HasFailed(api, api->KernelInfo_GetOutputTypeInfo(info, i, &type)) || type == nullptr) continue;
     const OrtTensorTypeAndShapeInfo* tensor = nullptr;
     ONNXTensorElementDataType element = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-    if (!Failed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
-        !Failed(api, api->GetTensorElementType(tensor, &element))) {
+    if (!HasFailed(api, api->CastTypeInfoToTensorInfo(type, &tensor)) && tensor != nullptr &&
+        !HasFailed(api, api->GetTensorElementType(tensor, &element))) {
       types[i] = static_cast<DType>(element);
     }
     api->ReleaseTypeInfo(type);
@@ -138,7 +140,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   const int no = static_cast<int>(output_count);
   STOF_ORT_RETURN(ToOrt(api, kernel.node, kernel.op->InferOutputs(inputs, ni, outputs, no)));
   for (size_t i = 0; i < output_count; ++i) {
-    if (outputs[i].dtype == DType::kUndefined) continue;  // one that the operator does not give
+    if (outputs[i].dtype == DType::kUndefined) continue;  // an output that the operator does not have
     OrtValue* value = nullptr;
     STOF_ORT_RETURN(api->KernelContext_GetOutput(context, i, outputs[i].dims, outputs[i].rank, &value));
     if (value == nullptr) continue;
@@ -149,7 +151,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   RunContext run;
   if (kernel.on_cuda) {
     int device = 0;
-    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->device(&device)));
+    STOF_ORT_RETURN(ToOrt(api, kernel.node, FindCudaBackend()->current_device(&device)));
     STOF_ORT_RETURN(api->KernelContext_GetGPUComputeStream(context, &run.stream));
     STOF_ORT_RETURN(api->CreateMemoryInfo("Cuda", OrtArenaAllocator, device, OrtMemTypeDefault, &memory));
     run.on_cuda = true;
@@ -158,7 +160,7 @@ OrtStatus* ComputeChecked(const Kernel& kernel, OrtKernelContext* context) {
   }
   OrtStatus* status = api->KernelContext_GetAllocator(context, memory, &allocator);
   api->ReleaseMemoryInfo(memory);
-  // A provider that is a plugin may describe its memory otherwise: then what it gave when the kernel was made.
+  // A plugin provider may name its memory otherwise: then take the allocator from the kernel's creation.
   const bool own = status != nullptr && kernel.allocator != nullptr;
   if (own) api->ReleaseStatus(status), status = nullptr, allocator = kernel.allocator;
   STOF_ORT_RETURN(status);
@@ -188,18 +190,18 @@ OrtStatus* ORT_API_CALL CreateKernel(const OrtCustomOp* op, const OrtApi* api, c
     const std::string name = NodeName(api, info);
     node = LabelOf(self.description->name, name);
     kernel->node = node;
-    // ONNX Runtime puts the name before each message of a run as it is, and Python then has no message at all.
+    // ONNX Runtime puts the unescaped name before each message of a run, and Python then drops the message.
     if (!IsUtf8(name)) {
       return Error(api, ORT_INVALID_ARGUMENT, node,
                    "the node's name is not UTF-8, which ONNX demands and messages need: rename the node");
     }
     STOF_ORT_RETURN(ToOrt(api, kernel->node, self.description->create(KernelAttributes(api, info), &kernel->op)));
-    if (self.description->lists) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
+    if (self.description->is_variadic) STOF_ORT_RETURN(ReadOutputTypes(api, info, kernel->op.get()));
     STOF_ORT_RETURN(PrepareKernel(api, info, kernel.get()));
-    if (kernel->on_cuda && Failed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
+    if (kernel->on_cuda && HasFailed(api, api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &kernel->allocator))) {
       kernel->allocator = nullptr;
     }
-    ReadyKernel(api, info, kernel.get());
+    PrepareKernel(api, info, kernel.get());
     *out = kernel.release();
     return nullptr;
   } catch (const std::exception& error) {

@@ -11,8 +11,8 @@
 
 namespace {
 
-// What one runtime gets. ONNX Runtime keeps pointers to the registrations and the domain for as long as any session
-// lives, and several sessions may register the library: made once per API table and never freed.
+// The operators for one API table. ONNX Runtime keeps pointers to the registrations and the domain for as long as any
+// session lives, and several sessions may register the library: made once per API table and never freed.
 struct Domain {
   const OrtApi* api = nullptr;
   OrtCustomOpDomain* domain = nullptr;
@@ -30,11 +30,10 @@ OrtStatus* MakeDomain(const OrtApi* api, Domain* made) {
     for (const char* provider :
          {static_cast<const char*>(nullptr), "CUDAExecutionProvider", "CudaPluginExecutionProvider"}) {
       const bool cuda = provider != nullptr;
-      const stof::DType* types = cuda ? ops[i]->cuda_types : ops[i]->types;
-      const int type_count = !cuda ? ops[i]->type_count : has_cuda ? ops[i]->cuda_type_count : 0;
-      for (int t = 0; t < type_count; ++t) {
+      if (cuda && !has_cuda) continue;
+      for (const stof::DType type : cuda ? ops[i]->cuda_types : ops[i]->types) {
         made->registrations.push_back(std::make_unique<stof::ort::Registration>());
-        stof::ort::Fill(api, *ops[i], types[t], provider, made->registrations.back().get());
+        stof::ort::Fill(api, *ops[i], type, provider, made->registrations.back().get());
         OrtStatus* status = api->CustomOpDomain_Add(made->domain, made->registrations.back().get());
         if (status != nullptr) {
           api->ReleaseCustomOpDomain(made->domain);

@@ -20,10 +20,10 @@ Scratch::Scratch(const OrtApi* api, OrtAllocator* allocator, bool on_device, voi
     : api_(api), allocator_(allocator), backend_(on_device ? FindCudaBackend() : nullptr), stream_(stream) {}
 
 Scratch::~Scratch() {
-  for (void* block : ordered_) backend_->give(stream_, block);
-  // On a device without memory in the order of a stream the arena gets its own back when the stream is done.
-  if (!blocks_.empty() && backend_ != nullptr) backend_->captured_or_done(stream_);
-  for (void* block : blocks_) Failed(api_, api_->AllocatorFree(allocator_, block));
+  for (void* block : ordered_) backend_->free_async(stream_, block);
+  // Without stream-ordered memory the arena gets its blocks back when the stream is done.
+  if (!blocks_.empty() && backend_ != nullptr) backend_->synchronize_unless_capturing(stream_);
+  for (void* block : blocks_) HasFailed(api_, api_->AllocatorFree(allocator_, block));
 }
 
 void* Scratch::Allocate(void* self, size_t bytes) {
@@ -32,7 +32,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
   bytes += kAlignment;
   if (scratch->backend_ == nullptr) {
     block = scratch->FromArena(bytes);
-  } else if (scratch->backend_->take(scratch->stream_, bytes, &block)) {
+  } else if (scratch->backend_->allocate_async(scratch->stream_, bytes, &block)) {
     if (block != nullptr) scratch->ordered_.push_back(block);
   } else {
     // An arena that grows while a graph is captured allocates.
@@ -41,7 +41,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
       size_t bytes;
       void* block;
     } call{scratch, bytes, nullptr};
-    scratch->backend_->relaxed(
+    scratch->backend_->call_in_relaxed_capture(
         [](void* c) {
           static_cast<Call*>(c)->block = static_cast<Call*>(c)->scratch->FromArena(static_cast<Call*>(c)->bytes);
         },
@@ -54,7 +54,7 @@ void* Scratch::Allocate(void* self, size_t bytes) {
 
 void* Scratch::FromArena(size_t bytes) {
   void* block = nullptr;
-  if (Failed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
+  if (HasFailed(api_, api_->AllocatorAlloc(allocator_, bytes, &block)) || block == nullptr) return nullptr;
   blocks_.push_back(block);
   return block;
 }

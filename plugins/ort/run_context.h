@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operators get from ONNX Runtime for one run: memory, and threads of its intra-op pool.
+// RunContext over ONNX Runtime: memory, and threads of its intra-op pool.
 #ifndef STOF_PLUGINS_ORT_RUN_CONTEXT_H_
 #define STOF_PLUGINS_ORT_RUN_CONTEXT_H_
 
@@ -36,8 +36,8 @@ class Scratch {
   std::vector<void*> blocks_, ordered_;
 };
 
-// The C API does not tell the size of the intra-op pool; work slots beyond it only cost an empty call. Asked for once:
-// the C library opens a file for it, which takes as long as a small operator.
+// How many work slots a run gets. The C API does not give the size of the intra-op pool; slots beyond it only cost an
+// empty call. Computed once: the C library opens a file for it, which takes as long as a small operator.
 int RunThreads();
 
 // The intra-op pool during one run; status: its first error.

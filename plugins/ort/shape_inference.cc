@@ -55,7 +55,7 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   STOF_ORT_RETURN(api->SetSymbolicDimensions(raw, symbols.data(), symbols.size()));
   // Input 0's type, not this registration's: ONNX Runtime asks one registration for all types of the operator.
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  if (self.description->lists) {
+  if (self.description->is_variadic) {
     type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
   } else {
     STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
@@ -73,20 +73,20 @@ OrtStatus* InferLists(const Registration& self, OrtShapeInferContext* context, c
   std::vector<int> ranks(inputs.size(), -1);
   for (size_t i = 0; i < inputs.size(); ++i) {
     size_t rank = 0;
-    if (Failed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
-        Failed(api, api->GetDimensionsCount(inputs[i], &rank))) {
+    if (HasFailed(api, api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) || inputs[i] == nullptr ||
+        HasFailed(api, api->GetDimensionsCount(inputs[i], &rank))) {
       continue;
     }
     ranks[i] = static_cast<int>(rank);
   }
-  // The first output alone: a node may take fewer than the description has, the API does not tell how many, and ONNX
-  // Runtime up to 1.23 ends the process when it is told the shape of one that a node does not have. The others' shapes
-  // are the model's value_info.
+  // The first output alone. A node may have fewer outputs than the description, the API does not give their number, and
+  // ONNX Runtime up to 1.23 ends the process when it gets the shape of one that a node does not have. The others'
+  // shapes come from the model's value_info.
   const DType type = self.description->output_type(attributes, 0);
   // On the CPU the runtime may turn an fp16 node into one of fp32, and refuses it when we say fp16 then; a shape
   // without a type cannot be given. So these types come from the model's value_info, too.
   if (type == DType::kUndefined || type == DType::kF16) return nullptr;
-  (void)Failed(api, InferOne(self, context, attributes, inputs, ranks, 0));
+  (void)HasFailed(api, InferOne(self, context, attributes, inputs, ranks, 0));
   return nullptr;
 }
 
@@ -96,20 +96,20 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
   const Registration& self = Self(op);
   try {
     const InferAttributes attributes(self.api, context);
-    if (self.description->lists) return InferLists(self, context, attributes);
+    if (self.description->is_variadic) return InferLists(self, context, attributes);
     std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
     std::vector<int> ranks(inputs.size(), 0);
     for (size_t i = 0; i < inputs.size(); ++i) {
       size_t rank = 0;
       // An input of unknown shape leaves the output's shape unknown; Run checks it anyway.
-      if (Failed(self.api, self.api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) ||
-          inputs[i] == nullptr || Failed(self.api, self.api->GetDimensionsCount(inputs[i], &rank)) || rank == 0) {
+      if (HasFailed(self.api, self.api->ShapeInferContext_GetInputTypeShape(context, i, &inputs[i])) ||
+          inputs[i] == nullptr || HasFailed(self.api, self.api->GetDimensionsCount(inputs[i], &rank)) || rank == 0) {
         return nullptr;
       }
       ranks[i] = static_cast<int>(rank);
     }
-    // Nothing of optional ones: the API does not tell whether a node has them, and ONNX Runtime up to 1.23 ends the
-    // process when it is told the shape of an output that a node does not have.
+    // No shapes of optional outputs: the API does not say whether a node has them, and ONNX Runtime up to 1.23 ends the
+    // process when it gets the shape of an output that a node does not have.
     for (int i = 0; i < self.description->outputs; ++i) {
       STOF_ORT_RETURN(InferOne(self, context, attributes, inputs, ranks, i));
     }

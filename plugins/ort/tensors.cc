@@ -55,7 +55,7 @@ Status ToHost(Tensor* tensor, std::vector<char>* copy) {
     return Status();
   }
   copy->resize(static_cast<size_t>(bytes));
-  STOF_RETURN_IF_ERROR(backend->to_host(tensor->data, copy->size(), copy->data()));
+  STOF_RETURN_IF_ERROR(backend->copy_to_host(tensor->data, copy->size(), copy->data()));
   tensor->data = copy->data();
   return Status();
 }

@@ -15,7 +15,7 @@ namespace stof::ort {
 OrtStatus* Describe(const OrtApi* api, const OrtTensorTypeAndShapeInfo* info, Tensor* tensor);
 // value: nullptr for an input left out.
 OrtStatus* FromValue(const OrtApi* api, const OrtValue* value, Tensor* tensor);
-// Whether a value lies in device memory; constants of a CUDA kernel may lie on either side.
+// Whether a value is in device memory; constants of a CUDA kernel may be in either.
 OrtStatus* OnDevice(const OrtApi* api, const OrtValue* value, bool* on_device);
 // Brings a constant from the device; `copy` holds it. Floats, which no operator reads as constants and of which biases
 // may be large, are left out.

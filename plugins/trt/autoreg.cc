@@ -36,7 +36,7 @@ struct TensorRt {
   nvinfer1::IPluginRegistry* registry = nullptr;
 };
 
-// Of a library, or of what the process sees globally.
+// Finds TensorRT's functions in a library, or among the global symbols of the process.
 bool Find(void* handle, TensorRt* found) {
   void* get_version = dlsym(handle, "getInferLibVersion");
   void* get_registry = dlsym(handle, "getPluginRegistry");

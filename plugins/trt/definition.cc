@@ -15,11 +15,11 @@ namespace {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-// Of the fields in an engine file; raised when one changes its meaning. The second has lists, which libraries that know
-// the first alone would pass over without a word.
+// The format of the fields in an engine file; raised when one changes its meaning. The second has lists of integers,
+// which libraries that know the first alone would ignore silently.
 constexpr char kFormatName[] = "stof_format";
-// Engines keep the workspace that was asked for when they were built. 1 and 2 were those of versions that asked for
-// less, before rows were taken in parts.
+// Engines keep the workspace size that they were built with. Formats 1 and 2 belong to versions without split-KV, which
+// asked for less.
 constexpr int64_t kFormat = 3, kListFormat = 4;
 
 std::string Hex(uint64_t value) {
@@ -62,19 +62,19 @@ Status Definition::Make(const OpDescription& description, const std::string& lay
 }
 
 Status Definition::Prepare(const Fields& given) {
-  for (int i = 0; i < description_.attribute_count; ++i) {
-    if (const Field* field = given.Find(description_.attributes[i].name)) fields_.Set(*field);
+  for (const AttributeDescription& attribute : description_.attributes) {
+    if (const Field* field = given.Find(attribute.name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(description_.create(fields_, &op_));
-  // What the operator does not ask for may be of any type; it is not written to an engine file.
-  for (int i = 0; i < description_.attribute_count; ++i) {
-    const Field* field = fields_.Find(description_.attributes[i].name);
+  // An attribute that the operator does not read may be of any type; it is not written to an engine file.
+  for (const AttributeDescription& attribute : description_.attributes) {
+    const Field* field = fields_.Find(attribute.name);
     if (field == nullptr) continue;
-    const bool list = field->kind == Field::Kind::kInts && description_.attributes[i].type != AttributeType::kInts;
-    if (field->kind == Field::Kind::kOther || list) fields_.Remove(description_.attributes[i].name);
+    const bool list = field->kind == Field::Kind::kInts && attribute.type != AttributeType::kInts;
+    if (field->kind == Field::Kind::kOther || list) fields_.Remove(attribute.name);
   }
   if (const Field* field = given.Find(kSpareOutputs)) {
-    if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.lists) {
+    if (field->kind != Field::Kind::kInt || field->i < 0 || field->i > kMostOutputs || !description_.is_variadic) {
       return Status::Error("field spare_outputs is no number of outputs, or of an operator that has none to spare");
     }
     spare_outputs_ = static_cast<int>(field->i);
@@ -126,7 +126,7 @@ void Definition::Describe() {
   for (const Field& field : fields_.all()) {
     std::string value = field.s;
     if (field.kind == Field::Kind::kInt) value = std::to_string(field.i);
-    if (field.kind == Field::Kind::kFloat) value = Shown(field.f);
+    if (field.kind == Field::Kind::kFloat) value = PrintFloat(field.f);
     for (const int32_t number : field.numbers) value += (value.empty() ? "" : " ") + std::to_string(number);
     if (value.empty() || field.name == kFormatName) continue;
     metadata_ += "; " + field.name + ": " + value.substr(0, field.name == kConstants ? 64 : 512);

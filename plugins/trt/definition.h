@@ -18,7 +18,7 @@ inline constexpr char kVersion[] = "1";
 inline constexpr int kMostInputs = 32;
 inline constexpr int kMostOutputs = 8;
 
-// All of a plugin that never changes after its creation; clones share it, as Op::Run may run on several threads.
+// The immutable part of a plugin. Clones share it: Op::Run may run on several threads.
 class Definition {
  public:
   // layer: for messages. deserialized: the fields come from an engine file, not from an ONNX node.
@@ -33,15 +33,15 @@ class Definition {
   const Op& op() const { return *op_; }
   int inputs() const { return op_->InputCount(); }
   int outputs() const { return results() + spare_outputs_; }
-  // The outputs that are written; behind them come spare ones, of one element.
+  // The outputs that are written; spare outputs of one element follow.
   int results() const { return op_->OutputCount(); }
-  // Of operators with lists: the type of an output, which its attributes say.
+  // The type of a variadic operator's output, which its attributes give.
   DType output_type(int index) const {
     return index < results() ? description_.output_type(fields_, index) : DType::kF32;
   }
-  // What an engine file holds: Make gives an equal definition of it.
+  // The contents of an engine file: Make gives an equal definition from them.
   const nvinfer1::PluginFieldCollection* serialized() const { return &collection_; }
-  // Equal where attributes, constants and kernels are: a hash of all of them.
+  // A hash of attributes, constants and kernels.
   const char* timing_id() const { return timing_id_.c_str(); }
   const char* metadata() const { return metadata_.c_str(); }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plugin fields: what an ONNX node's attributes become, and what an engine file holds. Both are foreign data.
+// Plugin fields: an ONNX node's attributes, or the contents of an engine file. Both are foreign data.
 #ifndef STOF_PLUGINS_TRT_FIELDS_H_
 #define STOF_PLUGINS_TRT_FIELDS_H_
 
@@ -44,8 +44,8 @@ class Fields final : public AttributeReader {
 
 // The field that holds constant inputs.
 inline constexpr char kConstants[] = "constants";
-// How many outputs a node of an operator with lists has behind those of its own: TensorRT's parser wants as many
-// outputs of a node as its function has, or its plugin. Nobody reads them.
+// How many outputs a node of a variadic operator has beside its own: TensorRT's parser wants as many outputs of a node
+// as its function or its plugin has. Nobody reads them.
 inline constexpr char kSpareOutputs[] = "spare_outputs";
 
 // Constant inputs as text, for tensors that an operator must know when it is prepared (the tables of a mask) and whose

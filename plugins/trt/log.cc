@@ -11,7 +11,7 @@
 namespace stof::trt {
 
 void Log(LogLevel level, const std::string& node, const std::string& message) noexcept {
-  static std::atomic<int> known{-1};  // nothing may be thrown here, and a value made twice is the same
+  static std::atomic<int> known{-1};  // no allocation, no exception; two threads find the same value
   int most = known.load(std::memory_order_relaxed);
   if (most < 0) {
     const char* text = std::getenv("STOF_TRT_LOG");
@@ -19,7 +19,7 @@ void Log(LogLevel level, const std::string& node, const std::string& message) no
     known.store(most, std::memory_order_relaxed);
   }
   if (static_cast<int>(level) > most) return;
-  char line[4096];  // nothing may be thrown here
+  char line[4096];  // no allocation: nothing may be thrown here
   LogLine(node, message, line, sizeof line);
   std::fprintf(stderr, "%s\n", line);
 }

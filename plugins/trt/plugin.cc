@@ -22,10 +22,10 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
 constexpr int32_t kFailed = 1;
-constexpr uintptr_t kAlignment = 64, kFirst = 256;  // of blocks; of the first, which may be cuBLASLt's
+constexpr uintptr_t kAlignment = 64, kFirst = 256;  // of blocks, and of the first one, which may be cuBLASLt's
 constexpr int32_t kMostTactics = 64;
 
-// Runs what may fail and reports it; nothing is thrown into TensorRT.
+// Runs body and reports its error; nothing is thrown into TensorRT.
 template <typename Body>
 bool Succeeds(const std::string& layer, Body body) noexcept {
   try {
@@ -67,8 +67,8 @@ DataType ToDataType(DType type) {
   return type == DType::kF32 ? DataType::kFLOAT : type == DType::kF16 ? DataType::kHALF : DataType::kBF16;
 }
 
-bool Contains(const DType* types, int count, DType type) {
-  return std::find(types, types + count, type) != types + count;
+bool Contains(const ArrayView<DType>& types, DType type) {
+  return std::find(types.begin(), types.end(), type) != types.end();
 }
 
 // False where a dimension is not known (yet).
@@ -86,7 +86,7 @@ bool SameShape(const Tensor& a, const Tensor& b) {
   return a.dtype == b.dtype && a.rank == b.rank && std::equal(a.dims, a.dims + a.rank, b.dims);
 }
 
-// Hands out the workspace of a run.
+// Allocates from the workspace of a run.
 struct Bump {
   char* next = nullptr;
   size_t left = 0;
@@ -101,8 +101,8 @@ struct Bump {
   }
 };
 
-// A dimension of an output as an expression over those of the inputs; nullptr: TensorRT has none left, or the rule asks
-// for what is not there.
+// A dimension of an output as an expression over those of the inputs; nullptr: TensorRT is out of memory, or the rule
+// names an input or axis that does not exist.
 const IDimensionExpr* Express(const DimRule& rule, const DimsExprs* in, int in_count, nvinfer1::IExprBuilder* builder) {
   if (rule.input < 0) return rule.value < 0 ? nullptr : builder->constant(rule.value);
   const auto at = [&](int input, int axis) -> const IDimensionExpr* {
@@ -148,16 +148,16 @@ nvinfer1::IPluginV3* Plugin::clone() noexcept {
 
 nvinfer1::IPluginV3* Plugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept { return clone(); }
 
-// All calls of an operator with lists have as many inputs as the one that needs most: the last ones mean nothing.
-bool Plugin::Counted(int32_t in_count, int32_t out_count) const {
+// All nodes of a variadic operator have as many inputs as the one that needs most; further inputs are ignored.
+bool Plugin::IsCountRight(int32_t in_count, int32_t out_count) const {
   const int inputs = definition_->inputs();
   const bool right =
-      definition_->description().lists ? in_count >= inputs && in_count <= kMostInputs : in_count == inputs;
+      definition_->description().is_variadic ? in_count >= inputs && in_count <= kMostInputs : in_count == inputs;
   return right && out_count == definition_->outputs();
 }
 
 Status Plugin::CheckCounts(int32_t in_count, int32_t out_count) const {
-  if (Counted(in_count, out_count)) return Status();
+  if (IsCountRight(in_count, out_count)) return Status();
   return Status::Error("has " + std::to_string(in_count) + " inputs and " + std::to_string(out_count) +
                        " outputs, expected " + std::to_string(definition_->inputs()) + " and " +
                        std::to_string(definition_->outputs()) + " by its attributes");
@@ -168,16 +168,16 @@ int32_t Plugin::getOutputDataTypes(DataType* out, int32_t out_count, const DataT
   const auto body = [&] {
     STOF_RETURN_IF_ERROR(CheckCounts(in_count, out_count));
     const OpDescription& description = definition_->description();
-    if (description.lists) {
+    if (description.is_variadic) {
       for (int32_t o = 0; o < out_count; ++o) out[o] = ToDataType(definition_->output_type(o));
       return Status();
     }
-    // Where precision is the builder's choice, what stands here need not be what is asked for later.
-    if (!Contains(description.types, description.type_count, ToDType(in[0]))) {
+    // Where precision is the builder's choice, later calls may ask for another type.
+    if (!Contains(description.types, ToDType(in[0]))) {
       return Status::Error("input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
                            ", which the operator does not take");
     }
-    if (!Contains(description.cuda_types, description.cuda_type_count, ToDType(in[0]))) {
+    if (!Contains(description.cuda_types, ToDType(in[0]))) {
       Log(LogLevel::kError, definition_->layer(),
           "input 0 has TensorRT's data type " + std::to_string(static_cast<int>(in[0])) +
               ", for which this library has no CUDA kernel: unless the builder may choose another precision, it will "
@@ -207,8 +207,8 @@ Status Plugin::Shapes(const DimsExprs* in, DimsExprs* out, nvinfer1::IExprBuilde
       out[o].d[0] = builder->constant(1);
       continue;
     }
-    const std::vector<DimRule> rules =
-        description.shape_rule(definition_->fields(), ranks, description.lists ? count : description.typed_inputs, o);
+    const std::vector<DimRule> rules = description.shape_rule(
+        definition_->fields(), ranks, description.is_variadic ? count : description.typed_inputs, o);
     if (rules.empty() || rules.size() > static_cast<size_t>(Dims::MAX_DIMS)) {
       return Status::Error("output " + std::to_string(o) +
                            " has no shape: the ranks of the inputs do not fit the attributes");
@@ -237,20 +237,21 @@ int32_t Plugin::getOutputShapes(const DimsExprs* in, int32_t in_count, const Dim
 
 bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* in_out, int32_t in_count,
                                        int32_t out_count) noexcept {
-  if (!Counted(in_count, out_count) || at < 0 || at >= in_count + out_count) return false;
+  if (!IsCountRight(in_count, out_count) || at < 0 || at >= in_count + out_count) return false;
   if (in_out[at].desc.format != TensorFormat::kLINEAR) return false;
   const OpDescription& description = definition_->description();
   const DType typed = ToDType(in_out[0].desc.type);
   const DType own = ToDType(in_out[at].desc.type);
-  if (description.lists) {
-    return at < in_count ? definition_->op().Takes(at, own, own) : own == definition_->output_type(at - in_count);
+  if (description.is_variadic) {
+    return at < in_count ? definition_->op().IsTypeAllowed(at, own, own)
+                         : own == definition_->output_type(at - in_count);
   }
-  if (!Contains(description.cuda_types, description.cuda_type_count, typed)) return false;
+  if (!Contains(description.cuda_types, typed)) return false;
   if (at >= in_count) return own == description.OutputType(at - in_count, typed);
-  return definition_->op().Takes(at, own, typed);
+  return definition_->op().IsTypeAllowed(at, own, typed);
 }
 
-// Whether the kernels take the shapes is asked while the engine is built, where the answer is still of use.
+// Checks that kernels take the shapes while the engine is built: at run time it would be too late.
 Status Plugin::Configure(const DynamicPluginTensorDesc* in) {
   tactics_ = 0;
   const int count = definition_->inputs();
@@ -262,7 +263,7 @@ Status Plugin::Configure(const DynamicPluginTensorDesc* in) {
   };
   DevicePlan found;
   STOF_RETURN_IF_ERROR(plan([](const DynamicPluginTensorDesc& t) -> const Dims& { return t.opt; }, &found));
-  // The bounds of different inputs need not belong together.
+  // The bounds of different inputs need not occur together.
   DevicePlan unused;
   for (const auto dims : {+[](const DynamicPluginTensorDesc& t) -> const Dims& { return t.min; },
                           +[](const DynamicPluginTensorDesc& t) -> const Dims& { return t.max; }}) {
@@ -275,14 +276,14 @@ Status Plugin::Configure(const DynamicPluginTensorDesc* in) {
   return Status();
 }
 
-// The builder times what it runs next: the driver should have loaded the kernels by then. A build may have no device.
+// Has the driver load the kernels, since the builder times the next run. A build may have no device.
 void Plugin::Load(const DynamicPluginTensorDesc* in) const {
   const int count = definition_->inputs();
   Tensor tensors[kMostInputs];
   for (int i = 0; i < count; ++i) {
     if (!ToTensor(in[i].desc.type, in[i].opt, nullptr, &tensors[i])) return;
   }
-  const Status status = definition_->op().ReadyDevice(tensors, count, 0);
+  const Status status = definition_->op().PrepareDevice(tensors, count, 0);
   if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
 }
 
@@ -327,7 +328,7 @@ int32_t Plugin::getValidTactics(int32_t* tactics, int32_t count) noexcept {
 }
 
 int32_t Plugin::setTactic(int32_t tactic) noexcept {
-  // One that this device does not have is no error: the engine may come from another one.
+  // A tactic that this device lacks is no error: the engine may come from another device.
   if (tactic < 0 || tactic > kMostTactics) return kFailed;
   if (tactic_ != tactic) recordings_.Clear();
   tactic_ = tactic;
@@ -353,7 +354,7 @@ Status Plugin::Plan(const PluginTensorDesc* in, Tensor* inputs) {
   DevicePlan plan;
   STOF_RETURN_IF_ERROR(definition_->op().PlanDevice(inputs, count, &plan));
   planned_ = plan.workspace;
-  several_ = plan.several;
+  runs_several_kernels_ = plan.runs_several_kernels;
   planned_for_.assign(inputs, inputs + count);
   return Status();
 }
@@ -364,8 +365,8 @@ int32_t Plugin::onShapeChange(const PluginTensorDesc* in, int32_t in_count, cons
     STOF_RETURN_IF_ERROR(CheckCounts(in_count, out_count));
     Tensor inputs[kMostInputs];
     STOF_RETURN_IF_ERROR(Plan(in, inputs));
-    // Where nothing can be made ready (no device, no memory left) the run says so.
-    const Status status = definition_->op().ReadyDevice(inputs, definition_->inputs(), kernel());
+    // An error here (no device, no memory left) is left to the run.
+    const Status status = definition_->op().PrepareDevice(inputs, definition_->inputs(), kernel());
     if (!status.ok()) Log(LogLevel::kInfo, definition_->layer(), status.message());
     return Status();
   };
@@ -398,7 +399,7 @@ Status Plugin::Enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out, 
     own.self = &bump;
     return definition_->op().Run(from, in_count, to, out_count, own);
   };
-  if (!several_) return queue(context);
+  if (!runs_several_kernels_) return queue(context);
   std::vector<const void*> key(inputs, inputs + in_count);
   key.insert(key.end(), outputs, outputs + out_count);
   key.push_back(workspace);
@@ -419,8 +420,7 @@ int32_t Plugin::enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out,
 }
 
 Creator::Creator(const OpDescription& description) : description_(description) {
-  for (int i = 0; i < description.attribute_count; ++i) {
-    const AttributeDescription& attribute = description.attributes[i];
+  for (const AttributeDescription& attribute : description.attributes) {
     const bool whole = attribute.type == AttributeType::kInt || attribute.type == AttributeType::kInts;
     const PluginFieldType type = whole                                     ? PluginFieldType::kINT32
                                  : attribute.type == AttributeType::kFloat ? PluginFieldType::kFLOAT32
@@ -429,7 +429,7 @@ Creator::Creator(const OpDescription& description) : description_(description) {
   }
   // TensorRT's parser drops attributes that are not declared.
   fields_.emplace_back(kConstants, nullptr, PluginFieldType::kCHAR, 1);
-  if (description.lists) fields_.emplace_back(kSpareOutputs, nullptr, PluginFieldType::kINT32, 1);
+  if (description.is_variadic) fields_.emplace_back(kSpareOutputs, nullptr, PluginFieldType::kINT32, 1);
   collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 

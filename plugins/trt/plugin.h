@@ -62,9 +62,9 @@ class Plugin final : public nvinfer1::IPluginV3,
   const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override { return definition_->serialized(); }
 
  private:
-  // Tactic t is RunContext::kernel t - 1; 0, for TensorRT, is no tactic, for us the library's choice, as is 1.
+  // Tactic t is RunContext::kernel t - 1. Tactics 0 (none, for TensorRT) and 1 leave the choice to the library.
   int kernel() const { return tactic_ > 0 ? tactic_ - 1 : 0; }
-  bool Counted(int32_t in_count, int32_t out_count) const;
+  bool IsCountRight(int32_t in_count, int32_t out_count) const;
   Status CheckCounts(int32_t in_count, int32_t out_count) const;
   Status Configure(const nvinfer1::DynamicPluginTensorDesc* in);
   void Load(const nvinfer1::DynamicPluginTensorDesc* in) const;
@@ -77,11 +77,11 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   const std::shared_ptr<const Definition> definition_;
   int32_t tactic_ = 0;
-  int32_t tactics_ = 0;  // that configurePlugin found
-  // The shapes that planned_ holds for.
+  int32_t tactics_ = 0;  // how many configurePlugin found
+  // The inputs that planned_, the workspace in bytes, is for.
   std::vector<Tensor> planned_for_;
   size_t planned_ = 0;
-  bool several_ = false;
+  bool runs_several_kernels_ = false;
   Recordings recordings_;
 };
 

@@ -10,16 +10,16 @@ namespace stof::trt {
 namespace {
 
 constexpr size_t kMostKept = 4;
-constexpr int kMostMade = 64;  // more are a sign of memory that changes all the time
+constexpr int kMostMade = 64;  // graphs; more mean that addresses change all the time
 
 }  // namespace
 
 struct Recordings::Recording {
   ~Recording() {
-    if (graph != nullptr) FindCudaBackend()->drop(graph);
+    if (graph != nullptr) FindCudaBackend()->destroy_graph(graph);
   }
   std::vector<const void*> key;
-  Keeper keeper;  // of the masks that the graph reads and the counts that it uses
+  Keeper keeper;  // of the masks and counters that the graph reads
   void* graph = nullptr;
 };
 
@@ -34,7 +34,7 @@ void Recordings::Clear() {
 
 Status Recordings::Run(const std::vector<const void*>& key, const RunContext& context, QueueRun queue, void* self) {
   const CudaBackend* backend = FindCudaBackend();
-  if (backend == nullptr || backend->record == nullptr || backend->captured(context.stream)) {
+  if (backend == nullptr || backend->capture_graph == nullptr || backend->is_capturing(context.stream)) {
     return queue(self, context);
   }
   auto found = std::find_if(recordings_.begin(), recordings_.end(), [&](const auto& r) { return r->key == key; });
@@ -50,7 +50,7 @@ Status Recordings::Run(const std::vector<const void*>& key, const RunContext& co
     made->key = key;
     RunContext own = context;
     own.keeper = &made->keeper;
-    const Status status = backend->record(queue, self, own, &made->graph);
+    const Status status = backend->capture_graph(queue, self, own, &made->graph);
     if (!status.ok()) return Fallback(status, context, queue, self);
     if (made->graph == nullptr) return queue(self, context);
     ++made_;
@@ -60,7 +60,7 @@ Status Recordings::Run(const std::vector<const void*>& key, const RunContext& co
     found = recordings_.end() - 1;
   }
   std::rotate(found, found + 1, recordings_.end());
-  const Status status = backend->launch(recordings_.back()->graph, context.stream);
+  const Status status = backend->launch_graph(recordings_.back()->graph, context.stream);
   return status.ok() ? status : Fallback(status, context, queue, self);
 }
 

@@ -17,7 +17,7 @@
 
 #include "tests/cpp/check.h"
 
-// What the runtime hands out are pointers to these.
+// The runtime's handles point to these.
 struct CUstream_st {
   unsigned long long id = 0;
   bool open = false;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// As much of the CUDA runtime as masks and counts ask for, without a device: linked in the place of libcudart. Device
-// memory is the host's, so that tests can read it and AddressSanitizer sees who leaves it; fresh memory holds 0xaa.
-// Streams do their work when somebody waits for it, as late as a device may.
+// The part of the CUDA runtime that masks and counters use, without a device: linked in place of libcudart. Device
+// memory is the host's, so that tests can read it and AddressSanitizer finds accesses beyond it; fresh memory holds
+// 0xaa. Streams work when somebody waits for them, as late as a device may.
 #ifndef STOF_TESTS_CPP_FAKE_CUDA_H_
 #define STOF_TESTS_CPP_FAKE_CUDA_H_
 
@@ -17,30 +17,31 @@
 
 namespace stof::test::fake {
 
-// What is there now.
+// Objects that exist now.
 struct Live {
   int64_t blocks = 0, bytes = 0;
   int64_t streams = 0, events = 0, graphs = 0;
 };
 Live GetLive();
 
-// What was asked for since the program began.
+// Calls since the program began.
 struct Asked {
   int64_t allocations = 0, copies = 0, waits = 0;  // waits: of streams for events
-  // What a runtime would have refused, or worse: copies beyond a block, what is no block freed, what a capture forbids.
+  // Calls that a runtime would refuse, or worse: copies beyond a block, frees of no block, calls that a capture
+  // forbids.
   int64_t wrong = 0;
 };
 Asked GetAsked();
 
-// Of the calls from now on that can fail, the n-th does, `except` not counted; 0: none.
+// Lets the n-th of the next calls that can fail do so, `except` not counted; 0: none.
 void FailCall(int n, const std::string& except = "");
-// Which call that was; "" as long as none was.
+// The name of the call that failed; "" as long as none has.
 std::string FailedCall();
 
-// Whether all of it lies in one block.
+// Whether the bytes are within one block.
 bool IsInBlock(const void* begin, size_t bytes);
 
-// The device does all that it was given.
+// Lets the device do all queued work.
 void Finish();
 
 class Stream {
@@ -55,7 +56,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// While it is there a stream is captured, and nobody may disturb that.
+// A captured stream, which no call may disturb as long as this lives.
 class Capture {
  public:
   explicit Capture(cudaStream_t stream);

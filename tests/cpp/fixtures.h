@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What several tests set up.
+// Set-up that several tests share.
 #ifndef STOF_TESTS_CPP_FIXTURES_H_
 #define STOF_TESTS_CPP_FIXTURES_H_
 

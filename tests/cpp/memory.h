@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof::test {
 

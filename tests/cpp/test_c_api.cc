@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {

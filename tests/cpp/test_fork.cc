@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a child of fork() finds of the process's state, and what failed allocations leave of it. Threads are held at a
-// certain place by a call in one of their allocations, never by waiting for a while.
+// The state of the process in a child of fork(), and after failed allocations. Threads are held at a certain place by a
+// call in one of their allocations, never by a delay.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -356,7 +356,7 @@ TEST(OpEqualsTheDefinition) {
 }
 
 // Masks of every m-th key, at lengths that m divides and at others.
-TEST(OpComesApartByResidues) {
+TEST(OpSplitsByResidues) {
   static const std::vector<std::string> kLayouts = {"BHSD", "BSHD", "BSN"};
   static const std::vector<std::string> kRest = {"", " and k <= q", " and abs(q - k) <= 40", " and k > q + 7"};
   static const std::vector<std::string> kPolicies = {"zero", "nan", "mean"};

@@ -28,7 +28,7 @@ bool IsPlain(std::string_view text) {
   return IsUtf8(text);
 }
 
-TEST(ShownEscapes) {
+TEST(QuotedEscapes) {
   struct Case {
     std::string_view text;
     const char* shown;
@@ -53,13 +53,13 @@ TEST(ShownEscapes) {
       {"\xed\xa0\x80", "'\\xed\\xa0\\x80'"},                    // a surrogate
       {"\xf4\x90\x80\x80", "'\\xf4\\x90\\x80\\x80'"},           // beyond Unicode
   };
-  for (const Case& one : cases) CHECK(Shown(one.text, 64) == one.shown, Shown(one.text, 64), " for ", one.shown);
+  for (const Case& one : cases) CHECK(Quoted(one.text, 64) == one.shown, Quoted(one.text, 64), " for ", one.shown);
   CountCases(static_cast<int64_t>(std::size(cases)));
 }
 
-TEST(ShownIsBounded) {
-  CHECK(Shown(std::string(30, 'a')) == "'" + std::string(24, 'a') + "...'");
-  CHECK(Shown(std::string(24, 'a')) == "'" + std::string(24, 'a') + "'");
+TEST(QuotedIsBounded) {
+  CHECK(Quoted(std::string(30, 'a')) == "'" + std::string(24, 'a') + "...'");
+  CHECK(Quoted(std::string(24, 'a')) == "'" + std::string(24, 'a') + "'");
   CHECK(Escaped("aaaäbbbäccc", 4, 4) == "aaa...ccc", "no character is cut: ", Escaped("aaaäbbbäccc", 4, 4));
   CHECK(Escaped("0123456789", 3, 2) == "012...89");
   const std::string message = EscapedMessage("begin" + std::string(1 << 20, '\x01') + "end");
@@ -69,7 +69,7 @@ TEST(ShownIsBounded) {
 }
 
 // Bytes, characters and pieces of escape sequences in any order.
-TEST(ShownRandomBytes) {
+TEST(QuotedRandomBytes) {
   static const std::vector<std::string> kPieces = {"a",        "é",        "\x1b[2J",      "\xe2\x80\xae", "\xff", "\n",
                                                    "\xc2\x85", "\xc2\x9b", "\xf0\x9f\x90", "\x80",         "\\"};
   const int count = Cases(20000);
@@ -90,10 +90,10 @@ TEST(ShownRandomBytes) {
 }
 
 // Every float in a message is read back as itself.
-TEST(ShownNumbers) {
-  CHECK(Shown(1e-31f) == "1e-31", Shown(1e-31f));
-  CHECK(Shown(0.1f) == "0.1" && Shown(-2.5f) == "-2.5" && Shown(3e38f) == "3e+38");
-  CHECK(Shown(std::numeric_limits<float>::infinity()) == "inf");
+TEST(PrintedNumbersAreFaithful) {
+  CHECK(PrintFloat(1e-31f) == "1e-31", PrintFloat(1e-31f));
+  CHECK(PrintFloat(0.1f) == "0.1" && PrintFloat(-2.5f) == "-2.5" && PrintFloat(3e38f) == "3e+38");
+  CHECK(PrintFloat(std::numeric_limits<float>::infinity()) == "inf");
   const int count = Cases(20000);
   for (int i = 0; i < count; ++i) {
     Random random(static_cast<uint64_t>(i));
@@ -101,12 +101,12 @@ TEST(ShownNumbers) {
     float number = 0;
     std::memcpy(&number, &bits, sizeof number);
     if (number != number) continue;
-    CHECK(std::strtof(Shown(number).c_str(), nullptr) == number, Shown(number));
+    CHECK(std::strtof(PrintFloat(number).c_str(), nullptr) == number, PrintFloat(number));
   }
   CountCases(count);
 }
 
-// What the C ABI says of text that it was given, whatever room it has for that.
+// Messages of the C ABI about foreign text, in buffers of any size.
 TEST(CApiMessagesArePlain) {
   const std::string type = "St\x1b[31m\xff\xe2\x80\xae\nof\xc3\xa9";
   for (size_t size = 1; size < 100; ++size) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plugin costs beside the kernels that it queues, on a GPU, without TensorRT: enqueue in a replayed graph beside
-// the backend's own call in one, by turns, and the host's time in enqueue.
+// The overhead of a plugin over its kernels, on a GPU, without TensorRT: enqueue in a replayed graph against the
+// backend's own call in one, interleaved, and the host's time in enqueue.
 //
 // bench_trt_plugin [FILE]   prints a table, and writes it to FILE as JSON
 #include <algorithm>
@@ -199,7 +199,7 @@ void Measure(const Row& row, FILE* file, bool first) {
   const auto raw = [&] {
     space.used = 0;
     const Tensor* const padding = mask->parts.pad ? &pad : nullptr;
-    Must(FindCudaBackend()->attention(args, padding, *mask, sizes, operands, context).ok(), "the kernels");
+    Must(FindCudaBackend()->attention.run(args, padding, *mask, sizes, operands, context).ok(), "the kernels");
   };
 
   // Clocks fall while a device gets warm, and move by a few percent later: a round before any that counts, either first

@@ -8,11 +8,9 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/chain/chain.h"
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/gemm/gemm.h"
+#include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/block_mask_builder.h"
-#include "plugins/core/ops/attention.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/trt/place.h"
 
@@ -114,21 +112,20 @@ Status Ready(const AttentionArgs&, const Tensor*, const AttentionMask&, const Ex
   return Status();
 }
 
-std::unique_ptr<DeviceChain> KeepChain() { return std::make_unique<DeviceChain>(); }
+std::unique_ptr<DeviceChain> MakeChainState() { return std::make_unique<DeviceChain>(); }
 
 Status Chain(const stof::Chain& chain, const BoundChain& bound, const void* const* inputs, void* const* outputs,
              DeviceChain* kept, const RunContext& context) {
   if (kept == nullptr) return Status::Error("nothing is kept for the chain");
   LastSeen()->stream = context.stream;
-  cpu::ChainProgram program;
-  cpu::CompileChain(chain, bound, 1, &program);
-  const size_t bytes = (cpu::ChainWorkspace(program, 1) + 63) / 64 * 64 + 64;
+  const auto program = CompileCpuChain(chain, bound, BestCpuIsa(), 1);
+  const size_t bytes = (CpuChainWorkspace(*program, 1) + 63) / 64 * 64 + 64;
   const std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(64, bytes), std::free);
-  cpu::RunChain(program, BestCpuIsa(), inputs, outputs, memory.get(), Parallel{RunHere, nullptr, 1});
+  CpuChain({inputs, outputs}, *program, memory.get(), Parallel{RunHere, nullptr, 1});
   return Status();
 }
 
-Status ReadyChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
+Status PrepareChain(const stof::Chain&, const BoundChain&, DeviceChain* kept) {
   if (kept == nullptr) return Status::Error("nothing is kept for the chain");
   ++LastSeen()->readies;
   return Status();
@@ -201,29 +198,26 @@ bool Captured(void*) { return LastSeen()->captured; }
 
 // Only what plugins call.
 CudaBackend Fake() {
-  CudaBackend fake = {};
-  fake.to_host = ToHost;
-  fake.device = Device;
-  fake.attention = Attention;
-  fake.kernels = Kernels;
-  fake.ready = Ready;
-  fake.chain = Chain;
-  fake.keep_chain = KeepChain;
-  fake.ready_chain = ReadyChain;
-  fake.record = Record;
-  fake.launch = Launch;
-  fake.drop = Drop;
-  fake.captured = Captured;
+  CudaBackend fake;
+  fake.copy_to_host = ToHost;
+  fake.current_device = Device;
+  fake.attention.run = Attention;
+  fake.attention.count_kernels = Kernels;
+  fake.attention.prepare = Ready;
+  fake.chain.run = Chain;
+  fake.chain.make_state = MakeChainState;
+  fake.chain.prepare = PrepareChain;
+  fake.capture_graph = Record;
+  fake.launch_graph = Launch;
+  fake.destroy_graph = Drop;
+  fake.is_capturing = Captured;
+  fake.gemm.run = Gemm;
+  fake.gemm.plan_workspace = PlanGemm;
   return fake;
 }
 
 }  // namespace
 }  // namespace test
-
-const GemmBackend* FindGemmBackend() {
-  static const GemmBackend fake = {test::Gemm, test::PlanGemm};
-  return &fake;
-}
 
 const CudaBackend* FindCudaBackend() {
   static const CudaBackend fake = test::Fake();

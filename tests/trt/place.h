@@ -11,7 +11,7 @@
 
 namespace stof::test {
 
-// What the backend was last asked for, by the calling thread.
+// The calling thread's last calls of the backend.
 struct Seen {
   int attentions = 0;
   int readies = 0;
@@ -22,7 +22,7 @@ struct Seen {
   bool records = false, launches = false, captured = false, busy = false;
   int recorded = 0, launched = 0, dropped = 0;
 };
-// nullptr: the backend is the real one, which tells nothing.
+// nullptr: the backend is the real one, which records nothing.
 Seen* LastSeen();
 
 // Memory for a plugin of exactly so many bytes, at a multiple of 64 and no more, all of them poisoned; a write beside

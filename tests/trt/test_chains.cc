@@ -54,8 +54,7 @@ void Compare(const std::string& text, const ChainAnswer& answer, const char* got
   }
 }
 
-// What a builder asks and a context does. extra: inputs that the description does not name; spare: outputs of that
-// kind.
+// The calls of a builder and of a context. extra: inputs that the description does not name; spare: such outputs.
 void Live(const RandomChain& chain, int extra, int spare) {
   Chain parsed;
   CHECK(ParseChain(chain.text, &parsed).ok(), chain.text);

@@ -171,8 +171,8 @@ TEST(TrtCaptureAndReplay) {
   }
 }
 
-// Runs on the same memory, which the plugin keeps as graphs: other numbers, padding and vectors each time, memory that
-// takes turns, more of it than is kept, and shapes that change and come back.
+// Runs on the same memory, which the plugin keeps as graphs: other numbers, padding and vectors each time, alternating
+// memory, more of it than there are graphs, and shapes that change and come back.
 TEST(TrtRunsAgain) {
   for (const int mask : {1, 2, kDocuments, kLengths, kPadInOr}) {
     Case c = Plain(kTypes[mask % 3], 64, mask);
@@ -299,7 +299,7 @@ TEST(TrtEnqueueDoesNotWait) {
   }
 }
 
-// What is planned for a mask that is made on the device is no less than what its kernels ask for. Needs no GPU.
+// The planned workspace of a mask that is made on the device is at least what its kernels ask for. Needs no GPU.
 TEST(TrtPlannedMaskMemory) {
   static const std::vector<std::string> kTexts = {
       "segment_q[b, q] == segment_k[b, k]", "k < lengths[b] and (q + h) % 3 != 0",

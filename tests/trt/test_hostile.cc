@@ -207,7 +207,7 @@ TEST(TrtRefusesRawFields) {
   CountCases(static_cast<int64_t>(std::size(cases)) + 3);
 }
 
-// What is said of a file's names is text, in one line.
+// Messages with a file's names are text, in one line.
 TEST(TrtLogsText) {
   char line[64];
   trt::LogLine("a\x1b[31mb\n", "field \r\x7f\tö", line, sizeof line);

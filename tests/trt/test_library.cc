@@ -13,10 +13,10 @@ TEST(TrtDeclares) {
   int count = 0;
   const OpDescription* const* ops = AllOps(&count);
   int32_t creators = 0;
-  const auto offered = std::count_if(ops, ops + count, [](const auto* op) { return HasCudaKernels(*op); });
+  const auto offered = std::count_if(ops, ops + count, [](const auto* op) { return op->has_cuda_kernels(); });
   CHECK(getCreators(creators) != nullptr && creators == offered && creators > 0);
   for (int i = 0; i < count; ++i) {
-    if (!HasCudaKernels(*ops[i])) {
+    if (!ops[i]->has_cuda_kernels()) {
       CHECK(FindCreator(ops[i]->name) == nullptr, ops[i]->name);
       continue;
     }
@@ -25,7 +25,7 @@ TEST(TrtDeclares) {
           std::string(creator->getPluginNamespace()) == "stof");
     CHECK(std::string(creator->getInterfaceInfo().kind) == "PLUGIN CREATOR_V3ONE");
     const nvinfer1::PluginFieldCollection* fields = creator->getFieldNames();
-    CHECK(fields->nbFields == ops[i]->attribute_count + (ops[i]->lists ? 2 : 1));
+    CHECK(fields->nbFields == ops[i]->attributes.size() + (ops[i]->is_variadic ? 2 : 1));
     std::map<std::string, PluginFieldType> types;
     for (int f = 0; f < fields->nbFields; ++f) types[fields->fields[f].name] = fields->fields[f].type;
     CHECK(static_cast<int>(types.size()) == fields->nbFields);
@@ -48,7 +48,7 @@ TEST(TrtDeclares) {
     };
     std::unique_ptr<Op> op;
     // A chain without a description is none, but it has asked for all.
-    CHECK(ops[i]->create(Asked(types), &op).ok() != ops[i]->lists, ops[i]->name);
+    CHECK(ops[i]->create(Asked(types), &op).ok() != ops[i]->is_variadic, ops[i]->name);
     CountCases(fields->nbFields);
   }
 }

@@ -49,7 +49,7 @@ TEST(TrtRecordings) {
   {
     Bench bench;
     bench.Expect({1, 1, 1, 1}, "qrll");
-    bench.Expect({2, 1, 2, 1, 2}, "qlrll");              // buffers that take turns
+    bench.Expect({2, 1, 2, 1, 2}, "qlrll");              // alternating buffers
     bench.Expect({3, 4, 3, 4, 1, 2, 3, 4}, "qqrrllll");  // as many as are kept
     bench.recordings.Clear();
     CHECK(LastSeen()->dropped == 4, "a context that forgets drops its graphs");

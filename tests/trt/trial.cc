@@ -90,7 +90,7 @@ Case RandomCase(Random* random) {
   c.G = random->OneIn(2) ? c.H : 1;
   int count = 0;
   const OpDescription& description = *AllOps(&count)[0];
-  c.dtype = description.cuda_types[random->Range(0, description.cuda_type_count - 1)];
+  c.dtype = description.cuda_types[random->Range(0, description.cuda_types.size() - 1)];
   const int64_t step = c.dtype == DType::kF32 && random->OneIn(2) ? 1 : 8;
   const auto size = [&] { return step * random->Range(1, (random->OneIn(3) ? 256 : 128) / step); };
   c.D = size();

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/attention.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 #include "tests/trt/harness.h"

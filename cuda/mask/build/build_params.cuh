@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels that make block masks are given. Included by mask_builder.cu alone, by way of
+// Parameters of the kernels that make block masks. Included by mask_builder.cu alone, by way of
 // cuda/mask/build/kernels.cuh.
 #ifndef STOF_CUDA_MASK_BUILD_BUILD_PARAMS_CUH_
 #define STOF_CUDA_MASK_BUILD_BUILD_PARAMS_CUH_
@@ -17,16 +17,16 @@ constexpr int kThreads = 256;  // of the first kernel
 constexpr int kWarps = kThreads / 32;
 constexpr int kFewThreads = 128;          // of those that give a warp its own work
 constexpr int kMostThreads = 256;         // that evaluate a tile
-constexpr int kEvaluating = 1024;         // threads a multiprocessor
+constexpr int kEvaluating = 1024;         // threads per SM
 constexpr int kTogether = 4;              // tiles that are decided as one at first
 constexpr int kDecided = 32 * kTogether;  // by a warp
 constexpr int kInlineSteps = 64, kInlineAffines = 24, kInlineWords = 18;
-constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; of more, chance balances
+constexpr int kMostOrdered = 1024;  // rows of a table that are sorted; more rows balance without
 
-// Bit 0 and bit 1 are what the lists ask for. A partial one is undecided until it has been evaluated.
+// Bit 0: full, bit 1: partial, as the lists need them. A partial tile is undecided until it is evaluated.
 enum TileClass : uint8_t { kEmptyTile = 0, kFullTile = 1, kPartialTile = 2 };
 
-// By value: below the 4 KiB that every driver takes, and what a captured graph keeps.
+// Passed by value, so that a captured graph keeps it: below the 4 KiB that every driver accepts.
 struct Build {
   MaskOperand operands[kMostOperands];
   MaskSide sides[kMostSides];
@@ -43,7 +43,7 @@ struct Build {
   int32_t slots;                      // of a table: places of tiles' bits
   int32_t step_rows, step_columns;    // to the next tile of a diagonal; 0: every tile has bits of its own
   int32_t class_stride;               // from one row of classes to the next, a multiple of 16
-  int32_t tables, layout_h;           // heads that are told apart
+  int32_t tables, layout_h;           // heads that the mask distinguishes
   int32_t widest;                     // the larger one of rows and columns
   int32_t span;                       // the larger one of rows * m and columns * n
   int32_t summary_ctas;               // of the first kernel

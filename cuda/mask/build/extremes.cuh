@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first of the kernels that make block masks (cuda/mask/build/kernels.cuh): the extremes of what queries and keys
-// bring into the mask; and how all of them get the program. Included by cuda/mask/build/kernels.cuh alone.
+// The first of the kernels that make block masks (cuda/mask/build/kernels.cuh): extremes of the sides of queries and
+// keys. And the loading of the program, for all of them. Included by cuda/mask/build/kernels.cuh alone.
 #ifndef STOF_CUDA_MASK_BUILD_EXTREMES_CUH_
 #define STOF_CUDA_MASK_BUILD_EXTREMES_CUH_
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Four kernels: the extremes of what queries and keys bring into the mask (cuda/mask/build/extremes.cuh); a class for
-// every tile, by intervals; the bits of those that are undecided, shared out among all multiprocessors wherever in the
-// mask they are; the lists of the tiles of every row. Each is on its place before the one in front of it has ended
-// (programmatic dependent launch) and reads what that wrote only when it has. Included by mask_builder.cu alone.
+// Four kernels. 1: extremes of the sides of queries and keys (cuda/mask/build/extremes.cuh). 2: the class of every
+// tile, by intervals. 3: the bits of undecided tiles, distributed over all SMs. 4: the tile lists of every row. Each
+// starts before its predecessor has ended (programmatic dependent launch) and reads the predecessor's output only when
+// it has. Included by mask_builder.cu alone.
 #ifndef STOF_CUDA_MASK_BUILD_KERNELS_CUH_
 #define STOF_CUDA_MASK_BUILD_KERNELS_CUH_
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ Place PlaceOf(const Build& p, int at, int column) {
           table};
 }
 
-// Where the mask depends on the distance from query to key alone, tiles along a diagonal have the same class and bits.
-// The first one's are computed for all of them; a tile that is cut off at the mask's end has its own.
+// Where the mask depends on the distance from query to key alone, tiles along a diagonal share class and bits, computed
+// for the first one. A tile that is cut off at the mask's end has its own.
 __device__ __forceinline__ bool IsWhole(const Build& p, int row, int column) {
   return (row + int64_t{1}) * p.m <= p.queries && (column + int64_t{1}) * p.n <= p.keys;
 }
@@ -69,8 +69,8 @@ __device__ __forceinline__ int SlotOf(const Build& p, int at, int table, int col
   return slot + p.step_rows * p.columns + p.step_columns * p.rows + (row == p.rows - 1 ? column : p.columns + row);
 }
 
-// A warp decides tiles of one row: first each lane a few beside each other at once, then those of them that are
-// undecided one by one.
+// A warp decides tiles of one row: each lane first a few neighbours as one box, then the undecided ones of these one by
+// one.
 template <bool kIntervals, bool kDiagonal>
 __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Build p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
       const int64_t* from = p.extremes + 2 * ((static_cast<int64_t>(i) * p.tables + table) * p.widest);
       const auto read = [from](int tile) {
         const longlong2 pair = *reinterpret_cast<const longlong2*>(from + 2 * tile);
-        return MaskInterval{pair.x, pair.y};
+        return Interval{pair.x, pair.y};
       };
       if (view.sides[i].keys == 0) return read(row);
-      MaskInterval found = read(column);
+      Interval found = read(column);
 #pragma unroll
       for (int next = 1; next < count; ++next) {  // of the last column again where there are no more
-        const MaskInterval other = read(static_cast<int>(Least(column + next, p.columns - 1)));
+        const Interval other = read(static_cast<int>(Least(column + next, p.columns - 1)));
         found = {Least(found.lo, other.lo), Most(found.hi, other.hi)};
       }
       return found;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kFewThreads) Decide(const __grid_constant__ Bu
   if (lane == 0 && full != 0) atomicAdd(p.numbers + at, static_cast<unsigned long long>(full));
 }
 
-// What the lanes of a warp do together, a lane for a query of 32 and for a key of a word. All lanes call.
+// Cooperation of a warp's lanes: a lane has one of 32 queries, and one key of a word. All lanes call.
 template <bool kPairs>
 struct WarpLanes {
   const Build& p;
@@ -401,13 +401,13 @@ __global__ void __launch_bounds__(kMostThreads, kPairs ? 2 : kEvaluating / kMost
 }
 
 // ---- lists ----
-// What the host calls the cost of a row: a partial tile counts half as much again as a full one.
+// The cost of a row, as on the host: a partial tile costs 1.5 times a full one.
 __device__ __forceinline__ int64_t CostOf(unsigned long long numbers) {
   return 3 * static_cast<int64_t>(numbers >> 32) + 2 * static_cast<int64_t>(numbers & 0xffffffffu);
 }
 
-// A warp lists the tiles of a row, partial ones first; another one puts the row into the order by falling cost, in
-// which equal rows stay in theirs.
+// A warp lists the tiles of a row, partial ones first. Another one sorts the row into the order by falling cost, stable
+// among equal rows.
 template <bool kDiagonal>
 __global__ void __launch_bounds__(kFewThreads) ListTiles(const __grid_constant__ Build p) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host's part of making block masks on the device: what of memory they take, how they are cut, and the launches of
+// The host side of making block masks on the device: memory sizes, cutting into parts, and the launches of
 // cuda/mask/build/kernels.cuh.
 #include <cuda_runtime.h>
 
@@ -161,8 +161,7 @@ int Start(Kernel kernel, const Build& build, int64_t ctas, int threads, size_t s
   return static_cast<int>(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
-// Whether kernels wait for those in front of them themselves: the code that the device runs must have been made for 9.0
-// or later.
+// Whether programmatic dependent launch works: the device's code must be compiled for compute capability 9.0 or later.
 bool MayStartEarly() {
   static std::atomic<uint64_t> asked{0}, early{0};  // a bit for each of the first 64 devices
   int device = 0;

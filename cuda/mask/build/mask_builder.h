@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block masks that kernels make on the device, queued on a stream: for masks that read vectors of a run. Nothing of it
-// comes back to the host, so memory is for the case that every tile needs bits (by distance: every diagonal), and large
-// problems are cut. Plain C++.
+// Block masks that kernels make on the device, queued on a stream: for masks that read run-time vectors. Nothing is
+// read back by the host. Therefore memory is sized for bits in every tile (or every diagonal, where the mask depends on
+// the distance alone), and large problems are cut into parts. Plain C++.
 #ifndef STOF_CUDA_MASK_BUILD_MASK_BUILDER_H_
 #define STOF_CUDA_MASK_BUILD_MASK_BUILDER_H_
 
@@ -14,7 +14,7 @@
 namespace stof {
 namespace cuda {
 
-// A part of a problem: some batches, heads and rows.
+// A part of a problem: a range of batches, heads and rows.
 struct MaskPart {
   int64_t b = 0, batches = 1;
   int64_t h = 0, heads = 1;
@@ -27,7 +27,7 @@ struct MaskTile {
   bool fragments = false;  // bits in the order of fragments.h
 };
 
-// The mask of a part, with one table for each batch that the program tells apart and each head.
+// The mask of a part, with one table for each batch and head that the program distinguishes.
 struct MaskBuild {
   const MaskProgram* program = nullptr;
   ExprSizes sizes;  // of the whole problem
@@ -37,8 +37,8 @@ struct MaskBuild {
   int32_t* invalid = nullptr;  // becomes 1 where the program cannot be evaluated; nullptr: it is proven
 };
 
-// Cuts a problem so that no part's mask takes more than `most` bytes, if it has more than one row of tiles; parts come
-// in the order of batches, heads and rows.
+// Cuts a problem into parts whose masks take at most `most` bytes each, unless a part is a single row of tiles. Parts
+// are in the order of batches, heads and rows.
 class MaskCuts {
  public:
   MaskCuts(const MaskProgram& program, const ExprSizes& sizes, const MaskTile& tile, int64_t most);
@@ -50,12 +50,12 @@ class MaskCuts {
   int64_t batches_, heads_, rows_;  // of a part
 };
 
-// Whether tiles can be numbered; those of parts that MaskCuts gives can.
+// Whether 32 bits can number the tiles; they can for parts of MaskCuts.
 bool IsCountable(const MaskBuild& build);
 // Bytes of device memory that a build needs.
 size_t MaskBytes(const MaskBuild& build);
-// Queues the kernels; gives a CUDA error code, 0 for none. `memory` is aligned to 64 bytes and belongs to the build
-// until the stream has done with what reads the mask.
+// Queues the kernels; returns a CUDA error code, 0 for none. `memory` is aligned to 64 bytes and belongs to the build
+// until the kernels that read the mask have ended.
 int LaunchMaskBuild(const MaskBuild& build, void* memory, void* stream, DeviceMask* mask);
 
 // Sets every element of an output [B, H, S, Dv] of floats of `size` bytes, 2 or 4, to NaN where *invalid is not 0.

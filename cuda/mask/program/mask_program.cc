@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cuda/mask/program/mask_words.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 
 namespace stof {
 namespace cuda {
@@ -121,20 +121,20 @@ class Compiler {
     return Status();
   }
 
-  // As MaskExpr::Check, with every number that a vector of its type may hold. What only its content could make wrong
-  // takes `proven` away; what cannot be right is an error.
+  // As MaskExpr::Check, for every number that a vector of its type may hold. Where only the contents of a vector can be
+  // wrong, `proven` becomes false; what is wrong for all contents is an error.
   Status Prove() {
     const ExprBox box = {0, sizes_.B - 1, 0, sizes_.H - 1, sizes_.P, sizes_.P + sizes_.S - 1, 0, sizes_.T - 1};
     struct Known {
       Interval range;
-      bool told = false;  // by a vector of the run
+      bool is_runtime = false;  // depends on a run-time vector
     };
     std::vector<Known> known(expr_.nodes().size());
     for (size_t i = 0; i < known.size(); ++i) {
       const ExprNode& node = expr_.nodes()[i];
       Known& own = known[i];
       const auto child = [&](int c) -> Known& { return known[static_cast<size_t>(node.child[c])]; };
-      for (int c = 0; c < node.arity; ++c) own.told = own.told || child(c).told;
+      for (int c = 0; c < node.arity; ++c) own.is_runtime = own.is_runtime || child(c).is_runtime;
       program_.uses_b = program_.uses_b || node.op == ExprOp::kB;
       program_.uses_h = program_.uses_h || node.op == ExprOp::kH;
       if (node.op == ExprOp::kLookup) {
@@ -143,7 +143,7 @@ class Compiler {
         for (int axis = 0; axis < node.arity; ++axis) {
           const Interval index = child(axis).range;
           if (Sends(static_cast<int32_t>(i), axis) || (index.lo >= 0 && index.hi < operand.dims[axis])) continue;
-          if (!child(axis).told) {
+          if (!child(axis).is_runtime) {
             return Status::Error("index " + std::to_string(axis) + " of " + described.name + " runs from " +
                                  std::to_string(index.lo) + " to " + std::to_string(index.hi) + ", expected 0 to " +
                                  std::to_string(operand.dims[axis] - 1));
@@ -151,7 +151,7 @@ class Compiler {
           program_.proven = false;
         }
         own.range = {operand.lo, operand.hi};
-        own.told = own.told || !described.table;
+        own.is_runtime = own.is_runtime || !described.table;
       } else if (node.arity == 0) {
         own.range = LeafInterval(node, box, sizes_);
       } else if (IsArithmetic(node.op)) {
@@ -166,7 +166,7 @@ class Compiler {
         // Not `&&` the other way round: the range is wanted in any case.
         fits = ArithmeticInterval(node.op, sides[0], sides[1], &own.range) && fits;
         if (fits) continue;
-        if (!own.told) return Status::Error("the mask expression leaves ±2^61 for these sizes");
+        if (!own.is_runtime) return Status::Error("the mask expression leaves ±2^61 for these sizes");
         program_.proven = false;
         own.range = {-kLargestInteger, kLargestInteger};
       } else {
@@ -176,7 +176,7 @@ class Compiler {
     return Status();
   }
 
-  // The node as an affine form of integers; of a comparison, left minus right. False where it is none.
+  // The node as an affine form of integers; of a comparison, left minus right. False where it is not affine.
   bool Fold(const ExprNode& node, Affine* affine) const {
     if (node.op == ExprOp::kTrue || node.op == ExprOp::kFalse) {
       affine->constant = node.op == ExprOp::kTrue ? 1 : 0;
@@ -189,8 +189,7 @@ class Compiler {
     return CombineAffine(node, left, right, sizes_, affine);
   }
 
-  // The place of a look-up's element among all, where every index is affine: what no vector tells is proven to be in
-  // range for every axis.
+  // The flat index of a look-up whose indices are all affine: these are proven to be in range for every axis.
   bool Flatten(int32_t i, Affine* flat) const {
     const ExprNode& node = Node(i);
     const MaskOperand& operand = program_.operands[static_cast<size_t>(slot_[static_cast<size_t>(node.operand)])];
@@ -341,7 +340,7 @@ Status CompileMask(const MaskExpr& fixed, const MaskExpr& dynamic, const ExprSiz
     STOF_RETURN_IF_ERROR(compilers.back().Prepare(&needs.back()));
   }
   if (compilers.empty()) return Status::Error("an empty mask needs no program");
-  // What needs more of the stack goes first.
+  // The expression that needs more of the stack goes first.
   const bool swapped = needs.size() == 2 && needs[1] > needs[0];
   int need = needs[0];
   if (needs.size() == 2) need = needs[0] == needs[1] ? need + 1 : std::max(needs[0], needs[1]);

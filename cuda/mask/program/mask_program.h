@@ -72,7 +72,7 @@ struct MaskSide {
 };
 
 // A vector or table in memory. Summaries: minimum and maximum of every 32 elements, then of every 1024, in `summaries`
-// of whoever evaluates, from pair number `blocks` and `groups` on; blocks -1: there are none.
+// of the evaluator, from pair number `blocks` and `groups` on; blocks -1: there are none.
 struct MaskOperand {
   static constexpr int kBlock = 32, kGroup = 1024;
   const void* data = nullptr;
@@ -82,10 +82,6 @@ struct MaskOperand {
   DType dtype = DType::kUndefined;
   int32_t boolean = 0;
   int64_t lo = 0, hi = 0;  // no element lies beyond; exact where there are no summaries
-};
-
-struct MaskInterval {
-  int64_t lo = 0, hi = 0;
 };
 
 // Queries and keys, inclusive, of one batch and head.
@@ -100,7 +96,7 @@ constexpr int kMostSides = 8;
 template <typename V>
 constexpr int kMaskRows = 64 / static_cast<int>(sizeof(V));
 
-// What the evaluation reads.
+// A program in the memory of its evaluator.
 struct MaskView {
   const MaskStep* steps = nullptr;
   const Affine* affines = nullptr;
@@ -135,54 +131,14 @@ STOF_HOST_DEVICE int64_t ReadElement(const MaskOperand& operand, int64_t i) {
   return operand.boolean != 0 ? value != 0 : value;
 }
 
-STOF_HOST_DEVICE int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
-STOF_HOST_DEVICE int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
-
 // ---- intervals ----
-// x * y where it lies within ±2^61; else false.
-STOF_HOST_DEVICE bool Product(int64_t x, int64_t y, int64_t* product) {
-#if defined(__CUDA_ARCH__)
-  *product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
-  const bool fits = __mul64hi(x, y) == (*product >> 63);
-#else
-  const bool fits = !__builtin_mul_overflow(x, y, product);
-#endif
-  return fits && *product >= -kLargestInteger && *product <= kLargestInteger;
-}
-
-STOF_HOST_DEVICE MaskInterval CompareIntervals(ExprOp op, MaskInterval a, MaskInterval b) {
-  switch (op) {
-    case ExprOp::kLt:
-      return {a.hi < b.lo, a.lo < b.hi};
-    case ExprOp::kLe:
-      return {a.hi <= b.lo, a.lo <= b.hi};
-    case ExprOp::kGt:
-      return {a.lo > b.hi, a.hi > b.lo};
-    case ExprOp::kGe:
-      return {a.lo >= b.hi, a.hi >= b.lo};
-    case ExprOp::kEq:
-      return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
-    default:  // kNe
-      return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
-  }
-}
-
-// Partial sums may wrap, the sum itself fits: the host has proven it for all boxes.
-STOF_HOST_DEVICE MaskInterval AffineInterval(const Affine& x, const MaskBox& box) {
-  using U = uint64_t;
-  const U q = static_cast<U>(x.q), k = static_cast<U>(x.k);
-  const U c = static_cast<U>(x.constant) + static_cast<U>(x.b) * static_cast<U>(box.b) +
-              static_cast<U>(x.h) * static_cast<U>(box.h);
-  const U lo =
-      c + q * static_cast<U>(x.q >= 0 ? box.q_lo : box.q_hi) + k * static_cast<U>(x.k >= 0 ? box.k_lo : box.k_hi);
-  const U hi =
-      c + q * static_cast<U>(x.q >= 0 ? box.q_hi : box.q_lo) + k * static_cast<U>(x.k >= 0 ? box.k_hi : box.k_lo);
+STOF_HOST_DEVICE Interval AffineInterval(const Affine& x, const MaskBox& box) {
+  uint64_t lo = static_cast<uint64_t>(x.constant) + static_cast<uint64_t>(x.b) * static_cast<uint64_t>(box.b) +
+                static_cast<uint64_t>(x.h) * static_cast<uint64_t>(box.h);
+  uint64_t hi = lo;
+  AddScaled(x.q, box.q_lo, box.q_hi, &lo, &hi);
+  AddScaled(x.k, box.k_lo, box.k_hi, &lo, &hi);
   return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
-}
-
-STOF_HOST_DEVICE MaskInterval AbsInterval(MaskInterval a) {
-  if (a.lo >= 0) return a;
-  return a.hi <= 0 ? MaskInterval{-a.hi, -a.lo} : MaskInterval{0, Most(-a.lo, a.hi)};
 }
 
 // Evaluation over a box. `ok` turns false where a value may leave ±2^61 on the way or an index its table: then no value
@@ -191,25 +147,25 @@ class MaskIntervals {
  public:
   STOF_HOST_DEVICE explicit MaskIntervals(const MaskView& view) : view_(view), narrow_(view.narrow != 0) {}
 
-  STOF_HOST_DEVICE MaskInterval Run(const MaskBox& box) {
-    MaskInterval stack[kMaskStack];
+  STOF_HOST_DEVICE Interval Run(const MaskBox& box) {
+    Interval stack[kMaskStack];
     int depth = 0;
     for (int i = 0; i < view_.count; ++i) {
       const MaskStep step = view_.steps[i];
-      MaskInterval result;
+      Interval result;
       if (step.op == ExprOp::kConst) {
         result = AffineInterval(view_.affines[step.arg], box);
       } else if (step.op == ExprOp::kLookup) {
         depth -= step.arg;
         result = Lookup(step, stack + depth);
       } else if (step.op == ExprOp::kNeg || step.op == ExprOp::kAbs || step.op == ExprOp::kNot) {
-        result = Unary(step.op, stack[--depth]);
+        result = Apply(step.op, stack[--depth], {0, 0});
       } else if (step.mode == MaskStep::kImmediate || step.mode == MaskStep::kShift) {
         const int64_t c = step.mode == MaskStep::kShift ? int64_t{1} << step.arg : view_.affines[step.arg].constant;
-        result = Binary(step.op, stack[--depth], {c, c});
+        result = Apply(step.op, stack[--depth], {c, c});
       } else {
         depth -= 2;
-        result = Binary(step.op, stack[depth], stack[depth + 1]);
+        result = Apply(step.op, stack[depth], stack[depth + 1]);
       }
       narrow_ = narrow_ && result.lo >= INT32_MIN && result.hi <= INT32_MAX;
       stack[depth++] = result;
@@ -220,91 +176,39 @@ class MaskIntervals {
   STOF_HOST_DEVICE bool narrow() const { return narrow_; }
 
  private:
-  STOF_HOST_DEVICE MaskInterval Within(MaskInterval a) {
-    if (a.lo < -kLargestInteger || a.hi > kLargestInteger) ok_ = false;
+  static STOF_HOST_DEVICE bool IsWithin(Interval a) { return a.lo >= -kLargestInteger && a.hi <= kLargestInteger; }
+  static STOF_HOST_DEVICE Interval Clamp(Interval a) {
     return {Least(Most(a.lo, -kLargestInteger), kLargestInteger), Most(Least(a.hi, kLargestInteger), -kLargestInteger)};
   }
 
-  STOF_HOST_DEVICE MaskInterval Unary(ExprOp op, MaskInterval a) {
-    if (op == ExprOp::kNot) return {1 - a.hi, 1 - a.lo};
-    a = Within(a);
-    if (op == ExprOp::kNeg) return {-a.hi, -a.lo};
-    return AbsInterval(a);
-  }
-
-  STOF_HOST_DEVICE MaskInterval Binary(ExprOp op, MaskInterval a, MaskInterval b) {
-    switch (op) {
-      case ExprOp::kLt:
-      case ExprOp::kLe:
-      case ExprOp::kGt:
-      case ExprOp::kGe:
-      case ExprOp::kEq:
-      case ExprOp::kNe:
-        return CompareIntervals(op, a, b);
-      case ExprOp::kAnd:
-        return {a.lo & b.lo, a.hi & b.hi};
-      case ExprOp::kOr:
-        return {a.lo | b.lo, a.hi | b.hi};
-      case ExprOp::kMin:
-        return {Least(a.lo, b.lo), Least(a.hi, b.hi)};
-      case ExprOp::kMax:
-        return {Most(a.lo, b.lo), Most(a.hi, b.hi)};
-      default:
-        break;
+  STOF_HOST_DEVICE Interval Apply(ExprOp op, Interval a, Interval b) {
+    if (IsCompare(op)) return CompareInterval(op, a, b);
+    if (!IsArithmetic(op)) return LogicInterval(op, a, b);
+    Interval r;
+    if (op == ExprOp::kMin || op == ExprOp::kMax) {  // gives an argument, whatever it is
+      (void)ArithmeticInterval(op, a, b, &r);
+      return r;
     }
-    a = Within(a), b = Within(b);
-    MaskInterval r;
-    switch (op) {
-      case ExprOp::kAdd:
-        r = {a.lo + b.lo, a.hi + b.hi};
-        break;
-      case ExprOp::kSub:
-        r = {a.lo - b.hi, a.hi - b.lo};
-        break;
-      case ExprOp::kMul:
-        return Times(a, b);
-      case ExprOp::kDiv: {
-        const int64_t x = FloorDiv(a.lo, b.lo), y = FloorDiv(a.hi, b.lo);
-        return {Least(x, y), Most(x, y)};
-      }
-      default:  // kMod
-        if (FloorDiv(a.lo, b.lo) == FloorDiv(a.hi, b.lo)) {
-          return {FloorMod(a.lo, b.lo), FloorMod(a.hi, b.lo)};
-        }
-        return b.lo > 0 ? MaskInterval{0, b.lo - 1} : MaskInterval{b.lo + 1, 0};
-    }
-    return Within(r);
-  }
-
-  STOF_HOST_DEVICE MaskInterval Times(MaskInterval a, MaskInterval b) {
-    const int64_t xs[2] = {a.lo, a.hi}, ys[2] = {b.lo, b.hi};
-    MaskInterval r{INT64_MAX, INT64_MIN};
-    for (int i = 0; i < 4; ++i) {
-      int64_t product = 0;
-      if (!Product(xs[i / 2], ys[i % 2], &product)) {
-        ok_ = false;
-        product = 0;
-      }
-      r.lo = Least(r.lo, product), r.hi = Most(r.hi, product);
-    }
-    return r;
+    if (!IsWithin(a) || !IsWithin(b)) ok_ = false;
+    if (!ArithmeticInterval(op, Clamp(a), Clamp(b), &r)) ok_ = false;
+    return Clamp(r);
   }
 
   // ---- look-ups ----
-  static STOF_HOST_DEVICE void Take(int64_t lo, int64_t hi, MaskInterval* r) {
+  static STOF_HOST_DEVICE void Take(int64_t lo, int64_t hi, Interval* r) {
     r->lo = Least(r->lo, lo), r->hi = Most(r->hi, hi);
   }
-  STOF_HOST_DEVICE void TakePairs(int64_t pair, int64_t begin, int64_t end, MaskInterval* r) const {
+  STOF_HOST_DEVICE void TakePairs(int64_t pair, int64_t begin, int64_t end, Interval* r) const {
     for (int64_t i = begin; i < end; ++i) Take(view_.summaries[2 * (pair + i)], view_.summaries[2 * (pair + i) + 1], r);
   }
 
-  STOF_HOST_DEVICE MaskInterval Lookup(const MaskStep& step, const MaskInterval* indices) {
+  STOF_HOST_DEVICE Interval Lookup(const MaskStep& step, const Interval* indices) {
     constexpr int64_t kMostRead = 8;  // elements one by one
     const MaskOperand& operand = view_.operands[step.operand];
     int64_t lo[4], hi[4];
     int64_t first = 0, last = 0, count = 1;
     for (int axis = 0; axis < step.arg; ++axis) {
-      const MaskInterval index = indices[step.places >> 2 * axis & 3];
+      const Interval index = indices[step.places >> 2 * axis & 3];
       const int64_t most = (step.arg == 1 ? operand.count : operand.dims[axis]) - 1;
       if (index.lo < 0 || index.hi > most) ok_ = false;
       lo[axis] = Least(Most(index.lo, 0), most), hi[axis] = Most(Least(index.hi, most), 0);
@@ -312,7 +216,7 @@ class MaskIntervals {
       last = last * (most + 1) + hi[axis];
       count *= hi[axis] - lo[axis] + 1;
     }
-    MaskInterval r{INT64_MAX, INT64_MIN};
+    Interval r{INT64_MAX, INT64_MIN};
     const bool dense = last - first + 1 == count;
     if (count <= kMostRead || (!dense && count <= 4 * kMostRead)) {
       int64_t index[4] = {lo[0], lo[1], lo[2], lo[3]};
@@ -345,49 +249,44 @@ class MaskIntervals {
 };
 
 // ---- values ----
-template <typename V>
-using MaskValues = V[kMaskRows<V>];
-
 // top = left op top, or top op constant. Templates, so that loops stand inside of the switch over operators.
-template <ExprOp kOp, typename V>
-STOF_HOST_DEVICE void OperateLeft(const MaskValues<V>& left, MaskValues<V>& top) {
+template <ExprOp kOp, typename V, int kRows>
+STOF_HOST_DEVICE void OperateLeft(const V (&left)[kRows], V (&top)[kRows]) {
   STOF_UNROLL
-  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, left[r], top[r]);
+  for (int r = 0; r < kRows; ++r) top[r] = Operate<V>(kOp, left[r], top[r]);
 }
-template <ExprOp kOp, typename V>
-STOF_HOST_DEVICE void OperateRight(MaskValues<V>& top, V constant) {
+template <ExprOp kOp, typename V, int kRows>
+STOF_HOST_DEVICE void OperateRight(V (&top)[kRows], V constant) {
   STOF_UNROLL
-  for (int r = 0; r < kMaskRows<V>; ++r) top[r] = Operate<V>(kOp, top[r], constant);
+  for (int r = 0; r < kRows; ++r) top[r] = Operate<V>(kOp, top[r], constant);
 }
 
-template <typename E, typename V>
-STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
+template <typename E, typename V, int kRows>
+STOF_HOST_DEVICE void ReadAll(const MaskOperand& operand, const V (&flat)[kRows], V (&values)[kRows]) {
   const E* data = static_cast<const E*>(operand.data);
   STOF_UNROLL
-  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(data[flat[r]]);
+  for (int r = 0; r < kRows; ++r) values[r] = static_cast<V>(data[flat[r]]);
 }
 // ReadElement for all queries.
-template <typename V>
-STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const MaskValues<V>& flat, MaskValues<V>& values) {
-  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t, V>(operand, flat, values);
-  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t, V>(operand, flat, values);
+template <typename V, int kRows>
+STOF_HOST_DEVICE void ReadElements(const MaskOperand& operand, const V (&flat)[kRows], V (&values)[kRows]) {
+  if (operand.boolean == 0 && operand.dtype == DType::kI64) return ReadAll<int64_t>(operand, flat, values);
+  if (operand.boolean == 0 && operand.dtype == DType::kI32) return ReadAll<int32_t>(operand, flat, values);
   if (operand.dtype == DType::kBool || operand.dtype == DType::kU8) {
-    ReadAll<uint8_t, V>(operand, flat, values);
+    ReadAll<uint8_t>(operand, flat, values);
     if (operand.boolean == 0) return;
     STOF_UNROLL
-    for (int r = 0; r < kMaskRows<V>; ++r) values[r] = values[r] != 0;
+    for (int r = 0; r < kRows; ++r) values[r] = values[r] != 0;
     return;
   }
-  for (int r = 0; r < kMaskRows<V>; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
+  for (int r = 0; r < kRows; ++r) values[r] = static_cast<V>(ReadElement(operand, flat[r]));
 }
 
-// The expression for queries q0, q0 + 1, ... and one key, as 0 or 1. V is int32_t where `narrow` says so for a box,
-// else int64_t. Of queries and keys beyond the box, or beyond the problem, the result means nothing.
-template <typename V>
-STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k,
-                                   MaskValues<V>& top) {
+// Evaluates the steps of `view` for queries q0 ... q0 + kRows - 1 and one key: the expression as 0 or 1. V is int32_t
+// where `narrow` allows it for a box, else int64_t. For queries and keys beyond the problem the result is arbitrary.
+template <typename V, int kRows>
+STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, int64_t q0, int64_t k, V (&top)[kRows]) {
   using U = std::make_unsigned_t<V>;
-  constexpr int kRows = kMaskRows<V>;
   const auto wrap = [](int64_t x) { return static_cast<U>(static_cast<uint64_t>(x)); };
   alignas(16) V stack[kMaskStack][kRows];
   int depth = 0;  // entries below `top`
@@ -436,7 +335,7 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
       }
       STOF_UNROLL
       for (int r = 0; r < kRows; ++r) flat[r] = flat[r] < 0 ? 0 : flat[r] > last ? last : flat[r];
-      ReadElements<V>(operand, flat, top);
+      ReadElements(operand, flat, top);
       continue;
     }
     if (step.mode == MaskStep::kShift) {
@@ -451,9 +350,9 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
     if (popped) {
       --depth;
       switch (step.op) {
-#define STOF_OPERATE(name)                           \
-  case ExprOp::name:                                 \
-    OperateLeft<ExprOp::name, V>(stack[depth], top); \
+#define STOF_OPERATE(name)                        \
+  case ExprOp::name:                              \
+    OperateLeft<ExprOp::name>(stack[depth], top); \
     break;
         STOF_OPERATE(kAdd)
         STOF_OPERATE(kSub)
@@ -476,9 +375,9 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
     }
     const V constant = step.mode == MaskStep::kImmediate ? static_cast<V>(view.affines[step.arg].constant) : V{0};
     switch (step.op) {
-#define STOF_OPERATE(name)                        \
-  case ExprOp::name:                              \
-    OperateRight<ExprOp::name, V>(top, constant); \
+#define STOF_OPERATE(name)                     \
+  case ExprOp::name:                           \
+    OperateRight<ExprOp::name>(top, constant); \
     break;
       STOF_OPERATE(kAdd)
       STOF_OPERATE(kSub)
@@ -503,6 +402,16 @@ STOF_HOST_DEVICE void EvaluateRows(const MaskView& view, int64_t b, int64_t h, i
   }
 }
 
+// The value of `count` steps from `first` on, for one pair within the problem.
+STOF_HOST_DEVICE int64_t EvaluateOne(const MaskView& view, int first, int count, int64_t b, int64_t h, int64_t q,
+                                     int64_t k) {
+  MaskView part = view;
+  part.steps += first, part.count = count;
+  int64_t value[1] = {0};
+  EvaluateRows(part, b, h, q, k, value);
+  return value[0];
+}
+
 // ---- making one: plain C++ ----
 // A run-time vector or a table, with its data where the program will be evaluated.
 using MaskInputs = std::vector<std::pair<std::string, Tensor>>;
@@ -517,7 +426,8 @@ struct MaskProgram {
   bool by_pairs = false;      // some word is kPairs
   int32_t pairs = 0;          // of summaries
   bool narrow = true;
-  // Whether nothing can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals must tell.
+  // Whether no value can leave ±2^61 and no index its table, whatever the vectors hold. Else intervals decide it box by
+  // box.
   bool proven = true;
   bool uses_b = false, uses_h = false;
   // Whether the mask of a batch and head depends on the distance from query to key alone, and intervals are isotone:

@@ -7,9 +7,7 @@ namespace stof {
 namespace cuda {
 namespace {
 
-bool IsCompareOp(ExprOp op) { return op >= ExprOp::kLt && op <= ExprOp::kNe; }
-
-// What a step's value is, with all steps before it that make it.
+// A step with all steps before it that compute its arguments.
 struct Part {
   int32_t first = 0;              // of those steps
   int32_t left = -1, right = -1;  // the steps that make its arguments; of look-ups the first
@@ -145,7 +143,7 @@ class WordMaker {
       word->kind = MaskWord::kLinear, word->op = ExprOp::kNe, word->affine = step.arg;
       return true;
     }
-    if (!IsCompareOp(step.op) || step.mode != MaskStep::kImmediate) return false;
+    if (!IsCompare(step.op) || step.mode != MaskStep::kImmediate) return false;
     word->constant = program_.affines[static_cast<size_t>(step.arg)].constant;
     if (word->constant < -kLargestInteger || word->constant > kLargestInteger) return false;
     const int32_t left = Of(i).left;
@@ -177,17 +175,17 @@ class WordMaker {
       word->constant = word->limit - 1 - word->constant;
     }
     for (int64_t at = 0; at < 64; ++at) {
-      if (Holds(word->op, at % word->limit, word->constant)) word->pattern |= uint64_t{1} << at;
+      if (Compare<int64_t>(word->op, at % word->limit, word->constant)) word->pattern |= uint64_t{1} << at;
     }
     return true;
   }
 
-  // What the query and the key each have a number in.
+  // Comparisons of a number of the query with a number of the key.
   bool AsSides(int32_t i, MaskWord* word) {
     const MaskStep& step = Step(i);
     const Part& part = Of(i);
     *word = MaskWord();
-    if (IsCompareOp(step.op) && step.mode == MaskStep::kStack) {
+    if (IsCompare(step.op) && step.mode == MaskStep::kStack) {
       const int32_t left = part.left, right = part.right;
       for (const bool swapped : {false, true}) {
         const int32_t line = swapped ? right : left, other = swapped ? left : right;

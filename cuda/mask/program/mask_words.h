@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks as words: 32 keys of one query at a time. A comparison of affine forms is an interval of bits, one of a number
-// of the query with one of the key reads each number once, and what joins them costs one operation for 32 pairs; what
-// is none of these is evaluated pair by pair. The same code on host and device.
+// Masks as words: 32 keys of one query at a time. A comparison of affine forms is a range of bits. A comparison of a
+// number of the query with one of the key reads each number once. `and`, `or` and `not` cost one operation for 32
+// pairs. All else is evaluated pair by pair. The same code on host and device.
 #ifndef STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
 #define STOF_CUDA_MASK_PROGRAM_MASK_WORDS_H_
 
@@ -12,8 +12,8 @@
 namespace stof {
 namespace cuda {
 
-// Writes the words of a program from its steps. Only a program that is proven has more than one: of others the
-// intervals of the whole must tell whether it may be evaluated.
+// Writes the words of a program from its steps. Only a proven program has more than one word: for others the intervals
+// of the whole decide whether it may be evaluated.
 void MakeWords(const ExprSizes& sizes, MaskProgram* program);
 // The whole program as one word.
 void MakeOneWord(MaskProgram* program);
@@ -27,59 +27,6 @@ STOF_HOST_DEVICE U AffineAt(const Affine& x, int64_t b, int64_t h, int64_t q, in
          static_cast<U>(x.k) * static_cast<U>(k);
 }
 
-// The value of `count` steps from `first` on, for one pair within the problem.
-STOF_HOST_DEVICE int64_t EvaluateOne(const MaskView& view, int first, int count, int64_t b, int64_t h, int64_t q,
-                                     int64_t k) {
-  int64_t stack[kMaskStack];
-  int64_t top = 0;
-  int depth = 0;  // entries below `top`
-  for (int i = 0; i < count; ++i) {
-    const MaskStep step = view.steps[first + i];
-    if (step.op == ExprOp::kConst) {
-      if (i > 0) stack[depth++] = top;
-      top = static_cast<int64_t>(AffineAt<uint64_t>(view.affines[step.arg], b, h, q, k));
-    } else if (step.op == ExprOp::kLookup) {
-      const MaskOperand& operand = view.operands[step.operand];
-      int64_t flat = top;
-      if (step.arg > 1) {
-        depth -= step.arg - 1;  // where the lowest index is; the highest is `top`
-        flat = 0;
-        for (int axis = 0; axis < step.arg; ++axis) {
-          const int place = step.places >> 2 * axis & 3;
-          flat = flat * operand.dims[axis] + (place == step.arg - 1 ? top : stack[depth + place]);
-        }
-      }
-      top = ReadElement(operand, Most(0, Least(flat, operand.count - 1)));
-    } else if (step.mode == MaskStep::kShift) {
-      top = step.op == ExprOp::kDiv ? top >> step.arg : top & ((int64_t{1} << step.arg) - 1);
-    } else if (step.mode == MaskStep::kImmediate) {
-      top = Operate<int64_t>(step.op, top, view.affines[step.arg].constant);
-    } else if (step.op == ExprOp::kNeg || step.op == ExprOp::kAbs || step.op == ExprOp::kNot) {
-      top = Operate<int64_t>(step.op, top, 0);
-    } else {
-      --depth;
-      top = Operate<int64_t>(step.op, stack[depth], top);
-    }
-  }
-  return top;
-}
-
-STOF_HOST_DEVICE bool Holds(ExprOp op, int64_t x, int64_t y) {
-  switch (op) {
-    case ExprOp::kLt:
-      return x < y;
-    case ExprOp::kLe:
-      return x <= y;
-    case ExprOp::kGt:
-      return x > y;
-    case ExprOp::kGe:
-      return x >= y;
-    case ExprOp::kEq:
-      return x == y;
-    default:  // kNe
-      return x != y;
-  }
-}
 // A number of a vector, which may be anything, beside affine forms within ±2^61 (±2^28 of small ones, as their
 // constants): the same side of all of their differences, and sums that fit.
 STOF_HOST_DEVICE int64_t Beside(int64_t x) { return Most(-kLargestInteger - 1, Least(x, kLargestInteger + 1)); }
@@ -87,7 +34,7 @@ constexpr int32_t kSmall = 1 << 28;
 STOF_HOST_DEVICE int32_t BesideSmall(int64_t x) {
   return static_cast<int32_t>(Most(-2 * kSmall - 1, Least(x, 2 * kSmall + 1)));
 }
-// What is left of x by 0 < m < 2^31, not negative.
+// x modulo m, 0 < m < 2^31, not negative.
 STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   const auto d = static_cast<int32_t>(m);
   if ((d & (d - 1)) == 0) return static_cast<int32_t>(x) & (d - 1);
@@ -99,12 +46,12 @@ STOF_HOST_DEVICE int32_t Rest(int64_t x, int64_t m) {
   return static_cast<int32_t>(FloorMod<int64_t>(x, m));
 }
 // ---- classes ----
-// What a mask may be in a box.
+// The values that a mask may have in a box.
 struct MaskCan {
   bool zero = true, one = true;
 };
 
-STOF_HOST_DEVICE MaskInterval RestInterval(MaskInterval a, int64_t m) {
+STOF_HOST_DEVICE Interval RestInterval(Interval a, int64_t m) {
   const int64_t length = a.hi - a.lo;
   if (length < m) {
     const int64_t lo = Rest(a.lo, m);
@@ -115,11 +62,11 @@ STOF_HOST_DEVICE MaskInterval RestInterval(MaskInterval a, int64_t m) {
 
 // Whether a range holds somewhere in the box and whether everywhere.
 template <typename V>
-STOF_HOST_DEVICE MaskInterval RangeInterval(const MaskWord& word, V lo, V hi) {
+STOF_HOST_DEVICE Interval RangeInterval(const MaskWord& word, V lo, V hi) {
   const V constant = static_cast<V>(word.constant), limit = static_cast<V>(word.limit);
   const bool all = hi < limit && (!word.bounded || lo >= constant);
   const bool some = lo < limit && (!word.bounded || hi >= constant);
-  return word.inverted ? MaskInterval{!some, !all} : MaskInterval{all, some};
+  return word.inverted ? Interval{!some, !all} : Interval{all, some};
 }
 
 // side(i) gives the extremes of a side in the box. kIntervals: a word may need MaskIntervals, and then `ok`
@@ -131,7 +78,7 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
   for (int i = 0; i < view.words_count; ++i) {
     const MaskWord& word = view.words[i];
     const uint32_t zero = zeros & 1, one = ones & 1, zero2 = zeros >> 1 & 1, one2 = ones >> 1 & 1;
-    MaskInterval found{0, 1};
+    Interval found{0, 1};
     switch (word.kind) {
       case MaskWord::kAnd:
         zeros = zeros >> 2 << 1 | zero | zero2, ones = ones >> 2 << 1 | (one & one2);
@@ -144,7 +91,7 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
         continue;
       case MaskWord::kRange: {
         const Affine& x = view.affines[word.affine];
-        const MaskInterval own = word.sign != 0 ? side(word.row) : MaskInterval{0, 0};
+        const Interval own = word.sign != 0 ? side(word.row) : Interval{0, 0};
         if (word.small) {
           const bool up = x.q >= 0;
           const auto value = [&](int64_t q, int64_t k) {
@@ -157,7 +104,7 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
           }
           found = RangeInterval<int32_t>(word, lo, hi);
         } else {
-          MaskInterval v = AffineInterval(x, box);
+          Interval v = AffineInterval(x, box);
           if (word.sign != 0) {
             const int64_t least = Beside(own.lo), most = Beside(own.hi);
             v.lo += word.sign > 0 ? least : -most, v.hi += word.sign > 0 ? most : -least;
@@ -167,27 +114,27 @@ STOF_HOST_DEVICE MaskCan DecideWords(const MaskView& view, const MaskBox& box, c
         break;
       }
       case MaskWord::kLinear: {
-        MaskInterval v = AffineInterval(view.affines[word.affine], box);
+        Interval v = AffineInterval(view.affines[word.affine], box);
         if (word.row >= 0) {
-          const MaskInterval own = side(word.row);
+          const Interval own = side(word.row);
           v.lo -= Beside(own.hi), v.hi -= Beside(own.lo);
         }
-        found = CompareIntervals(word.op, v, {word.constant, word.constant});
+        found = CompareInterval(word.op, v, {word.constant, word.constant});
         break;
       }
       case MaskWord::kAbs:
-        found = CompareIntervals(word.op, AbsInterval(AffineInterval(view.affines[word.affine], box)),
-                                 {word.constant, word.constant});
+        found = CompareInterval(word.op, AbsInterval(AffineInterval(view.affines[word.affine], box)),
+                                {word.constant, word.constant});
         break;
       case MaskWord::kMod:
-        found = CompareIntervals(word.op, RestInterval(AffineInterval(view.affines[word.affine], box), word.limit),
-                                 {word.constant, word.constant});
+        found = CompareInterval(word.op, RestInterval(AffineInterval(view.affines[word.affine], box), word.limit),
+                                {word.constant, word.constant});
         break;
       case MaskWord::kOuter:
-        found = CompareIntervals(word.op, side(word.row), side(word.key));
+        found = CompareInterval(word.op, side(word.row), side(word.key));
         break;
       case MaskWord::kKeys:
-        found = CompareIntervals(ExprOp::kNe, side(word.key), {0, 0});
+        found = CompareInterval(ExprOp::kNe, side(word.key), {0, 0});
         break;
       default:  // kBytes, kPairs
         if (kIntervals &&
@@ -219,12 +166,12 @@ STOF_HOST_DEVICE uint32_t BitsBelow(int32_t t) {
 }
 // Bits j where r + slope * j `op` 0.
 STOF_HOST_DEVICE uint32_t LineBits(ExprOp op, int64_t r, int64_t slope) {
-  if (slope == 0) return Holds(op, r, 0) ? ~0u : 0u;
+  if (slope == 0) return Compare<int64_t>(op, r, 0) ? ~0u : 0u;
   if (slope != 1 && slope != -1) {
     uint32_t bits = 0;
     for (int j = 0; j < 32; ++j) {
       const uint64_t value = static_cast<uint64_t>(r) + static_cast<uint64_t>(slope) * static_cast<uint64_t>(j);
-      bits |= (Holds(op, static_cast<int64_t>(value), 0) ? 1u : 0u) << j;
+      bits |= (Compare<int64_t>(op, static_cast<int64_t>(value), 0) ? 1u : 0u) << j;
     }
     return bits;
   }

@@ -14,7 +14,7 @@ struct Compiled {
   ExprSizes sizes;
   MaskInputs inputs;         // without data
   MaskProgram program;       // likewise
-  std::vector<size_t> from;  // [operands] which of the inputs
+  std::vector<size_t> from;  // [operands] index of the input
 };
 
 bool SameInput(const MaskInputs::value_type& a, const MaskInputs::value_type& b) {
@@ -23,13 +23,11 @@ bool SameInput(const MaskInputs::value_type& a, const MaskInputs::value_type& b)
 }
 
 bool Suits(const Compiled& compiled, const ExprSizes& s, const MaskInputs& inputs) {
-  const ExprSizes& own = compiled.sizes;
-  return own.B == s.B && own.H == s.H && own.S == s.S && own.T == s.T && own.P == s.P &&
-         compiled.inputs.size() == inputs.size() &&
+  return compiled.sizes == s && compiled.inputs.size() == inputs.size() &&
          std::equal(inputs.begin(), inputs.end(), compiled.inputs.begin(), SameInput);
 }
 
-// Compiled with numbers in the place of addresses, so that operands tell which input they are.
+// Compiles with numbers in place of addresses: an operand's number is that of its input.
 Status Compile(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs, Compiled* compiled) {
   compiled->sizes = sizes;
   compiled->inputs = inputs;
@@ -44,7 +42,7 @@ Status Compile(const AttentionMask& mask, const ExprSizes& sizes, const MaskInpu
 
 }  // namespace
 
-Status RememberedMask(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
+Status GetMaskProgram(const AttentionMask& mask, const ExprSizes& sizes, const MaskInputs& inputs,
                       MaskProgram* program) {
   auto compiled = std::static_pointer_cast<const Compiled>(mask.compiled.Get());
   if (compiled == nullptr || !Suits(*compiled, sizes, inputs)) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/internal.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/op.h"
@@ -35,7 +36,7 @@ namespace {
 using stof::CheckGiven;
 using stof::CheckList;
 using stof::Convert;
-using stof::Guarded;
+using stof::RunGuarded;
 using stof::Status;
 
 Status ConvertNamed(const stof_operand* operands, int count, std::vector<std::pair<std::string, stof::Tensor>>* named) {
@@ -141,11 +142,10 @@ class Arena {
 };
 
 std::string BuildInfo() {
-  static constexpr const char* kIsa[] = {"portable", "avx2", "avx512"};
   std::string text = "{\"version\": \"" STOF_VERSION "\", \"build_id\": \"" STOF_BUILD_ID "\", \"backends\": [\"cpu\"";
   if (stof::FindCudaBackend() != nullptr) text += ", \"cuda\"";
   text += "], \"cuda_architectures\": [" STOF_CUDA_ARCHITECTURES "], \"cpu_isa\": \"";
-  text += kIsa[static_cast<int>(stof::BestCpuIsa())];
+  text += stof::CpuIsaName(stof::BestCpuIsa());
   return text + "\", \"compiler\": \"" STOF_COMPILER "\"}";
 }
 
@@ -160,7 +160,7 @@ const char* stof_build_info(void) {
 
 int stof_mask_create(const char* expression, const stof_operand* tables, int table_count, stof_mask** mask, char* error,
                      size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"expression", expression}, {"mask", mask}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(tables, table_count, &named));
@@ -185,7 +185,7 @@ uint64_t stof_mask_hash(const stof_mask* mask) { return mask == nullptr ? 0 : ma
 
 int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_operand* runtime, int runtime_count,
                    uint8_t* allowed, char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"allowed", allowed}}));
     std::vector<std::pair<std::string, stof::Tensor>> named;
     STOF_RETURN_IF_ERROR(ConvertNamed(runtime, runtime_count, &named));
@@ -223,7 +223,7 @@ int stof_mask_eval(const stof_mask* mask, const stof_sizes* sizes, const stof_op
 
 int stof_block_mask_create(const stof_mask* mask, const stof_sizes* sizes, int m, int n, stof_block_mask** block_mask,
                            char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"mask", mask}, {"sizes", sizes}, {"block_mask", block_mask}}));
     auto made = std::make_unique<stof_block_mask>();
     stof::MaskExpr fixed = mask->parts.fixed;
@@ -270,7 +270,7 @@ void stof_block_mask_cache_stats(int64_t stats[5], int clear) {
 
 int stof_op_create(const char* op_type, const stof_attribute* attributes, int attribute_count, stof_op** op,
                    char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"op_type", op_type}, {"op", op}}));
     STOF_RETURN_IF_ERROR(CheckList("attributes", attributes, attribute_count));
     for (int i = 0; i < attribute_count; ++i) {
@@ -285,7 +285,7 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
       *op = made.release();
       return Status();
     }
-    return Status::Error("there is no operator " + stof::Shown(op_type, 64));
+    return Status::Error("there is no operator " + stof::Quoted(op_type, 64));
   });
 }
 
@@ -293,14 +293,14 @@ void stof_op_destroy(stof_op* op) { delete op; }
 
 int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                 int threads, char* error, size_t error_size) {
-  return Guarded(error, error_size, [&] {
+  return RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(CheckGiven({{"op", op}}));
     if (threads < 1 || threads > 64) return Status::Error("threads must be 1 to 64");
     std::vector<stof::Tensor> in;
     std::vector<stof::Tensor> out;
     STOF_RETURN_IF_ERROR(Convert(inputs, input_count, &in));
     STOF_RETURN_IF_ERROR(Convert(outputs, output_count, &out));
-    // A team of its own for each calling thread, kept between calls: calls from several threads do not share one.
+    // One pool for each calling thread, kept between calls: calls from several threads do not share one.
     thread_local Arena arena;
     thread_local std::unique_ptr<stof::ThreadPool> pool;
     if (pool == nullptr || pool->view().threads != threads || pool->IsOfAnotherProcess()) {

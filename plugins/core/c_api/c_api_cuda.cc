@@ -5,13 +5,12 @@
 
 #include "plugins/core/c_api/internal.h"
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 
 namespace {
 
 using stof::Status;
 
-// Hands out pieces of the caller's workspace. There is nothing to give back: a piece lives as long as the workspace.
+// Allocates from the caller's workspace. Nothing is freed: a block lives as long as the workspace.
 class Workspace {
  public:
   Workspace(void* data, size_t bytes) : next_(reinterpret_cast<uintptr_t>(data)), end_(next_ + bytes) {}
@@ -33,7 +32,7 @@ class Workspace {
 extern "C" {
 
 int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
@@ -43,7 +42,7 @@ int stof_op_prepare(stof_op* op, const stof_tensor* inputs, int input_count, cha
 
 int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                      void* workspace, size_t workspace_size, void* stream, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     if (stof::FindCudaBackend() == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}}));
     std::vector<stof::Tensor> in;
@@ -61,12 +60,12 @@ int stof_op_run_cuda(stof_op* op, const stof_tensor* inputs, int input_count, st
 }
 
 int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"capability", capability}}));
     std::string found;
-    STOF_RETURN_IF_ERROR(backend->describe(&found, capability));
+    STOF_RETURN_IF_ERROR(backend->describe_device(&found, capability));
     if (name != nullptr && name_size > 0) std::snprintf(name, name_size, "%s", found.c_str());
     return Status();
   });
@@ -74,11 +73,11 @@ int stof_cuda_device(char* name, size_t name_size, int32_t* capability, char* er
 
 int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t names_size, char* error,
                       size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     std::string found;
-    STOF_RETURN_IF_ERROR(backend->kernel_names(head_size, static_cast<stof::DType>(dtype), &found));
+    STOF_RETURN_IF_ERROR(backend->attention.list_kernels(head_size, static_cast<stof::DType>(dtype), &found));
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"names", names}}));
     if (found.size() >= names_size) return Status::Error("the names take " + std::to_string(found.size()) + " bytes");
     std::copy(found.c_str(), found.c_str() + found.size() + 1, names);
@@ -88,14 +87,14 @@ int stof_cuda_kernels(int64_t head_size, int32_t dtype, char* names, size_t name
 
 int stof_op_time_cuda(stof_op* op, const stof_tensor* inputs, int input_count, int output_count, double seconds,
                       double* microseconds, char* error, size_t error_size) {
-  return stof::Guarded(error, error_size, [&] {
+  return stof::RunGuarded(error, error_size, [&] {
     const stof::CudaBackend* backend = stof::FindCudaBackend();
     if (backend == nullptr) return Status::Error(stof::kNoCudaKernels);
     if (output_count < 1 || output_count > 64) return Status::Error("a number of outputs that is not 1 to 64");
     STOF_RETURN_IF_ERROR(stof::CheckGiven({{"op", op}, {"microseconds", microseconds}}));
     std::vector<stof::Tensor> in;
     STOF_RETURN_IF_ERROR(stof::Convert(inputs, input_count, &in));
-    return backend->time(*op->op, in.data(), input_count, output_count, seconds, microseconds);
+    return backend->time_op(*op->op, in.data(), input_count, output_count, seconds, microseconds);
   });
 }
 

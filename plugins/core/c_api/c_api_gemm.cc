@@ -20,11 +20,11 @@ stof::Status FormOf(const char* epilogue, int pair, const char* other, char* for
 
 extern "C" int stof_gemm_form(const char* epilogue, int pair, char* form, size_t form_size, char* error,
                               size_t error_size) {
-  return stof::Guarded(error, error_size, [&] { return FormOf(epilogue, pair, nullptr, form, form_size); });
+  return stof::RunGuarded(error, error_size, [&] { return FormOf(epilogue, pair, nullptr, form, form_size); });
 }
 
 extern "C" int stof_gemm_cpu_form(const char* epilogue, int pair, char* form, size_t form_size, char* error,
                                   size_t error_size) {
   constexpr const char* kOther = "the CPU's kernels apply another epilogue after the product, as a chain would";
-  return stof::Guarded(error, error_size, [&] { return FormOf(epilogue, pair, kOther, form, form_size); });
+  return stof::RunGuarded(error, error_size, [&] { return FormOf(epilogue, pair, kOther, form, form_size); });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of the C ABI share.
+// Helpers of the C ABI's files.
 #ifndef STOF_PLUGINS_CORE_C_API_INTERNAL_H_
 #define STOF_PLUGINS_CORE_C_API_INTERNAL_H_
 
@@ -35,9 +35,9 @@ inline int Finish(const Status& status, char* error, size_t error_size) {
   return 1;
 }
 
-// Runs fn and turns what it throws (out of memory, above all) into an error.
+// Runs fn and turns its exceptions (out of memory, above all) into an error.
 template <typename Fn>
-int Guarded(char* error, size_t error_size, Fn fn) {
+int RunGuarded(char* error, size_t error_size, Fn fn) {
   try {
     return Finish(fn(), error, error_size);
   } catch (const std::exception& e) {

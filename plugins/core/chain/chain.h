@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptions of chains: docs/reference/chain-format.md is the contract. The text comes from files that nobody vouches
-// for.
+// Descriptions of fused chains: docs/reference/chain-format.md is the contract. The text comes from untrusted files.
 #ifndef STOF_PLUGINS_CORE_CHAIN_CHAIN_H_
 #define STOF_PLUGINS_CORE_CHAIN_CHAIN_H_
 
@@ -9,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "plugins/core/contract/op.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof {
 
@@ -22,7 +21,7 @@ constexpr int kChainMostDepth = 64;
 constexpr int kChainMostReductions = 16;
 constexpr size_t kChainMostText = 16 << 10;
 constexpr int64_t kChainMostInteger = int64_t{1} << 31;
-// What a run may compute: so many positions for each element that it reads or writes, or so many values altogether.
+// Limits of a run: positions for each element that it reads or writes, or values altogether.
 constexpr int64_t kChainMostPositions = 4;
 constexpr int64_t kChainMostWork = int64_t{1} << 30;
 
@@ -122,8 +121,7 @@ struct ChainOutput {
   std::vector<std::vector<int>> dims;  // axes merged into each dimension, outermost first; none: 1
 };
 
-// Nodes stand behind their arguments, and no two are equal: what is written twice is computed once. The last axis is
-// the row.
+// Nodes follow their arguments, and no two are equal: common subexpressions are one node. The last axis is the row.
 struct Chain {
   std::vector<ChainAxis> axes;
   std::vector<ChainNode> nodes;
@@ -151,7 +149,7 @@ struct BoundRead {
   int64_t constant = 0;
   int64_t stride[kChainMostAxes] = {};
   std::vector<Part> parts;
-  // Where it is read, both ends included; all other positions stand on the other side of a select.
+  // The positions that are read, both ends included; a select takes its other side at all others.
   int64_t first[kChainMostAxes] = {};
   int64_t last[kChainMostAxes] = {};
   bool guarded = false;  // first and last leave something out

@@ -197,8 +197,8 @@ class Binder {
     return Status();
   }
 
-  // From the outputs down: where each node's value is taken. Nodes stand behind their arguments, so that one pass from
-  // the last to the first sees every use of a node before the node.
+  // From the outputs down: the positions at which each node's value is used. Nodes follow their arguments, so that one
+  // backward pass sees every use of a node before the node.
   void Boxes() {
     boxes_.assign(chain_.nodes.size(), Box());
     // An output without the row's axis is written once a row, however long the row is.

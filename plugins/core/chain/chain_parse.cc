@@ -85,7 +85,7 @@ class Parser {
       if (!AtEndOfLine()) {
         Line(first);
         first = false;
-        if (error_.empty() && !AtEndOfLine()) Expected("the end of the line");
+        if (error_.empty() && !AtEndOfLine()) FailExpected("the end of the line");
       }
       if (!error_.empty() || at_ == text_.size()) break;
       ++at_;  // the separator
@@ -115,9 +115,9 @@ class Parser {
     while (end < text_.size() && (IsLetter(text_[end]) || IsDigit(text_[end]))) ++end;
     return text_.substr(at_, std::max<size_t>(1, end - at_));
   }
-  int Expected(const std::string& what) {
+  int FailExpected(const std::string& what) {
     const std::string_view next = Next();
-    return Fail("found " + (next.empty() ? "the end of the line" : Shown(next)) + ", expected " + what);
+    return Fail("found " + (next.empty() ? "the end of the line" : Quoted(next)) + ", expected " + what);
   }
   bool Take(char c) {
     Skip();
@@ -132,7 +132,7 @@ class Parser {
     at_ += wanted.size();
     return true;
   }
-  bool Want(char c) { return Take(c) || Expected(std::string("'") + c + "'") == 0; }
+  bool Want(char c) { return Take(c) || FailExpected(std::string("'") + c + "'") == 0; }
   std::string_view Word() {
     if (AtEndOfLine() || !IsLetter(text_[at_])) return {};
     const std::string_view word = Next();
@@ -147,13 +147,13 @@ class Parser {
 
   // Digits, at most 2^31.
   bool Integer(int64_t* value) {
-    if (AtEndOfLine() || !IsDigit(text_[at_])) return Expected("an integer") == 0;
+    if (AtEndOfLine() || !IsDigit(text_[at_])) return FailExpected("an integer") == 0;
     int64_t sum = 0;
     const size_t begin = at_;
     for (; at_ < text_.size() && IsDigit(text_[at_]); ++at_) {
       sum = sum * 10 + (text_[at_] - '0');
       if (sum > kChainMostInteger) {
-        return Fail("found " + Shown(text_.substr(begin)) + ", expected an integer of at most 2^31") == 0;
+        return Fail("found " + Quoted(text_.substr(begin)) + ", expected an integer of at most 2^31") == 0;
       }
     }
     *value = sum;
@@ -165,7 +165,7 @@ class Parser {
     *input = kChainMostInputs;
     std::from_chars(word.data() + 1, word.data() + word.size(), *input);
     if (word.size() > 3 || *input >= kChainMostInputs) {
-      return Fail("found " + Shown(word) + ", expected x0 to x15") == 0;
+      return Fail("found " + Quoted(word) + ", expected x0 to x15") == 0;
     }
     chain_.inputs = std::max(chain_.inputs, *input + 1);
     return true;
@@ -175,7 +175,7 @@ class Parser {
   void Line(bool first) {
     if (first) {
       if (!TakeWord("axes")) {
-        Expected("'axes' in the first line");
+        FailExpected("'axes' in the first line");
         return;
       }
       do Axis();
@@ -184,14 +184,14 @@ class Parser {
     }
     if (TakeWord("let")) return Let();
     if (TakeWord("out")) return Out();
-    Expected("'let' or 'out'");
+    FailExpected("'let' or 'out'");
   }
 
   bool NewName(std::string_view word) {
-    if (word.empty()) return Expected("a name") == 0;
-    if (IsReserved(word)) return Fail("found " + Shown(word) + ", expected a name that means nothing else") == 0;
+    if (word.empty()) return FailExpected("a name") == 0;
+    if (IsReserved(word)) return Fail("found " + Quoted(word) + ", expected a name that means nothing else") == 0;
     if (names_.count(std::string(word)) != 0 || AxisOf(word) >= 0) {
-      return Fail("found " + Shown(word) + ", expected a name that is not defined yet") == 0;
+      return Fail("found " + Quoted(word) + ", expected a name that is not defined yet") == 0;
     }
     return true;
   }
@@ -218,9 +218,9 @@ class Parser {
       const std::string_view word = Word();
       if (!IsTensorName(word) || word[0] != 'x') {
         if (word.empty()) {
-          Expected("a size: an integer or a dimension such as x0.1");
+          FailExpected("a size: an integer or a dimension such as x0.1");
         } else {
-          Fail("found " + Shown(word) + ", expected a size: an integer or a dimension such as x0.1");
+          Fail("found " + Quoted(word) + ", expected a size: an integer or a dimension such as x0.1");
         }
         return;
       }
@@ -257,7 +257,7 @@ class Parser {
       return;
     }
     if (word != wanted) {
-      Fail("found " + Shown(word) + ", expected " + wanted);
+      Fail("found " + Quoted(word) + ", expected " + wanted);
       return;
     }
     ChainOutput output;
@@ -270,7 +270,7 @@ class Parser {
     } else if (type == "bf16") {
       output.type = DType::kBF16;
     } else {
-      Fail("found " + Shown(type) + ", expected f32, f16 or bf16");
+      Fail("found " + Quoted(type) + ", expected f32, f16 or bf16");
       return;
     }
     if (!Want('[')) return;
@@ -300,10 +300,10 @@ class Parser {
       const std::string_view word = Word();
       const int found = AxisOf(word);
       if (found < 0) {
-        if (word.empty()) return Expected("an axis, several in parentheses, or 1") == 0;
-        return Fail("found " + Shown(word) + ", expected an axis") == 0;
+        if (word.empty()) return FailExpected("an axis, several in parentheses, or 1") == 0;
+        return Fail("found " + Quoted(word) + ", expected an axis") == 0;
       }
-      if ((*seen >> found & 1) != 0) return Fail("found " + Shown(word) + " twice, expected every axis once") == 0;
+      if ((*seen >> found & 1) != 0) return Fail("found " + Quoted(word) + " twice, expected every axis once") == 0;
       *seen |= 1u << found;
       axes.push_back(found);
       return true;
@@ -386,14 +386,14 @@ class Parser {
   }
 
   int Atom() {
-    if (AtEndOfLine()) return Expected("a value");
+    if (AtEndOfLine()) return FailExpected("a value");
     if (Take('(')) {
       const int node = Expression();
       return node >= 0 && Want(')') ? node : -1;
     }
     if (IsDigit(text_[at_]) || text_[at_] == '.') return Number();
     const std::string_view word = Word();
-    if (word.empty()) return Expected("a value");
+    if (word.empty()) return FailExpected("a value");
     if (word == "inf") return Constant(std::numeric_limits<float>::infinity());
     if (word == "nan") return Constant(std::numeric_limits<float>::quiet_NaN());
     if (IsTensorName(word) && word[0] == 'x') return Read(word);
@@ -411,7 +411,7 @@ class Parser {
     }
     const auto named = names_.find(std::string(word));
     if (named != names_.end()) return named->second;
-    return Fail("found " + Shown(word) +
+    return Fail("found " + Quoted(word) +
                 ", expected a number, an input, an axis, a function or a name that is defined");
   }
   int Rest(int node) { return node >= 0 && Want(')') ? node : -1; }
@@ -440,7 +440,7 @@ class Parser {
     // Of a double, and so not "-0x1p3" or "0x-1", which from_chars alone would take.
     const bool bad = result.ec != std::errc() || digits == end || *digits == '-' || *digits == '+';
     if (bad || (result.ptr < end && (IsLetter(*result.ptr) || IsDigit(*result.ptr) || *result.ptr == '.'))) {
-      return Expected("a floating-point number");
+      return FailExpected("a floating-point number");
     }
     if (std::from_chars(digits, end, single, format).ec != std::errc()) {
       // Too large or too small for fp32.
@@ -495,7 +495,7 @@ class Parser {
     } else if (Take("//")) {
       index->kind = ChainIndex::Kind::kQuotient;
     } else {
-      return Expected("'%' or '//' behind a parenthesis in an index") == 0;
+      return FailExpected("'%' or '//' behind a parenthesis in an index") == 0;
     }
     if (!Integer(&index->divisor)) return false;
     if (index->divisor < 1) return Fail("found a divisor of 0, expected 1 or more") == 0;
@@ -504,7 +504,7 @@ class Parser {
   bool Affine(ChainIndex* index) {
     bool minus = Take('-');
     for (;;) {
-      if (AtEndOfLine()) return Expected("an integer or an axis in an index") == 0;
+      if (AtEndOfLine()) return FailExpected("an integer or an axis in an index") == 0;
       int64_t factor = 1;
       int axis = -1;
       if (IsDigit(text_[at_])) {
@@ -516,7 +516,7 @@ class Parser {
       } else {
         const std::string_view next = Next();
         axis = AxisOf(next);
-        if (axis < 0) return Expected("an integer or an axis in an index") == 0;
+        if (axis < 0) return FailExpected("an integer or an axis in an index") == 0;
         at_ += next.size();
       }
       int64_t& sum = axis < 0 ? index->constant : index->coefficient[axis];

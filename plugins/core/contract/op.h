@@ -3,48 +3,22 @@
 #ifndef STOF_PLUGINS_CORE_CONTRACT_OP_H_
 #define STOF_PLUGINS_CORE_CONTRACT_OP_H_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {
 
-constexpr int kMaxRank = 8;
-
-// A dense row-major tensor; data is nullptr where only type and shape are known, and where the tensor has no element.
-struct Tensor {
-  void* data = nullptr;
-  DType dtype = DType::kUndefined;
-  int32_t rank = 0;
-  int64_t dims[kMaxRank] = {};
-
-  int64_t Elements() const {
-    int64_t count = 1;
-    for (int i = 0; i < rank; ++i) count *= dims[i];
-    return count;
-  }
-};
-
-// Without data.
-inline Tensor Shaped(DType dtype, const std::vector<int64_t>& dims) {
-  Tensor tensor;
-  tensor.dtype = dtype;
-  tensor.rank = static_cast<int32_t>(dims.size());
-  std::copy(dims.begin(), dims.end(), tensor.dims);
-  return tensor;
-}
-
 enum class AttributeType : uint8_t { kInt, kFloat, kString, kInts };
 
-// Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent, or of another
-// type, which CheckTypes() then tells: a default in the place of what somebody wrote would be a wrong result.
+// Attributes of a node. Each getter leaves *value alone and returns false where the attribute is absent or of another
+// type. CheckTypes() reports the latter: silently taking the default would give a wrong result.
 class AttributeReader {
  public:
   virtual ~AttributeReader() = default;
@@ -52,7 +26,7 @@ class AttributeReader {
   virtual bool Float(const char* name, float* value) const = 0;
   virtual bool String(const char* name, std::string* value) const = 0;
   virtual bool Ints(const char* name, std::vector<int64_t>* value) const = 0;
-  // An error names the first attribute that was asked for and found to be of another type.
+  // An error that names the first attribute whose getter found another type.
   Status CheckTypes() const {
     if (mistyped_.empty()) return Status();
     static constexpr const char* kTypes[] = {"an integer", "a float", "a string", "a list of integers"};
@@ -70,7 +44,7 @@ class AttributeReader {
   mutable AttributeType wanted_ = AttributeType::kInt;
 };
 
-// What runs of an operator have made and captured graphs go on reading: it lives as long as the operator.
+// Owns what captured graphs of an operator's runs read: it lives as long as the operator.
 class Keeper {
  public:
   void Keep(const std::shared_ptr<const void>& what) {
@@ -85,7 +59,8 @@ class Keeper {
   ForkSafe<std::vector<std::shared_ptr<const void>>> kept_;
 };
 
-// What a run may use. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is none.
+// The resources of a run. Memory from allocate is 64-byte aligned and lives until Run returns; nullptr when there is
+// none.
 struct RunContext {
   Parallel parallel;
   void* (*allocate)(void* self, size_t bytes) = nullptr;
@@ -93,20 +68,25 @@ struct RunContext {
   // On a device, tensors and memory are the device's, and Run returns when its work is queued on the stream.
   bool on_cuda = false;
   void* stream = nullptr;  // cudaStream_t
-  int kernel = 0;          // 1 ... DevicePlan::kernels takes that one; 0, or one that does not fit: the library chooses
-  Keeper* keeper = nullptr;  // the operator's; nullptr: what captured graphs read stays for ever
+  // 1 ... DevicePlan::kernels takes that kernel; 0, or one that does not fit: the library chooses.
+  int kernel = 0;
+  // The operator's; nullptr: what captured graphs read stays for ever.
+  Keeper* keeper = nullptr;
 };
 
-// What runtimes that plan ahead ask of a run on a device.
+// A run on a device, as far as types and shapes decide it.
 struct DevicePlan {
-  size_t workspace = 0;  // bytes that Run takes from allocate at most, each block rounded up to 64
-  int kernels = 0;       // choices beside the library's own on the current device; 0: none, or no device
-  bool several =
-      false;  // a run queues several kernels, one after the other (rows in parts, by luck of the shape, left out)
+  // Bytes that Run takes from allocate at most, each block rounded up to 64.
+  size_t workspace = 0;
+  // Choices beside the library's own on the current device; 0: none, or no device.
+  int kernels = 0;
+  // A run queues several kernels, one after the other. Split-KV with its combine kernel does not count: it depends on
+  // the sizes.
+  bool runs_several_kernels = false;
 };
 
-// One dimension of an output: dimension `axis` of input `input`, times `times`, over `over`, and times dimension
-// `by_axis` of input `by_input` where that is not negative; or, where input is negative, `value` (-1: unknown).
+// One dimension of an output: dimension `axis` of input `input` * times / over, and, where by_input is not negative,
+// times dimension `by_axis` of input `by_input`. Where input is negative: `value` (-1: unknown).
 struct DimRule {
   int input = -1;
   int axis = 0;
@@ -123,8 +103,8 @@ class Op {
   virtual ~Op() = default;
   // input_count tensors with dtype and dims, of which constant ones also have data (it lives only during the call).
   virtual Status Prepare(const Tensor* inputs, int input_count) = 0;
-  // The types that the runtime gives the outputs of a list, which may be wider than the operator's own: ONNX Runtime
-  // takes fp16 away from nodes that it has no fp16 neighbours for. kUndefined: not known.
+  // The types that the runtime gives the outputs of a variadic operator. They may be wider than the operator's own:
+  // ONNX Runtime turns fp16 nodes without fp16 neighbours into fp32. kUndefined: not known.
   virtual void SetOutputTypes(const DType* types, int count) { (void)types, (void)count; }
   // Checks inputs' types and shapes and fills dtype and dims of the outputs.
   virtual Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const = 0;
@@ -136,58 +116,77 @@ class Op {
   virtual int InputCount() const = 0;
   virtual int OutputCount() const { return 1; }
   // Whether input `index` may be of type dtype beside typed inputs of type `typed`.
-  virtual bool Takes(int index, DType dtype, DType typed) const = 0;
-  // A run on a device with these types and shapes (no data), or why no kernel of the library takes them. Also in builds
-  // without kernels and on machines without a device.
+  virtual bool IsTypeAllowed(int index, DType dtype, DType typed) const = 0;
+  // Plans a run on a device with these types and shapes (no data), or says why no kernel takes them. Works in builds
+  // without kernels and on machines without a device, too.
   virtual Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const = 0;
-  // Brings to the current device what a run with these shapes reads besides its inputs, and the code of its kernels, so
-  // that the run itself need not.
-  virtual Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
+  // Brings to the current device what a run with these shapes reads besides its inputs, and the code of its kernels.
+  virtual Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const = 0;
 
   // ---- for runtimes that know shapes when they make a node ----
-  // Called once, before the first run: does what a run with these types and shapes would do first, for the node's
-  // lifetime where they are all known; dimensions that are not are -1. threads: those of runs on the CPU.
-  virtual Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
+  // Called once, before the first run: makes what a run with these types and shapes would make first. Where they are
+  // all known it lives as long as the node; unknown dimensions are -1. threads: those of runs on the CPU.
+  virtual Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
     (void)inputs, (void)input_count, (void)on_cuda, (void)threads;
     return Status();
   }
 };
 
-// Attributes by name and type, for runtimes that want them declared.
+// An attribute by name and type, for runtimes that want them declared.
 struct AttributeDescription {
   const char* name;
   AttributeType type;
 };
 
-struct OpDescription {
-  const char* name;
-  int typed_inputs;     // the first inputs, and all outputs, share the type T that a registration fixes
-  int optional_inputs;  // further inputs of any type
-  int outputs;          // that every node has; there may be optional_outputs more
-  const DType* types;   // possible T
-  int type_count;
-  const DType* cuda_types;  // those of the CUDA kernels
-  int cuda_type_count;
-  Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op);
-  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
-  std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count, int index);
-  const AttributeDescription* attributes;
-  int attribute_count;
-  // Instead of typed inputs and a fixed number of outputs: a list of inputs and one of outputs, each of any length from
-  // 1 and of any types. shape_rule gets the ranks of all inputs, -1 where unknown; types and cuda_types are
-  // {kUndefined}.
-  bool lists = false;
-  DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;  // of lists; kUndefined: no such output
-  // Outputs that a node has where Op::OutputCount says so, of one type each whatever T is. shape_rule says nothing of
-  // those that the attributes do not ask for.
-  int optional_outputs = 0;
-  DType optional_type = DType::kUndefined;
+// A view of a constant array.
+template <typename T>
+class ArrayView {
+ public:
+  constexpr ArrayView() = default;
+  template <int kSize>
+  constexpr ArrayView(const T (&array)[kSize]) : data_(array), size_(kSize) {}  // NOLINT: implicit as of std::span
+  constexpr const T* begin() const { return data_; }
+  constexpr const T* end() const { return data_ + size_; }
+  constexpr int size() const { return size_; }
+  constexpr const T& operator[](int i) const { return data_[i]; }
 
-  DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
+ private:
+  const T* data_ = nullptr;
+  int size_ = 0;
 };
 
-// Whether there are CUDA kernels for an operator, which runtimes without a CPU want.
-inline bool HasCudaKernels(const OpDescription& description) { return description.cuda_type_count > 0; }
+// An operator as adapters need it before a node of it exists.
+struct OpDescription {
+  const char* name = "";
+  // The first inputs, and all outputs, share the type T that a registration fixes.
+  int typed_inputs = 0;
+  // Further inputs of any type.
+  int optional_inputs = 0;
+  // Outputs that every node has.
+  int outputs = 1;
+  // Outputs that a node has where Op::OutputCount says so, of type optional_type whatever T is. shape_rule says nothing
+  // of those that the attributes do not ask for.
+  int optional_outputs = 0;
+  DType optional_type = DType::kUndefined;
+  // Possible T, and those of the CUDA kernels.
+  ArrayView<DType> types;
+  ArrayView<DType> cuda_types;
+  // A list of inputs and one of outputs, each of any length from 1 and of any types, instead of typed inputs and a
+  // fixed number of outputs. shape_rule then gets the ranks of all inputs, -1 where unknown; types and cuda_types are
+  // {kUndefined}, and `outputs` is the longest list of them.
+  bool is_variadic = false;
+  // The type of a variadic operator's output; kUndefined: there is no such output.
+  DType (*output_type)(const AttributeReader& attributes, int index) = nullptr;
+  ArrayView<AttributeDescription> attributes;
+  Status (*create)(const AttributeReader& attributes, std::unique_ptr<Op>* op) = nullptr;
+  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown.
+  std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count,
+                                     int index) = nullptr;
+
+  constexpr DType OutputType(int index, DType typed) const { return index < outputs ? typed : optional_type; }
+  // Whether the operator runs on a device, which runtimes without a CPU want.
+  constexpr bool has_cuda_kernels() const { return cuda_types.size() > 0; }
+};
 
 // Every operator of the library; the adapters loop over it.
 const OpDescription* const* AllOps(int* count);

@@ -13,8 +13,7 @@ class [[nodiscard]] Status {
  public:
   Status() = default;
   static Status Error(std::string message) { return Status(std::move(message)); }
-  // What was asked for would exceed a bound on memory or time; the same call fails again. Some callers know another
-  // way.
+  // The request exceeds a bound on memory or time; the same call fails again. Some callers have a fallback.
   static Status TooLarge(std::string message) {
     Status status(std::move(message));
     status.too_large_ = true;

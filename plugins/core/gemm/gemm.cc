@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that a chain is an epilogue of a matrix product, and finds the form that the CUDA kernels have in it.
+// Checks that a chain is an epilogue of a GEMM, and matches it with the form that the kernels implement.
 #include "plugins/core/gemm/gemm.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ Status AtLine(int line, const std::string& message) {
 
 std::string Name(int input) { return "x" + std::to_string(input); }
 
-// Whether an index is one axis and nothing else; which one.
+// Whether an index is a single axis; which one.
 bool IsAxis(const ChainIndex& index, int* axis) {
   if (index.kind != ChainIndex::Kind::kPlain || index.constant != 0) return false;
   *axis = -1;
@@ -25,7 +25,7 @@ bool IsAxis(const ChainIndex& index, int* axis) {
   return *axis >= 0;
 }
 
-// kUnused: none of the four ways.
+// kUnused: no supported way of reading.
 GemmRead KindOf(const ChainRead& read) {
   int axes[2] = {-1, -1};
   if (read.index.empty()) return GemmRead::kScalar;
@@ -81,7 +81,7 @@ Status Check(GemmEpilogue* epilogue) {
   return Status();
 }
 
-// Finds the form; each function gives false where the expression has another one.
+// Matches the form; each function gives false where the expression is another one.
 class Recognizer {
  public:
   explicit Recognizer(const GemmEpilogue& epilogue) : epilogue_(epilogue), chain_(epilogue.chain) {}
@@ -105,7 +105,7 @@ class Recognizer {
       }
     }
     if (core < 0) return false;
-    // x0 + bias: what stands beside the product itself.
+    // x0 + bias without an activation.
     if (KindOfRead(core) == GemmRead::kProduct) {
       if (epilogue_.products() != 1) return false;
       if (bias >= 0 && !Take(bias, &form_.bias0)) return false;
@@ -120,7 +120,7 @@ class Recognizer {
   const ChainNode& Node(int node) const { return chain_.nodes[static_cast<size_t>(node)]; }
 
   void Flatten(ChainOp op, int node, std::vector<int>* parts) const {
-    // Shared sums would be walked once for each use.
+    // The limit bounds the work for shared sums, which are visited once for each use.
     if (Node(node).op == op && parts->size() < 16) {
       Flatten(op, Node(node).arg[0], parts);
       Flatten(op, Node(node).arg[1], parts);
@@ -133,7 +133,7 @@ class Recognizer {
     if (Node(node).op != ChainOp::kRead) return GemmRead::kUnused;
     return epilogue_.reads[static_cast<size_t>(chain_.reads[static_cast<size_t>(Node(node).which)].input)];
   }
-  // Each input stands in one place.
+  // Each input has one place in the form.
   bool Take(int node, int* place) {
     const int input = chain_.reads[static_cast<size_t>(Node(node).which)].input;
     for (int taken : {form_.bias0, form_.bias1, form_.scale, form_.row, form_.residual}) {

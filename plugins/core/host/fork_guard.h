@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// State that a child of fork() can use. The child has one thread, the one that forked, and a copy of all memory: what
-// another thread was doing there stays half done, and a lock that another thread held is never released.
+// State that a child of fork() can use. The child has one thread, the one that forked, and a copy of all memory: the
+// work of other threads stays half done there, and a lock that another thread held is never released.
 #ifndef STOF_PLUGINS_CORE_HOST_FORK_GUARD_H_
 #define STOF_PLUGINS_CORE_HOST_FORK_GUARD_H_
 
@@ -13,8 +13,8 @@
 
 namespace stof {
 
-// The number of forks between the process that loaded the library and this one. What was begun by a thread of another
-// generation is never finished in this process.
+// The number of forks between the process that loaded the library and this one. Work that a thread of another
+// generation has begun is never finished in this process.
 uint64_t ForkGeneration();
 
 // A value that the process makes once, when it is first asked for, and never destroys: threads may outlive static
@@ -105,11 +105,11 @@ class ForkSafe {
   alignas(T) unsigned char memory_[sizeof(T)];
 };
 
-// What only the process that used it first can use, such as a CUDA context: not a child that is forked off later.
+// A resource of the first process that uses it, such as a CUDA context: children that are forked later cannot use it.
 class SingleProcess {
  public:
   constexpr SingleProcess() = default;
-  // False in a child of the process that was here first.
+  // False in a child of the first process.
   bool Enter() {
     const uint64_t own = ForkGeneration() + 1;
     uint64_t first = 0;

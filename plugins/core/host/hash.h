@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 namespace stof {
 
@@ -15,6 +16,20 @@ inline uint64_t MixHash(uint64_t hash, uint64_t word) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
+
+// Mixes words, for keys of several fields.
+inline uint64_t HashWords(std::initializer_list<uint64_t> words, uint64_t hash = 0) {
+  for (const uint64_t word : words) hash = MixHash(hash, word);
+  return hash;
+}
+
+// The hash of a key for std::unordered_map: that of its member Hash().
+struct KeyHash {
+  template <typename Key>
+  size_t operator()(const Key& key) const {
+    return static_cast<size_t>(key.Hash());
+  }
+};
 
 inline uint64_t HashBytes(const void* data, size_t size, uint64_t seed) {
   const auto* bytes = static_cast<const unsigned char*>(data);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text that stof did not write, fit for a message: names and attributes of a model, what other libraries say. A
-// terminal obeys control characters, bidirectional controls reorder what is read, a NUL ends the text of a C API, and
-// Python has no message at all of one that is not UTF-8. Such bytes and characters become \x1b, \n, \u202e. Header
-// only: libraries that link nothing else of stof use it, too.
+// Escapes foreign text for messages: names and attributes of a model, messages of other libraries. A terminal obeys
+// control characters, bidirectional controls reorder text, a NUL ends the text of a C API, and Python drops a message
+// that is not UTF-8. Such bytes and characters become \x1b, \n, \u202e. Header only: libraries that link nothing else
+// of stof use it, too.
 #ifndef STOF_PLUGINS_CORE_HOST_QUOTED_H_
 #define STOF_PLUGINS_CORE_HOST_QUOTED_H_
 
@@ -49,8 +49,7 @@ inline bool IsInvisible(char32_t code) {
          (code >= 0xe0000 && code <= 0xe0fff);
 }
 
-// Gives the text to put(std::string_view), piece by piece: a character or an escape each, which have to stay whole
-// where a buffer ends. Allocates nothing.
+// Calls put(std::string_view) for each character or escape, which a buffer must not cut. Allocates nothing.
 template <typename Put>
 void Escape(std::string_view text, Put put) {
   constexpr char kDigits[] = "0123456789abcdef";
@@ -91,14 +90,14 @@ inline std::string Escaped(std::string_view text, size_t head, size_t tail = 0) 
   return shown;
 }
 
-// What was found, in quotes.
-inline std::string Shown(std::string_view text, size_t most = 24) { return "'" + Escaped(text, most) + "'"; }
+// A found text in quotes, escaped and cut.
+inline std::string Quoted(std::string_view text, size_t most = 24) { return "'" + Escaped(text, most) + "'"; }
 
 // A whole message, in which names may be very long: its beginning says what is wrong and its end what to do.
 inline std::string EscapedMessage(std::string_view text) { return Escaped(text, 2048, 1024); }
 
 // The shortest decimal number that is read back as this one.
-inline std::string Shown(float number) {
+inline std::string PrintFloat(float number) {
   char text[32];
   return std::string(text, std::to_chars(text, text + sizeof text, number).ptr);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this machine can do at most, measured in the run that quotes it.
+// Measures the limits of this machine: FMA rate and read bandwidth, for the benchmark run that quotes them.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -8,8 +8,9 @@
 #include <exception>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/c_api.h"
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 #include "plugins/core/host/thread_pool.h"
 
 namespace {
@@ -60,8 +61,8 @@ struct Kernel {
 
 Kernel BestKernel() {
 #if defined(__x86_64__)
-  if (stof::BestCpuIsa() == stof::CpuIsa::kAvx512) return {Fma512, 16};
-  if (stof::BestCpuIsa() == stof::CpuIsa::kAvx2) return {Fma256, 8};
+  if (stof::BestCpuIsa() >= stof::CpuIsa::kAvx512) return {Fma512, 16};
+  if (stof::BestCpuIsa() >= stof::CpuIsa::kAvx2) return {Fma256, 8};
 #endif
   return {};
 }
@@ -123,7 +124,7 @@ double ReadBandwidth(int threads, size_t bytes, double seconds) {
   return best;
 }
 
-// Nothing is thrown across the border of the library.
+// No exception leaves the library.
 template <typename Fn>
 double RateOr0(Fn fn) {
   try {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/types.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {
@@ -26,12 +26,12 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   Parallel view() { return {&ThreadPool::Run, this, threads_}; }
-  // Whether this process was forked off after the workers were started.
+  // Whether this process was forked after the workers started.
   bool IsOfAnotherProcess() const { return generation_ != ForkGeneration(); }
 
  private:
-  // What the workers share. A child of fork() leaves it alone: its threads cannot be joined, nor what they wait for
-  // destroyed.
+  // State that the workers share. A child of fork() leaves it alone: it can neither join the threads nor destroy the
+  // condition variables that they wait for.
   struct Team {
     std::mutex mutex;
     std::condition_variable wake;

@@ -19,8 +19,8 @@ struct BlockMask {
   std::vector<int32_t> key_tile;    // [nnz] ascending among the partial and among the full ones of a row
   std::vector<int32_t> bits_id;     // [nnz] index into bits; -1 for full tiles, and for partial ones without bits
   std::vector<uint32_t> bits;       // [distinct, m, n / 32]; bit j of word w: key 32 w + j. Beyond S or T: 0
-  // Partial tiles without bits, which whoever reads the mask evaluates: 0 unless BlockMaskBounds::leaves_tiles. They
-  // may turn out empty or full. Tables that are equal but for such tiles are one.
+  // Partial tiles without bits, which the reader of the mask evaluates: 0 unless BlockMaskBounds::leaves_tiles. They
+  // may turn out empty or full. Tables that differ in such tiles alone are stored once.
   int64_t left = 0;
   // A tile that reaches beyond T is partial; one that only reaches beyond S is full if its rows below S are.
 

@@ -14,7 +14,7 @@ namespace stof {
 namespace {
 
 constexpr int32_t kFull = -1;   // as bits_id
-constexpr int32_t kEmpty = -2;  // only in what is remembered
+constexpr int32_t kEmpty = -2;  // only in remembered_
 constexpr int32_t kLeft = -3;   // partial, without bits
 constexpr int64_t kMostSignatureBytes = int64_t{16} << 20;
 constexpr int64_t kNodeBytes = 64;       // of an entry of a hash table, about
@@ -47,8 +47,8 @@ class Builder {
         tile_(words_),
         rows_(static_cast<size_t>(mask->rows)) {}
 
-  // The mask has outgrown its bounds: what was built is of no use.
-  bool TooLarge() const {
+  // Whether the mask has outgrown its bounds, so that the build is in vain.
+  bool IsTooLarge() const {
     if (!bounds_.leaves_tiles && (operations_ > bounds_.operations || unplaced_ > 0)) return true;
     const auto listed = static_cast<int64_t>(mask_.key_tile.size()) + entries_;
     const auto rows = static_cast<int64_t>(mask_.full_begin.size()) + mask_.rows;
@@ -67,15 +67,15 @@ class Builder {
     operations_ += mask_.rows;
     for (auto& row : rows_) row.clear();
     Descend(0, mask_.rows, 0, columns_);
-    if (TooLarge()) return 0;
-    const int32_t table = Shared();
+    if (IsTooLarge()) return 0;
+    const int32_t table = AddTable();
     if (whole_left) left_table_ = table;
     return table;
   }
 
  private:
-  // The number of the table in rows_.
-  int32_t Shared() {
+  // Appends the table in rows_ unless an equal one exists; its number.
+  int32_t AddTable() {
     uint64_t hash = 0;
     for (const auto& row : rows_) hash = HashBytes(row.data(), row.size() * sizeof(Entry), hash);
     const auto [begin, end] = tables_.equal_range(hash);
@@ -123,7 +123,7 @@ class Builder {
   // Tile rows [r0, r1) × tile columns [c0, c1). Depth is at most log2 of the tiles along each side. Visits the columns
   // of each row in ascending order.
   void Descend(int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-    if (r0 >= r1 || c0 >= c1 || TooLarge()) return;
+    if (r0 >= r1 || c0 >= c1 || IsTooLarge()) return;
     if (operations_ > bounds_.operations) return EmitAll(r0, r1, c0, c1, kLeft);
     const int64_t q_end = std::min(r1 * m_, sizes_.S);
     const int64_t k_end = std::min(c1 * n_, sizes_.T);
@@ -132,7 +132,7 @@ class Builder {
         evaluator_.Classify({b_, b_, h_, h_, sizes_.P + r0 * m_, sizes_.P + q_end - 1, c0 * n_, k_end - 1});
     if (verdict == Verdict::kNone) return;
     if (verdict == Verdict::kAll) return AllowAll(r0, r1, c0, c1);
-    if (r1 - r0 == 1 && c1 - c0 == 1) return Emit(r0, c0, Undecided(r0, c0));
+    if (r1 - r0 == 1 && c1 - c0 == 1) return Emit(r0, c0, EvaluateUndecided(r0, c0));
     const int64_t rm = r1 - r0 > 1 ? (r0 + r1) / 2 : r1;
     const int64_t cm = c1 - c0 > 1 ? (c0 + c1) / 2 : c1;
     Descend(r0, rm, c0, cm);
@@ -143,14 +143,14 @@ class Builder {
 
   void AllowAll(int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
     if (c1 * n_ <= sizes_.T) return EmitAll(r0, r1, c0, c1, kFull);
-    for (int64_t r = r0; r < r1 && !TooLarge(); ++r) {  // the last column of tiles reaches beyond T: partial
+    for (int64_t r = r0; r < r1 && !IsTooLarge(); ++r) {  // the last column of tiles reaches beyond T: partial
       EmitAll(r, r + 1, c0, c1 - 1, kFull);
       Emit(r, c1 - 1, Evaluate(r, c1 - 1));
     }
   }
 
-  // A single tile, of which Classify has just been asked. Tiles of one signature are evaluated once.
-  int32_t Undecided(int64_t r, int64_t c) {
+  // Evaluates a single tile, the box of the last Classify. Tiles of one signature are evaluated once.
+  int32_t EvaluateUndecided(int64_t r, int64_t c) {
     if ((r + 1) * m_ > sizes_.S || (c + 1) * n_ > sizes_.T) return Evaluate(r, c);
     evaluator_.Signature(&signature_);
     const auto found = remembered_.find(signature_);
@@ -164,7 +164,7 @@ class Builder {
   void EmitAll(int64_t r0, int64_t r1, int64_t c0, int64_t c1, int32_t bits_id) {
     entries_ += (r1 - r0) * (c1 - c0);
     operations_ += (r1 - r0) * (c1 - c0);
-    if (TooLarge()) return;
+    if (IsTooLarge()) return;
     for (int64_t r = r0; r < r1; ++r) {
       for (int64_t c = c0; c < c1; ++c) rows_[static_cast<size_t>(r)].push_back({static_cast<int32_t>(c), bits_id});
     }
@@ -266,7 +266,7 @@ Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n
   for (int64_t b = 0; b < mask->layout_b; ++b) {
     for (int64_t h = 0; h < mask->layout_h; ++h) {
       mask->layout.push_back(builder.Table(b, h));
-      if (builder.TooLarge()) return TooLarge(*mask, bounds);
+      if (builder.IsTooLarge()) return TooLarge(*mask, bounds);
     }
   }
   mask->key_tile.shrink_to_fit();

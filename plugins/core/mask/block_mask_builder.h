@@ -8,13 +8,13 @@
 
 namespace stof {
 
-// What a block mask may take, in memory and in time.
+// Limits of a block mask, in memory and in time.
 struct BlockMaskBounds {
   int64_t bytes = int64_t{128} << 20;          // of the finished mask
   int64_t element_bytes = int64_t{128} << 20;  // of those, the element masks with what finds equal ones
   int64_t operations = int64_t{1} << 34;       // about a nanosecond each, on one thread
-  // Where element masks or operations exceed their bounds, the partial tiles that are left stay without bits; else the
-  // build fails, as it does where the lists of tiles alone exceed `bytes`.
+  // Where element masks or operations exceed their bounds, the remaining partial tiles stay without bits. Otherwise the
+  // build fails. It always fails where the tile lists alone exceed `bytes`.
   bool leaves_tiles = false;
 };
 
@@ -22,8 +22,8 @@ struct BlockMaskBounds {
 constexpr BlockMaskBounds kCpuBlockMaskBounds = {int64_t{64} << 20, int64_t{40} << 20, int64_t{1} << 34, true};
 
 // The block mask of an expression without run-time operands, for tiles of m query rows × n keys (n a multiple of 32, at
-// most 1024; m at most 1024). Time follows the number of tiles that are neither empty nor full, never S×T. What exceeds
-// the bounds is Status::TooLarge, which says what the mask would take.
+// most 1024; m at most 1024). Time follows the number of tiles that are neither empty nor full, never S×T. A mask
+// beyond the bounds is Status::TooLarge, with the size that it would have.
 Status BuildBlockMask(const MaskExpr& expr, const ExprSizes& sizes, int m, int n, BlockMask* mask,
                       const BlockMaskBounds& bounds = {});
 

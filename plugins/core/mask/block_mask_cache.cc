@@ -12,6 +12,16 @@ constexpr int64_t kSlotBytes = 512;  // of an entry beside its mask, about
 
 }  // namespace
 
+uint64_t BlockMaskKey::Hash() const {
+  return HashWords({sizes.Hash(), static_cast<uint64_t>(m), static_cast<uint64_t>(n), leaves_tiles ? 1u : 0u},
+                   expression);
+}
+
+std::string BlockMaskKey::Print() const {
+  return "expression " + std::to_string(expression) + " " + sizes.Print() + " tile " + std::to_string(m) + "x" +
+         std::to_string(n) + (leaves_tiles ? " leaves tiles" : "");
+}
+
 BlockMaskCache& BlockMaskCache::Global() {
   static ProcessWide<BlockMaskCache> cache;
   return cache.Get();
@@ -19,16 +29,14 @@ BlockMaskCache& BlockMaskCache::Global() {
 
 BlockMaskCache::Key BlockMaskCache::KeyOf(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, int m, int n,
                                           bool leaves_tiles) {
-  // B and H matter only where the expression tells batches or heads apart.
-  return {hash,
-          expr.Uses(ExprOp::kB) ? sizes.B : 1,
-          expr.Uses(ExprOp::kH) ? sizes.H : 1,
-          sizes.S,
-          sizes.T,
-          sizes.P,
-          m,
-          n,
-          leaves_tiles};
+  Key key;
+  key.expression = hash;
+  key.sizes = sizes;
+  if (!expr.Uses(ExprOp::kB)) key.sizes.B = 1;
+  if (!expr.Uses(ExprOp::kH)) key.sizes.H = 1;
+  key.m = m, key.n = n;
+  key.leaves_tiles = leaves_tiles;
+  return key;
 }
 
 Status BlockMaskCache::Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, int m, int n,
@@ -46,12 +54,12 @@ Status BlockMaskCache::GetByKey(const Key& key, const MaskExpr& expr, const Expr
   return build->Wait(mask);
 }
 
-// Gives the mask, or a build: one to wait for, or one that the caller has begun and has to end.
+// Gives the mask, or a build: one to wait for, or a new one (begun), which the caller has to end.
 Status BlockMaskCache::FindOrBegin(const Key& key, std::shared_ptr<Build>* build, bool* begun,
                                    std::shared_ptr<const BlockMask>* mask) {
   const auto state = state_.Lock();
   auto found = state->slots.find(key);
-  // In a child of fork() nobody builds what another thread of the parent was building.
+  // A child of fork() does not have the parent's building threads.
   if (found != state->slots.end() && found->second.build != nullptr &&
       found->second.build->generation != ForkGeneration()) {
     state->slots.erase(found);
@@ -74,7 +82,7 @@ Status BlockMaskCache::FindOrBegin(const Key& key, std::shared_ptr<Build>* build
   return slot.too_large;
 }
 
-// Whatever happens, whoever waits is woken, and a slot without a result is gone.
+// Wakes all waiting callers in any case, and removes a slot without a result.
 Status BlockMaskCache::BuildAndStore(const Key& key, const MaskExpr& expr, const ExprSizes& sizes, int m, int n,
                                      const BlockMaskBounds& bounds, Build* build) {
   Finished made;
@@ -99,11 +107,11 @@ void BlockMaskCache::End(const Key& key, Finished* made, Build* build) noexcept 
   {
     const auto state = state_.Lock();
     const auto found = state->slots.find(key);
-    // Where there is another one, this process was forked off while the build ran.
+    // Another build in the slot: this process was forked while the build ran.
     const bool own = found != state->slots.end() && found->second.build.get() == build;
     if (made != nullptr && made->status.ok()) ++state->stats.builds;
     if (own && (made == nullptr || !(made->status.ok() || made->status.too_large()))) {
-      state->slots.erase(found);  // whoever asks later tries again
+      state->slots.erase(found);  // the next caller tries again
     } else if (own) {
       Slot& slot = found->second;
       slot.build.reset();
@@ -140,7 +148,7 @@ void BlockMaskCache::Evict(State* state) const {
   for (auto age = state->ages.end(); state->stats.bytes > capacity_ && age != state->ages.begin();) {
     --age;
     const auto found = state->slots.find(*age);
-    // Of what somebody reads no memory would become free, and it would no longer be counted.
+    // A mask that somebody reads would not free its memory, and would no longer be counted.
     if (age == state->ages.begin() || found->second.mask.use_count() > 1) continue;
     state->stats.bytes -= found->second.bytes;
     state->slots.erase(found);

@@ -5,54 +5,69 @@
 #include <condition_variable>
 #include <cstdint>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
+#include <string>
+#include <unordered_map>
 
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/host/hash.h"
 #include "plugins/core/mask/block_mask_builder.h"
 
 namespace stof {
 
-// Block masks by (mask, sizes, tile), shared by all layers and sessions of the process. The bytes of all of them count,
-// also of those that somebody still reads. Where they exceed the capacity, the least recently used ones go that nobody
-// reads; the newest one stays, whatever its size, which BlockMaskBounds limits.
+// What decides a block mask.
+struct BlockMaskKey {
+  uint64_t expression = 0;  // MaskExpr::Hash
+  ExprSizes sizes;          // B and H are 1 where the expression does not depend on them
+  int m = 0, n = 0;         // the tile
+  bool leaves_tiles = false;
+
+  bool operator==(const BlockMaskKey& o) const {
+    return expression == o.expression && sizes == o.sizes && m == o.m && n == o.n && leaves_tiles == o.leaves_tiles;
+  }
+  uint64_t Hash() const;
+  std::string Print() const;
+};
+
+// Block masks by key, shared by all layers and sessions of the process. The bytes of all of them count, also of those
+// that somebody still reads. Where they exceed the capacity, the least recently used masks that nobody reads are
+// evicted. The newest one stays, whatever its size, which BlockMaskBounds limits.
 class BlockMaskCache {
  public:
   explicit BlockMaskCache(int64_t capacity_bytes = int64_t{64} << 20) : capacity_(capacity_bytes) {}
   static BlockMaskCache& Global();
 
-  // hash: MaskExpr::Hash of expr. Built outside the lock and once: others who ask meanwhile wait for it and get the
-  // same mask, or the same error. In a child of fork() that does not have the thread that builds, the mask is built
-  // anew. Which masks are Status::TooLarge is remembered.
+  // hash: MaskExpr::Hash of expr. A mask is built outside the lock and once: concurrent callers wait for it and get the
+  // same mask, or the same error. A child of fork() without the building thread builds it anew. Masks that are
+  // Status::TooLarge are remembered, too.
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, int m, int n, const BlockMaskBounds& bounds,
              std::shared_ptr<const BlockMask>* mask);
   Status Get(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, int m, int n,
              std::shared_ptr<const BlockMask>* mask) {
     return Get(expr, hash, sizes, m, n, BlockMaskBounds(), mask);
   }
-  // For those who keep a mask as long as they live. Gives nullptr where all that is kept would exceed half of the
-  // capacity: then ask Get in every run.
+  // For callers that keep a mask for their lifetime. Gives nullptr where all kept masks would exceed half of the
+  // capacity: then call Get in every run.
   Status GetToKeep(const MaskExpr& expr, uint64_t hash, const ExprSizes& sizes, int m, int n,
                    const BlockMaskBounds& bounds, std::shared_ptr<const BlockMask>* mask);
 
   struct Stats {
     int64_t entries = 0, bytes = 0, hits = 0, misses = 0, builds = 0;
-    int64_t kept_bytes = 0;  // of `bytes`, of masks that GetToKeep gave and somebody still has
+    int64_t kept_bytes = 0;  // the part of `bytes` in masks that GetToKeep gave and somebody still has
   };
   Stats GetStats() const;
   void Clear();  // all but what is being built
 
  private:
-  using Key = std::tuple<uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, bool>;
-  // What a build gives; `age` and the copy for the slot are made beforehand, so that storing it needs no memory.
+  using Key = BlockMaskKey;
+  // The result of a build. `age` and the copy for the slot are made beforehand, so that storing it needs no memory.
   struct Finished {
     std::list<Key> age;
     std::shared_ptr<const BlockMask> mask;
     Status status, status_of_slot;
   };
-  // What those wait for who ask for a mask while it is built.
+  // A build in progress, for which concurrent callers wait.
   struct Build {
     std::mutex mutex;
     std::condition_variable ended;
@@ -73,7 +88,7 @@ class BlockMaskCache {
     int64_t bytes = 0;
   };
   struct State {
-    std::map<Key, Slot> slots;
+    std::unordered_map<Key, Slot, KeyHash> slots;
     std::list<Key> ages;  // most recent first; finished entries only
     Stats stats;
   };

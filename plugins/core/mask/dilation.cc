@@ -5,6 +5,9 @@
 #include <array>
 #include <vector>
 
+#include "plugins/core/mask/expr_builder.h"
+#include "plugins/core/mask/interval.h"
+
 namespace stof {
 namespace {
 
@@ -14,7 +17,8 @@ struct Linear {
   std::array<int64_t, kSymbols> of = {};
   int64_t constant = 0;
 };
-constexpr const char* kNames[Linear::kSymbols] = {"q", "k", "b", "h", "S", "T", "P"};
+constexpr ExprOp kSymbolOps[Linear::kSymbols] = {ExprOp::kQ, ExprOp::kK, ExprOp::kB, ExprOp::kH,
+                                                 ExprOp::kS, ExprOp::kT, ExprOp::kP};
 
 bool Add(const Linear& x, int64_t scale, Linear* sum) {
   const auto add = [scale](int64_t from, int64_t* to) {
@@ -29,28 +33,14 @@ bool Add(const Linear& x, int64_t scale, Linear* sum) {
 
 bool IsConstant(const Linear& x) { return x.of == decltype(x.of){}; }
 
-bool IsComparison(ExprOp op) {
-  switch (op) {
-    case ExprOp::kLt:
-    case ExprOp::kLe:
-    case ExprOp::kGt:
-    case ExprOp::kGe:
-    case ExprOp::kEq:
-    case ExprOp::kNe:
-      return true;
-    default:
-      return false;
-  }
-}
-
-constexpr int64_t kLeastReach =
-    6;  // of a window, in keys of one remainder; measured on the CPU (docs/lab/cpu-experiments.md)
+// Of a window, in keys of one residue class; measured on the CPU (docs/lab/cpu-experiments.md).
+constexpr int64_t kMinReach = 6;
 
 class Finder {
  public:
   explicit Finder(const MaskExpr& expr) : nodes_(expr.nodes()) {}
 
-  // The m of a conjunct that says: m divides q - k. 1: it does not say so.
+  // The m of a conjunct that holds where m divides q - k; 1 for other conjuncts.
   int64_t ModulusOf(int index) const {
     const ExprNode& node = nodes_[index];
     if (node.op != ExprOp::kEq) return 1;
@@ -65,7 +55,7 @@ class Finder {
     return left.m == right.m && Add(right.x, -1, &left.x) && DividesDistance(left.x, m) ? m : 1;
   }
 
-  // How far a conjunct `abs(q - k) <= n` reaches; -1: it says something else.
+  // How far a conjunct `abs(q - k) <= n` reaches; -1 for other conjuncts.
   int64_t ReachOf(int index) const {
     const ExprNode& node = nodes_[index];
     if (node.op != ExprOp::kLe && node.op != ExprOp::kLt) return -1;
@@ -76,44 +66,33 @@ class Finder {
     return limit.constant - (node.op == ExprOp::kLt ? 1 : 0);
   }
 
-  // The text of a node for positions m q' + r and m k' + r; false where it is not the same for every r.
-  bool Fold(int index, int64_t m, std::string* text) const {
+  // Adds a node for positions m q' + r and m k' + r to the expression; -1 where it is not the same for every r.
+  int Fold(int index, int64_t m, ExprBuilder* to) const {
     const ExprNode& node = nodes_[index];
     Linear x;
-    if (!node.boolean && LinearOf(index, &x)) return Print(x, m, text);
-    if (node.op == ExprOp::kTrue || node.op == ExprOp::kFalse) {
-      *text += Symbol(node.op);
-      return true;
-    }
-    if (IsComparison(node.op)) {
-      // Remainders may be on both sides, and then in neither's favour.
+    if (!node.boolean && LinearOf(index, &x)) return AddLinear(x, m, to);
+    if (node.op == ExprOp::kLookup) return -1;
+    if (IsCompare(node.op)) {
+      // Both sides may depend on the residue, their difference need not.
       Linear y;
       if (LinearOf(node.child[0], &x) && LinearOf(node.child[1], &y) && Add(y, -1, &x)) {
-        *text += '(';
-        if (!Print(x, m, text)) return false;
-        *text += std::string(Symbol(node.op)) + "0)";
-        return true;
+        const int difference = AddLinear(x, m, to);
+        return difference < 0 ? -1 : to->Add(node.op, {difference, to->AddConstant(0)});
       }
     }
-    switch (node.op) {
-      case ExprOp::kNot:
-        return Called("not (", node, m, text);
-      case ExprOp::kNeg:
-        return Called("-(", node, m, text);
-      case ExprOp::kAbs:
-      case ExprOp::kMin:
-      case ExprOp::kMax:
-        return Called(std::string(Symbol(node.op)) + "(", node, m, text);
-      default:
-        break;
+    int child[2] = {-1, -1};
+    for (int i = 0; i < node.arity; ++i) {
+      child[i] = Fold(node.child[i], m, to);
+      if (child[i] < 0) return -1;
     }
-    if (node.op == ExprOp::kLookup || node.arity != 2) return false;
-    *text += '(';
-    if (!Fold(node.child[0], m, text)) return false;
-    *text += Symbol(node.op);
-    if (!Fold(node.child[1], m, text)) return false;
-    *text += ')';
-    return true;
+    switch (node.arity) {
+      case 0:
+        return to->Add(node.op);
+      case 1:
+        return to->Add(node.op, {child[0]});
+      default:
+        return to->Add(node.op, {child[0], child[1]});
+    }
   }
 
  private:
@@ -170,7 +149,7 @@ class Finder {
     return LinearOf(index, &x) && IsConstant(x) && x.constant == 0;
   }
 
-  // x % m with a constant m, or m 1. absolute: of x with either sign, which is 0 for both or for none.
+  // x % m with a constant m, or abs(x) % m; m 1: the node is neither.
   struct Remainder {
     int64_t m = 1;
     bool absolute = false;
@@ -196,31 +175,26 @@ class Finder {
     return (sign == 1 || sign == -1) && x.of[Linear::kKey] == -sign && IsConstant(rest) && rest.constant % m == 0;
   }
 
-  static bool Print(const Linear& x, int64_t m, std::string* text) {
-    // Remainders of query and key are the same one: it goes where both count as much, with opposite signs.
-    if (x.of[Linear::kQuery] + x.of[Linear::kKey] != 0) return false;
-    if (x.of[Linear::kBatch] != 0 || x.of[Linear::kHead] != 0) return false;
-    *text += '(';
+  static bool IsConstantAllowed(int64_t x) { return x <= MaskExpr::kMaxConstant && x >= -MaskExpr::kMaxConstant; }
+
+  // m times the form without its constant, plus that; -1 where it depends on the residue, the batch or the head.
+  static int AddLinear(const Linear& x, int64_t m, ExprBuilder* to) {
+    // Query and key have the same residue: it cancels where their factors do.
+    if (x.of[Linear::kQuery] + x.of[Linear::kKey] != 0) return -1;
+    if (x.of[Linear::kBatch] != 0 || x.of[Linear::kHead] != 0 || !IsConstantAllowed(x.constant)) return -1;
+    int sum = -1;
     for (size_t i = 0; i < x.of.size(); ++i) {
       int64_t scaled = 0;
-      if (__builtin_mul_overflow(x.of[i], m, &scaled) || scaled > MaskExpr::kMaxConstant ||
-          scaled < -MaskExpr::kMaxConstant) {
-        return false;
-      }
-      if (scaled != 0) *text += "(" + std::to_string(scaled) + ") * " + kNames[i] + " + ";
+      if (__builtin_mul_overflow(x.of[i], m, &scaled) || !IsConstantAllowed(scaled)) return -1;
+      if (scaled == 0) continue;
+      const int factor = to->AddConstant(scaled);
+      const int term = to->Add(ExprOp::kMul, {factor, to->Add(kSymbolOps[i])});
+      if (term < 0) return -1;
+      sum = sum < 0 ? term : to->Add(ExprOp::kAdd, {sum, term});
     }
-    *text += "(" + std::to_string(x.constant) + "))";
-    return x.constant <= MaskExpr::kMaxConstant && x.constant >= -MaskExpr::kMaxConstant;
-  }
-
-  bool Called(const std::string& name, const ExprNode& node, int64_t m, std::string* text) const {
-    *text += name;
-    for (int i = 0; i < node.arity; ++i) {
-      if (i > 0) *text += ", ";
-      if (!Fold(node.child[i], m, text)) return false;
-    }
-    *text += ')';
-    return true;
+    if (sum >= 0 && x.constant == 0) return sum;
+    const int constant = to->AddConstant(x.constant);
+    return sum < 0 ? constant : to->Add(ExprOp::kAdd, {sum, constant});
   }
 
   const std::vector<ExprNode>& nodes_;
@@ -234,15 +208,18 @@ ResidueMask FindResidues(const MaskExpr& expr) {
   for (const int chosen : conjuncts) {
     const int64_t m = finder.ModulusOf(chosen);
     if (m == 1) continue;
-    ResidueMask found = {m, ""};
-    bool same = true;
-    for (const int other : conjuncts) {
-      if (other == chosen || !same) continue;
-      if (!found.text.empty()) found.text += " and ";
+    ExprBuilder builder;
+    int root = -1;
+    const auto fold = [&](int other) {
+      if (other == chosen) return true;
       const int64_t reach = finder.ReachOf(other);
-      same = (reach < 0 || reach / m >= kLeastReach) && finder.Fold(other, m, &found.text);
-    }
-    if (same) return found;
+      if (reach >= 0 && reach / m < kMinReach) return false;
+      const int folded = finder.Fold(other, m, &builder);
+      root = root < 0 ? folded : builder.Add(ExprOp::kAnd, {root, folded});
+      return folded >= 0 && root >= 0;
+    };
+    if (!std::all_of(conjuncts.begin(), conjuncts.end(), fold)) continue;
+    return {m, builder.Build(root < 0 ? builder.Add(ExprOp::kTrue) : root)};
   }
   return {};
 }

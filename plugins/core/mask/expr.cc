@@ -155,6 +155,16 @@ class Printer {
 
 }  // namespace
 
+uint64_t ExprSizes::Hash() const {
+  return HashWords({static_cast<uint64_t>(B), static_cast<uint64_t>(H), static_cast<uint64_t>(S),
+                    static_cast<uint64_t>(T), static_cast<uint64_t>(P)});
+}
+
+std::string ExprSizes::Print() const {
+  return "B " + std::to_string(B) + " H " + std::to_string(H) + " S " + std::to_string(S) + " T " + std::to_string(T) +
+         " P " + std::to_string(P);
+}
+
 std::string MaskExpr::Print() const {
   if (empty()) return "";
   Printer printer(*this);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mask expressions: docs/reference/mask-format.md. One parser, one evaluator and one interval evaluator for every
-// backend.
+// Mask expressions (docs/reference/mask-format.md) as a tree, with the one parser and printer for every backend. Their
+// operators on values are in expr_operate.h, on intervals in interval.h.
 #ifndef STOF_PLUGINS_CORE_MASK_EXPR_H_
 #define STOF_PLUGINS_CORE_MASK_EXPR_H_
 
@@ -10,8 +10,8 @@
 #include <string_view>
 #include <vector>
 
-#include "plugins/core/contract/op.h"
 #include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
 
 namespace stof {
 
@@ -47,7 +47,7 @@ enum class ExprOp : uint8_t {
   kLookup,  // operand[index, ...]
 };
 
-// How an operation or a number is written, with blanks around it where it stands between two; "" where it has no word.
+// The text of an operator or symbol, with blanks around a binary operator; "" where it has no word of its own.
 const char* Symbol(ExprOp op);
 
 // One node; children precede their parents, so a program is a plain array walked upwards.
@@ -60,8 +60,8 @@ struct ExprNode {
   int64_t value = 0;     // kConst
 };
 
-// A vector or table that the expression reads. Tables are constants and own their data, which the parts of an
-// expression and all expressions with equal tables share; run-time operands are bound for each evaluation.
+// A vector or table that the expression reads. Tables are constants and own their data, which all expressions with an
+// equal table share. Run-time operands are bound for each evaluation.
 struct ExprOperand {
   std::string name;
   bool table = false;
@@ -89,6 +89,10 @@ bool IsTableName(std::string_view name);  // "table0", "table1", ...
 
 struct ExprSizes {
   int64_t B = 1, H = 1, S = 0, T = 0, P = 0;
+
+  bool operator==(const ExprSizes& o) const { return B == o.B && H == o.H && S == o.S && T == o.T && P == o.P; }
+  uint64_t Hash() const;
+  std::string Print() const;  // "B 1 H 12 S 512 T 512 P 0"
 };
 
 // Run-time data of one operand, in the order of MaskExpr::operands; table entries are ignored.
@@ -107,12 +111,12 @@ class MaskExpr {
   static constexpr int kMaxText = 65536;
   static constexpr int64_t kMaxConstant = int64_t{1} << 53;
   static constexpr int64_t kMaxSize = int64_t{1} << 22;
-  // Nodes for any lengths, and nodes times S times T beyond: a run cannot be interrupted.
+  // Expressions with more nodes than kMaxAnyNodes are limited by nodes * S * T: a run cannot be interrupted.
   static constexpr int kMaxAnyNodes = 128;
   static constexpr int64_t kMaxWork = int64_t{1} << 38;
 
   // `tables` are the constants by name ("table0"); every other operand is a run-time one. Blank text means True.
-  static Status Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr);
+  static Status Parse(std::string_view text, const Tables& tables, MaskExpr* expr);
 
   const std::vector<ExprNode>& nodes() const { return nodes_; }
   const ExprOperands& operands() const { return operands_; }
@@ -126,9 +130,9 @@ class MaskExpr {
   bool UsesRuntime() const;    // a run-time operand is read
   bool IsPad() const;          // exactly pad[b, k]
 
-  // The conjunction of the chosen parts of the top-level `and`: see Split.
-  MaskExpr Restrict(const std::vector<int>& conjuncts) const;
+  // The nodes that the top-level `and` joins, and the conjunction of some of them.
   std::vector<int> Conjuncts() const;
+  MaskExpr Restrict(const std::vector<int>& conjuncts) const;
 
   // Proves for these sizes that nothing overflows and every table index is in range; also measures the bindings.
   Status Check(const ExprSizes& sizes, std::vector<ExprBinding>* bindings) const;
@@ -136,16 +140,16 @@ class MaskExpr {
   Status CheckWork(const ExprSizes& sizes) const;
 
  private:
-  friend class ExprParser;
+  friend class ExprBuilder;
   std::vector<ExprNode> nodes_;
   ExprOperands operands_;
   int root_ = -1;
 };
 
-// The three parts of an expression. An absent part is an empty expression.
+// The conjuncts of an expression by what they read. Without such conjuncts an expression is empty.
 struct MaskParts {
-  MaskExpr fixed;    // no run-time operand: what the block mask holds
-  bool pad = false;  // the conjunct pad[b, k]
+  MaskExpr fixed;    // no run-time operand: the block mask holds these
+  bool pad = false;  // pad[b, k]
   MaskExpr dynamic;  // the rest
 };
 MaskParts SplitMask(const MaskExpr& expr);

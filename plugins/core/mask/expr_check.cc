@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must be proven before an expression is evaluated for given sizes and operands.
+// Proves that an expression can be evaluated for given sizes and operands.
 #include <algorithm>
 
 #include "plugins/core/mask/interval.h"

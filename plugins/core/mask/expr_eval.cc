@@ -31,7 +31,7 @@ ExprEvaluator::ExprEvaluator(const MaskExpr& expr, const ExprSizes& sizes, std::
     Classify({0, sizes.B - 1, 0, sizes.H - 1, sizes.P, sizes.P + sizes.S - 1, 0, sizes.T - 1});
     narrow_ = std::all_of(plan_.begin(), plan_.end(), [this](int32_t i) {
       const Affine* affine = AffineOf(i);
-      return Fits32(IntervalOf(i)) && (affine == nullptr || Fits32(Span(*affine, box_)));
+      return Fits32(IntervalOf(i)) && (affine == nullptr || Fits32(AffineInterval(*affine, box_)));
     });
   }
   if (narrow_) {
@@ -81,21 +81,6 @@ void ExprEvaluator::PlanRows() {
       uniform_.push_back(i);
     }
   }
-}
-
-// Partial sums may wrap, the sum itself fits: hence unsigned.
-Interval ExprEvaluator::Span(const Affine& x, const ExprBox& box) {
-  using U = uint64_t;
-  const Interval ranges[] = {{box.b_lo, box.b_hi}, {box.h_lo, box.h_hi}, {box.q_lo, box.q_hi}, {box.k_lo, box.k_hi}};
-  const int64_t factors[] = {x.b, x.h, x.q, x.k};
-  U lo = static_cast<U>(x.constant);
-  U hi = lo;
-  for (int i = 0; i < 4; ++i) {
-    const U factor = static_cast<U>(factors[i]);
-    lo += factor * static_cast<U>(factors[i] >= 0 ? ranges[i].lo : ranges[i].hi);
-    hi += factor * static_cast<U>(factors[i] >= 0 ? ranges[i].hi : ranges[i].lo);
-  }
-  return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
 }
 
 Interval ExprEvaluator::LookupInterval(const ExprNode& node) const {
@@ -169,8 +154,8 @@ Verdict ExprEvaluator::Classify(const ExprBox& box) {
     const ExprNode& node = Node(i);
     Interval& interval = intervals_[static_cast<size_t>(i)];
     if (const Affine* affine = AffineOf(i)) {
-      interval = Span(*affine, box);
-      if (node.boolean) interval = CompareZero(node.op, interval);
+      interval = AffineInterval(*affine, box);
+      if (node.boolean) interval = CompareInterval(node.op, interval, {0, 0});
       continue;
     }
     const Interval a = node.arity > 0 ? IntervalOf(node.child[0]) : Interval{};
@@ -182,7 +167,7 @@ Verdict ExprEvaluator::Classify(const ExprBox& box) {
     } else if (IsArithmetic(node.op)) {
       ArithmeticInterval(node.op, a, b, &interval);  // fits: see Check
     } else if (IsCompare(node.op)) {
-      interval = CompareZero(node.op, {a.lo - b.hi, a.hi - b.lo});
+      interval = CompareInterval(node.op, a, b);
     } else {
       interval = LogicInterval(node.op, a, b);
     }
@@ -204,7 +189,7 @@ void ExprEvaluator::Sign(int32_t i, std::vector<int64_t>* signature) const {
   const Interval interval = IntervalOf(i);
   const auto corner = [this](const Affine& affine) {
     const ExprBox at = {box_.b_lo, box_.b_lo, box_.h_lo, box_.h_lo, box_.q_lo, box_.q_lo, box_.k_lo, box_.k_lo};
-    return Span(affine, at).lo;
+    return AffineInterval(affine, at).lo;
   };
   if (interval.lo == interval.hi) {
     signature->push_back(0);

@@ -48,7 +48,6 @@ class ExprEvaluator {
   Interval IntervalOf(int32_t i) const { return intervals_[static_cast<size_t>(i)]; }
   void FindAffine();
   void PlanRows();
-  static Interval Span(const Affine& affine, const ExprBox& box);
   Interval LookupInterval(const ExprNode& node) const;
   void Sign(int32_t i, std::vector<int64_t>* signature) const;
 

@@ -13,7 +13,10 @@
 
 namespace stof {
 
-// The quotient rounded down, and what is left, of the sign of d.
+STOF_HOST_DEVICE int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
+STOF_HOST_DEVICE int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// Quotient rounded towards minus infinity, and its remainder, which has the sign of d.
 template <typename V>
 STOF_HOST_DEVICE V FloorDiv(V a, V d) {
   const V quotient = a / d;
@@ -25,7 +28,25 @@ STOF_HOST_DEVICE V FloorMod(V a, V d) {
   return rest != 0 && ((rest < 0) != (d < 0)) ? rest + d : rest;
 }
 
-// Of a unary operator on the first. Booleans are 0 and 1.
+template <typename V>
+STOF_HOST_DEVICE bool Compare(ExprOp op, V x, V y) {
+  switch (op) {
+    case ExprOp::kLt:
+      return x < y;
+    case ExprOp::kLe:
+      return x <= y;
+    case ExprOp::kGt:
+      return x > y;
+    case ExprOp::kGe:
+      return x >= y;
+    case ExprOp::kEq:
+      return x == y;
+    default:  // kNe
+      return x != y;
+  }
+}
+
+// A unary operator takes x alone. Booleans are 0 and 1.
 template <typename V>
 STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
   switch (op) {
@@ -40,17 +61,12 @@ STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
     case ExprOp::kMax:
       return x < y ? y : x;
     case ExprOp::kLt:
-      return x < y;
     case ExprOp::kLe:
-      return x <= y;
     case ExprOp::kGt:
-      return x > y;
     case ExprOp::kGe:
-      return x >= y;
     case ExprOp::kEq:
-      return x == y;
     case ExprOp::kNe:
-      return x != y;
+      return Compare(op, x, y);
     case ExprOp::kAnd:
       return x & y;
     case ExprOp::kOr:
@@ -68,7 +84,7 @@ STOF_HOST_DEVICE V Operate(ExprOp op, V x, V y) {
   }
 }
 
-// The operator that gives with its sides exchanged what this one gives, for - its negative.
+// The operator that gives the same with its arguments exchanged; kSub then gives the negative.
 STOF_HOST_DEVICE ExprOp Mirrored(ExprOp op) {
   switch (op) {
     case ExprOp::kLt:

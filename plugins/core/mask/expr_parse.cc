@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recursive descent over the grammar of docs/reference/mask-format.md. The text comes from files that nobody vouches
-// for: every limit is checked before memory or stack is spent.
+// Recursive descent over the grammar of docs/reference/mask-format.md. The text comes from untrusted files: every limit
+// is checked before memory or stack is spent.
 #include <algorithm>
 #include <cctype>
 
 #include "plugins/core/host/hash.h"
 #include "plugins/core/host/quoted.h"
 #include "plugins/core/mask/expr.h"
+#include "plugins/core/mask/expr_builder.h"
 
 namespace stof {
 namespace {
@@ -25,24 +26,21 @@ struct Runtime {
 constexpr Runtime kRuntime[] = {
     {"pad", true, 2}, {"segment_q", false, 2}, {"segment_k", false, 2}, {"lengths", false, 1}};
 
-}  // namespace
-
 class ExprParser {
  public:
-  ExprParser(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables, MaskExpr* expr)
-      : text_(text), tables_(tables), expr_(expr) {}
+  ExprParser(std::string_view text, const Tables& tables) : text_(text), tables_(tables) {}
 
-  Status Run() {
+  Status Run(MaskExpr* expr) {
     const int root = Or();
     if (error_.empty()) {
       Skip();
-      if (at_ != text_.size()) Fail("unexpected " + Shown(text_.substr(at_, 8)));
+      if (at_ != text_.size()) Fail("unexpected " + Quoted(text_.substr(at_, 8)));
     }
     if (error_.empty() && !Boolean(root)) Fail("the expression is an integer, expected a condition");
     if (!error_.empty()) {
       return Status::Error("mask expression, column " + std::to_string(at_ + 1) + ": " + error_);
     }
-    expr_->root_ = root;
+    *expr = builder_.Build(root);
     return Status();
   }
 
@@ -52,7 +50,7 @@ class ExprParser {
     if (error_.empty()) error_ = std::move(message);
     return -1;
   }
-  bool Boolean(int node) const { return expr_->nodes_[node].boolean; }
+  bool Boolean(int node) { return builder_.node(node).boolean; }
 
   void Skip() {
     while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\t')) ++at_;
@@ -69,22 +67,15 @@ class ExprParser {
     return true;
   }
 
-  int Add(ExprOp op, bool boolean, std::initializer_list<int> children) {
-    if (expr_->nodes_.size() >= static_cast<size_t>(MaskExpr::kMaxNodes)) return Fail("more than 4096 nodes");
-    ExprNode node;
-    node.op = op;
-    node.boolean = boolean;
-    for (int child : children) node.child[node.arity++] = child;
-    expr_->nodes_.push_back(node);
-    return static_cast<int>(expr_->nodes_.size()) - 1;
-  }
-  int Binary(ExprOp op, bool wants_boolean, bool gives_boolean, int left, int right) {
+  int CheckNode(int node) { return node < 0 ? Fail("more than 4096 nodes") : node; }
+  int Add(ExprOp op, std::initializer_list<int> children = {}) { return CheckNode(builder_.Add(op, children)); }
+  int Binary(ExprOp op, bool wants_boolean, int left, int right) {
     if (left < 0 || right < 0) return -1;
     if (Boolean(left) != wants_boolean || Boolean(right) != wants_boolean) {
       return Fail(wants_boolean ? "an integer where a condition is expected"
                                 : "a condition where an integer is expected");
     }
-    return Add(op, gives_boolean, {left, right});
+    return Add(op, {left, right});
   }
 
   // One level of recursion; every way back into Or, Sum, Not or Unary holds one.
@@ -99,12 +90,12 @@ class ExprParser {
 
   int Or() {
     int node = And();
-    while (node >= 0 && Take("or")) node = Binary(ExprOp::kOr, true, true, node, And());
+    while (node >= 0 && Take("or")) node = Binary(ExprOp::kOr, true, node, And());
     return node;
   }
   int And() {
     int node = Not();
-    while (node >= 0 && Take("and")) node = Binary(ExprOp::kAnd, true, true, node, Not());
+    while (node >= 0 && Take("and")) node = Binary(ExprOp::kAnd, true, node, Not());
     return node;
   }
   int Not() {
@@ -113,7 +104,7 @@ class ExprParser {
     const int node = nested.ok() ? Not() : -1;
     if (node < 0) return -1;
     if (!Boolean(node)) return Fail("'not' of an integer");
-    return Add(ExprOp::kNot, true, {node});
+    return Add(ExprOp::kNot, {node});
   }
   int Compare() {
     const int left = Sum();
@@ -121,7 +112,7 @@ class ExprParser {
     constexpr Named kCompare[] = {{"<=", ExprOp::kLe}, {">=", ExprOp::kGe}, {"==", ExprOp::kEq},
                                   {"!=", ExprOp::kNe}, {"<", ExprOp::kLt},  {">", ExprOp::kGt}};
     for (const Named& compare : kCompare) {
-      if (Take(compare.text)) return Binary(compare.op, false, true, left, Sum());
+      if (Take(compare.text)) return Binary(compare.op, false, left, Sum());
     }
     return left;
   }
@@ -129,9 +120,9 @@ class ExprParser {
     int node = Product();
     while (node >= 0) {
       if (Take("+")) {
-        node = Binary(ExprOp::kAdd, false, false, node, Product());
+        node = Binary(ExprOp::kAdd, false, node, Product());
       } else if (Take("-")) {
-        node = Binary(ExprOp::kSub, false, false, node, Product());
+        node = Binary(ExprOp::kSub, false, node, Product());
       } else {
         break;
       }
@@ -146,7 +137,7 @@ class ExprParser {
       } else if (Take("%")) {
         node = Divide(ExprOp::kMod, node);
       } else if (Take("*")) {
-        node = Binary(ExprOp::kMul, false, false, node, Unary());
+        node = Binary(ExprOp::kMul, false, node, Unary());
       } else {
         break;
       }
@@ -156,10 +147,10 @@ class ExprParser {
   int Divide(ExprOp op, int left) {
     const int right = Unary();
     if (right < 0) return -1;
-    const ExprNode& divisor = expr_->nodes_[right];
+    const ExprNode& divisor = builder_.node(right);
     if (divisor.op != ExprOp::kConst || divisor.value == 0)
       return Fail("a divisor must be a non-zero integer constant");
-    return Binary(op, false, false, left, right);
+    return Binary(op, false, left, right);
   }
   int Unary() {
     if (!Take("-")) return Atom();
@@ -167,12 +158,12 @@ class ExprParser {
     const int node = nested.ok() ? Unary() : -1;
     if (node < 0) return -1;
     if (Boolean(node)) return Fail("'-' of a condition");
-    ExprNode& inner = expr_->nodes_[node];
+    ExprNode& inner = builder_.node(node);
     if (inner.op == ExprOp::kConst) {  // so that "-64" is a constant, also as a divisor
       inner.value = -inner.value;
       return node;
     }
-    return Add(ExprOp::kNeg, false, {node});
+    return Add(ExprOp::kNeg, {node});
   }
 
   int Atom() {
@@ -188,7 +179,7 @@ class ExprParser {
     }
     if (std::isalpha(static_cast<unsigned char>(c)) == 0) {
       char32_t code = 0;
-      return Fail("unexpected " + Shown(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
+      return Fail("unexpected " + Quoted(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
     }
     const size_t begin = at_;
     while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
@@ -200,15 +191,13 @@ class ExprParser {
       value = value * 10 + (text_[at_++] - '0');
       if (value > MaskExpr::kMaxConstant) return Fail("a constant beyond 2^53");
     }
-    const int node = Add(ExprOp::kConst, false, {});
-    if (node >= 0) expr_->nodes_[node].value = value;
-    return node;
+    return CheckNode(builder_.AddConstant(value));
   }
   int Name(std::string_view name) {
-    if (name == "True") return Add(ExprOp::kTrue, true, {});
-    if (name == "False") return Add(ExprOp::kFalse, true, {});
+    if (name == "True") return Add(ExprOp::kTrue);
+    if (name == "False") return Add(ExprOp::kFalse);
     for (const Named& index : kIndices) {
-      if (name == index.text) return Add(index.op, false, {});
+      if (name == index.text) return Add(index.op);
     }
     if (name == "abs" || name == "min" || name == "max") return Call(name);
     return Lookup(std::string(name));
@@ -222,12 +211,12 @@ class ExprParser {
     if (name == "abs") {
       if (Boolean(left)) return Fail("abs of a condition");
       if (!Take(")")) return Fail("expected ')'");
-      return Add(ExprOp::kAbs, false, {left});
+      return Add(ExprOp::kAbs, {left});
     }
     if (!Take(",")) return Fail("expected ','");
     const int right = Sum();
     if (right >= 0 && !Take(")")) return Fail("expected ')'");
-    return Binary(name == "min" ? ExprOp::kMin : ExprOp::kMax, false, false, left, right);
+    return Binary(name == "min" ? ExprOp::kMin : ExprOp::kMax, false, left, right);
   }
   int Lookup(const std::string& name) {
     const int operand = Operand(name);
@@ -245,21 +234,16 @@ class ExprParser {
       children[count++] = child;
     } while (Take(","));
     if (!Take("]")) return Fail("expected ']'");
-    const ExprOperand& described = *expr_->operands_[operand];
+    const ExprOperand& described = *builder_.operands()[static_cast<size_t>(operand)];
     if (count != described.rank) {
       return Fail(name + " has " + std::to_string(count) + " indices, expected " + std::to_string(described.rank));
     }
-    const int node = Add(ExprOp::kLookup, described.boolean, {});
-    if (node < 0) return -1;
-    ExprNode& added = expr_->nodes_[node];
-    added.operand = operand;
-    added.arity = static_cast<uint8_t>(count);
-    std::copy(children, children + 4, added.child);
-    return node;
+    return CheckNode(builder_.AddLookup(operand, children, count));
   }
   int Operand(const std::string& name) {
-    for (size_t i = 0; i < expr_->operands_.size(); ++i) {
-      if (expr_->operands_[i]->name == name) return static_cast<int>(i);
+    const ExprOperands& known = builder_.operands();
+    for (size_t i = 0; i < known.size(); ++i) {
+      if (known[i]->name == name) return static_cast<int>(i);
     }
     std::shared_ptr<const ExprOperand> operand;
     if (IsTableName(name)) {
@@ -270,7 +254,7 @@ class ExprParser {
     } else {
       const auto* found =
           std::find_if(std::begin(kRuntime), std::end(kRuntime), [&](const Runtime& r) { return name == r.name; });
-      if (found == std::end(kRuntime)) return Fail("unknown name " + Shown(name, 32));
+      if (found == std::end(kRuntime)) return Fail("unknown name " + Quoted(name, 32));
       auto runtime = std::make_shared<ExprOperand>();
       runtime->name = name;
       runtime->boolean = found->boolean;
@@ -278,28 +262,26 @@ class ExprParser {
       runtime->hash = HashBytes(name.data(), name.size(), 0);
       operand = std::move(runtime);
     }
-    expr_->operands_.push_back(std::move(operand));
-    return static_cast<int>(expr_->operands_.size()) - 1;
+    return builder_.AddOperand(std::move(operand));
   }
 
   std::string_view text_;
-  const std::vector<std::pair<std::string, Tensor>>& tables_;
-  MaskExpr* expr_;
+  const Tables& tables_;
+  ExprBuilder builder_;
   size_t at_ = 0;
   int depth_ = 0;
   std::string error_;
 };
 
-Status MaskExpr::Parse(std::string_view text, const std::vector<std::pair<std::string, Tensor>>& tables,
-                       MaskExpr* expr) {
+}  // namespace
+
+Status MaskExpr::Parse(std::string_view text, const Tables& tables, MaskExpr* expr) {
   *expr = MaskExpr();
   if (text.size() > static_cast<size_t>(kMaxText)) {
     return Status::Error("mask expression of " + std::to_string(text.size()) + " bytes, expected at most 65536");
   }
   if (text.find_first_not_of(" \t") == std::string_view::npos) text = "True";
-  Status status = ExprParser(text, tables, expr).Run();
-  if (!status.ok()) *expr = MaskExpr();
-  return status;
+  return ExprParser(text, tables).Run(expr);
 }
 
 }  // namespace stof

@@ -99,8 +99,8 @@ int64_t ExprEvaluator::Uniform(int32_t i, const Place& place) const {
   const ExprNode& node = Node(i);
   const auto value = [&](int c) { return value_[static_cast<size_t>(node.child[c])]; };
   if (const Affine* affine = AffineOf(i)) {
-    const int64_t sum = Span(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, 0, 0}).lo;
-    return node.boolean ? CompareZero(node.op, {sum, sum}).lo : sum;
+    const int64_t sum = AffineInterval(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, 0, 0}).lo;
+    return node.boolean ? CompareInterval(node.op, {sum, sum}, {0, 0}).lo : sum;
   }
   if (node.op == ExprOp::kLookup) {
     const ExprOperand& operand = *expr_.operands()[static_cast<size_t>(node.operand)];
@@ -153,7 +153,7 @@ const uint8_t* ExprEvaluator::StoredRow(const Place& place, int64_t k0) {
   const ExprOperand& operand = *expr_.operands()[at];
   for (const int32_t i : uniform_) value_[static_cast<size_t>(i)] = Uniform(i, place);
   const Affine& last = *AffineOf(root.child[root.arity - 1]);
-  const int64_t index = Span(last, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo;
+  const int64_t index = AffineInterval(last, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo;
   return operand.bytes.data() + FirstOf(root, DimsOf(operand, bindings_[at]), index);
 }
 
@@ -195,8 +195,8 @@ void ExprEvaluator::Varying(int32_t i, const Place& place, int64_t k0, int64_t c
   if (const Affine* affine = AffineOf(i)) {
     // Wraps around on the way, arrives at what Check proved to fit.
     using U = std::make_unsigned_t<V>;
-    const auto base = static_cast<U>(
-        static_cast<uint64_t>(Span(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo));
+    const auto base = static_cast<U>(static_cast<uint64_t>(
+        AffineInterval(*affine, {place.b, place.b, place.h, place.h, place.q, place.q, k0, k0}).lo));
     const auto step = static_cast<U>(static_cast<uint64_t>(affine->k));
     for (int64_t j = 0; j < count; ++j) out[j] = static_cast<V>(base + step * static_cast<U>(j));
     if (node.boolean) Dispatch<V>(node.op, out, nullptr, 0, 0, count, out);

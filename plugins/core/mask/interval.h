@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Interval arithmetic over the operators of mask expressions. Booleans are the intervals of 0 and 1. Every operation is
-// inclusion isotonic: a smaller box never gives a wider interval, which is why one check of the whole problem proves
-// that no box overflows.
+// Interval arithmetic over the operators of mask expressions, the same on the host and on a device. Booleans are the
+// intervals of 0 and 1. Every operation is inclusion isotonic: a smaller box never gives a wider interval. Therefore
+// one check of the whole problem proves that no box overflows.
 #ifndef STOF_PLUGINS_CORE_MASK_INTERVAL_H_
 #define STOF_PLUGINS_CORE_MASK_INTERVAL_H_
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 
+#include "plugins/core/mask/expr_affine.h"
 #include "plugins/core/mask/expr_operate.h"
 
 namespace stof {
@@ -26,10 +25,10 @@ struct ExprBox {
   int64_t b_lo = 0, b_hi = 0, h_lo = 0, h_hi = 0, q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
 };
 
-inline bool IsArithmetic(ExprOp op) { return op >= ExprOp::kAdd && op <= ExprOp::kMax; }
-inline bool IsCompare(ExprOp op) { return op >= ExprOp::kLt && op <= ExprOp::kNe; }
+STOF_HOST_DEVICE bool IsArithmetic(ExprOp op) { return op >= ExprOp::kAdd && op <= ExprOp::kMax; }
+STOF_HOST_DEVICE bool IsCompare(ExprOp op) { return op >= ExprOp::kLt && op <= ExprOp::kNe; }
 
-// What has no arguments, except look-ups.
+// A node without arguments.
 inline Interval LeafInterval(const ExprNode& node, const ExprBox& box, const ExprSizes& sizes) {
   switch (node.op) {
     case ExprOp::kConst:
@@ -55,60 +54,77 @@ inline Interval LeafInterval(const ExprNode& node, const ExprBox& box, const Exp
   }
 }
 
-// Comparison of a value in `a` with 0.
-inline Interval CompareZero(ExprOp op, Interval a) {
+STOF_HOST_DEVICE Interval CompareInterval(ExprOp op, Interval a, Interval b) {
   switch (op) {
     case ExprOp::kLt:
-      return {a.hi < 0, a.lo < 0};
+      return {a.hi < b.lo, a.lo < b.hi};
     case ExprOp::kLe:
-      return {a.hi <= 0, a.lo <= 0};
+      return {a.hi <= b.lo, a.lo <= b.hi};
     case ExprOp::kGt:
-      return {a.lo > 0, a.hi > 0};
+      return {a.lo > b.hi, a.hi > b.lo};
     case ExprOp::kGe:
-      return {a.lo >= 0, a.hi >= 0};
+      return {a.lo >= b.hi, a.hi >= b.lo};
     case ExprOp::kEq:
-      return {a.lo == 0 && a.hi == 0, a.lo <= 0 && a.hi >= 0};
-    default:
-      return {a.lo > 0 || a.hi < 0, !(a.lo == 0 && a.hi == 0)};
+      return {a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi};
+    default:  // kNe
+      return {a.lo > b.hi || b.lo > a.hi, !(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo)};
   }
 }
 
-inline Interval LogicInterval(ExprOp op, Interval a, Interval b) {
+STOF_HOST_DEVICE Interval LogicInterval(ExprOp op, Interval a, Interval b) {
   if (op == ExprOp::kAnd) return {a.lo & b.lo, a.hi & b.hi};
   if (op == ExprOp::kOr) return {a.lo | b.lo, a.hi | b.hi};
   return {1 - a.hi, 1 - a.lo};
 }
 
-inline bool MulInterval(Interval a, Interval b, Interval* r) {
-  *r = {std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
-  for (const int64_t x : {a.lo, a.hi}) {
-    for (const int64_t y : {b.lo, b.hi}) {
-      int64_t product = 0;
-      if (__builtin_mul_overflow(x, y, &product)) return false;
-      r->lo = std::min(r->lo, product);
-      r->hi = std::max(r->hi, product);
+STOF_HOST_DEVICE Interval AbsInterval(Interval a) {
+  if (a.lo >= 0) return a;
+  return a.hi <= 0 ? Interval{-a.hi, -a.lo} : Interval{0, Most(-a.lo, a.hi)};
+}
+
+// False where x * y leaves ±2^61.
+STOF_HOST_DEVICE bool MulFits(int64_t x, int64_t y, int64_t* product) {
+#if defined(__CUDA_ARCH__)
+  *product = static_cast<int64_t>(static_cast<uint64_t>(x) * static_cast<uint64_t>(y));
+  const bool fits = __mul64hi(x, y) == (*product >> 63);
+#else
+  const bool fits = !__builtin_mul_overflow(x, y, product);
+#endif
+  return fits && *product >= -kLargestInteger && *product <= kLargestInteger;
+}
+
+// False where a product leaves ±2^61; such a one counts as 0.
+STOF_HOST_DEVICE bool MulInterval(Interval a, Interval b, Interval* r) {
+  const int64_t xs[2] = {a.lo, a.hi}, ys[2] = {b.lo, b.hi};
+  bool fits = true;
+  *r = {INT64_MAX, INT64_MIN};
+  for (int i = 0; i < 4; ++i) {
+    int64_t product = 0;
+    if (!MulFits(xs[i / 2], ys[i % 2], &product)) {
+      fits = false;
+      product = 0;
     }
+    r->lo = Least(r->lo, product), r->hi = Most(r->hi, product);
   }
-  return true;
+  return fits;
 }
 
 // a // d and a % d for the constant divisor d; arguments are within ±2^61.
-inline Interval DivInterval(Interval a, int64_t d) {
-  const int64_t x = FloorDiv(a.lo, d);
-  const int64_t y = FloorDiv(a.hi, d);
-  return {std::min(x, y), std::max(x, y)};
+STOF_HOST_DEVICE Interval DivInterval(Interval a, int64_t d) {
+  const int64_t x = FloorDiv(a.lo, d), y = FloorDiv(a.hi, d);
+  return {Least(x, y), Most(x, y)};
 }
-inline Interval ModInterval(Interval a, int64_t d) {
+STOF_HOST_DEVICE Interval ModInterval(Interval a, int64_t d) {
   if (FloorDiv(a.lo, d) == FloorDiv(a.hi, d)) return {FloorMod(a.lo, d), FloorMod(a.hi, d)};
   return d > 0 ? Interval{0, d - 1} : Interval{d + 1, 0};
 }
 
-// False when a bound leaves ±2^61.
-inline bool ArithmeticInterval(ExprOp op, Interval a, Interval b, Interval* r) {
+// False where a bound leaves ±2^61. Arguments of all operators but min and max are within.
+STOF_HOST_DEVICE bool ArithmeticInterval(ExprOp op, Interval a, Interval b, Interval* r) {
   bool fits = true;
   switch (op) {
     case ExprOp::kAdd:
-      *r = {a.lo + b.lo, a.hi + b.hi};  // arguments are within ±2^61
+      *r = {a.lo + b.lo, a.hi + b.hi};
       break;
     case ExprOp::kSub:
       *r = {a.lo - b.hi, a.hi - b.lo};
@@ -126,15 +142,29 @@ inline bool ArithmeticInterval(ExprOp op, Interval a, Interval b, Interval* r) {
       *r = {-a.hi, -a.lo};
       break;
     case ExprOp::kAbs:
-      *r = a.lo >= 0 ? a : a.hi <= 0 ? Interval{-a.hi, -a.lo} : Interval{0, std::max(-a.lo, a.hi)};
+      *r = AbsInterval(a);
       break;
     case ExprOp::kMin:
-      *r = {std::min(a.lo, b.lo), std::min(a.hi, b.hi)};
+      *r = {Least(a.lo, b.lo), Least(a.hi, b.hi)};
       break;
-    default:
-      *r = {std::max(a.lo, b.lo), std::max(a.hi, b.hi)};
+    default:  // kMax
+      *r = {Most(a.lo, b.lo), Most(a.hi, b.hi)};
   }
   return fits && r->lo >= -kLargestInteger && r->hi <= kLargestInteger;
+}
+
+// Adds factor * [lo, hi] to a sum of intervals. Partial sums may wrap, the sum itself fits: hence unsigned.
+STOF_HOST_DEVICE void AddScaled(int64_t factor, int64_t lo, int64_t hi, uint64_t* sum_lo, uint64_t* sum_hi) {
+  *sum_lo += static_cast<uint64_t>(factor) * static_cast<uint64_t>(factor >= 0 ? lo : hi);
+  *sum_hi += static_cast<uint64_t>(factor) * static_cast<uint64_t>(factor >= 0 ? hi : lo);
+}
+inline Interval AffineInterval(const Affine& x, const ExprBox& box) {
+  uint64_t lo = static_cast<uint64_t>(x.constant), hi = lo;
+  AddScaled(x.b, box.b_lo, box.b_hi, &lo, &hi);
+  AddScaled(x.h, box.h_lo, box.h_hi, &lo, &hi);
+  AddScaled(x.q, box.q_lo, box.q_hi, &lo, &hi);
+  AddScaled(x.k, box.k_lo, box.k_hi, &lo, &hi);
+  return {static_cast<int64_t>(lo), static_cast<int64_t>(hi)};
 }
 
 // ---- look-ups ----

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -62,7 +61,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
-  // Nothing forbids a key: where all scores of a row are -inf, the result is that of their softmax.
+  // Nothing masks a key: a row whose scores are all -inf gets the result of their softmax, NaN.
   const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
   if (!masked && args.bias == nullptr && args.relative_bias == nullptr && args.sink == nullptr) {
     args.empty_rows = EmptyRows::kNan;
@@ -72,19 +71,19 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     if (backend == nullptr) return Status::Error(kNoCudaKernels);
     RunContext own = context;
     if (own.keeper == nullptr) own.keeper = &keeper_;
-    return backend->attention(args, pad, *mask, sizes, given, own);
+    return backend->attention.run(args, pad, *mask, sizes, given, own);
   }
-  if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // nothing is summed, whatever other rows without a key give
+  if (args.T == 0) args.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
   std::unique_ptr<BoundDynamicMask> dynamic;
   if (args.T > 0 && !mask->parts.dynamic.empty()) {
     STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
     args.dynamic = dynamic->view();
   }
-  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, ready_, context, &args));
+  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, context, &args));
   return dynamic == nullptr ? Status() : dynamic->status();
 }
 
-bool AttentionOp::Takes(int index, DType dtype, DType typed) const {
+bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   if (index < 0 || index >= InputCount()) return false;
   if (index < kTypedInputs) return dtype == typed;
   const std::string& role = attributes_.operands[static_cast<size_t>(index - kTypedInputs)];
@@ -111,7 +110,7 @@ Status AttentionOp::CheckData(const Tensor* inputs, const Tensor& output, bool o
     if (!missing(inputs[i]) || inputs[i].dtype == DType::kUndefined) continue;
     const std::string role =
         i < kTypedInputs ? kTensorNames[i] : attributes_.operands[static_cast<size_t>(i - kTypedInputs)];
-    if (on_cuda && mask_.fixed() && IsTableName(role)) continue;
+    if (on_cuda && mask_.is_fixed() && IsTableName(role)) continue;
     if (role != "unused") return Status::Error(role + " has no data");
   }
   return output.data == nullptr ? Status::Error("output has no data") : Status();
@@ -121,7 +120,7 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   for (size_t i = 0; i < attributes_.operands.size(); ++i) {
     problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
   }
-  if (on_cuda && !mask_.fixed()) {
+  if (on_cuda && !mask_.is_fixed()) {
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
   STOF_RETURN_IF_ERROR(mask_.Get(problem->given, &problem->mask));
@@ -133,7 +132,7 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   return Status();
 }
 
-Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const ReadyMask& ready,
+Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                              const RunContext& context, AttentionArgs* args) {
   const int threads = std::max(1, context.parallel.threads);
   CpuAttentionConfig config = ChooseCpuAttention(*args, threads);
@@ -146,8 +145,8 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
     if (args->S <= kUncachedRows) {
       status = BuildBlockMask(fixed, sizes, config.m, config.n, &direct, kCpuBlockMaskBounds);
       args->mask = &direct;
-    } else if (ready.Suits(mask.fixed_hash, sizes, config)) {
-      args->mask = ready.mask.get();
+    } else if (prepared.Suits(mask.fixed_hash, sizes, config)) {
+      args->mask = prepared.mask.get();
     } else {
       status =
           BlockMaskCache::Global().Get(fixed, mask.fixed_hash, sizes, config.m, config.n, kCpuBlockMaskBounds, &shared);
@@ -194,22 +193,20 @@ const OpDescription* AttentionDescription() {
       {"operands", AttributeType::kString},  {"results", AttributeType::kString},
       {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
       {"tile", AttributeType::kString}};
-  static constexpr OpDescription description = {"StofAttention",
-                                                kTypedInputs,
-                                                kMostOperands,
-                                                1,
-                                                kTypes,
-                                                3,
-                                                kTypes,
-                                                3,
-                                                CreateAttention,
-                                                AttentionOutputShape,
-                                                kAttributes,
-                                                static_cast<int>(std::size(kAttributes)),
-                                                false,
-                                                nullptr,
-                                                1,
-                                                DType::kF32};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofAttention";
+    d.typed_inputs = kTypedInputs;
+    d.optional_inputs = kMostOperands;
+    d.optional_outputs = 1;
+    d.optional_type = DType::kF32;
+    d.types = kTypes;
+    d.cuda_types = kTypes;
+    d.attributes = kAttributes;
+    d.create = CreateAttention;
+    d.shape_rule = AttentionOutputShape;
+    return d;
+  }();
   return &description;
 }
 

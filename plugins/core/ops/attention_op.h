@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofAttention as an operator. Its members are in two files: attention.cc checks and runs it, attention_plan.cc does
-// what runtimes ask for before a run.
+// StofAttention as an operator. attention.cc checks and runs it, attention_plan.cc prepares runs.
 #ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_OP_H_
 #define STOF_PLUGINS_CORE_OPS_ATTENTION_OP_H_
 
@@ -26,10 +25,10 @@ class AttentionOp final : public Op {
              const RunContext& context) const override;
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
   int OutputCount() const override { return attributes_.lse ? 2 : 1; }
-  bool Takes(int index, DType dtype, DType typed) const override;
+  bool IsTypeAllowed(int index, DType dtype, DType typed) const override;
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override;
-  Status ReadyDevice(const Tensor* inputs, int input_count, int kernel) const override;
-  Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
+  Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const override;
+  Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
 
  private:
   // One run's inputs, in terms of the kernels.
@@ -39,7 +38,7 @@ class AttentionOp final : public Op {
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
 
-    // Into parts that its mask keeps from each other, if it does.
+    // By residue class, where the mask is dilated.
     bool Split() {
       if (!SplitByResidue(*mask, &args, &sizes)) return false;
       mask = mask->of_residue;
@@ -47,41 +46,40 @@ class AttentionOp final : public Op {
     }
   };
 
-  // The block mask of the one shape that a node with fixed shapes has, made with the node.
-  struct ReadyMask {
+  // The block mask of a node with static shapes, made with the node.
+  struct PreparedMask {
     ExprSizes sizes;
     CpuAttentionConfig config;
     std::shared_ptr<const BlockMask> mask;
-    uint64_t hash = 0;  // of the expression: a part's, where the mask comes apart
+    uint64_t hash = 0;  // of the expression, that of a residue class where the mask is dilated
     bool Suits(uint64_t expression, const ExprSizes& s, const CpuAttentionConfig& c) const {
-      return mask != nullptr && hash == expression && config.m == c.m && config.n == c.n && sizes.B == s.B &&
-             sizes.H == s.H && sizes.S == s.S && sizes.T == s.T && sizes.P == s.P;
+      return mask != nullptr && hash == expression && config.m == c.m && config.n == c.n && sizes == s;
     }
   };
 
   // ---- attention.cc ----
   Status CheckOutputCount(int count) const;
-  // Graphs that no schema was checked for, and callers of the C ABI, may leave something out. On a device nobody reads
-  // the tables of a mask, which were given before. An lse without data is one that nobody wants.
+  // Callers of the C ABI, and graphs without schema checks, may pass tensors without data. On a device the tables of a
+  // mask need none: they were given before. An lse without data is not computed.
   Status CheckData(const Tensor* inputs, const Tensor& output, bool on_cuda) const;
   // Operands, mask and sizes of a problem with bound arguments.
   Status Complete(const Tensor* inputs, bool on_cuda, Problem* problem) const;
-  static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const ReadyMask& ready,
+  static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                          const RunContext& context, AttentionArgs* args);
 
   // ---- attention_plan.cc ----
-  // A run on a device, by types and shapes alone.
+  // Binds a run on a device by types and shapes alone.
   Status BindForDevice(const Tensor* inputs, int input_count, Problem* problem, const Tensor** pad) const;
-  Status ReadyHost(const Tensor* inputs, int input_count, int threads);
-  // Puts sizes that are usual in the place of unknown ones: one batch, `length` queries, 1024 keys. False where head
-  // sizes or numbers of heads are missing, too, or a rank is not what it should be.
-  bool Suppose(int64_t length, std::vector<Tensor>* tensors) const;
-  // known: these are a run's sizes, else only of its kind. keep: the mask, as long as the node.
-  Status ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const;
+  Status PrepareHost(const Tensor* inputs, int input_count, int threads);
+  // Replaces unknown sizes by usual ones: one batch, `length` queries, 1024 keys. False where head sizes or numbers of
+  // heads are unknown, too, or a rank is wrong.
+  bool FillUnknownSizes(int64_t length, std::vector<Tensor>* tensors) const;
+  // known: these are a run's sizes, not just plausible ones. keep: keeps the mask as long as the node.
+  Status PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const;
 
   AttentionAttributes attributes_;
   AttentionMaskSource mask_;
-  ReadyMask ready_;
+  PreparedMask prepared_;
   mutable Keeper keeper_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the attributes of StofAttention say.
+// Parses the attributes of StofAttention.
 #include <algorithm>
 #include <cmath>
 #include <sstream>
@@ -11,6 +11,7 @@ namespace stof {
 namespace {
 
 constexpr int64_t kMaxHeads = 65536;
+constexpr size_t kMostQuoted = 64;  // bytes of an attribute in a message
 constexpr const char* kLayoutNames[] = {"BHSD", "BSHD", "BSN"};
 
 std::vector<std::string> Words(const std::string& text) {
@@ -20,18 +21,16 @@ std::vector<std::string> Words(const std::string& text) {
   return words;
 }
 
-std::string Quoted(const std::string& text) { return Shown(text, 64); }
-
 Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
   const std::vector<std::string> words = Words(text);
   if (words.size() != 1 && words.size() != 4) {
-    return Status::Error("attribute layout is " + Quoted(text) + ", expected one token or four");
+    return Status::Error("attribute layout is " + Quoted(text, kMostQuoted) + ", expected one token or four");
   }
   for (size_t i = 0; i < 4; ++i) {
     const std::string& word = words[words.size() == 1 ? 0 : i];
     const auto* found = std::find(std::begin(kLayoutNames), std::end(kLayoutNames), word);
     if (found == std::end(kLayoutNames)) {
-      return Status::Error("attribute layout has " + Quoted(word) + ", expected BHSD, BSHD or BSN");
+      return Status::Error("attribute layout has " + Quoted(word, kMostQuoted) + ", expected BHSD, BSHD or BSN");
     }
     (*layouts)[i] = static_cast<TensorLayout>(found - std::begin(kLayoutNames));
   }
@@ -52,11 +51,11 @@ Status CheckRoles(const std::vector<std::string>& roles) {
   }
   for (size_t i = 0; i < roles.size(); ++i) {
     if (!KnownRole(roles[i])) {
-      return Status::Error("attribute operands has role " + Quoted(roles[i]) +
+      return Status::Error("attribute operands has role " + Quoted(roles[i], kMostQuoted) +
                            ", which this build does not know; a newer stof library may");
     }
     if (roles[i] != "unused" && std::find(roles.begin(), roles.begin() + i, roles[i]) != roles.begin() + i) {
-      return Status::Error("attribute operands names " + Quoted(roles[i]) + " twice");
+      return Status::Error("attribute operands names " + Quoted(roles[i], kMostQuoted) + " twice");
     }
   }
   return Status();
@@ -100,16 +99,17 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   AttentionAttributes& a = *parsed;
   std::string text;
   attributes.String("mask", &a.mask);
-  a.has_scale = attributes.Float("scale", &a.scale);
-  if (a.has_scale && !std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
+  float scale = 0.0f;
+  if (attributes.Float("scale", &scale)) a.scale = scale;
+  if (!std::isfinite(scale)) return Status::Error("attribute scale is not finite");
   attributes.Float("softcap", &a.softcap);
   if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
-    return Status::Error("attribute softcap is " + Shown(a.softcap) + ", expected 0 or more");
+    return Status::Error("attribute softcap is " + PrintFloat(a.softcap) + ", expected 0 or more");
   }
   // The kernels multiply by these two and log2(e).
   constexpr float kMost = 1e30f, kLeast = 1e-30f;
-  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(a.scale / a.softcap) > kMost)) {
-    return Status::Error("attribute softcap is " + Shown(a.softcap) +
+  if (a.softcap > 0.0f && (a.softcap > kMost || a.softcap < kLeast || std::fabs(scale / a.softcap) > kMost)) {
+    return Status::Error("attribute softcap is " + PrintFloat(a.softcap) +
                          ", expected 0 or 1e-30 to 1e30, and no more than 1e30 times smaller than scale");
   }
   text = "BHSD";
@@ -139,7 +139,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
   const auto* policy = std::find(std::begin(kPolicies), std::end(kPolicies), text);
   if (policy == std::end(kPolicies)) {
-    return Status::Error("attribute empty_rows is " + Quoted(text) + ", expected zero, nan, mean or all");
+    return Status::Error("attribute empty_rows is " + Quoted(text, kMostQuoted) + ", expected zero, nan, mean or all");
   }
   a.empty_rows = static_cast<EmptyRows>(policy - std::begin(kPolicies));
   attributes.String("kernel", &a.kernel);
@@ -148,7 +148,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   const std::vector<std::string> results = Words(text);
   a.lse = results.size() == 1 && results[0] == "lse";
   if (!results.empty() && !a.lse) {
-    return Status::Error("attribute results is " + Quoted(text) + ", expected nothing or 'lse'");
+    return Status::Error("attribute results is " + Quoted(text, kMostQuoted) + ", expected nothing or 'lse'");
   }
   text.clear();
   attributes.String("operands", &text);
@@ -156,7 +156,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
-    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)]) +
+    return Status::Error("attribute empty_rows is " + Quoted(kPolicies[static_cast<int>(a.empty_rows)], kMostQuoted) +
                          ", expected zero: beside a sink a row without keys is 0");
   }
   return Status();

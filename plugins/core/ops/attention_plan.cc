@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofAttention before a run: what runtimes that plan ahead ask, and what a first run would else have to make.
+// StofAttention before a run: plans for runtimes that plan ahead, and preparation of what a first run would make.
 #include <algorithm>
 
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -11,13 +10,13 @@
 namespace stof {
 namespace {
 
-// An address that stands for any where nothing is read: aligned as memory of devices is.
+// A placeholder address where nothing is read: aligned as device memory is.
 constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
 constexpr int64_t kUsualLength = 1024;  // where none is known
-// Of a node's declared sizes, for which no tensor has to exist: more tables than these are left to the run, and, on the
-// CPU, more tiles of all tables times nodes of the expression (some seconds where every tile is evaluated).
-constexpr int64_t kMostReadyTables = int64_t{1} << 20;
-constexpr int64_t kMostReadyWork = int64_t{1} << 20;
+// Declared sizes may be huge: no tensor has to exist for them. Masks with more tables than this are left to the run,
+// and, on the CPU, masks with more tiles times nodes of the expression (some seconds if every tile is evaluated).
+constexpr int64_t kMostPreparedTables = int64_t{1} << 20;
+constexpr int64_t kMostPreparedWork = int64_t{1} << 20;
 
 bool AllKnown(const std::vector<Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& tensor) {
@@ -38,9 +37,9 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   }
   STOF_RETURN_IF_ERROR(
       PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
-  // Runs of other lengths may come apart by remainders.
+  // Runs of other lengths may be split by residue.
   const int64_t m = problem.mask->modulus;
-  if (problem.args.S / m >= kLeastOfResidue && problem.args.T / m >= kLeastOfResidue && m > 1) {
+  if (problem.args.S / m >= kMinResidueLength && problem.args.T / m >= kMinResidueLength && m > 1) {
     AttentionArgs parts = problem.args;
     parts.B *= m, parts.S = (parts.S + m - 1) / m, parts.T = (parts.T + m - 1) / m;
     size_t workspace = 0;
@@ -49,27 +48,28 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // In fp32 keys and values are split into halves first.
-  plan->several = pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
+  // The fp32 kernels split keys and values into 16-bit terms first.
+  plan->runs_several_kernels =
+      pad != nullptr || !problem.mask->parts.dynamic.empty() || problem.args.dtype == DType::kF32;
   const CudaBackend* backend = FindCudaBackend();
-  plan->kernels = backend == nullptr ? 0 : backend->kernels(problem.args);
+  plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();
 }
 
-Status AttentionOp::ReadyDevice(const Tensor* inputs, int input_count, int kernel) const {
-  return ReadyDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
+Status AttentionOp::PrepareDevice(const Tensor* inputs, int input_count, int kernel) const {
+  return PrepareDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
 }
 
-Status AttentionOp::ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
-  if (!mask_.fixed()) return Status();
+Status AttentionOp::PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) {
+  if (!mask_.is_fixed()) return Status();
   const std::vector<Tensor> given(inputs, inputs + input_count);
   if (AllKnown(given)) {
-    return on_cuda ? ReadyDeviceFor(given, 0, true, true) : ReadyHost(inputs, input_count, threads);
+    return on_cuda ? PrepareDeviceFor(given, 0, true, true) : PrepareHost(inputs, input_count, threads);
   }
   for (const int64_t length : {kUsualLength, int64_t{1}}) {
     std::vector<Tensor> sized = given;
-    if (!on_cuda || !Suppose(length, &sized)) return Status();
-    STOF_RETURN_IF_ERROR(ReadyDeviceFor(sized, 0, false, false));
+    if (!on_cuda || !FillUnknownSizes(length, &sized)) return Status();
+    STOF_RETURN_IF_ERROR(PrepareDeviceFor(sized, 0, false, false));
   }
   return Status();
 }
@@ -84,33 +84,33 @@ Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem
   return Status();
 }
 
-Status AttentionOp::ReadyHost(const Tensor* inputs, int input_count, int threads) {
+Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threads) {
   Problem problem;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));
   if (attributes_.operands.empty() && !attributes_.lse) problem.Split();
   const AttentionArgs& args = problem.args;
   if (problem.mask->parts.fixed.empty() || args.B * args.H * args.T == 0 || args.S <= kUncachedRows ||
-      args.B * args.H > kMostReadyTables) {
+      args.B * args.H > kMostPreparedTables) {
     return Status();
   }
   const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
   const MaskExpr& fixed = problem.mask->parts.fixed;
   const int64_t tables = (fixed.Uses(ExprOp::kB) ? args.B : 1) * (fixed.Uses(ExprOp::kH) ? args.H : 1);
   const int64_t tiles = ((args.S + config.m - 1) / config.m) * ((args.T + config.n - 1) / config.n);  // to 2^34
-  if (tiles > kMostReadyWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostReadyWork) {
+  if (tiles > kMostPreparedWork || tables * tiles * static_cast<int64_t>(fixed.nodes().size()) > kMostPreparedWork) {
     return Status();
   }
-  ready_.sizes = problem.sizes;
-  ready_.hash = problem.mask->fixed_hash;
-  ready_.config = config;
+  prepared_.sizes = problem.sizes;
+  prepared_.hash = problem.mask->fixed_hash;
+  prepared_.config = config;
   const Status status =
       BlockMaskCache::Global().GetToKeep(problem.mask->parts.fixed, problem.mask->fixed_hash, problem.sizes,
-                                         ready_.config.m, ready_.config.n, kCpuBlockMaskBounds, &ready_.mask);
+                                         prepared_.config.m, prepared_.config.n, kCpuBlockMaskBounds, &prepared_.mask);
   return status.too_large() ? Status() : status;  // a run evaluates it tile by tile
 }
 
-bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
+bool AttentionOp::FillUnknownSizes(int64_t length, std::vector<Tensor>* tensors) const {
   const auto set = [](Tensor* tensor, int axis, int64_t value) {
     if (axis < tensor->rank && tensor->dims[axis] < 0) tensor->dims[axis] = value;
     return axis < tensor->rank ? tensor->dims[axis] : value;
@@ -135,7 +135,7 @@ bool AttentionOp::Suppose(int64_t length, std::vector<Tensor>* tensors) const {
   return AllKnown(*tensors);
 }
 
-Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
+Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
   for (Tensor& tensor : inputs) tensor.data = reinterpret_cast<void*>(kSomewhere);
   Problem problem;
   const Tensor* pad = nullptr;
@@ -144,21 +144,21 @@ Status AttentionOp::ReadyDeviceFor(std::vector<Tensor> inputs, int kernel, bool 
   if (backend == nullptr) return Status::Error(kNoCudaKernels);
   AttentionArgs& args = problem.args;
   if (args.B == 0 || args.H == 0 || args.S == 0 || args.T == 0) return Status();  // nothing is computed
-  if (args.B * args.H > kMostReadyTables) return Status();
+  if (args.B * args.H > kMostPreparedTables) return Status();
   args.output = reinterpret_cast<void*>(kSomewhere);
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
   context.on_cuda = true;
   context.kernel = kernel;
   if (keep) context.keeper = &keeper_;
-  if (known) return backend->ready(args, pad, *problem.mask, problem.sizes, problem.given, context);
-  // Without the part of the mask that would be made for sizes that no run may have.
+  if (known) return backend->attention.prepare(args, pad, *problem.mask, problem.sizes, problem.given, context);
+  // Without the static mask: it would be made for sizes that no run may have.
   AttentionMask mask;
   mask.parts.dynamic = problem.mask->parts.dynamic;
   mask.parts.pad = problem.mask->parts.pad;
-  const int kernels = args.S > 1 ? backend->kernels(args) : 0;
+  const int kernels = args.S > 1 ? backend->attention.count_kernels(args) : 0;
   for (context.kernel = kernels > 0 ? 1 : 0; context.kernel <= kernels; ++context.kernel) {
-    STOF_RETURN_IF_ERROR(backend->ready(args, pad, mask, problem.sizes, problem.given, context));
+    STOF_RETURN_IF_ERROR(backend->attention.prepare(args, pad, mask, problem.sizes, problem.given, context));
   }
   return Status();
 }

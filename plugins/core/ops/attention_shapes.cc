@@ -55,7 +55,7 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
     }
     total = r.heads;
   }
-  // Limits come later; here nothing may overflow, whatever a runtime claims.
+  // Sizes are limited later; here no product may overflow.
   int64_t elements = std::max<int64_t>(r.d, 1);
   for (const int64_t size : {total, r.s}) {
     if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements)) {
@@ -68,7 +68,7 @@ Status Measure(const Tensor& tensor, TensorLayout layout, const char* name, int6
   return Status();
 }
 
-// Where the heads that are meant begin; a tensor without elements may have no data.
+// The address of the first head that the operator reads; a tensor without elements may have no data.
 const void* Begin(const Tensor& tensor, const Sized& sized) {
   if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
   return static_cast<const char*>(tensor.data) + sized.first * SizeOf(tensor.dtype);
@@ -145,7 +145,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   args->output_stride.b = args->H * args->S * args->Dv;
   args->output_stride.h = bhsd ? args->S * args->Dv : args->Dv;
   args->output_stride.s = bhsd ? args->Dv : args->H * args->Dv;
-  args->scale = attributes.has_scale ? attributes.scale : 1.0f / std::sqrt(static_cast<float>(args->D));
+  args->scale = attributes.scale.value_or(1.0f / std::sqrt(static_cast<float>(args->D)));
   args->softcap = attributes.softcap;
   args->empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;
@@ -192,7 +192,7 @@ std::vector<DimRule> AttentionOutputShape(const AttributeReader& attributes, con
   DimRule heads = {-1, 0, parsed.num_heads > 0 ? parsed.num_heads : -1};
   if (query != TensorLayout::kBSN) heads = {0, query == TensorLayout::kBHSD ? 1 : 2, -1};
   if (index == 1) return parsed.lse ? std::vector<DimRule>{batch, heads, length} : std::vector<DimRule>();
-  // Value's last dimension, or that over the heads that lie in it.
+  // Value's last dimension, divided by its number of heads in BSN.
   const bool flat = parsed.layout[2] == TensorLayout::kBSN;
   const int64_t value_heads = parsed.packed[2].total > 0 ? parsed.packed[2].total : parsed.kv_num_heads;
   DimRule head_size = flat ? DimRule{2, 2, -1, 1, value_heads} : DimRule{2, 3, -1};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Types and shapes of StofAttention's query, key, value and outputs: what inputs mean in terms of the kernels, checked
-// against the attributes, and what outputs follow from them, with sizes and, where a model knows none, with symbols.
+// Types and shapes of StofAttention's query, key, value and outputs: binds inputs to the kernels' arguments, checks
+// them against the attributes, and infers the outputs, by sizes or, where a model knows none, by rules over symbols.
 #ifndef STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
 #define STOF_PLUGINS_CORE_OPS_ATTENTION_SHAPES_H_
 

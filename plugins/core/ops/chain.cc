@@ -2,12 +2,11 @@
 #include "plugins/core/ops/chain.h"
 
 #include <algorithm>
-#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "cpu/chain/chain.h"
-#include "plugins/core/chain/chain.h"
 #include "plugins/core/contract/cuda_backend.h"
-#include "plugins/core/contract/no_cuda.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace stof {
@@ -23,30 +22,26 @@ Status ParseAttributes(const AttributeReader& attributes, Chain* chain) {
   return ParseChain(text, chain);
 }
 
-// A chain with the shapes and types of its inputs, and the program for them.
-struct Ready {
+// A chain bound to the types and shapes of its inputs, and the program for them.
+struct BoundToShapes {
   std::vector<int64_t> key;
   BoundChain bound;
 
-  // Both are made by the first run that needs them, for which others wait.
+  // The first run that needs one of these makes it; others wait.
   std::shared_ptr<const cpu::ChainProgram> Program(const Chain& chain, int threads) {
     const auto program = program_.Lock();
-    if (*program == nullptr) {
-      auto made = std::make_shared<cpu::ChainProgram>();
-      cpu::CompileChain(chain, bound, threads, made.get());
-      *program = std::move(made);
-    }
+    if (*program == nullptr) *program = CompileCpuChain(chain, bound, BestCpuIsa(), threads);
     return *program;
   }
-  DeviceChain* Device(const CudaBackend& backend) {
-    const auto device = device_.Lock();
-    if (*device == nullptr) *device = backend.keep_chain();
-    return device->get();
+  DeviceChain* State(const ChainBackend& backend) {
+    const auto state = state_.Lock();
+    if (*state == nullptr) *state = backend.make_state();
+    return state->get();
   }
 
  private:
   ForkSafe<std::shared_ptr<const cpu::ChainProgram>> program_;
-  ForkSafe<std::unique_ptr<DeviceChain>> device_;
+  ForkSafe<std::unique_ptr<DeviceChain>> state_;
 };
 
 class StofChainOp final : public Op {
@@ -63,30 +58,30 @@ class StofChainOp final : public Op {
 
   int InputCount() const override { return std::max(1, chain_.inputs); }
   int OutputCount() const override { return static_cast<int>(chain_.outputs.size()); }
-  bool Takes(int, DType dtype, DType) const override {
+  bool IsTypeAllowed(int, DType dtype, DType) const override {
     return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
   }
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
     *plan = DevicePlan();
-    std::shared_ptr<Ready> ready;
-    return Get(inputs, input_count, 0, &ready);
+    std::shared_ptr<BoundToShapes> bound;
+    return Bind(inputs, input_count, &bound);
   }
-  Status ReadyDevice(const Tensor* inputs, int input_count, int) const override {
+  Status PrepareDevice(const Tensor* inputs, int input_count, int) const override {
     const CudaBackend* backend = FindCudaBackend();
     if (backend == nullptr) return Status();
-    std::shared_ptr<Ready> ready;
-    STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
-    return backend->ready_chain(chain_, ready->bound, ready->Device(*backend));
+    std::shared_ptr<BoundToShapes> bound;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &bound));
+    return backend->chain.prepare(chain_, bound->bound, bound->State(backend->chain));
   }
 
-  // The kernel of a node whose shapes are all known; what is wrong with them the run says.
-  Status ReadyNode(const Tensor* inputs, int input_count, bool on_cuda, int) override {
+  // Makes the kernel of a node whose shapes are all known; errors are left to the run.
+  Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int) override {
     if (!on_cuda || input_count < chain_.inputs) return Status();
     for (int i = 0; i < input_count; ++i) {
       const bool known = std::all_of(inputs[i].dims, inputs[i].dims + inputs[i].rank, [](int64_t d) { return d >= 0; });
       if (inputs[i].dtype == DType::kUndefined || !known) return Status();
     }
-    (void)ReadyDevice(inputs, input_count, 0);
+    (void)PrepareDevice(inputs, input_count, 0);
     return Status();
   }
 
@@ -99,17 +94,18 @@ class StofChainOp final : public Op {
   }
 
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override {
-    std::shared_ptr<Ready> ready;
-    STOF_RETURN_IF_ERROR(Get(inputs, input_count, 0, &ready));
+    std::shared_ptr<BoundToShapes> bound;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &bound));
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
-    // A call may have more outputs than the chain gives: the calls of a model have one signature. Nobody reads them,
-    // but where they have names (for TensorRT's parser) ONNX Runtime may convert them.
-    for (int i = static_cast<int>(chain_.outputs.size()); i < output_count; ++i) outputs[i] = Shaped(DType::kF32, {0});
+    // A node may have more outputs than the chain: all calls of a model's function have one signature. Nobody reads the
+    // others, but where they have names (for TensorRT's parser) ONNX Runtime may convert them.
+    for (int i = static_cast<int>(chain_.outputs.size()); i < output_count; ++i)
+      outputs[i] = TensorOfShape(DType::kF32, {0});
     for (int i = 0; i < static_cast<int>(chain_.outputs.size()); ++i) {
-      const BoundOutput& bound = ready->bound.outputs[static_cast<size_t>(i)];
-      outputs[i].dtype = bound.dtype;
-      outputs[i].rank = bound.rank;
-      std::copy(bound.dims, bound.dims + bound.rank, outputs[i].dims);
+      const BoundOutput& output = bound->bound.outputs[static_cast<size_t>(i)];
+      outputs[i].dtype = output.dtype;
+      outputs[i].rank = output.rank;
+      std::copy(output.dims, output.dims + output.rank, outputs[i].dims);
     }
     return Status();
   }
@@ -118,20 +114,20 @@ class StofChainOp final : public Op {
              const RunContext& context) const override {
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
     const int threads = std::max(1, context.parallel.threads);
-    std::shared_ptr<Ready> ready;
-    STOF_RETURN_IF_ERROR(Get(inputs, input_count, threads, &ready));
+    std::shared_ptr<BoundToShapes> bound;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &bound));
     const auto count = static_cast<int>(chain_.outputs.size());
     for (int i = 0; i < count; ++i) {
-      STOF_RETURN_IF_ERROR(CheckOutput(outputs[i], ready->bound.outputs[static_cast<size_t>(i)], i));
+      STOF_RETURN_IF_ERROR(CheckOutput(outputs[i], bound->bound.outputs[static_cast<size_t>(i)], i));
     }
-    // Axes may be as long as integers go where one of them is empty, and their rows are not walked for nothing.
+    // An empty output may have other axes of any length: their rows must not be visited.
     const auto is_empty = [](const Tensor& output) { return output.Elements() == 0; };
     if (std::all_of(outputs, outputs + count, is_empty)) return Status();
     const void* from[kChainMostInputs] = {};
     void* to[kChainMostOutputs] = {};
     for (int i = 0; i < std::min(input_count, kChainMostInputs); ++i) from[i] = inputs[i].data;
     for (int i = 0; i < count; ++i) to[i] = outputs[i].data;
-    for (const BoundRead& read : ready->bound.reads) {
+    for (const BoundRead& read : bound->bound.reads) {
       if (!read.never && from[read.input] == nullptr) {
         return Status::Error("input x" + std::to_string(read.input) + " has no data");
       }
@@ -139,15 +135,15 @@ class StofChainOp final : public Op {
     if (context.on_cuda) {
       const CudaBackend* backend = FindCudaBackend();
       if (backend == nullptr) return Status::Error(kNoCudaKernels);
-      return backend->chain(chain_, ready->bound, from, to, ready->Device(*backend), context);
+      return backend->chain.run(chain_, bound->bound, from, to, bound->State(backend->chain), context);
     }
-    const std::shared_ptr<const cpu::ChainProgram> program = ready->Program(chain_, threads);
-    const size_t bytes = cpu::ChainWorkspace(*program, threads);
+    const std::shared_ptr<const cpu::ChainProgram> program = bound->Program(chain_, threads);
+    const size_t bytes = CpuChainWorkspace(*program, threads);
     void* workspace = context.allocate(context.self, bytes);
     if (workspace == nullptr) {
       return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
     }
-    cpu::RunChain(*program, BestCpuIsa(), from, to, workspace, context.parallel);
+    CpuChain({from, to}, *program, workspace, context.parallel);
     return Status();
   }
 
@@ -172,9 +168,8 @@ class StofChainOp final : public Op {
     return Status();
   }
 
-  // The chain bound to these shapes: one of the last few that were met, or a new one.
-  Status Get(const Tensor* inputs, int input_count, int threads, std::shared_ptr<Ready>* ready) const {
-    (void)threads;
+  // The chain bound to these shapes: one of the last few, or a new one.
+  Status Bind(const Tensor* inputs, int input_count, std::shared_ptr<BoundToShapes>* bound) const {
     std::vector<int64_t> key;
     for (int i = 0; i < input_count; ++i) {
       key.push_back(static_cast<int64_t>(inputs[i].dtype) << 8 | inputs[i].rank);
@@ -186,22 +181,22 @@ class StofChainOp final : public Op {
         if ((*kept)[i]->key != key) continue;
         std::rotate(kept->begin(), kept->begin() + static_cast<std::ptrdiff_t>(i),
                     kept->begin() + static_cast<std::ptrdiff_t>(i) + 1);
-        *ready = kept->front();
+        *bound = kept->front();
         return Status();
       }
     }
-    auto made = std::make_shared<Ready>();
+    auto made = std::make_shared<BoundToShapes>();
     made->key = std::move(key);
     STOF_RETURN_IF_ERROR(BindChain(chain_, inputs, input_count, &made->bound));
     const auto kept = kept_.Lock();
     if (kept->size() == kKept) kept->pop_back();
     kept->insert(kept->begin(), made);
-    *ready = std::move(made);
+    *bound = std::move(made);
     return Status();
   }
 
   Chain chain_;
-  mutable ForkSafe<std::vector<std::shared_ptr<Ready>>> kept_;  // the one that was used last first
+  mutable ForkSafe<std::vector<std::shared_ptr<BoundToShapes>>> kept_;  // the most recently used one first
 };
 
 std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
@@ -223,7 +218,7 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
       } else if (rule.by_input < 0 && axis.over == 1) {
         rule.by_input = axis.input, rule.by_axis = axis.dim;
       } else {
-        return {};  // more than a rule says
+        return {};  // a rule has room for two inputs, and for a divisor of the first
       }
     }
     rules.push_back(rule);
@@ -252,10 +247,19 @@ const OpDescription* ChainDescription() {
   static constexpr DType kTypes[] = {DType::kUndefined};
   static constexpr AttributeDescription kAttributes[] = {{"chain", AttributeType::kString},
                                                          {"chain_id", AttributeType::kInt}};
-  static constexpr OpDescription description = {
-      "StofChain", 0,         0,           kChainMostOutputs, kTypes,      1,
-      kTypes,      1,         CreateChain, OutputShape,       kAttributes, static_cast<int>(std::size(kAttributes)),
-      true,        OutputType};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofChain";
+    d.is_variadic = true;
+    d.outputs = kChainMostOutputs;
+    d.types = kTypes;
+    d.cuda_types = kTypes;
+    d.output_type = OutputType;
+    d.attributes = kAttributes;
+    d.create = CreateChain;
+    d.shape_rule = OutputShape;
+    return d;
+  }();
   return &description;
 }
 

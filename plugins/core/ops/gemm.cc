@@ -2,11 +2,12 @@
 #include "plugins/core/ops/gemm.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
+#include <memory>
+#include <string>
+#include <vector>
 
-#include "cpu/chain/chain.h"
-#include "plugins/core/contract/no_cuda.h"
+#include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/gemm/gemm.h"
 
 namespace stof {
@@ -34,7 +35,7 @@ Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue
   return ParseGemm(text, pair, epilogue);
 }
 
-// Elements of a tensor, or an error where they do not fit.
+// The number of elements, or an error where it is too large.
 Status Count(const Tensor& tensor, const char* name, int64_t* count) {
   *count = 1;
   bool none = false;
@@ -60,13 +61,13 @@ class StofGemmOp final : public Op {
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
-    PackFactor(inputs);
+    PackWeights(inputs);
     return Status();
   }
   int InputCount() const override {
     return 1 + epilogue_.weights() + std::max(0, epilogue_.chain.inputs - epilogue_.products());
   }
-  bool Takes(int index, DType dtype, DType typed) const override {
+  bool IsTypeAllowed(int index, DType dtype, DType typed) const override {
     return index == 0 ? IsFloat(dtype) : dtype == typed;
   }
 
@@ -99,12 +100,12 @@ class StofGemmOp final : public Op {
     if (output.data == nullptr) return Status::Error("the output has no data");
     if (!context.on_cuda) return RunCpu(inputs, output, sizes, context);
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
-    const GemmBackend* backend = FindGemmBackend();
+    const CudaBackend* backend = FindCudaBackend();
     if (backend == nullptr) return Status::Error(kNoCudaKernels);
     GemmArgs args = ArgsOf(inputs, sizes);
     args.output = output.data;
     args.may_wait = may_wait_;
-    return backend->run(args, context);
+    return backend->gemm.run(args, context);
   }
 
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override {
@@ -112,14 +113,14 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
     STOF_RETURN_IF_ERROR(CheckDevice(inputs, sizes));
     *plan = DevicePlan();
-    const GemmBackend* backend = FindGemmBackend();  // engines are built without kernels, too
-    if (backend != nullptr) STOF_RETURN_IF_ERROR(backend->plan(ArgsOf(inputs, sizes), &plan->workspace));
+    const CudaBackend* backend = FindCudaBackend();  // engines are built without kernels, too
+    if (backend != nullptr) STOF_RETURN_IF_ERROR(backend->gemm.plan_workspace(ArgsOf(inputs, sizes), &plan->workspace));
     plan->workspace = std::max(plan->workspace, kGemmWorkspace);
     return Status();
   }
-  Status ReadyDevice(const Tensor*, int, int) const override { return Status(); }
-  // A runtime that makes nodes like this one runs them where the first run of a shape may take its time.
-  Status ReadyNode(const Tensor*, int, bool on_cuda, int) override {
+  Status PrepareDevice(const Tensor*, int, int) const override { return Status(); }
+  // A runtime that prepares nodes allows the first run of a shape to take its time.
+  Status PrepareNode(const Tensor*, int, bool on_cuda, int) override {
     may_wait_ = on_cuda;
     return Status();
   }
@@ -130,7 +131,7 @@ class StofGemmOp final : public Op {
     return Status::Error("has " + std::to_string(count) + " inputs, but weights and epilogue ask for " +
                          std::to_string(InputCount()));
   }
-  // Whether the node's input is read by this epilogue.
+  // Whether the epilogue reads this input of the node.
   bool Needs(int input) const {
     if (input <= epilogue_.weights()) return true;
     const auto number = static_cast<size_t>(input - 1 - epilogue_.weights() + epilogue_.products());
@@ -223,7 +224,7 @@ class StofGemmOp final : public Op {
     return Status::Error(name + " has shape " + Shape(tensor) + ", expected " + expected + Shape(output));
   }
 
-  // The further inputs are the same tensors without the dimensions that say nothing here.
+  // A further input without the dimensions that make no difference here.
   Tensor Flat(const Tensor& from, GemmRead read, const Sizes& sizes) const {
     Tensor tensor = from;
     tensor.rank = read == GemmRead::kMatrix ? 2 : read == GemmRead::kScalar ? 0 : 1;
@@ -271,8 +272,8 @@ class StofGemmOp final : public Op {
     return args;
   }
 
-  // Constant factors in fp32 are copied for the CPU's kernels; what is wrong with them is reported by runs.
-  void PackFactor(const Tensor* inputs) {
+  // Packs constant fp32 weights for the CPU kernels; errors in them are left to runs.
+  void PackWeights(const Tensor* inputs) {
     const Tensor &b0 = inputs[1], &b1 = inputs[epilogue_.weights()];
     for (const Tensor* b : {&b0, &b1}) {
       int64_t count = 0;
@@ -285,15 +286,15 @@ class StofGemmOp final : public Op {
                          : epilogue_.pair == GemmPair::kHalves ? first + N
                                                                : nullptr;
     if (epilogue_.form.swapped) std::swap(first, second);
-    factor_.Pack(BestCpuIsa(), first, second, stride, N, K);
+    weights_.Pack(BestCpuIsa(), first, second, stride, N, K);
   }
-  // Whether a run has the factor that was packed: a runtime that says so of what changes would get wrong results.
+  // Whether a run has the weights that were packed. A runtime must not call weights constant that change.
   bool IsPacked(const Tensor* inputs, const Sizes& sizes) const {
-    return factor_.packed() && inputs[0].dtype == DType::kF32 && factor_.N() == sizes.N && factor_.K() == sizes.K;
+    return weights_.is_packed() && inputs[0].dtype == DType::kF32 && weights_.N() == sizes.N && weights_.K() == sizes.K;
   }
 
-  // The epilogue where kernels have it, which takes fp32 alone.
-  bool FusedEpilogue(const Tensor* inputs, CpuGemmEpilogue* fused) const {
+  // Whether the packed kernels have this epilogue, which they take in fp32 alone; fills it.
+  bool FindFusedEpilogue(const Tensor* inputs, CpuGemmEpilogue* fused) const {
     if (!epilogue_.has_form) return false;
     const GemmForm& form = epilogue_.form;
     bool right = true;
@@ -311,35 +312,34 @@ class StofGemmOp final : public Op {
 
   Status RunFused(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const CpuGemmEpilogue& fused,
                   const RunContext& context) const {
-    void* workspace = context.allocate(context.self, CpuGemmFactor::Workspace(context.parallel.threads));
+    void* workspace = context.allocate(context.self, CpuPackedGemmWorkspace(context.parallel.threads));
     if (workspace == nullptr) return Status::Error("no memory for a block of products");
-    CpuGemmArgs args;
+    CpuPackedGemmArgs args;
     args.M = sizes.M;
     args.a = static_cast<const float*>(inputs[0].data);
     args.output[0] = static_cast<float*>(output.data);
     args.epilogue = &fused;
-    factor_.Run(args, workspace, context.parallel);
+    CpuPackedGemm(args, weights_, workspace, context.parallel);
     return Status();
   }
 
-  // Products of as many rows as fit the caches, then the chain over them.
+  // Matmuls of as many rows as fit the caches, then the chain over them.
   Status RunCpu(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const RunContext& context) const {
     constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
     const bool packed = IsPacked(inputs, sizes);
     CpuGemmEpilogue fused;
-    if (packed && FusedEpilogue(inputs, &fused)) return RunFused(inputs, output, sizes, fused, context);
+    if (packed && FindFusedEpilogue(inputs, &fused)) return RunFused(inputs, output, sizes, fused, context);
     const int threads = std::max(1, context.parallel.threads);
     const int products = epilogue_.products();
     const int64_t rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
     const CpuIsa isa = BestCpuIsa();
     const auto floats = static_cast<size_t>((rows * sizes.N + 15) / 16 * 16);
     auto* product = static_cast<float*>(context.allocate(context.self, 4 * floats * static_cast<size_t>(products)));
-    void* panel =
-        context.allocate(context.self, packed ? CpuGemmFactor::Workspace(threads) : CpuGemmWorkspace(threads));
+    void* panel = context.allocate(context.self, packed ? CpuPackedGemmWorkspace(threads) : CpuGemmWorkspace(threads));
     if (product == nullptr || panel == nullptr) return Status::Error("no memory for a block of products");
     Chain chain = epilogue_.chain;
     chain.outputs[0].type = output.dtype;
-    cpu::ChainProgram program;
+    std::shared_ptr<const cpu::ChainProgram> program;
     int64_t compiled = 0;
     void* chain_workspace = nullptr;
     const int64_t size = SizeOf(output.dtype);
@@ -349,17 +349,22 @@ class StofGemmOp final : public Op {
     for (int64_t m = 0; m < sizes.M; m += rows) {
       const Sizes block = {std::min(rows, sizes.M - m), sizes.N, sizes.K};
       if (packed) {
-        CpuGemmArgs args;
+        CpuPackedGemmArgs args;
         args.M = block.M;
         args.a = static_cast<const float*>(inputs[0].data) + m * sizes.K;
         args.output[0] = product, args.output[1] = product + floats;
         if (epilogue_.form.swapped) std::swap(args.output[0], args.output[1]);
-        factor_.Run(args, panel, context.parallel);
+        CpuPackedGemm(args, weights_, panel, context.parallel);
       }
       for (int i = 0; i < products && !packed; ++i) {
-        CpuGemm(isa, output.dtype, static_cast<const char*>(inputs[0].data) + m * sizes.K * size, weight[i],
-                inputs[1].dims[1], block.M, sizes.N, sizes.K, product + static_cast<size_t>(i) * floats, panel,
-                context.parallel);
+        CpuGemmArgs args;
+        args.M = block.M, args.N = sizes.N, args.K = sizes.K;
+        args.dtype = output.dtype;
+        args.a = static_cast<const char*>(inputs[0].data) + m * sizes.K * size;
+        args.b = weight[i];
+        args.stride = inputs[1].dims[1];
+        args.output = product + static_cast<size_t>(i) * floats;
+        CpuGemm(args, isa, panel, context.parallel);
       }
       Tensor bound_inputs[kChainMostInputs];
       const void* from[kChainMostInputs] = {};
@@ -380,23 +385,22 @@ class StofGemmOp final : public Op {
       if (compiled != block.M) {
         BoundChain bound;
         STOF_RETURN_IF_ERROR(BindChain(chain, bound_inputs, chain.inputs, &bound));
-        program = cpu::ChainProgram();
-        cpu::CompileChain(chain, bound, threads, &program);
+        program = CompileCpuChain(chain, bound, isa, threads);
         compiled = block.M;
-        const size_t bytes = cpu::ChainWorkspace(program, threads);
+        const size_t bytes = CpuChainWorkspace(*program, threads);
         chain_workspace = context.allocate(context.self, bytes);
         if (chain_workspace == nullptr) {
           return Status::Error("no memory for a workspace of " + std::to_string(bytes) + " bytes");
         }
       }
       void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * size};
-      cpu::RunChain(program, isa, from, to, chain_workspace, context.parallel);
+      CpuChain({from, to}, *program, chain_workspace, context.parallel);
     }
     return Status();
   }
 
   const GemmEpilogue epilogue_;
-  CpuGemmFactor factor_;  // where it is constant
+  CpuPackedWeights weights_;  // where they are constant
   bool may_wait_ = false;
 };
 
@@ -424,18 +428,18 @@ const OpDescription* GemmDescription() {
   static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
   static constexpr AttributeDescription kAttributes[] = {
       {"epilogue", AttributeType::kString}, {"pair", AttributeType::kInt}, {"gemm_id", AttributeType::kInt}};
-  static constexpr OpDescription description = {"StofGemm",
-                                                2,
-                                                1 + kFurtherInputs,
-                                                1,
-                                                kTypes,
-                                                static_cast<int>(std::size(kTypes)),
-                                                kCudaTypes,
-                                                static_cast<int>(std::size(kCudaTypes)),
-                                                CreateGemm,
-                                                OutputShape,
-                                                kAttributes,
-                                                static_cast<int>(std::size(kAttributes))};
+  static constexpr OpDescription description = [] {
+    OpDescription d;
+    d.name = "StofGemm";
+    d.typed_inputs = 2;
+    d.optional_inputs = 1 + kFurtherInputs;
+    d.types = kTypes;
+    d.cuda_types = kCudaTypes;
+    d.attributes = kAttributes;
+    d.create = CreateGemm;
+    d.shape_rule = OutputShape;
+    return d;
+  }();
   return &description;
 }
 

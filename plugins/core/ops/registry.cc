@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
+#include <cstddef>
+#include <iterator>
 
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/ops/attention.h"
@@ -7,12 +9,23 @@
 #include "plugins/core/ops/gemm.h"
 
 namespace stof {
+namespace {
+
+using Describe = const OpDescription* (*)();
+constexpr Describe kOps[] = {AttentionDescription, ChainDescription, GemmDescription};
+constexpr size_t kOpCount = std::size(kOps);
+
+}  // namespace
 
 const OpDescription* const* AllOps(int* count) {
-  using Ops = std::array<const OpDescription*, 3>;
+  using Ops = std::array<const OpDescription*, kOpCount>;
   static ProcessWide<const Ops> all;
-  const Ops& ops = all.Get([] { return Ops{AttentionDescription(), ChainDescription(), GemmDescription()}; });
-  *count = static_cast<int>(ops.size());
+  const Ops& ops = all.Get([] {
+    Ops made{};
+    for (size_t i = 0; i < kOpCount; ++i) made[i] = kOps[i]();
+    return made;
+  });
+  *count = static_cast<int>(kOpCount);
   return ops.data();
 }
 

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/block_mask_builder.h"
-#include "plugins/core/ops/attention.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 

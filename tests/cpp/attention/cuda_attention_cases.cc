@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/ops/attention.h"
 
 namespace stof::test::attention {
 
@@ -152,7 +153,8 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
     lse.Reset();
     CHECK(cudaMemcpy(device_lse, lse.values.data(), lse.bytes(), cudaMemcpyHostToDevice) == cudaSuccess);
     counted.bytes = 0;
-    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
+    const Status status =
+        FindCudaBackend()->attention.run(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), where, ": ", status.message());
     CHECK(counted.bytes <= planned, where, ": ", counted.bytes, " bytes of memory, planned were ", planned);
     output.Reset();
@@ -170,7 +172,8 @@ void RunOnCuda(const Case& c, uint64_t seed, const std::vector<int>& kernels, in
   args.lse = nullptr;
   if (c.tf32) {
     args.allow_tf32 = false;
-    const Status status = FindCudaBackend()->attention(args, padded ? &pad : nullptr, mask, sizes, operands, context);
+    const Status status =
+        FindCudaBackend()->attention.run(args, padded ? &pad : nullptr, mask, sizes, operands, context);
     CHECK(status.ok(), description, ": ", status.message());
     std::vector<char> exact(first.size());
     CHECK(cudaMemcpy(exact.data(), output_bytes, exact.size(), cudaMemcpyDeviceToHost) == cudaSuccess, description);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plugins/core/contract/kernels.h"
+#include "plugins/core/contract/attention.h"
 
 namespace stof::test {
 

@@ -3,6 +3,7 @@
 // of tiles and register blocks, every feature of AttentionArgs, 1 and 3 threads.
 #include <cmath>
 
+#include "cpu/isa.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/attention_problem.h"
 #include "tests/cpp/memory.h"

@@ -204,7 +204,7 @@ void CudaSm90PartsInTurn() {
       context.stream = stream;
       context.allocate = Shared::Take;
       context.self = &shared;
-      const Status status = FindCudaBackend()->attention(run, nullptr, *mask, sizes, {}, context);
+      const Status status = FindCudaBackend()->attention.run(run, nullptr, *mask, sizes, {}, context);
       CHECK(status.ok(), status.message());
     };
     const auto results = [&] {

@@ -12,7 +12,7 @@
 #include <cuda_runtime.h>
 #endif
 
-#include "cpu/chain/chain.h"
+#include "cpu/kernel_table.h"
 #include "plugins/core/c_api/text_attribute.h"
 #include "plugins/core/chain/chain.h"
 #include "plugins/core/contract/op.h"
@@ -522,7 +522,7 @@ TEST(ChainFunctionsInUlps) {
 TEST(ChainFunctionsInUlps) {
   const CpuIsa best = BestCpuIsa();
   for (int isa = 0; isa <= static_cast<int>(best); ++isa) {
-    const cpu::ChainKernels& kernels = cpu::ChainKernelsOf(static_cast<CpuIsa>(isa));
+    const cpu::ChainKernels& kernels = *cpu::KernelsOf(static_cast<CpuIsa>(isa)).chain;
     for (const Measured& measured : kMeasured) {
       Random random(9);
       double worst = 0, at = 0;
@@ -556,7 +556,7 @@ TEST(ChainFunctionsInUlps) {
   }
 }
 
-// What is fetched a batch early: of rows with gaps each element once, and nothing of what comes in order.
+// Prefetches cover each element of rows with gaps once, and no rows in the order of memory.
 TEST(ChainLooksAhead) {
   const auto ahead = [](const std::string& text, const std::vector<std::vector<int64_t>>& dims) {
     Chain chain;
@@ -602,7 +602,7 @@ TEST(ChainLooksAhead) {
 // One operand for a whole strip is the same number as a strip of it, the sign of zero included.
 TEST(ChainSingleOperands) {
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    const cpu::ChainKernels& kernels = cpu::ChainKernelsOf(static_cast<CpuIsa>(isa));
+    const cpu::ChainKernels& kernels = *cpu::KernelsOf(static_cast<CpuIsa>(isa)).chain;
     const auto* divide = kernels.function[static_cast<int>(ChainOp::kDiv)];
     for (const float one : {-0.0f, 0.0f, -1.5f, INFINITY, -INFINITY, 1e-45f}) {
       const std::vector<float> x(37, 3.0f), strip(37, one);

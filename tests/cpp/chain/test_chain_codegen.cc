@@ -56,8 +56,8 @@ std::string Norm(const std::string& b, const std::string& s, const std::string& 
 }
 
 TEST(ChainSourceHasNoWordOfTheText) {
-  const std::vector<Tensor> inputs = {Shaped(DType::kF16, {2, 9, 768}), Shaped(DType::kF16, {2, 9, 768}),
-                                      Shaped(DType::kF16, {768})};
+  const std::vector<Tensor> inputs = {TensorOfShape(DType::kF16, {2, 9, 768}), TensorOfShape(DType::kF16, {2, 9, 768}),
+                                      TensorOfShape(DType::kF16, {768})};
   const std::string plain = Plan(Norm("b", "s", "n", "r"), inputs).plan.kernel;
   const std::string hostile = Plan(Norm("system", "asm_volatile", "include", "printf_"), inputs).plan.kernel;
   CHECK(plain == hostile, "the names of a description change the source");
@@ -70,8 +70,8 @@ TEST(ChainSourceHasNoWordOfTheText) {
 TEST(ChainSourceServesManyShapes) {
   std::string source;
   for (const auto& [b, s] : std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {1, 128}, {3, 7}, {8, 512}, {16, 2048}}) {
-    const Tensor x = Shaped(DType::kF16, {b, s, 768});
-    const Planned planned = Plan(Norm("b", "s", "n", "r"), {x, x, Shaped(DType::kF16, {768})});
+    const Tensor x = TensorOfShape(DType::kF16, {b, s, 768});
+    const Planned planned = Plan(Norm("b", "s", "n", "r"), {x, x, TensorOfShape(DType::kF16, {768})});
     if (source.empty()) source = planned.plan.kernel;
     CHECK(planned.plan.kernel == source, "another source for (", b, ", ", s, ")");
     CHECK(planned.layout.axes == 2 && planned.layout.vector == 8 && planned.layout.lanes == 32, "another layout");
@@ -83,8 +83,8 @@ TEST(ChainSourceServesManyShapes) {
 TEST(ChainAccessesAreAligned) {
   for (const auto& [off, n, vector] : std::vector<std::tuple<uintptr_t, int64_t, int>>{
            {0, 768, 8}, {8, 768, 4}, {4, 768, 2}, {2, 768, 1}, {0, 100, 4}, {0, 101, 1}, {0, 1, 1}}) {
-    const Tensor x = Shaped(DType::kF16, {4, 5, n});
-    const Planned planned = Plan(Norm("b", "s", "n", "r"), {x, x, Shaped(DType::kF16, {n})}, off);
+    const Tensor x = TensorOfShape(DType::kF16, {4, 5, n});
+    const Planned planned = Plan(Norm("b", "s", "n", "r"), {x, x, TensorOfShape(DType::kF16, {n})}, off);
     CHECK(planned.layout.vector == vector, "rows of ", n, " at ", off, ": ", planned.layout.vector, " neighbours");
     CountCases(1);
   }
@@ -93,7 +93,7 @@ TEST(ChainAccessesAreAligned) {
     const std::string half = std::to_string(at);
     const Planned planned =
         Plan("axes s = x0.0, n = x0.1; out y0 f16 [s, n] = select(n < " + half + ", x0[s, n], x1[s, n - " + half + "])",
-             {Shaped(DType::kF16, {4, 64}), Shaped(DType::kF16, {4, 64})});
+             {TensorOfShape(DType::kF16, {4, 64}), TensorOfShape(DType::kF16, {4, 64})});
     CHECK(planned.layout.vector <= vector, "a select at ", at, ": ", planned.layout.vector, " neighbours");
     CountCases(1);
   }
@@ -110,7 +110,7 @@ TEST(ChainUsualKernels) {
         "axes a = x0.0, b = x0.1, n = 768\nlet t0 = x0[a, b, n] + x1[a, b, n]\nlet t1 = t0 - "
         "mean(t0)\nout y0 " +
         type + " [a, b, n] = t1 * rsqrt(mean(t1 * t1) + 1e-12) * x2[n] + x3[n]";
-    const Tensor x = Shaped(dtype, {8, 77, 768}), w = Shaped(dtype, {768});
+    const Tensor x = TensorOfShape(dtype, {8, 77, 768}), w = TensorOfShape(dtype, {768});
     const std::string kernel = Plan(text, {x, x, w, w}).plan.kernel;
     CHECK(std::find(kernels.begin(), kernels.end(), kernel) != kernels.end(), "no kernel for\n", text);
     CountCases(1);

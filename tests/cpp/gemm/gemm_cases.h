@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "plugins/core/contract/op.h"
 #include "plugins/core/gemm/gemm.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/fixtures.h"

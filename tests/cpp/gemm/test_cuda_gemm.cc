@@ -41,7 +41,7 @@ void RunDevice(const Case& c, int repeats) {
   Tensor output;
   CHECK(op->Prepare(inputs.data(), count).ok());
   // Every other one as in a runtime that lets the first run of a shape time kernels.
-  if (c.seed % 2 == 1) CHECK(op->ReadyNode(inputs.data(), count, true, 1).ok());
+  if (c.seed % 2 == 1) CHECK(op->PrepareNode(inputs.data(), count, true, 1).ok());
   status = op->InferOutputs(inputs.data(), count, &output, 1);
   CHECK(status.ok(), Describe(c), ": ", status.message());
   DevicePlan plan;

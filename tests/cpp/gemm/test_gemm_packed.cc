@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/isa.h"
+#include "plugins/core/contract/gemm.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/memory.h"
@@ -54,10 +56,10 @@ struct Packed {
 
 using Outputs = std::vector<std::vector<float>>;
 
-Outputs Run(const Packed& p, const CpuGemmFactor& factor, int64_t M, int threads) {
+Outputs Run(const Packed& p, const CpuPackedWeights& weights, int64_t M, int threads) {
   Outputs outputs(static_cast<size_t>(p.outputs()),
                   std::vector<float>(static_cast<size_t>(M * p.N) + 2 * kAround, kPoison));
-  CpuGemmArgs args;
+  CpuPackedGemmArgs args;
   args.M = M;
   args.a = p.a.data();
   for (size_t i = 0; i < outputs.size(); ++i) args.output[i] = outputs[i].data() + kAround;
@@ -65,7 +67,7 @@ Outputs Run(const Packed& p, const CpuGemmFactor& factor, int64_t M, int threads
   ThreadPool pool(threads);
   Starved starved(pool.view());
   Memory memory;
-  factor.Run(args, Memory::Allocate(&memory, CpuGemmFactor::Workspace(threads)), starved.view());
+  CpuPackedGemm(args, weights, Memory::Allocate(&memory, CpuPackedGemmWorkspace(threads)), starved.view());
   return outputs;
 }
 
@@ -126,18 +128,18 @@ bool Same(const std::vector<float>& x, const std::vector<float>& y, size_t count
   return std::memcmp(x.data() + kAround, y.data() + kAround, count * sizeof(float)) == 0;
 }
 
-// Also that threads, and how many other rows there are, make no difference.
+// Checks the result, and that neither threads nor the number of rows change it.
 void RunCase(CpuIsa isa, const Packed& p, Random* random) {
   const std::string where = Text("isa ", static_cast<int>(isa), " ", p.Text());
-  CpuGemmFactor factor;
-  if (!factor.Pack(isa, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
+  CpuPackedWeights weights;
+  if (!weights.Pack(isa, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
     CHECK(p.N < 25, where, " was not packed");
     return;
   }
-  const Outputs one = Run(p, factor, p.M, 1), three = Run(p, factor, p.M, 3), two = Run(p, factor, p.M, 2);
+  const Outputs one = Run(p, weights, p.M, 1), three = Run(p, weights, p.M, 3), two = Run(p, weights, p.M, 2);
   Check(p, one, where);
   const int64_t some = random->Range(1, p.M);
-  const Outputs fewer = Run(p, factor, some, 1);
+  const Outputs fewer = Run(p, weights, some, 1);
   for (size_t o = 0; o < one.size(); ++o) {
     const auto all = static_cast<size_t>(p.M * p.N);
     CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
@@ -163,7 +165,7 @@ TEST(PackedPortable) { RunIsa(CpuIsa::kPortable); }
 TEST(PackedAvx2) { RunIsa(CpuIsa::kAvx2); }
 TEST(PackedAvx512) { RunIsa(CpuIsa::kAvx512); }
 
-// What is added to a product that nothing else is done with is added in registers, by the last slab of K.
+// Epilogues that only add do so in registers, with the last slab of K.
 TEST(PackedAddsInRegisters) {
   Random random(11);
   const int step = Effort() < 1 ? 5 : 1;  // under a sanitizer: coprime to the lengths of the loops
@@ -188,18 +190,18 @@ TEST(PackedAddsInRegisters) {
   }
 }
 
-// A row with an infinity or a NaN is its own affair.
+// An infinity or a NaN stays in its row.
 TEST(PackedRowsAreIndependent) {
   Random random(5);
   for (int64_t M : {3, 130}) {
     Packed p(M, 100, 40, &random);
     p.has_epilogue = false;
-    CpuGemmFactor factor;
-    CHECK(factor.Pack(BestCpuIsa(), p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K));
-    const Outputs before = Run(p, factor, M, 2);
+    CpuPackedWeights weights;
+    CHECK(weights.Pack(BestCpuIsa(), p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K));
+    const Outputs before = Run(p, weights, M, 2);
     p.a[static_cast<size_t>(p.K)] = std::numeric_limits<float>::infinity();
     p.a[static_cast<size_t>(p.K) + 1] = kPoison;
-    const Outputs after = Run(p, factor, M, 2);
+    const Outputs after = Run(p, weights, M, 2);
     for (int64_t m = 0; m < M; ++m) {
       for (int64_t n = 0; n < p.N; ++n) {
         const auto at = kAround + static_cast<size_t>(m * p.N + n);
@@ -213,9 +215,9 @@ TEST(PackedRowsAreIndependent) {
 TEST(PackedRefusesWhatIsNotWorthIt) {
   const std::vector<float> b(64, 1.0f);
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    CpuGemmFactor factor;
+    CpuPackedWeights weights;
     for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{{1, 8}, {0, 8}, {8, 0}, {0, 0}}) {
-      CHECK(!factor.Pack(static_cast<CpuIsa>(isa), b.data(), nullptr, N, N, K) && !factor.packed());
+      CHECK(!weights.Pack(static_cast<CpuIsa>(isa), b.data(), nullptr, N, N, K) && !weights.is_packed());
       CountCases(1);
     }
   }
@@ -242,8 +244,8 @@ Status RunOp(const gemm::Problem& p, const std::vector<Tensor>& constants, std::
   return op->Run(tensors.data(), count, &output, 1, context);
 }
 
-// A factor that is no constant, or that was announced with another shape, is multiplied by as it is; one that nonsense
-// is said of is not read.
+// A weight that is not constant, or was constant with another shape, is not packed; one of a nonsensical shape is not
+// read.
 TEST(PackedOrNot) {
   const int cases = Cases(40);
   for (int i = 0; i < cases; ++i) {
@@ -256,7 +258,7 @@ TEST(PackedOrNot) {
              {1, 1}, {0, 5}, {5, 0}, {-1, 8}, {int64_t{1} << 40, int64_t{1} << 40}, {4}, {1, 1, 1}, {}}) {
       told.push_back(unknown);
       for (int w = 1; w <= weights; ++w) {
-        told.back()[static_cast<size_t>(w)] = Shaped(DType::kF32, dims);
+        told.back()[static_cast<size_t>(w)] = TensorOfShape(DType::kF32, dims);
         told.back()[static_cast<size_t>(w)].data = constant[static_cast<size_t>(w)].data;
       }
     }

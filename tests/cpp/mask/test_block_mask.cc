@@ -267,7 +267,30 @@ TEST(BlockMaskBuilderStopsInTime) {
   CountCases(2);
 }
 
-// What exceeds its bytes says what it would take, soon and with little memory.
+// Keys are equal where all fields are; the hash follows them, and the text names them.
+TEST(BlockMaskKeysAreByField) {
+  BlockMaskKey key;
+  key.expression = 7, key.sizes = {1, 2, 3, 4, 5}, key.m = 64, key.n = 128;
+  const auto change = [&key](int field) {
+    BlockMaskKey other = key;
+    int64_t* const sizes[] = {&other.sizes.B, &other.sizes.H, &other.sizes.S, &other.sizes.T, &other.sizes.P};
+    if (field < 5) ++*sizes[field];
+    if (field == 5) ++other.expression;
+    if (field == 6) ++other.m;
+    if (field == 7) ++other.n;
+    if (field == 8) other.leaves_tiles = true;
+    return other;
+  };
+  for (int field = 0; field < 9; ++field) {
+    const BlockMaskKey other = change(field);
+    CHECK(!(other == key) && other.Hash() != key.Hash() && other.Print() != key.Print(), other.Print());
+  }
+  CHECK(change(9) == key && change(9).Hash() == key.Hash());
+  CHECK(key.Print() == "expression 7 B 1 H 2 S 3 T 4 P 5 tile 64x128", key.Print());
+  CountCases(10);
+}
+
+// A mask beyond its bytes is refused with the size that it would have, soon and with little memory.
 TEST(BlockMaskBuilderSaysWhatAMaskWouldTake) {
   MaskExpr expr;
   CHECK(MaskExpr::Parse("(q * k) % 7919 < 4000", {}, &expr).ok());

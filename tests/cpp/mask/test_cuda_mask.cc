@@ -367,7 +367,7 @@ struct Small {
     context.self = &blocks;
   }
   Status Run(const Tensor* pad, const Tables& operands) {
-    return FindCudaBackend()->attention(args, pad, *mask, sizes, operands, context);
+    return FindCudaBackend()->attention.run(args, pad, *mask, sizes, operands, context);
   }
   std::vector<uint16_t> Output() {
     CHECK_CUDA(cudaDeviceSynchronize());
@@ -568,7 +568,7 @@ TEST(CudaMaskCacheForgetsTheOldest) {
   CHECK(captured(512) == first && captured(400) == nullptr);
   auto stats = cache.GetStats();
   CHECK(stats.entries == 0 && stats.bytes == 0 && stats.pinned_entries == 1 && stats.pinned_bytes == each);
-  // What is pinned leaves the others their room.
+  // Pinned masks do not take the room of others.
   const auto second = get(513, &missing);
   const int64_t more = second->bytes();
   for (int64_t length = 514; length < 514 + 200000 / more - 1; ++length) get(length, &missing);
@@ -585,7 +585,7 @@ TEST(CudaMaskCacheForgetsTheOldest) {
   CountCases(8);
 }
 
-// What keepers hold does not count, is found as long as one of them lives, and is freed with the last.
+// Masks of keepers do not count, are found as long as a keeper lives, and are freed with the last one.
 TEST(CudaMaskCacheLetsGoWithItsKeepers) {
   cuda::DeviceMaskCache cache(200000);
   std::shared_ptr<const AttentionMask> mask;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block masks on their way to a device: what comes to lie there, how long it stays, and what happens where a call
-// fails. The runtime is the tests' own (fake_cuda.h), so that no GPU is needed.
+// Upload of block masks: their memory on the device, how long they live, and failing calls. The runtime is the tests'
+// own (fake_cuda.h), so that no GPU is needed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -144,7 +144,7 @@ Entry Get(DeviceMaskCache* cache, const RandomMask& mask, const MaskForm& form, 
   return entry;
 }
 
-// ---- what lies in device memory ----
+// ---- device memory ----
 // The first `words` words of each of `count` elements; the rest is padding.
 template <typename T>
 std::vector<int32_t> Words(const T* from, size_t count, size_t words) {
@@ -235,7 +235,7 @@ bool HasEmptyRow(const BlockMask& mask) {
   return false;
 }
 
-// What random masks have come to.
+// Statistics of random masks.
 struct Seen {
   int planned = 0, drawn = 0, halved = 0, cut = 0, by_head = 0, stacked = 0, empty = 0, empty_rows = 0, full = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks that come apart by remainders: what is found, that it says the same of every pair, and where parts lie.
+// Dilated masks: which ones are found, that the residue mask agrees on every pair, and where the classes lie in memory.
 #include "plugins/core/mask/dilation.h"
 #include "plugins/core/ops/attention.h"
 #include "tests/cpp/mask/random_expr.h"
@@ -67,12 +67,14 @@ TEST(ResiduesSayTheSame) {
         random.OneIn(3) ? MakeRandomMask(&random, {2, 2, sizes.S, sizes.T, sizes.P}, false).text : random.Pick(kRest);
     if (rest.find("table") != std::string::npos) continue;
     text = random.OneIn(2) ? text + " and (" + rest + ")" : "(" + rest + ") and " + text;
-    MaskExpr whole, part;
+    MaskExpr whole, parsed;
     CHECK(MaskExpr::Parse(text, {}, &whole).ok(), text);
     const ResidueMask residues = FindResidues(whole);
     if (residues.modulus == 1) continue;
     CHECK(residues.modulus == m, text, ": ", residues.modulus);
-    CHECK(MaskExpr::Parse(residues.text, {}, &part).ok(), text, " -> ", residues.text);
+    const MaskExpr& part = residues.expr;
+    CHECK(MaskExpr::Parse(part.Print(), {}, &parsed).ok() && parsed.Print() == part.Print(), text, " -> ",
+          part.Print());
     ++found;
     const ExprSizes own = {2, 2, sizes.S / m, sizes.T / m, sizes.P / m};
     for (int64_t b = 0; b < 2; ++b) {
@@ -80,7 +82,7 @@ TEST(ResiduesSayTheSame) {
         for (int64_t k = 0; k < sizes.T; ++k) {
           const bool want = Allowed(whole, sizes, {}, b, 1, q, k);
           const bool got = q % m == k % m && Allowed(part, own, {}, b, 1, q / m, k / m);
-          CHECK(want == got, text, " -> ", residues.text, " at q ", q, " k ", k, ": ", got);
+          CHECK(want == got, text, " -> ", part.Print(), " at q ", q, " k ", k, ": ", got);
         }
       }
     }
@@ -149,7 +151,7 @@ TEST(ResiduesKeepTheirPlaces) {
     }
     for (const int times : seen) CHECK(times == 1);
   }
-  // What cannot be strided stays whole.
+  // Problems that cannot be strided are not split.
   const auto refuses = [&mask](auto change) {
     AttentionArgs args;
     args.B = args.H = args.G = 1, args.S = args.T = 192, args.D = args.Dv = 8;

@@ -7,7 +7,7 @@
 #include "cuda/mask/program/mask_program.h"
 #include "cuda/mask/program/mask_words.h"
 #include "cuda/mask/program/program_cache.h"
-#include "plugins/core/ops/attention.h"
+#include "plugins/core/mask/attention_mask.h"
 #include "tests/cpp/mask/random_expr.h"
 
 namespace stof::test {
@@ -15,7 +15,6 @@ namespace {
 
 using cuda::CompileMask;
 using cuda::MaskBox;
-using cuda::MaskInterval;
 using cuda::MaskIntervals;
 using cuda::MaskOperand;
 using cuda::MaskProgram;
@@ -77,7 +76,23 @@ void CheckRows(const Bound& bound, const RandomMask& mask, const MaskBox& box) {
   }
 }
 
-// What the lanes of a warp do, for one query.
+// The host's evaluator, rows of keys in lanes, against the same oracle and its own intervals.
+void CheckLanes(const RandomMask& mask, const MaskBox& box) {
+  ExprEvaluator evaluator(mask.expr, mask.sizes, mask.bindings);
+  const Verdict verdict = evaluator.Classify({box.b, box.b, box.h, box.h, box.q_lo, box.q_hi, box.k_lo, box.k_hi});
+  const int64_t count = box.k_hi - box.k_lo + 1;
+  std::vector<uint8_t> allowed(static_cast<size_t>(count));
+  for (int64_t q = box.q_lo; q <= box.q_hi; ++q) {
+    evaluator.Row(box.b, box.h, q, box.k_lo, count, allowed.data());
+    for (int64_t i = 0; i < count; ++i) {
+      const bool want = Allowed(mask.expr, mask.sizes, mask.bindings, box.b, box.h, q, box.k_lo + i);
+      CHECK(allowed[static_cast<size_t>(i)] == (want ? 1 : 0), mask.text, " in lanes at ", q, " ", box.k_lo + i);
+      CHECK(verdict != (want ? Verdict::kNone : Verdict::kAll), mask.text, " classified otherwise at ", q);
+    }
+  }
+}
+
+// The lanes of a warp, for one query.
 struct HostLanes {
   const MaskView& view;
   int64_t q, last;  // last: the last key
@@ -92,7 +107,7 @@ struct HostLanes {
   int64_t Row(int side) const { return Side(side, b_, h_, 0); }
   void Outer(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
     const int64_t row = Row(word.row);
-    Fill([&](int j) { return cuda::Holds(word.op, row, Side(word.key, b, h, k0 + j)); }, bits);
+    Fill([&](int j) { return Compare<int64_t>(word.op, row, Side(word.key, b, h, k0 + j)); }, bits);
   }
   void Keys(const MaskWord& word, int64_t b, int64_t h, int64_t k0, uint32_t (&bits)[2]) const {
     Fill([&](int j) { return Side(word.key, b, h, k0 + j) != 0; }, bits);
@@ -119,7 +134,7 @@ bool CheckWords(const Bound& bound, const MaskProgram& program, const RandomMask
   for (const MaskWord& word : program.words) ++(*kinds)[word.kind];
   const auto extremes = [&](int i) {
     const cuda::MaskSide& side = program.sides[static_cast<size_t>(i)];
-    MaskInterval found{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
+    Interval found{std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
     for (int64_t at = side.keys ? box.k_lo : box.q_lo; at <= (side.keys ? box.k_hi : box.q_hi); ++at) {
       const int64_t value =
           cuda::EvaluateOne(view, side.first, side.count, box.b, box.h, side.keys ? box.q_lo : at, side.keys ? at : 0);
@@ -170,11 +185,12 @@ TEST(MaskProgramsGiveTheExpression) {
       box.q_hi = std::min(s.P + s.S - 1, box.q_lo + random.Range(0, 40));
       box.k_hi = std::min(s.T - 1, box.k_lo + random.Range(0, 70));
       MaskIntervals intervals(bound.view);
-      const MaskInterval found = intervals.Run(box);
+      const Interval found = intervals.Run(box);
       CHECK(intervals.ok(), mask.text, ": Check passed, so every box must");
       CHECK(found.lo >= 0 && found.hi <= 1 && found.lo <= found.hi, mask.text, ": ", found.lo, " to ", found.hi);
       ++boxes;
       CheckRows<int64_t>(bound, mask, box);
+      CheckLanes(mask, box);
       in_words += CheckWords(bound, program, mask, box, &kinds) ? 1 : 0;
       if (intervals.narrow()) {
         CheckRows<int32_t>(bound, mask, box);
@@ -252,7 +268,7 @@ Status Compile(const std::string& text, const ExprSizes& sizes, const cuda::Mask
   return CompileMask(MaskExpr(), expr, sizes, inputs, program);
 }
 
-// Tables of booleans whose elements lie in the order of keys, and numbers of vectors at the ends of their type.
+// Boolean tables in the order of keys, and vectors with the extreme numbers of their type.
 TEST(MaskWordsOfTablesAndVectors) {
   Random random(7);
   std::vector<uint8_t> bytes(2 * 40 * 150);
@@ -440,7 +456,7 @@ TEST(MaskProgramsAreRemembered) {
     if (random.OneIn(2)) std::swap(inputs[0], inputs[2]);
     if (random.OneIn(9)) inputs[3].second.data = nullptr;
     const Status expected = CompileMask(mask->parts.fixed, mask->parts.dynamic, sizes, inputs, &direct);
-    const Status status = cuda::RememberedMask(*mask, sizes, inputs, &program);
+    const Status status = cuda::GetMaskProgram(*mask, sizes, inputs, &program);
     CHECK(status.ok() == expected.ok() && status.message() == expected.message(), status.message(), " and ",
           expected.message());
     if (!status.ok()) continue;

@@ -100,7 +100,7 @@ TEST(CudaDrawsInTurnAndSideBySide) {
     context.stream = stream;
     context.keeper = &keeper;
     context.allocate = [](void*, size_t) -> void* { return nullptr; };  // nothing is needed
-    const Status status = FindCudaBackend()->attention(args, nullptr, *mask, sizes, {}, context);
+    const Status status = FindCudaBackend()->attention.run(args, nullptr, *mask, sizes, {}, context);
     CHECK(status.ok(), status.message());
   };
   clear();

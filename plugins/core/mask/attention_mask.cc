@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/mask/attention_mask.h"
+
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <new>
@@ -8,13 +9,12 @@
 
 #include "plugins/core/host/hash.h"
 #include "plugins/core/mask/dilation.h"
-#include "plugins/core/ops/attention.h"
 
 namespace stof {
 namespace {
 
-// All models of a process find their block masks in one cache by this hash alone, and it is easy to make a table whose
-// hash with a known seed is that of another model's mask.
+// All models of a process find their block masks in one cache by a hash alone. A secret seed keeps a table from being
+// made to collide with another model's mask.
 uint64_t SeedOfProcess() {
   static ProcessWide<const uint64_t> seed;
   return seed.Get([] {
@@ -30,12 +30,8 @@ uint64_t SeedOfProcess() {
   });
 }
 
-}  // namespace
-
-Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
+std::shared_ptr<const AttentionMask> MakeFromExpr(const MaskExpr& expr) {
   auto made = std::make_shared<AttentionMask>();
-  MaskExpr expr;
-  STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
   made->parts = SplitMask(expr);
   made->fixed_hash = made->parts.fixed.Hash(SeedOfProcess());
   for (const auto& operand : expr.operands()) {
@@ -43,12 +39,20 @@ Status MakeAttentionMask(const std::string& text, const Tables& tables, std::sha
   }
   if (!made->parts.pad && made->parts.dynamic.empty()) {
     const ResidueMask residues = FindResidues(made->parts.fixed);
-    // Parentheses may make it too deep, and then it stays whole.
-    if (residues.modulus > 1 && MakeAttentionMask(residues.text, {}, &made->of_residue).ok()) {
+    if (residues.modulus > 1) {
       made->modulus = residues.modulus;
+      made->of_residue = MakeFromExpr(residues.expr);
     }
   }
-  *mask = std::move(made);
+  return made;
+}
+
+}  // namespace
+
+Status MakeAttentionMask(const std::string& text, const Tables& tables, std::shared_ptr<const AttentionMask>* mask) {
+  MaskExpr expr;
+  STOF_RETURN_IF_ERROR(MaskExpr::Parse(text, tables, &expr));
+  *mask = MakeFromExpr(expr);
   return Status();
 }
 
@@ -90,8 +94,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
   return Status();
 }
 
-Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes,
-                              const std::vector<std::pair<std::string, Tensor>>& given,
+Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
                               std::unique_ptr<BoundDynamicMask>* bound) {
   std::vector<ExprBinding> bindings(expr.operands().size());
   for (size_t i = 0; i < bindings.size(); ++i) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Attention under a dilated mask as dense attentions, one for each residue class.
 #include <algorithm>
 #include <array>
 
@@ -20,9 +21,9 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   const int64_t m = mask.modulus;
   AttentionArgs& a = *args;
   if (m == 1 || a.S % m != 0 || a.T % m != 0 || sizes->P % m != 0) return false;
-  if (a.S / m < kLeastOfResidue || a.T / m < kLeastOfResidue) return false;
-  // What is given by pairs or rows would have to be strided, too; and rows without a key that take all keys mean those
-  // of every part.
+  if (a.S / m < kMinResidueLength || a.T / m < kMinResidueLength) return false;
+  // Biases and LSE would need strides of their own. A fully masked row that attends to all keys means those of every
+  // class.
   const bool all_keys = a.empty_rows == EmptyRows::kMean || a.empty_rows == EmptyRows::kAll;
   if (all_keys || a.bias != nullptr || a.relative_bias != nullptr || a.lse != nullptr) return false;
   const std::array<View, 4> views = {
@@ -30,26 +31,25 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   const auto all = [&views](auto holds) { return std::all_of(views.begin(), views.end(), holds); };
   const bool one_axis = a.B == 1 || all([](const View& v) { return v.stride->b == v.heads * v.stride->h; });
   int64_t B = a.B, H = a.H, G = a.G;
-  enum { kAsHeads, kAsBatches, kAsMoreHeads } parts;
+  enum { kAsHeads, kAsBatches, kAsMoreHeads } classes;
   if (one_axis && H == G && a.sink == nullptr) {
-    // Parts of a head are next to each other in the order of work: what one has brought to a cache with its rows are
-    // the other's.
-    parts = kAsHeads, B *= H, H = G = m;
+    // The classes of a head are neighbours in the order of work: their rows share cache lines.
+    classes = kAsHeads, B *= H, H = G = m;
   } else if (a.B == 1) {
-    parts = kAsBatches, B = m;
+    classes = kAsBatches, B = m;
   } else if (a.sink != nullptr) {  // of each head
     return false;
   } else if (one_axis) {
-    parts = kAsBatches, B = m, H *= a.B, G *= a.B;
+    classes = kAsBatches, B = m, H *= a.B, G *= a.B;
   } else if (all([](const View& v) { return v.stride->s == v.heads * v.stride->h; })) {
-    parts = kAsMoreHeads, H *= m, G *= m;
+    classes = kAsMoreHeads, H *= m, G *= m;
   } else {
     return false;
   }
   if (m > kMostHeads || H > kMostHeads || B > MaskExpr::kMaxSize) return false;
   for (const View& v : views) {
-    if (parts == kAsHeads) v.stride->b = v.stride->h, v.stride->h = v.stride->s;
-    if (parts == kAsBatches) v.stride->b = v.stride->s;
+    if (classes == kAsHeads) v.stride->b = v.stride->h, v.stride->h = v.stride->s;
+    if (classes == kAsBatches) v.stride->b = v.stride->s;
     v.stride->s *= m;
   }
   a.B = B, a.H = H, a.G = G;

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "plugins/core/host/fork_guard.h"
+
+namespace stof {
+namespace {
+
+#define STOF_NAME(id, name, features, attention, chain, gemm, packed_gemm) name,
+constexpr const char* kNames[] = {STOF_CPU_ISAS(STOF_NAME)};
+#undef STOF_NAME
+constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
+
+// The best one of the machine, or the one that the environment asks for; a lesser one where the machine lacks that.
+CpuIsa DetectIsa() {
+  auto best = static_cast<CpuIsa>(kIsas - 1);
+  if (const char* wanted = std::getenv("STOF_CPU_ISA")) (void)FindCpuIsa(wanted, &best);
+  while (!IsCpuIsaSupported(best)) best = static_cast<CpuIsa>(static_cast<int>(best) - 1);
+  return best;
+}
+
+}  // namespace
+
+const char* CpuIsaName(CpuIsa isa) { return kNames[static_cast<int>(isa)]; }
+
+bool FindCpuIsa(const char* name, CpuIsa* isa) {
+  for (int i = 0; i < kIsas; ++i) {
+    if (std::strcmp(name, kNames[i]) != 0) continue;
+    *isa = static_cast<CpuIsa>(i);
+    return true;
+  }
+  return false;
+}
+
+bool IsCpuIsaSupported(CpuIsa isa) {
+#if defined(__x86_64__)
+#define STOF_HAS(feature) __builtin_cpu_supports(feature)
+#else
+#define STOF_HAS(feature) false
+#endif
+#define STOF_SUPPORTED(id, name, features, attention, chain, gemm, packed_gemm) \
+  case CpuIsa::id:                                                              \
+    return features;
+  switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
+#undef STOF_SUPPORTED
+#undef STOF_HAS
+  return false;
+}
+
+CpuIsa BestCpuIsa() {
+  static ProcessWide<const CpuIsa> isa;
+  return isa.Get(DetectIsa);
+}
+
+}  // namespace stof

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instruction sets of CPU kernels: the one list of them, their names, and which of them this machine has.
+#ifndef STOF_CPU_ISA_H_
+#define STOF_CPU_ISA_H_
+
+#include <cstdint>
+
+#include "plugins/core/contract/types.h"
+
+namespace stof {
+
+// ISA(enumerator, name, CPU features, and the namespaces of its kernels: attention, chain, GEMM, packed GEMM), from the
+// least to the best. A set may run the kernels of a lesser one. Processors other than x86-64 run the portable kernels
+// alone.
+#define STOF_CPU_ISAS(ISA)                                                                                            \
+  ISA(kPortable, "portable", true, portable, portable, portable, portable)                                            \
+  ISA(kAvx2, "avx2", STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c"), avx2, avx2, avx2, avx2)                 \
+  ISA(kAvx512, "avx512", STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl"), \
+      avx512, avx512, avx2, avx512)
+
+// The namespaces that kernels are compiled in: DECLARE(namespace).
+#define STOF_CPU_KERNEL_NAMESPACES(DECLARE) DECLARE(portable) DECLARE(avx2) DECLARE(avx512)
+
+enum class CpuIsa : int32_t {
+#define STOF_ENUMERATOR(id, name, features, attention, chain, gemm, packed_gemm) id,
+  STOF_CPU_ISAS(STOF_ENUMERATOR)
+#undef STOF_ENUMERATOR
+};
+
+const char* CpuIsaName(CpuIsa isa);
+// False where no instruction set has this name.
+bool FindCpuIsa(const char* name, CpuIsa* isa);
+// Whether this machine has it.
+bool IsCpuIsaSupported(CpuIsa isa);
+
+}  // namespace stof
+#endif  // STOF_CPU_ISA_H_

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef STOF_CUDA_GEMM_RUN_H_
+#define STOF_CUDA_GEMM_RUN_H_
+
+#include <cstddef>
+
+#include "plugins/core/contract/gemm.h"
+#include "plugins/core/contract/op.h"
+
+namespace stof {
+namespace cuda {
+
+// Members of GemmBackend.
+Status RunGemm(const GemmArgs& args, const RunContext& context);
+Status PlanGemmWorkspace(const GemmArgs& args, size_t* workspace);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_GEMM_RUN_H_

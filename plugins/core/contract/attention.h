@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention: the arguments of its kernels, and the entry points of cpu/ and cuda/.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_ATTENTION_H_
+#define STOF_PLUGINS_CORE_CONTRACT_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
+#include "plugins/core/mask/block_mask.h"
+
+namespace stof {
+
+struct AttentionMask;  // plugins/core/mask/attention_mask.h
+struct ExprSizes;      // plugins/core/mask/expr.h
+struct RunContext;     // plugins/core/contract/op.h
+
+enum class EmptyRows : int32_t { kZero = 0, kNan = 1, kMean = 2, kAll = 3 };
+
+// A conjunct of the mask that is evaluated while a kernel runs.
+struct DynamicMask {
+  // Returns 0: the tile is empty, 1: partial and bits [m, n / 32] hold its element mask, 2: full.
+  int (*tile)(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n,
+              uint32_t* bits) = nullptr;
+  const void* self = nullptr;
+  // Whether it differs between batches, between heads.
+  bool by_batch = true, by_head = true;
+};
+
+struct AttentionArgs {
+  int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
+  DType dtype = DType::kF32;    // of query, key, value, output
+  const void* query = nullptr;  // [B, H, S, D]
+  const void* key = nullptr;    // [B, G, T, D]
+  const void* value = nullptr;  // [B, G, T, Dv]
+  void* output = nullptr;       // [B, H, S, Dv]
+  Strides query_stride, key_stride, value_stride, output_stride;
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0: none
+  EmptyRows empty_rows = EmptyRows::kZero;
+  bool allow_tf32 = false;       // fp32 matmuls may round their operands to TF32
+  const char* kernel = "";       // the CUDA kernel to take where it suits; "" leaves the choice to the library
+  const uint8_t* pad = nullptr;  // [B, T], 1: the key may be attended; nullptr: all
+  const void* bias = nullptr;    // element strides below, 0 on a broadcast axis; nullptr: none
+  DType bias_dtype = DType::kUndefined;
+  int64_t bias_stride_b = 0, bias_stride_h = 0, bias_stride_q = 0, bias_stride_k = 0;
+  // Added to the score of query i and key j: relative_bias[h * relative_bias_stride_h + clamp(j - (query_position + i),
+  // -R, R) + R], R = relative_bias_size / 2; nullptr: none.
+  const float* relative_bias = nullptr;
+  int64_t relative_bias_size = 0, relative_bias_stride_h = 0;
+  int64_t query_position = 0;  // of query 0
+  const void* sink = nullptr;  // [H], a logit that joins each row's softmax without a value; nullptr: none
+  DType sink_dtype = DType::kUndefined;
+  // [B, H, S], strided along batch and head: the log-sum-exp of each row. -inf for a fully masked row, or its sink's
+  // logit. nullptr: not asked for.
+  float* lse = nullptr;
+  int64_t lse_stride_b = 0, lse_stride_h = 0;
+  const BlockMask* mask = nullptr;  // static conjuncts; nullptr: every pair is allowed, but for `elements`
+  // Conjuncts that read run-time operands (segment ids, lengths, pad inside an or), asked for every tile that the
+  // static conjuncts keep; nullptr: none.
+  const DynamicMask* dynamic = nullptr;
+  // The static conjuncts, asked for the partial tiles of `mask` without bits, and for all tiles where `mask` is
+  // nullptr.
+  const DynamicMask* elements = nullptr;
+};
+
+// ---- CPU ----
+struct CpuAttentionConfig {
+  CpuIsa isa{};
+  int m = 0;  // query rows of a tile
+  int n = 0;  // keys of a tile, a multiple of 32
+};
+// The tile that suits the problem; the block mask of CpuAttention has exactly this tile.
+CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads);
+size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
+// args and config as given to CpuAttentionWorkspace, pointers too; workspace: its bytes, 64-byte aligned, contents
+// arbitrary.
+Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
+                    const Parallel& parallel);
+
+// ---- CUDA ----
+struct AttentionBackend {
+  // Queues one attention on context.stream; all pointers of args, pad and operands are device addresses. pad: [B or 1,
+  // T] or nullptr. operands: by role, the vectors and tables that the mask reads; tables may be absent where the mask
+  // reads no run-time vector.
+  Status (*run)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                const Tables& operands, const RunContext& context) = nullptr;
+  // Makes the block mask that the first `run` with these sizes would make, on a stream of its own, and has the driver
+  // load the kernels. Pointers of args, pad and operands are not followed: only their presence and alignment count.
+  // context: kernel, and keeper where the mask shall live as long as that.
+  Status (*prepare)(const AttentionArgs& args, const Tensor* pad, const AttentionMask& mask, const ExprSizes& sizes,
+                    const Tables& operands, const RunContext& context) = nullptr;
+  // How many choices RunContext::kernel has for this problem on the current device; 0: none.
+  int (*count_kernels)(const AttentionArgs& args) = nullptr;
+  // For the tuner: the names of the kernels that attention may be asked for (AttentionArgs::kernel), separated by
+  // blanks; the cost model chooses among the same ones.
+  Status (*list_kernels)(int64_t head_size, DType dtype, std::string* names) = nullptr;
+};
+
+// These two work without a device, and in builds without CUDA kernels, too.
+// Why no CUDA kernel takes a problem. Pointers that are not null are checked for alignment.
+Status CheckCudaAttention(const AttentionArgs& args);
+// For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
+// blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
+// data is not read.
+Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,
+                         const Tables& operands, size_t* workspace);
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_ATTENTION_H_

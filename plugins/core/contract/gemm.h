@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// GEMMs with an epilogue: the arguments of their kernels, and the entry points of cpu/ and cuda/. All matrices are
+// row-major.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_GEMM_H_
+#define STOF_PLUGINS_CORE_CONTRACT_GEMM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "plugins/core/contract/status.h"
+#include "plugins/core/contract/types.h"
+#include "plugins/core/gemm/activation.h"
+
+namespace stof {
+
+struct RunContext;  // plugins/core/contract/op.h
+
+// ---- CPU ----
+// output[m, n] = sum over k of a[m, k] b[k, n], without an epilogue.
+struct CpuGemmArgs {
+  int64_t M = 0, N = 0, K = 0;
+  DType dtype = DType::kF32;  // of a and b
+  const void* a = nullptr;    // [M, K]
+  const void* b = nullptr;    // [K, N], rows `stride` elements apart
+  int64_t stride = 0;
+  float* output = nullptr;  // [M, N]
+};
+size_t CpuGemmWorkspace(int threads);
+// workspace: CpuGemmWorkspace bytes, 64-byte aligned, contents arbitrary.
+void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
+
+// A constant fp32 weight, or a pair of them, copied in the order in which the kernels read it.
+class CpuPackedWeights {
+ public:
+  // b0, b1: [K, N], rows `stride` elements apart; b1: nullptr where there is none. False where packing does not pay, or
+  // there is no memory: then take CpuGemm.
+  bool Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);
+  bool is_packed() const { return panels_ != nullptr; }
+  CpuIsa isa() const { return isa_; }
+  int64_t N() const { return N_; }
+  int64_t K() const { return K_; }
+  // 2 for a pair.
+  int64_t count() const { return count_; }
+  const float* panels() const { return panels_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* panels) const;
+  };
+  CpuIsa isa_{};
+  int64_t N_ = 0, K_ = 0, count_ = 1;
+  std::unique_ptr<float[], Free> panels_;
+};
+
+// act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual in fp32, p0 and p1 the matmuls; nullptr where absent.
+struct CpuGemmEpilogue {
+  GemmActivation activation = GemmActivation::kNone;
+  const float *bias0 = nullptr, *bias1 = nullptr, *scale = nullptr;  // [N]
+  const float* row = nullptr;                                        // [M]
+  const float* residual = nullptr;                                   // [M, N]
+};
+
+struct CpuPackedGemmArgs {
+  int64_t M = 0;             // at least 1
+  const float* a = nullptr;  // [M, K]
+  // [M, N] each; the second one is used for a pair without an epilogue alone.
+  float* output[2] = {};
+  const CpuGemmEpilogue* epilogue = nullptr;  // nullptr: the matmuls themselves
+};
+size_t CpuPackedGemmWorkspace(int threads);
+// workspace: CpuPackedGemmWorkspace bytes, 64-byte aligned, contents arbitrary.
+void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
+                   const Parallel& parallel);
+
+// ---- CUDA ----
+// Bytes of workspace that any GEMM may ask for at most. Runtimes plan with it everywhere: what was planned for large
+// sizes, on another machine or by a build without kernels, has to do.
+constexpr size_t kGemmWorkspace = size_t{8} << 20;
+
+// act(a b0 + bias0) [* (a b1 + bias1)] * scale * row + residual. All addresses are the device's.
+struct GemmArgs {
+  int64_t M = 0, N = 0, K = 0;
+  DType dtype = DType::kF16;  // of every tensor
+  const void* a = nullptr;    // [M, K]
+  const void* b0 = nullptr;   // [K, N], rows `stride` elements apart
+  const void* b1 = nullptr;   // [K, N] like b0, of a pair; nullptr: none
+  int64_t stride = 0;
+  void* output = nullptr;  // [M, N]
+  GemmActivation activation = GemmActivation::kNone;
+  const void* bias0 = nullptr;  // [N], nullptr where absent, as the next ones
+  const void* bias1 = nullptr;
+  const void* scale = nullptr;     // [N]
+  const void* row = nullptr;       // [M]
+  const void* residual = nullptr;  // [M, N]
+  bool may_wait = false;           // the run may wait for the device, to time kernels
+};
+
+struct GemmBackend {
+  Status (*run)(const GemmArgs& args, const RunContext& context) = nullptr;
+  // Bytes that `run` asks RunContext::allocate for at most.
+  Status (*plan_workspace)(const GemmArgs& args, size_t* workspace) = nullptr;
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_GEMM_H_

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The list of CPU instruction sets: names, and which ones this machine has.
+#include <iterator>
+#include <string>
+
+#include "cpu/isa.h"
+#include "cpu/kernel_table.h"
+#include "tests/cpp/check.h"
+
+namespace stof::test {
+namespace {
+
+TEST(CpuIsasByName) {
+#define STOF_ID(id, name, features, attention, chain, gemm, packed_gemm) CpuIsa::id,
+  const CpuIsa isas[] = {STOF_CPU_ISAS(STOF_ID)};
+#undef STOF_ID
+  for (const CpuIsa isa : isas) {
+    CpuIsa found = CpuIsa::kPortable;
+    CHECK(FindCpuIsa(CpuIsaName(isa), &found) && found == isa, CpuIsaName(isa));
+    const cpu::KernelTable& kernels = cpu::KernelsOf(isa);
+    CHECK(kernels.attention != nullptr && kernels.chain != nullptr && kernels.gemm_block != nullptr &&
+          kernels.packed_gemm != nullptr);
+  }
+  CpuIsa kept = CpuIsa::kAvx2;
+  CHECK(!FindCpuIsa("avx", &kept) && !FindCpuIsa("", &kept) && kept == CpuIsa::kAvx2);
+  CHECK(std::string(CpuIsaName(CpuIsa::kAvx512)) == "avx512");
+  CHECK(IsCpuIsaSupported(CpuIsa::kPortable) && IsCpuIsaSupported(BestCpuIsa()));
+  CountCases(std::size(isas));
+}
+
+}  // namespace
+}  // namespace stof::test
