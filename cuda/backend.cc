@@ -11,6 +11,7 @@
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
 #include "cuda/common/time_op.h"
 #include "cuda/mask/build/mask_builder.h"

@@ -11,6 +11,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/fp32/api.h"
 #include "cuda/attention/rowwise/api.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/job.h"
 #include "cuda/common/graph_capture.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

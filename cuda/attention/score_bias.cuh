@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/attention/params.h"
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 
 namespace stof {
@@ -15,7 +16,7 @@ namespace cuda {
 
 // tanh(x), with an absolute error of some last bits of 1.
 __device__ __forceinline__ float FastTanh(float x) {
-  constexpr float kTwice = 2.0f * 1.44269504088896340736f;
+  constexpr float kTwice = 2.0f * kLog2E;
   return 1.0f - 2.0f * Reciprocal(1.0f + Exp2(kTwice * x));
 }
 
@@ -69,7 +70,7 @@ class ScoreBiases {
           float& x = s[j][2 * r + e];
           // The lowest finite value is a bias, not a mask: it must not become -inf in units of log2.
           const float sum = x + bias[j][e];
-          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kToLog2, kLowestScore);
+          const float score = sum == -INFINITY ? sum : MaxOrNan(sum * kLog2E, kLowestScore);
           x = bias[j][e] == -INFINITY ? -INFINITY : score;
         }
       }
@@ -126,7 +127,7 @@ class ScoreBiases {
     }
   }
 
-  static constexpr float kToLog2 = 1.44269504088896340736f, kLowestScore = -3.4028234663852886e38f;
+  static constexpr float kLowestScore = -3.4028234663852886e38f;
   const AttentionParams& p_;
   const int b_, h_, row0_, key0_, row_, key_;
 };

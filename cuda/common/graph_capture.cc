@@ -7,7 +7,7 @@
 #include <mutex>
 #include <set>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

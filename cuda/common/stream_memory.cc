@@ -5,7 +5,7 @@
 #include <mutex>
 #include <optional>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/mask/device_mask.h"
+#include "cuda/common/status.h"
 
 namespace stof {
 namespace cuda {

@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/gemm/autotune.h"
 #include "cuda/gemm/cublaslt_gemm.h"
 #include "cuda/gemm/params.h"
-#include "cuda/mask/device_mask.h"
 
 namespace stof {
 namespace cuda {

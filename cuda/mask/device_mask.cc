@@ -10,6 +10,7 @@
 
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/mask/fragments.h"
 #include "cuda/mask/stacked_mask.h"
 #include "plugins/core/host/hash.h"
@@ -101,13 +102,6 @@ std::vector<uint32_t> ToFragments(const BlockMask& mask) {
 }
 
 }  // namespace
-
-Status ToStatus(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Status();
-  cudaGetLastError();  // not to be found by others
-  return Status::Error(std::string(what) + ": CUDA error " + std::to_string(static_cast<int>(error)) + ", " +
-                       cudaGetErrorString(error));
-}
 
 MaskEntry::~MaskEntry() {
   if (!IsCudaUsable()) return;

@@ -21,20 +21,6 @@
 namespace stof {
 namespace cuda {
 
-Status ToStatus(cudaError_t error, const char* what);
-
-// Lets the thread do what another thread's capture would forbid: allocate, free, ask for the state of an event.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // What a kernel wants of a block mask. workers 0: it is not persistent and needs no plan.
 struct MaskForm {
   int m = kTileRows, n = kTileKeys;

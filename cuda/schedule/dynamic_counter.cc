@@ -5,8 +5,8 @@
 
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
+#include "cuda/common/status.h"
 #include "cuda/common/stream_memory.h"
-#include "cuda/mask/device_mask.h"
 
 namespace stof {
 namespace cuda {

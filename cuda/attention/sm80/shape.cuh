@@ -7,12 +7,12 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/params.h"
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 
 namespace stof {
 namespace cuda {
 
-constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLowest = -3.4028234663852886e38f;
 // The running maximum is raised only when a score exceeds it by 2^8, so that the output is rescaled a few times per row
 // (FlashAttention 4 has the same idea).

@@ -5,6 +5,7 @@
 #define STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 
 #include "cuda/attention/sm90/api.h"
+#include "cuda/common/math.h"
 #include "cuda/common/mma_sm90.cuh"
 #include "cuda/mask/fragments.h"
 
@@ -12,7 +13,6 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-constexpr float kLog2E = 1.44269504088896340736f;
 // What the lowest biases become in units of log2: not -inf, for they are no mask.
 constexpr float kLowestBias = -0x1.62e42ep127f;  // that is finite in units of log2
 constexpr int kAtom = 64;                        // columns of a swizzled row of 128 bytes
