@@ -11,7 +11,7 @@ namespace {
 
 struct Planned {
   stof::BlockMask mask;
-  stof::cuda::Walk walk;
+  stof::cuda::TileList list;
 };
 
 }  // namespace
@@ -38,7 +38,7 @@ STOF_PLAN_TIMES void* stof_plan_mask(const int64_t sizes[8], const int64_t count
   mask.key_tile.assign(key_tile, key_tile + counts[3]);
   mask.bits_id.assign(bits_id, bits_id + counts[4]);
   mask.bits.assign(bits, bits + counts[5]);
-  planned->walk = stof::cuda::WalkOf(mask);
+  planned->list = stof::cuda::MakeTileList(mask);
   return planned.release();
 }
 
@@ -47,11 +47,11 @@ STOF_PLAN_TIMES void stof_plan_mask_destroy(void* planned) { delete static_cast<
 // Nanoseconds by the model; costs: row, full, partial, split, cuts, half, alone (stof::cuda::TileCost).
 STOF_PLAN_TIMES int64_t stof_plan_time(const void* planned, int64_t B, int64_t H, int64_t workers, int64_t section,
                                        const int64_t costs[7]) {
-  const auto& [mask, walk] = *static_cast<const Planned*>(planned);
+  const auto& [mask, list] = *static_cast<const Planned*>(planned);
   stof::cuda::TileCost cost;
-  cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split = costs[3];
-  cost.cuts = costs[4] != 0, cost.half = costs[5], cost.alone = costs[6];
-  return TimeOf(PlanWork(mask, walk, B, H, static_cast<int>(workers), section, cost), cost);
+  cost.row = costs[0], cost.full = costs[1], cost.partial = costs[2], cost.split_kv = costs[3];
+  cost.can_split_rows = costs[4] != 0, cost.half_tile_pct = costs[5], cost.solo_speed_pct = costs[6];
+  return PredictScheduleTime(MakeTileSchedule(mask, list, B, H, static_cast<int>(workers), section, cost), cost);
 }
 
 }  // extern "C"

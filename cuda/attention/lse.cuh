@@ -14,7 +14,7 @@ namespace cuda {
 // Called by one thread a row, before rows without a key get anything in its place. total: the sum of the row's weights
 // in units of 2^high, the sink's among them; 0: no key is allowed.
 template <typename T>
-__device__ __forceinline__ void StoreLogSum(const AttentionParams& p, int b, int h, int row, float high, float total) {
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, int b, int h, int row, float high, float total) {
   if (p.lse == nullptr || row >= p.S) return;
   constexpr float kLn2 = 0.693147180559945309417f;
   float sum = total == 0.0f ? -INFINITY : (high + log2f(total)) * kLn2;

@@ -48,11 +48,11 @@ class ClusterDecode {
     first_ = warp_ * S::kWarpKeys % kTileKeys;
     key_ = static_cast<const T*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const T*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
-    padded_ = p_.pad_bits != nullptr && params.second == 0;
-    masked_ = p_.has_mask != 0 && params.second == 0;
-    scale_ = HasExtras(p_) ? p_.scale : p_.scale * kLog2E;
+    padded_ = p_.pad_bits != nullptr && params.second_pass == 0;
+    masked_ = p_.has_mask != 0 && params.second_pass == 0;
+    scale_ = HasScoreMod(p_) ? p_.scale : p_.scale * kLog2E;
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kPieces * S::kPieceBytes);
+    ring_ = base + static_cast<uint32_t>(S::kRing + warp_ * S::kStages * S::kStageBytes);
     queries_ = base + S::kQueries;
     steps_ = base + static_cast<uint32_t>(4 * warp_ * S::kStepSlots * S::kStepWords);
   }
@@ -60,13 +60,13 @@ class ClusterDecode {
   __device__ void Run() {
     WaitForPrevious();
     LetNextStart();
-    if (params_.second != 0 && !Wanted()) return;  // all of a cluster or none
-    if (params_.splits > 1) ArriveAtCluster();     // for others to know that this CTA has begun
+    if (params_.second_pass != 0 && !HasEmptyRow()) return;  // all of a cluster or none
+    if (params_.splits > 1) ArriveAtCluster();               // for others to know that this CTA has begun
     CopyQueries();
-    FindShare();
-    Look(next_, &now_);
-    Look(next_ + kStride, &then_);
-    live_ = Live(now_, next_);
+    FindSplit();
+    ReadTiles(next_, &current_tiles_);
+    ReadTiles(next_ + kStride, &next_tiles_);
+    live_tiles_ = LiveTiles(current_tiles_, next_);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       max_[n][0] = max_[n][1] = -INFINITY;
@@ -79,40 +79,40 @@ class ClusterDecode {
     }
     // One loop for the first pieces, of which there is nothing to multiply yet, and all others: its code has to fit the
     // instructions' cache.
-    constexpr int kAhead = (S::kPieces + 1) / 2;
+    constexpr int kAhead = (S::kStages + 1) / 2;
     for (int step = -kAhead;; ++step) {
       float s[kBlocks][4];
       if (step == 0) {
-        AwaitCopies<S::kPieces - 1>();
+        AwaitCopies<S::kStages - 1>();
         __syncthreads();  // the queries are there
       }
-      if (step >= 0 && step >= taken_) break;
+      if (step >= 0 && step >= loaded_) break;
       if (step >= 0) {
-        AwaitCopies<S::kPieces - 1>();
+        AwaitCopies<S::kStages - 1>();
         Scores(s);
       }
-      if (!S::kOdd || step > -kAhead) Fetch<!S::kOdd>();
+      if (!S::kOdd || step > -kAhead) LoadStage<!S::kOdd>();
       if (step >= 0) {
-        Adjust(step, s);
+        ApplyMaskAndBias(step, s);
         Softmax(s);
-        AwaitCopies<S::kPieces - 1>();
+        AwaitCopies<S::kStages - 1>();
         AddValues(s);
       }
-      Fetch<S::kOdd>();
+      LoadStage<S::kOdd>();
     }
-    JoinWarps();
+    CombineWarps();
   }
 
  private:
   __device__ int64_t RowOf(int row) const { return PackedRow(p_, b_, head0_, row); }
-  __device__ bool Wanted() const {
+  __device__ bool HasEmptyRow() const {
     for (int i = 0; i < rows_; ++i) {
       if (params_.empty_rows[RowOf(block_ * S::kRows + i)] != 0) return true;
     }
     return false;
   }
   // The head and the query of a row of this tile; rows that there are none of are like the last one.
-  __device__ __forceinline__ void Place(int row, int* head, int* query) const {
+  __device__ __forceinline__ void HeadAndQuery(int row, int* head, int* query) const {
     const int whole = block_ * S::kRows + min(row, rows_ - 1);
     *head = head0_ + whole / p_.S;
     *query = whole % p_.S;
@@ -125,7 +125,7 @@ class ClusterDecode {
     int bits;       // index of its bits, -1: every key
     uint32_t keys;  // which of the warp's 16 are neither padded nor beyond the last
   };
-  __device__ void FindShare() {
+  __device__ void FindSplit() {
     int begin = 0, end = (p_.T + kTileKeys - 1) / kTileKeys;
     if (masked_) {
       begin = params_.row_begin, full_ = params_.row_full, end = params_.row_end;
@@ -143,9 +143,9 @@ class ClusterDecode {
     end_ = next_ + share + (split_ < more ? 1 : 0);
     next_ += warp_ * S::kWarpKeys / kTileKeys;
   }
-  static constexpr int kStride = 32 * S::kStreams;
-  __device__ __forceinline__ void Look(int next, Tile* found) const {
-    const int at = next + S::kStreams * lane_;
+  static constexpr int kStride = 32 * S::kTilesAtOnce;
+  __device__ __forceinline__ void ReadTiles(int next, Tile* found) const {
+    const int at = next + S::kTilesAtOnce * lane_;
     found->tile = at, found->bits = -1, found->keys = 0;
     if (at >= end_) return;
     if (masked_) {
@@ -162,36 +162,36 @@ class ClusterDecode {
     }
   }
   // Those of 32 tiles that are there; where keys are padded, those with another one: else nothing is waited for.
-  __device__ __forceinline__ uint32_t Live(const Tile& tiles, int first) const {
-    const int count = (end_ - first + S::kStreams - 1) / S::kStreams;
+  __device__ __forceinline__ uint32_t LiveTiles(const Tile& tiles, int first) const {
+    const int count = (end_ - first + S::kTilesAtOnce - 1) / S::kTilesAtOnce;
     const uint32_t there = count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
     return padded_ ? there & __ballot_sync(~0u, tiles.keys != 0) : there;
   }
   // Goes on to the next tile; tile_ -1: there is none.
-  __device__ __forceinline__ void Take() {
-    while (live_ == 0) {
+  __device__ __forceinline__ void AdvanceTile() {
+    while (live_tiles_ == 0) {
       next_ += kStride;
       if (next_ >= end_) {
         tile_ = -1;
         return;
       }
-      now_ = then_;
-      live_ = Live(now_, next_);
-      Look(next_ + kStride, &then_);
+      current_tiles_ = next_tiles_;
+      live_tiles_ = LiveTiles(current_tiles_, next_);
+      ReadTiles(next_ + kStride, &next_tiles_);
     }
-    const int from = __ffs(static_cast<int>(live_)) - 1;
-    live_ &= live_ - 1;
-    tile_ = __shfl_sync(~0u, now_.tile, from);
-    const int bits = masked_ ? __shfl_sync(~0u, now_.bits, from) : -1;
-    const uint32_t keys = __shfl_sync(~0u, now_.keys, from);
-    const uint32_t to = steps_ + static_cast<uint32_t>(4 * (taken_ % S::kStepSlots) * S::kStepWords);
-    ++taken_;
+    const int from = __ffs(static_cast<int>(live_tiles_)) - 1;
+    live_tiles_ &= live_tiles_ - 1;
+    tile_ = __shfl_sync(~0u, current_tiles_.tile, from);
+    const int bits = masked_ ? __shfl_sync(~0u, current_tiles_.bits, from) : -1;
+    const uint32_t keys = __shfl_sync(~0u, current_tiles_.keys, from);
+    const uint32_t to = steps_ + static_cast<uint32_t>(4 * (loaded_ % S::kStepSlots) * S::kStepWords);
+    ++loaded_;
     if (lane_ == 0) {
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %3};" ::"r"(to), "r"(tile_), "r"(bits), "r"(keys) : "memory");
     }
     if (bits >= 0 && lane_ < S::kRows) {
       int head = 0, query = 0;
-      Place(lane_, &head, &query);
+      HeadAndQuery(lane_, &head, &query);
       const int row = MaskRow(params_, head - head0_, query);
       const int64_t word = (static_cast<int64_t>(bits) * kDecodeTileRows + row) * 2 + first_ / 32;
       CopyWord(to + static_cast<uint32_t>(16 + 4 * lane_), p_.mask.bits + word);
@@ -202,10 +202,10 @@ class ClusterDecode {
   __device__ void CopyQueries() {
     for (int at = warp_; at < kBlocks * S::kChunks; at += S::kWarps) {
       const int n = at / S::kChunks, c = at % S::kChunks;
-      const int row = 8 * n + lane_ / 4, d = S::kPer * (4 * c + lane_ % 4);
+      const int row = 8 * n + lane_ / 4, d = S::kPerLoad * (4 * c + lane_ % 4);
       const bool valid = row < rows_ && d < p_.D;
       int head = 0, query = 0;
-      Place(row, &head, &query);
+      HeadAndQuery(row, &head, &query);
       const T* from = static_cast<const T*>(p_.query) + b_ * p_.query_stride.b + head * p_.query_stride.h +
                       query * p_.query_stride.s;
       CopyChunk(queries_ + static_cast<uint32_t>(16 * (32 * at + lane_)), valid ? from + d : from, valid);
@@ -214,32 +214,32 @@ class ClusterDecode {
 
   // The next piece into the ring: keys of the next tile, or its values.
   template <bool kKeys>
-  __device__ __forceinline__ void Fetch() {
-    if (kKeys) Take();
+  __device__ __forceinline__ void LoadStage() {
+    if (kKeys) AdvanceTile();
     __syncwarp();  // nobody reads what was there any more
     if (tile_ >= 0) {
       const int key0 = tile_ * kTileKeys + first_;
-      Copy<kKeys>(ring_ + static_cast<uint32_t>(fetched_ * S::kPieceBytes), key0);
+      Copy<kKeys>(ring_ + static_cast<uint32_t>(stage_ * S::kStageBytes), key0);
     }
     CommitCopies();
-    fetched_ = fetched_ + 1 == S::kPieces ? 0 : fetched_ + 1;
+    stage_ = stage_ + 1 == S::kStages ? 0 : stage_ + 1;
   }
   // 16 rows in the order of memory: what lies side by side there is asked for at once. Each 16 bytes go where the lane
   // that multiplies them looks for them.
   template <bool kKeys>
   __device__ __forceinline__ void Copy(uint32_t to, int key0) const {
-    constexpr uint32_t kInRow = kHead / S::kPer, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
+    constexpr uint32_t kInRow = kHead / S::kPerLoad, kAcross = kInRow < 32 ? kInRow : 32, kDown = 32 / kAcross;
     const uint32_t across = static_cast<uint32_t>(lane_) % kAcross, down = static_cast<uint32_t>(lane_) / kAcross;
     const int64_t stride = kKeys ? p_.key_stride.s : p_.value_stride.s;
-    const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPer * across;
+    const T* from = (kKeys ? key_ : value_) + (key0 + static_cast<int64_t>(down)) * stride + S::kPerLoad * across;
     const int size = kKeys ? p_.D : p_.Dv, left = p_.T - key0 - static_cast<int>(down);
 #pragma unroll
     for (uint32_t row = 0; row < 16; row += kDown) {
 #pragma unroll
       for (uint32_t chunk = 0; chunk < kInRow; chunk += kAcross) {
-        const bool there = static_cast<int>(S::kPer * (chunk + across)) < size && static_cast<int>(row) < left;
+        const bool there = static_cast<int>(S::kPerLoad * (chunk + across)) < size && static_cast<int>(row) < left;
         const uint32_t place = kKeys ? KeyPlace(row | down, chunk | across) : ValuePlace(row | down, chunk | across);
-        CopyChunk(to + 16 * place, from + S::kPer * chunk, there);
+        CopyChunk(to + 16 * place, from + S::kPerLoad * chunk, there);
       }
       from += kDown * stride;
     }
@@ -262,32 +262,32 @@ class ClusterDecode {
     return low << 3 | (high ^ low << 1);
   }
   // Where the oldest piece lies.
-  __device__ __forceinline__ uint32_t Oldest() {
-    const uint32_t at = ring_ + static_cast<uint32_t>(used_ * S::kPieceBytes);
-    used_ = used_ + 1 == S::kPieces ? 0 : used_ + 1;
+  __device__ __forceinline__ uint32_t OldestStage() {
+    const uint32_t at = ring_ + static_cast<uint32_t>(consumed_ * S::kStageBytes);
+    consumed_ = consumed_ + 1 == S::kStages ? 0 : consumed_ + 1;
     return at;
   }
 
   // ---- a step: cuda/attention/decode/cluster_step.cuh ----
   __device__ __forceinline__ void Scores(float (&s)[kBlocks][4]);
   __device__ __forceinline__ void AddValues(const float (&s)[kBlocks][4]);
-  __device__ __forceinline__ void Adjust(int step, float (&s)[kBlocks][4]);
+  __device__ __forceinline__ void ApplyMaskAndBias(int step, float (&s)[kBlocks][4]);
   __device__ __forceinline__ void Softmax(float (&s)[kBlocks][4]);
 
   // ---- the end: cuda/attention/decode/cluster_combine.cuh ----
-  __device__ float* Sums(int warp) const {
-    return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kPieces * S::kPieceBytes);
+  __device__ float* WarpOutputs(int warp) const {
+    return reinterpret_cast<float*>(shared_ + S::kRing + warp * S::kStages * S::kStageBytes);
   }
   // Maxima and sums of a warp's rows.
-  __device__ float2* States(int warp) const {
-    return reinterpret_cast<float2*>(shared_ + S::kStates) + warp * S::kRows;
+  __device__ float2* WarpStats(int warp) const {
+    return reinterpret_cast<float2*>(shared_ + S::kStats) + warp * S::kRows;
   }
   // What CTA `rank` of the cluster has sent, or is sent to: of its rows, and of a share of the output.
-  __device__ float2* SentStates(int rank) const {
-    return reinterpret_cast<float2*>(shared_ + S::kSentStates) + rank * S::kRows;
+  __device__ float2* ReceivedStats(int rank) const {
+    return reinterpret_cast<float2*>(shared_ + S::kReceivedStats) + rank * S::kRows;
   }
-  __device__ float4* Sent(int rank, int share) const {
-    return reinterpret_cast<float4*>(shared_ + S::kSent) + rank * share;
+  __device__ float4* ReceivedOutputs(int rank, int share) const {
+    return reinterpret_cast<float4*>(shared_ + S::kReceived) + rank * share;
   }
 
   static __device__ __forceinline__ float WeightOf(float maximum, float top) {
@@ -298,20 +298,20 @@ class ClusterDecode {
     *sum += part_sum * weight;
   }
 
-  __device__ void JoinWarps();
-  __device__ void Finish(int row, int d, const float4& x, const float2& all);
+  __device__ void CombineWarps();
+  __device__ void StoreOutput(int row, int d, const float4& x, const float2& all);
 
   const DecodeParams& params_;
   const AttentionParams& p_;
   char* shared_;
   int b_, head0_, block_, rows_, split_, warp_, lane_, first_;  // first_: of the warp's keys in a tile
   int next_ = 0, end_ = 0, full_ = 0, tile_ = -1;
-  int taken_ = 0, fetched_ = 0, used_ = 0;  // steps; places in the ring
+  int loaded_ = 0, stage_ = 0, consumed_ = 0;  // steps; places in the ring
   bool masked_, padded_;
   float scale_;
   const T *key_, *value_;
-  uint32_t ring_, queries_, steps_, live_ = 0;
-  Tile now_, then_;
+  uint32_t ring_, queries_, steps_, live_tiles_ = 0;
+  Tile current_tiles_, next_tiles_;
   float o_[kBlocks][S::kOutputs][4];
   float max_[kBlocks][2], sum_[kBlocks][2];
 };

@@ -37,13 +37,13 @@ struct ClusterLauncher {
   // not suffice. Asked at the first use on a device.
   static void Clusters(int (&clusters)[kClusterSizes]) {
     constexpr int kDevices = 64;
-    struct Known {
+    struct PerDevice {
       bool asked = false;
       int clusters[kClusterSizes] = {};
     };
     static std::mutex mutex;
-    static Known all[kDevices];
-    Known known;
+    static PerDevice all[kDevices];
+    PerDevice known;
     int device = 0;
     if (cudaGetDevice(&device) == cudaSuccess && device < kDevices) {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -99,7 +99,7 @@ struct ClusterLauncher {
     return static_cast<int>(cudaLaunchKernelExC(&config, Kernel(), arguments));
   }
 
-  static ClusterKernel Make() { return {S::kRows, S::kStreams, Run, Clusters}; }
+  static ClusterKernel Make() { return {S::kRows, S::kTilesAtOnce, Run, Clusters}; }
 };
 
 template <typename T>

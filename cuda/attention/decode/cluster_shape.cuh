@@ -18,36 +18,37 @@ struct ClusterShape {
   // them too little shared memory.
   static constexpr int kRowBytes = kHead * static_cast<int>(sizeof(T));
   static constexpr int kWarps = kRowBytes <= 256 ? 8 : 4, kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = 16;                             // of a tile
-  static constexpr int kStreams = kWarps * kWarpKeys / kTileKeys;  // tiles that a CTA works on at once
+  static constexpr int kWarpKeys = 16;                                 // of a tile
+  static constexpr int kTilesAtOnce = kWarps * kWarpKeys / kTileKeys;  // tiles that a CTA works on at once
   static constexpr int kRows = 8 * kBlocks;
-  static constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
-  static constexpr int kChunks = kHead / (4 * kPer);             // copies of a key's row by 4 lanes
-  static constexpr int kLoads = 2 * kChunks;                     // of a lane, a piece
-  static constexpr int kOutputs = kHead / 16;                    // blocks of 16 output elements
-  static constexpr int kPieceBytes = 16 * 32 * kLoads;
+  static constexpr int kPerLoad = 16 / static_cast<int>(sizeof(T));  // elements of a copy
+  static constexpr int kChunks = kHead / (4 * kPerLoad);             // copies of a key's row by 4 lanes
+  static constexpr int kLoads = 2 * kChunks;                         // of a lane, a piece
+  static constexpr int kOutputs = kHead / 16;                        // blocks of 16 output elements
+  static constexpr int kStageBytes = 16 * 32 * kLoads;
   static constexpr int kQueryBytes = kBlocks * kChunks * 32 * 16;
   static constexpr int kStepSlots = 4;
   static constexpr int kStepWords = 4 + kRows;  // tile, whether it has bits, padding, unused; a word of bits a row
   static constexpr int kStepBytes = 4 * kWarps * kStepSlots * kStepWords;
-  static constexpr int kStateBytes = 8 * kWarps * kRows;
+  static constexpr int kStatsBytes = 8 * kWarps * kRows;
   // What the CTAs of the cluster send: maxima and sums of all rows, and their parts of this CTA's share of the output.
   static constexpr int kMostCtas = 8;
-  static constexpr int kSentStateBytes = 8 * kMostCtas * kRows, kSentBytes = 4 * kRows * kHead + 16 * kMostCtas;
-  static constexpr int kQueries = kStepBytes, kStates = kQueries + kQueryBytes;  // offsets
-  static constexpr int kSentStates = kStates + kStateBytes, kSent = (kSentStates + kSentStateBytes + 15) / 16 * 16;
-  static constexpr int kRing = (kSent + kSentBytes + 127) / 128 * 128;
-  static constexpr int kCtaPieceBytes = kWarps * kPieceBytes;
+  static constexpr int kReceivedStatsBytes = 8 * kMostCtas * kRows, kReceivedBytes = 4 * kRows * kHead + 16 * kMostCtas;
+  static constexpr int kQueries = kStepBytes, kStats = kQueries + kQueryBytes;  // offsets
+  static constexpr int kReceivedStats = kStats + kStatsBytes,
+                       kReceived = (kReceivedStats + kReceivedStatsBytes + 15) / 16 * 16;
+  static constexpr int kRing = (kReceived + kReceivedBytes + 127) / 128 * 128;
+  static constexpr int kCtaStageBytes = kWarps * kStageBytes;
   // Pieces of a warp's ring: an even number, or one where two do not fit every device. Two CTAs have to fit the
   // multiprocessor: clusters of CTAs that need one each find too few places.
-  static constexpr int kFit = (96 * 1024 - kRing) / kCtaPieceBytes;
+  static constexpr int kFit = (96 * 1024 - kRing) / kCtaStageBytes;
   static constexpr bool kOdd = kFit == 1;
-  static constexpr int kPieces = kFit >= 4 ? 4 : kOdd ? 1 : 2;
+  static constexpr int kStages = kFit >= 4 ? 4 : kOdd ? 1 : 2;
   static_assert(kFit >= 1, "a piece has to fit");
-  static_assert(kPieces / 2 + 2 <= kStepSlots, "steps under way");
-  static constexpr int kSharedBytes = kRing + kPieces * kCtaPieceBytes;
+  static_assert(kStages / 2 + 2 <= kStepSlots, "steps under way");
+  static constexpr int kSharedBytes = kRing + kStages * kCtaStageBytes;
   // The sums of a warp lie where its ring was, those of the CTA in the place of the first.
-  static_assert(4 * kRows * kHead <= kPieces * kPieceBytes, "room for sums");
+  static_assert(4 * kRows * kHead <= kStages * kStageBytes, "room for sums");
   static constexpr int kCtas = sizeof(T) == 4 || kBlocks * kHead > 128 ? (kWarps == 8 ? 1 : 2) : 2;  // a multiprocessor
 };
 

@@ -13,7 +13,7 @@ namespace cuda {
 // ---- products ----
 template <int kHead, typename T, int kBlocks>
 __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (&s)[kBlocks][4]) {
-  const uint32_t piece = Oldest();
+  const uint32_t stage = OldestStage();
   float sums[2][kBlocks][4];  // two chains of products
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (
   }
 #pragma unroll
   for (int c = 0; c < S::kChunks; ++c) {
-    const uint32_t own = piece + 16 * static_cast<uint32_t>(lane_ ^ c % 2 * 4);
+    const uint32_t own = stage + 16 * static_cast<uint32_t>(lane_ ^ c % 2 * 4);
     const uint4 low = ReadChunk(own + 512 * c), high = ReadChunk(own + 512 * (S::kChunks + c));
     const uint32_t a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
     uint4 q[kBlocks];
@@ -64,7 +64,8 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Scores(float (
 template <int kHead, typename T, int kBlocks>
 __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(const float (&s)[kBlocks][4]) {
   constexpr int kWide = S::kChunks / 2;
-  const uint32_t piece = Oldest() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
+  const uint32_t stage =
+      OldestStage() + 16 * ValueOrder(static_cast<uint32_t>(lane_) / 4, static_cast<uint32_t>(lane_) % 4);
   // Weights as operands: b of halves, big and small of TF32.
   uint32_t b[kBlocks][2], big[kBlocks][2][2], small[kBlocks][2][2];
 #pragma unroll
@@ -87,7 +88,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
     uint32_t x[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 read = ReadChunk(piece + 512 * (i * kWide + c));
+      const uint4 read = ReadChunk(stage + 512 * (i * kWide + c));
       x[i][0] = read.x, x[i][1] = read.y, x[i][2] = read.z, x[i][3] = read.w;
     }
     if constexpr (kFloat) {
@@ -133,20 +134,20 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::AddValues(cons
 
 // ---- scores to weights; element e: key lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2 ----
 template <int kHead, typename T, int kBlocks>
-__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int step, float (&s)[kBlocks][4]) {
-  const bool mean = params_.second != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
-  const bool extras = HasExtras(p_);
+__device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::ApplyMaskAndBias(int step, float (&s)[kBlocks][4]) {
+  const bool mean = params_.second_pass != 0 && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean;
+  const bool score_mod = HasScoreMod(p_);
   const uint32_t from = steps_ + static_cast<uint32_t>(4 * (step % S::kStepSlots) * S::kStepWords);
   const uint4 found = ReadChunk(from);
   const int key0 = static_cast<int>(found.x) * kTileKeys + first_ + lane_ / 4;
   const bool bits = static_cast<int>(found.y) >= 0;
-  if (extras) {
+  if (score_mod) {
     // One copy of much code: elements come to the first place in turn.
 #pragma unroll 1
     for (int at = 0; at < 4 * kBlocks; ++at) {
       int head = 0, query = 0;
-      Place(at / 4 * 8 + lane_ % 4 * 2 + at % 2, &head, &query);
-      const float x = BiasedScore<T>(p_, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
+      HeadAndQuery(at / 4 * 8 + lane_ % 4 * 2 + at % 2, &head, &query);
+      const float x = ApplyScoreMod<T>(p_, s[0][0] * scale_, b_, head, query, key0 + at % 4 / 2 * 8);
 #pragma unroll
       for (int e = 1; e < 4 * kBlocks; ++e) s[(e - 1) / 4][(e - 1) % 4] = s[e / 4][e % 4];
       s[kBlocks - 1][3] = x;
@@ -166,7 +167,7 @@ __device__ __forceinline__ void ClusterDecode<kHead, T, kBlocks>::Adjust(int ste
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s[n][2 * i + r];
-        if (!extras) x = __fmul_rn(x, scale_);
+        if (!score_mod) x = __fmul_rn(x, scale_);
         if (mean) x = 0.0f;
         if ((word >> (lane_ / 4 + 8 * i) & 1u) == 0) x = -INFINITY;
       }

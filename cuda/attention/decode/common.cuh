@@ -70,7 +70,7 @@ __device__ __forceinline__ int MaskRow(const DecodeParams& params, int packed_he
   return params.stacked != 0 ? packed_head * params.attention.S + query : query;
 }
 
-__device__ __forceinline__ bool HasExtras(const AttentionParams& p) {
+__device__ __forceinline__ bool HasScoreMod(const AttentionParams& p) {
   return p.softcap > 0.0f || p.bias != nullptr || p.relative_bias != nullptr;
 }
 
@@ -85,12 +85,12 @@ __device__ __forceinline__ float SinkWeight(const AttentionParams& p, int h, flo
   if (p.sink == nullptr) return 0.0f;
   const float logit =
       p.sink_is_float != 0 ? static_cast<const float*>(p.sink)[h] : ToFloat(static_cast<const T*>(p.sink)[h]);
-  return Exp2(fminf(Above(logit * kLog2E, maximum), 127.0f));
+  return Exp2(fminf(ScoreDifference(logit * kLog2E, maximum), 127.0f));
 }
 
 // A score with softcap and biases; comes out in units of log2.
 template <typename T>
-__device__ float BiasedScore(const AttentionParams& p, float x, int b, int h, int query, int key) {
+__device__ float ApplyScoreMod(const AttentionParams& p, float x, int b, int h, int query, int key) {
   key = min(key, p.T - 1);
   if (p.softcap > 0.0f) x = p.softcap * tanhf(x / p.softcap);
   float bias = 0.0f;

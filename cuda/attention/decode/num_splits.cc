@@ -21,7 +21,7 @@ DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& par
   const int64_t slots = int64_t{kernel.ctas} * multiprocessors;
   DecodeChoice best;
   best.nanoseconds = std::numeric_limits<double>::infinity();
-  for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostSplits); ++splits) {
+  for (int64_t splits = 1; splits <= std::min<int64_t>(std::max<int64_t>(tiles, 1), kMostDecodeSplits); ++splits) {
     const int64_t ctas = blocks * splits, waves = (ctas + slots - 1) / slots;
     const auto active = static_cast<double>(std::min(ctas, slots));
     const double each = std::max(tile * active / (kBandwidth * multiprocessors), tile / under_way * kLatency);
@@ -34,24 +34,25 @@ DecodeChoice ChooseSplits(const DecodeKernel& kernel, const AttentionParams& par
 }
 
 DecodeChoice ChooseDecode(const DecodeKernel& kernel, const AttentionParams& params, int item_bytes, int64_t tiles,
-                          int64_t blocks, int multiprocessors, int streams, const int (&clusters)[kClusterSizes],
-                          int only) {
-  // Of the clusters' kernel: everything up to the end of the first step of 64 keys, or 64 times `streams`, and joining;
-  // every other step; of fp32. What memory gives when all read it, with rows of 256 bytes and with narrower ones.
-  constexpr double kStart = 5400, kJoin = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
+                          int64_t blocks, int multiprocessors, int tiles_at_once, const int (&clusters)[kClusterSizes],
+                          int only_flagged) {
+  // Of the clusters' kernel: everything up to the end of the first step of 64 keys, or 64 times `tiles_at_once`, and
+  // joining; every other step; of fp32. What memory gives when all read it, with rows of 256 bytes and with narrower
+  // ones.
+  constexpr double kStart = 5400, kCombineTime = 1900, kStep = 1430, kStart32 = 8000, kStep32 = 5000;
   constexpr double kBandwidth = 2950, kNarrowBandwidth = 2650;
   const double bandwidth = int64_t{params.D + params.Dv} * item_bytes >= 512 ? kBandwidth : kNarrowBandwidth;
   const double start = item_bytes == 4 ? kStart32 : kStart, step = item_bytes == 4 ? kStep32 : kStep;
   DecodeChoice best = ChooseSplits(kernel, params, item_bytes, tiles, blocks, multiprocessors);
-  if (only == 0) return best;
-  if (only == 1) best.nanoseconds = std::numeric_limits<double>::infinity();
+  if (only_flagged == 0) return best;
+  if (only_flagged == 1) best.nanoseconds = std::numeric_limits<double>::infinity();
   const auto bytes = static_cast<double>(blocks * tiles * kTileKeys * (params.D + params.Dv) * item_bytes);
   for (int i = 0; i < kClusterSizes; ++i) {
     if (clusters[i] == 0) continue;
     const int64_t ctas = int64_t{1} << i, waves = (blocks + clusters[i] - 1) / clusters[i];
-    const int64_t steps = std::max<int64_t>(1, (tiles + ctas * streams - 1) / (ctas * streams));
+    const int64_t steps = std::max<int64_t>(1, (tiles + ctas * tiles_at_once - 1) / (ctas * tiles_at_once));
     const double own = static_cast<double>(waves) * (start + step * static_cast<double>(steps - 1));
-    const double time = std::max(own, start + bytes / bandwidth) + (ctas > 1 ? kJoin : 0.0);
+    const double time = std::max(own, start + bytes / bandwidth) + (ctas > 1 ? kCombineTime : 0.0);
     if (time < best.nanoseconds) best = {true, static_cast<int>(ctas), time};
   }
   return best;

@@ -23,7 +23,7 @@ struct Fp32Kernel {
   int planes = 0;  // 2, or 1 for products of the high halves alone
   // extras: softcap or a bias. Both queue their work on the stream.
   int (*split)(const Fp32Params& params, void* stream) = nullptr;
-  int (*launch)(const Fp32Params& params, bool extras, void* stream) = nullptr;  // nullptr: no such kernel
+  int (*launch)(const Fp32Params& params, bool score_mod, void* stream) = nullptr;  // nullptr: no such kernel
 };
 // By the larger of D and Dv. exact: with fp32's error; else with that of TF32.
 Fp32Kernel FindFp32(int head_size, bool exact);

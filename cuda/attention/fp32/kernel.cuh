@@ -27,7 +27,7 @@ namespace stof {
 namespace cuda {
 
 // One CTA's work.
-template <int kHead, int kPlanes, int kTile, bool kExtras>
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
 class Fp32Attention {
   using S = Fp32Shape<kHead, kPlanes, kTile>;
   static constexpr int kColumns = S::kN / 8;              // blocks of 8 keys
@@ -36,13 +36,13 @@ class Fp32Attention {
   static constexpr int kGroup = S::kBlocks == 1 ? 4 : 2;  // blocks of columns that are computed at once
 
  public:
-  __device__ Fp32Attention(const Fp32Params& params, int stages, int section, char* shared)
+  __device__ Fp32Attention(const Fp32Params& params, int stages, int l2_heads, char* shared)
       : params_(params), p_(params.attention), stages_(stages), shared_(shared) {
     // A section of heads after the other, in it the long rows of all heads first.
     const int tile_rows = (p_.S + kTileRows - 1) / kTileRows;
-    const int piece = blockIdx.x % S::kPieces, item = blockIdx.x / S::kPieces;
-    const int first = item / (tile_rows * section) * section;
-    const int heads = min(section, p_.B * p_.H - first);
+    const int sub_tile = blockIdx.x % S::kCtasPerTile, item = blockIdx.x / S::kCtasPerTile;
+    const int first = item / (tile_rows * l2_heads) * l2_heads;
+    const int heads = min(l2_heads, p_.B * p_.H - first);
     const int rest = item - first * tile_rows;
     const int bh = first + rest % heads;
     int row = rest / heads;
@@ -60,8 +60,8 @@ class Fp32Attention {
     } else {
       end_ = tiles_;
     }
-    piece0_ = piece * S::kM;
-    row0_ = row * kTileRows + piece0_;
+    tile_row0_ = sub_tile * S::kM;
+    row0_ = row * kTileRows + tile_row0_;
     group_ = static_cast<int64_t>(b_) * p_.G + h_ / (p_.H / p_.G);
     pad_ = p_.pad_bits == nullptr ? nullptr : p_.pad_bits + static_cast<int64_t>(b_) * tiles_ * 2;
     warp_ = threadIdx.x / 32;
@@ -72,14 +72,14 @@ class Fp32Attention {
     if (row0_ >= p_.S) return;
     LoadQueries();
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
-    const bool twice = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
+    const bool second_pass = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
     // A second time over all keys, for the rows without any. One loop for both: the code is large.
 #pragma unroll 1
     for (bool unmasked = false;; unmasked = true) {
       Clear();
-      Sweep(unmasked);
-      const bool some_empty = Finish(unmasked);
-      if (unmasked || !twice || __syncthreads_or(some_empty) == 0) return;
+      ProcessTiles(unmasked);
+      const bool some_empty = StoreOutput(unmasked);
+      if (unmasked || !second_pass || __syncthreads_or(some_empty) == 0) return;
       if (p_.has_mask != 0) begin_ = full_ = 0, end_ = tiles_;
     }
   }
@@ -119,12 +119,12 @@ class Fp32Attention {
 
   using Bits = TileBits<S::kBlocks>;
   __device__ __forceinline__ void FetchBits(const Entry& entry, Bits* bits) const {
-    bits->Fetch(p_.mask.bits, entry.bits, piece0_ / 16 + warp_ * S::kBlocks, lane_);
+    bits->Fetch(p_.mask.bits, entry.bits, tile_row0_ / 16 + warp_ * S::kBlocks, lane_);
   }
 
   // ---- memory ----
   __device__ const __half* Queries() const { return reinterpret_cast<const __half*>(shared_); }
-  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 2 * S::kQueryHalves); }
+  __device__ float* QueryFactors() const { return reinterpret_cast<float*>(shared_ + 2 * S::kQueryElements); }
   __device__ char* Keys(int stage) const { return shared_ + S::kQueryBytes + stage * S::kKeyBytes; }
   __device__ char* Values(int stage) const {
     return stages_ == 0 ? shared_ + S::kQueryBytes
@@ -196,7 +196,7 @@ class Fp32Attention {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // Scores come in units of log2 where nothing has to be done to them before.
-        scale_[i][r] = QueryFactors()[Row(i, r)] * (kExtras ? p_.scale : p_.scale * kLog2E);
+        scale_[i][r] = QueryFactors()[Row(i, r)] * (kScoreMod ? p_.scale : p_.scale * kLog2E);
       }
     }
   }
@@ -216,7 +216,7 @@ class Fp32Attention {
 
   // ---- the loop ----
   // With one stage the next tile is asked for when everybody has done with this one, and comes under the other product.
-  __device__ void Sweep(bool unmasked) {
+  __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
     Entry entry = Next(&i, unmasked);
     FetchKeys(entry.tile, 0);
@@ -245,7 +245,7 @@ class Fp32Attention {
           FetchValues(entry.tile, 0);
         }
       }
-      Adjust(entry, bits, unmasked, s);
+      ApplyMaskAndBias(entry, bits, unmasked, s);
       Softmax(s);
       if (stages_ > 0) {
         WaitCopies<1>();
@@ -273,18 +273,18 @@ class Fp32Attention {
   // ---- a tile: cuda/attention/fp32/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(const char* stage, float (&s)[S::kBlocks][kColumns][4]);
-  static __device__ __forceinline__ void Products(float (&s)[S::kBlocks][kColumns][4], int j,
+  static __device__ __forceinline__ void MmaGroup(float (&s)[S::kBlocks][kColumns][4], int j,
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
-  __device__ __forceinline__ void Adjust(const Entry& entry, const Bits& bits, bool unmasked,
-                                         float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void ApplyMaskAndBias(const Entry& entry, const Bits& bits, bool unmasked,
+                                                   float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void Softmax(float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void AddValues(const __half* values, float factor,
                                             const float (&s)[S::kBlocks][kColumns][4]);
 
   // ---- the end ----
   // Divides and writes; with `only_empty` the rows that had no key. Whether this thread saw one.
-  __device__ bool Finish(bool only_empty) {
+  __device__ bool StoreOutput(bool only_empty) {
     bool some_empty = false;
     float* const output = static_cast<float*>(p_.output) + b_ * p_.output_stride.b + h_ * p_.output_stride.h;
     const bool pairs = (reinterpret_cast<uintptr_t>(p_.output) % 8 |
@@ -302,9 +302,9 @@ class Fp32Attention {
         some_empty |= empty && row < p_.S;
         if (p_.sink != nullptr && !empty) {
           const float logit = static_cast<const float*>(p_.sink)[h_];
-          sum += Exp2(fminf(Above(logit * kLog2E, max_[i][r]), 127.0f));
+          sum += Exp2(fminf(ScoreDifference(logit * kLog2E, max_[i][r]), 127.0f));
         }
-        if (!only_empty && lane_ % 4 == 0) StoreLogSum<float>(p_, b_, h_, row, max_[i][r], sum);
+        if (!only_empty && lane_ % 4 == 0) StoreLse<float>(p_, b_, h_, row, max_[i][r], sum);
         // The second time, every bias of the row is -inf: the softmax of all keys is NaN.
         const bool nothing = empty && (only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kNan);
         const float factor = empty ? 0.0f : 1.0f / sum;
@@ -331,7 +331,7 @@ class Fp32Attention {
   const AttentionParams& p_;
   const int stages_;
   char* const shared_;
-  int b_, h_, row0_, piece0_, warp_, lane_, tiles_;
+  int b_, h_, row0_, tile_row0_, warp_, lane_, tiles_;
   int64_t group_;
   int begin_ = 0, full_ = 0, end_ = 0;
   const uint32_t* pad_;
@@ -347,11 +347,11 @@ class Fp32Attention {
 namespace stof {
 namespace cuda {
 
-template <int kHead, int kPlanes, int kTile, bool kExtras>
+template <int kHead, int kPlanes, int kTile, bool kScoreMod>
 __global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, Fp32Shape<kHead, kPlanes, kTile>::kCtas)
-    Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int section) {
+    Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int l2_heads) {
   extern __shared__ __align__(128) char fp32_shared[];
-  Fp32Attention<kHead, kPlanes, kTile, kExtras>(params, stages, section, fp32_shared).Run();
+  Fp32Attention<kHead, kPlanes, kTile, kScoreMod>(params, stages, l2_heads, fp32_shared).Run();
 }
 
 }  // namespace cuda

@@ -24,12 +24,12 @@ struct Fp32Shape {
   static constexpr int kCtas = kHead > 128 ? 1 : kHead > 64 || kRows == 128 ? 2 : 4;  // of a multiprocessor
   static constexpr int kWarps = kM / 16 / kBlocks;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kPieces = kTileRows / kM;  // CTAs for a tile of the mask
-  static constexpr int kPlane = kN * kHead;       // elements
+  static constexpr int kCtasPerTile = kTileRows / kM;  // CTAs for a tile of the mask
+  static constexpr int kPlane = kN * kHead;            // elements
   static constexpr int kValueBytes = 2 * kPlanes * kPlane;
   static constexpr int kKeyBytes = kValueBytes + 4 * kN;  // the planes and the factors
-  static constexpr int kQueryHalves = kPlanes * kM * kHead;
-  static constexpr int kQueryBytes = 2 * kQueryHalves + 4 * kM;
+  static constexpr int kQueryElements = kPlanes * kM * kHead;
+  static constexpr int kQueryBytes = 2 * kQueryElements + 4 * kM;
   // How many lanes share a row when it is read, 4 elements at a time, and how often they do.
   static constexpr int kLanes = kHead > 64 ? 32 : kHead / 4;
   static constexpr int kQuads = (kHead + 4 * kLanes - 1) / (4 * kLanes);
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t LargestOf(const float4& x) {
 }
 
 // high and low of two numbers, each pair in a word; low is multiplied by `scale`.
-__device__ __forceinline__ void Split(float x, float y, float scale, uint32_t* high, uint32_t* low) {
+__device__ __forceinline__ void SplitFp16(float x, float y, float scale, uint32_t* high, uint32_t* low) {
   const __half2 top = __floats2half2_rn(x, y);
   const float2 kept = __half22float2(top);
   const __half2 rest = __floats2half2_rn((x - kept.x) * scale, (y - kept.y) * scale);
@@ -83,9 +83,9 @@ template <int kHead, int kPlanes>
 __device__ __forceinline__ void StoreQuad(const float4& x, float factor, float scale, int row, int quad, __half* high,
                                           int plane) {
   uint2 top, rest;
-  Split(x.x * factor, x.y * factor, scale, &top.x, &rest.x);
-  Split(x.z * factor, x.w * factor, scale, &top.y, &rest.y);
-  const int at = Place<kHead>(row, quad / 2) + quad % 2 * 4;
+  SplitFp16(x.x * factor, x.y * factor, scale, &top.x, &rest.x);
+  SplitFp16(x.z * factor, x.w * factor, scale, &top.y, &rest.y);
+  const int at = SwizzledOffset<kHead>(row, quad / 2) + quad % 2 * 4;
   *reinterpret_cast<uint2*>(high + at) = top;
   if constexpr (kPlanes == 2) *reinterpret_cast<uint2*>(high + plane + at) = rest;
 }

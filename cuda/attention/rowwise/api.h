@@ -8,11 +8,11 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kRowsTile = 64;  // m and n of their block mask
+constexpr int kRowwiseTile = 64;  // m and n of their block mask
 
 // By the larger of D and Dv, which are multiples of 16 bytes, as are all strides and addresses; nullptr: no such
 // kernel. extras: softcap or a bias.
-Launch FindRows(DType dtype, int head_size, bool extras);
+Launch FindRowwise(DType dtype, int head_size, bool score_mod);
 
 }  // namespace cuda
 }  // namespace stof

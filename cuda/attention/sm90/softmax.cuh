@@ -30,40 +30,43 @@ class Softmax {
 
   // The weights that are made first, and the sums of all, in several chains: a warp has few others beside it that could
   // hide the latency of one.
-  struct Begun {
-    float weight[S::kBegun > 0 ? S::kBegun : 1];
+  struct EagerWeights {
+    float weight[S::kEagerWeights > 0 ? S::kEagerWeights : 1];
     float sum[2][kChains];
   };
-  static __device__ __forceinline__ void Add(int i, float weight, Begun* begun) {
-    float& sum = begun->sum[RowOf(i)][OrderOf(i) % kChains];
+  static __device__ __forceinline__ void Add(int i, float weight, EagerWeights* eager) {
+    float& sum = eager->sum[RowOf(i)][OrderOf(i) % kChains];
     sum = OrderOf(i) < kChains ? weight : sum + weight;
   }
-  static __device__ __forceinline__ void Begin(const float (&s)[kScores], Begun* begun) {
+  static __device__ __forceinline__ void FirstWork(const float (&s)[kScores], EagerWeights* eager) {
 #pragma unroll
-    for (int i = 0; i < S::kBegun; ++i) {
-      begun->weight[i] = Exp2(s[i]);
-      if (i < S::kSummed) Add(i, begun->weight[i], begun);
+    for (int i = 0; i < S::kEagerWeights; ++i) {
+      eager->weight[i] = Exp2(s[i]);
+      if (i < S::kEagerSums) Add(i, eager->weight[i], eager);
     }
   }
 
   // From products to logarithms of weights, if the references stay.
-  static __device__ __forceinline__ float Base(float high) { return fabsf(high) <= kNear ? high : 0.0f; }
-  static __device__ __forceinline__ void Lower(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun) {
+  static __device__ __forceinline__ float SubtractedMax(float row_max) {
+    return fabsf(row_max) <= kNear ? row_max : 0.0f;
+  }
+  static __device__ __forceinline__ void SubtractMax(float scale, const float (&base)[2], float (&s)[kScores],
+                                                     EagerWeights* eager) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale - base[RowOf(i)];
-    Begin(s, begun);
+    FirstWork(s, eager);
   }
 
   // Whether a warp has to look at its maxima. As integers, numbers that are not negative have their order, and NaN is
   // above them all. The sums of what is begun are looked at instead of its logarithms, for else ptxas would put all
   // exponentials behind the vote; the special function unit works while the rest is looked at.
-  static __device__ __forceinline__ bool Exceeds(const float (&high)[2], const float (&s)[kScores],
-                                                 const Begun& begun) {
+  static __device__ __forceinline__ bool MustRaiseMax(const float (&row_max)[2], const float (&s)[kScores],
+                                                      const EagerWeights& eager) {
     constexpr int kLanes = 8;
     int32_t most[kLanes];
 #pragma unroll
-    for (int i = S::kSummed; i < kScores; i += 2) {
-      const int at = (i - S::kSummed) / 2, c = at % kLanes;
+    for (int i = S::kEagerSums; i < kScores; i += 2) {
+      const int at = (i - S::kEagerSums) / 2, c = at % kLanes;
       const int32_t x = __float_as_int(s[i]), y = __float_as_int(s[i + 1]);
       most[c] = at < kLanes ? max(x, y) : __vimax3_s32(most[c], x, y);
     }
@@ -71,10 +74,10 @@ class Softmax {
                             __vimax3_s32(most[5], most[6], most[7]));
     int32_t sums = 0;
 #pragma unroll
-    for (int c = 0; c < (S::kSummed > 0 ? kChains : 0); ++c) {
-      sums = __vimax3_s32(sums, __float_as_int(begun.sum[0][c]), __float_as_int(begun.sum[1][c]));
+    for (int c = 0; c < (S::kEagerSums > 0 ? kChains : 0); ++c) {
+      sums = __vimax3_s32(sums, __float_as_int(eager.sum[0][c]), __float_as_int(eager.sum[1][c]));
     }
-    const bool known = fabsf(high[0]) <= kNear && fabsf(high[1]) <= kNear;
+    const bool known = fabsf(row_max[0]) <= kNear && fabsf(row_max[1]) <= kNear;
     return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
   }
 
@@ -82,8 +85,9 @@ class Softmax {
   // `base`. Lowers them to the new ones, says what earlier sums are to be multiplied with, and begins again. kFirst: of
   // a row's first tile, which has neither references nor sums before it; else scale is 1.
   template <bool kFirst>
-  static __device__ __forceinline__ void Raise(float scale, const float (&base)[2], float (&s)[kScores], Begun* begun,
-                                               float (&high)[2], float (&factor)[2], float (&sum)[2]) {
+  static __device__ __forceinline__ void RaiseMax(float scale, const float (&base)[2], float (&s)[kScores],
+                                                  EagerWeights* eager, float (&row_max)[2], float (&factor)[2],
+                                                  float (&sum)[2]) {
     float less[2];
     bool far = false;
 #pragma unroll
@@ -100,16 +104,16 @@ class Softmax {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(~0u, top, 2)), scale);
       if constexpr (kFirst) {
-        high[r] = top;
+        row_max[r] = top;
         less[r] = top == -INFINITY ? 0.0f : top;
         far |= fabsf(less[r]) > kFar;
       } else {
-        const float old = high[r] - base[r], above = Above(top, old);
+        const float old = row_max[r] - base[r], above = ScoreDifference(top, old);
         const bool raised = above > kSlack;
         const bool moved = raised || above == 0.0f;  // to what counts as equal, so that it is equal
-        high[r] = moved ? base[r] + top : high[r];
+        row_max[r] = moved ? base[r] + top : row_max[r];
         // Near zero what the rounded sum stands for, so that all tiles have the same.
-        const float now = fabsf(high[r]) <= kNear ? high[r] - base[r] : moved ? top : old;
+        const float now = fabsf(row_max[r]) <= kNear ? row_max[r] - base[r] : moved ? top : old;
         factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
         less[r] = now == -INFINITY ? 0.0f : now;
         sum[r] *= factor[r];
@@ -123,21 +127,21 @@ class Softmax {
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = s[i] * scale - less[RowOf(i)];
-    Begin(s, begun);
+    FirstWork(s, eager);
   }
 
   // The weights that are not begun, and all sums.
-  static __device__ __forceinline__ void Weigh(Begun* begun, float (&s)[kScores], float (&sum)[2]) {
+  static __device__ __forceinline__ void FinishWeights(EagerWeights* eager, float (&s)[kScores], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      s[i] = i < S::kBegun ? begun->weight[i] : Exp2(s[i]);
-      if (i >= S::kSummed) Add(i, s[i], begun);
+      s[i] = i < S::kEagerWeights ? eager->weight[i] : Exp2(s[i]);
+      if (i >= S::kEagerSums) Add(i, s[i], eager);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float all = begun->sum[r][0];
+      float all = eager->sum[r][0];
 #pragma unroll
-      for (int c = 1; c < kChains; ++c) all += begun->sum[r][c];
+      for (int c = 1; c < kChains; ++c) all += eager->sum[r][c];
       sum[r] += all;
     }
   }
