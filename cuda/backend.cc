@@ -100,7 +100,7 @@ Status AttendInParts(const AttentionArgs& args, const Tensor* pad, const Attenti
 // The arguments with the kernel that the environment names, where they name none.
 Status Hinted(const AttentionArgs& args, AttentionArgs* named, const AttentionArgs** own) {
   const char* name = nullptr;
-  STOF_RETURN_IF_ERROR(cuda::NamedByEnvironment(&name));
+  STOF_RETURN_IF_ERROR(cuda::KernelNameFromEnvironment(&name));
   *own = &args;
   if (*name == '\0' || *args.kernel != '\0') return Status();
   *named = args;
